@@ -1,4 +1,4 @@
-# make demo        see it work, from nothing: environment, tiny models, a comparison
+# make demo        see it work, from nothing: environment, tiny models, with SMC and without
 # make fidelity    how far each mode is from the target, in nats, and its tokens a pass, resumable, two hours
 # make drafts      what each kind of draft yields, in tokens a pass, nats and tokens a second to expect, resumable, two hours
 # make steering    what potentials add to accuracy, beside votes and choices among samples, resumable, half an hour
@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: venv
-	$(BIN)/python bench/demo.py
+	$(BIN)/sglang-smc demo $(DEMO_ARGS)
 
 # Interrupt it at will: the same command goes on where it stopped.
 fidelity: venv

@@ -6,23 +6,38 @@ import argparse
 import asyncio
 import contextlib
 import os
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from pair.task import Problem, held_out, messages
-from study import PAIR, REPOSITORY, BenchError, Log, bar, code_fingerprint, digest, selected
+from pair.task import Problem, check, held_out, messages
+from results import Report
+from study import (
+    PAIR,
+    REPOSITORY,
+    BenchError,
+    Log,
+    Study,
+    bar,
+    code_fingerprint,
+    digest,
+    slug_of,
+)
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
 #: Problems below this belong to the tables, each with its number as the seed; all others, such as
 #: the demos', are larger.
 MAX_PROBLEMS = 10_000
-GOES_ON = "All answers so far are kept: the same command goes on from here."
+#: The warm-up problem, beyond all measured ones.
+WARM_UP = 1_000_000
+#: What is kept of ``meta_info``.
+KEPT, KEPT_PREFIX = ("completion_tokens", "spec_verify_ct"), "spec_smc_"
 CONCURRENCY = 64
 #: Settings of all engines; they make answers comparable.
 COMMON: dict[str, Any] = {
@@ -106,21 +121,15 @@ Start = Callable[[str], AbstractContextManager[Asker]]
 
 
 class EngineAsker:
-    """Submits requests to an offline `sgl.Engine`, which schedules them.
+    """Submits requests to an offline `sgl.Engine`, which schedules them."""
 
-    Args:
-        forgets: whether to flush the cache first: cells share their problems, so that n-gram
-            matches would find earlier answers.
-    """
-
-    def __init__(self, engine: Any, *, forgets: bool = False) -> None:
-        self._engine, self._forgets = engine, forgets
-        self._tokenizer = engine.tokenizer_manager.tokenizer
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._tokenizer = engine, engine.tokenizer_manager.tokenizer
 
     def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Yield answers as they complete; the others continue while the caller handles one."""
-        if self._forgets:
-            self._engine.flush_cache()
+        # Cells share their problems: n-gram matches would find earlier answers.
+        self._engine.flush_cache()
         loop = self._engine.loop
         pending = {loop.create_task(self._reply(request)) for request in requests}
         try:
@@ -144,7 +153,7 @@ class EngineAsker:
 
 @contextlib.contextmanager
 def started(
-    settings: dict[str, Any], target: str, draft: str | None = None, *, forgets: bool = False
+    settings: dict[str, Any], target: str, draft: str | None = None
 ) -> Iterator[EngineAsker]:
     """Start an engine with these settings and models of the pair for the ``with`` block."""
     # Dozens of warnings about missing hardware would break the progress bars; child processes
@@ -158,36 +167,76 @@ def started(
         models["speculative_draft_model_path"] = str(PAIR / draft)
     engine = sglang.Engine(**settings, **models)
     try:
-        yield EngineAsker(engine, forgets=forgets)
+        yield EngineAsker(engine)
     finally:
         engine.shutdown()
 
 
-# --- Answers on disk
+# --- Cells and stored answers
 
 
-class AskedCell(Protocol):
-    """A cell with ``samples`` answers to each problem by one engine."""
+@dataclass(frozen=True)
+class Cell:
+    """One setting of an engine's requests; studies add fields of their own.
+
+    Args:
+        label: the display name, without the temperature.
+        engine: the name of the engine that answers.
+        smc: SMC request fields; None for requests without SMC.
+        samples: the number of answers to each problem.
+    """
+
+    label: str
+    engine: str
+    temperature: float
+    smc: dict[str, Any] | None = field(default=None, hash=False)
+    samples: int = 1
 
     @property
-    def slug(self) -> str: ...
-
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def samples(self) -> int: ...
+    def slug(self) -> str:
+        """Return the name for files and patterns: ``mixed-c1-t0.7``."""
+        return f"{slug_of(self.label)}-t{self.temperature:g}"
 
 
-class Answer(Protocol):
-    """A stored answer: a dataclass with the number of its problem."""
+@dataclass(frozen=True)
+class Record:
+    """One graded answer."""
 
-    @property
-    def index(self) -> int: ...
+    index: int
+    right: bool
+    part: int  # number of the run that measured it; above 0 after an interruption
+    at: float  # seconds since that run began
+    output_ids: list[int]  # including EOS
+    info: dict[str, Any]
 
 
-C = TypeVar("C", bound=AskedCell)
-A = TypeVar("A", bound=Answer)
+def seconds(records: Sequence[Record]) -> float:
+    """Return the wall time of all runs; of an interrupted one, up to its last answer."""
+    ends: dict[int, float] = {}
+    for record in records:
+        ends[record.part] = max(record.at, ends.get(record.part, 0.0))
+    return sum(ends.values())
+
+
+def grade(reply: Reply, *, part: int = 0, at: float = 0.0) -> Record:
+    """Return the record of a reply; raise BenchError if some of its tokens are missing."""
+    info = reply.meta_info
+    if len(reply.output_ids) != info["completion_tokens"]:
+        raise BenchError(
+            f"Problem {reply.index} was answered with {info['completion_tokens']} tokens, of which "
+            f"{len(reply.output_ids)} came: they cannot be scored."
+        )
+    # An answer cut off by the length limit may end in a right number by chance.
+    ended = info["finish_reason"]["type"] == "stop"
+    kept = {key: info[key] for key in info if key in KEPT or key.startswith(KEPT_PREFIX)}
+    if "spec_smc_rounds_ct" in kept:  # each is one target pass
+        kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
+    right = ended and check(reply.text, held_out(reply.index))
+    return Record(reply.index, right, part, round(at, 3), reply.output_ids, kept)
+
+
+C = TypeVar("C", bound=Cell)
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -201,7 +250,7 @@ class Answers(Generic[A]):
 
     def read(self) -> list[A]:
         """Return the stored answers to the requested problems, by problem and sample."""
-        found = [self.kind(**entry) for entry in self.log.read()]
+        found: list[Any] = [self.kind(**entry) for entry in self.log.read()]
         found.sort(key=lambda one: (one.index, _sample(one)))
         return [one for one in found if one.index < self.problems]
 
@@ -216,97 +265,173 @@ def _sample(one: Any) -> int:
     return getattr(one, "sample", 0)
 
 
-#: Yields an engine's answers to the missing problems of a cell.
-Ask = Callable[[C, Answers[A], Asker], Iterable[A]]
-
-
-def measure(todo: Sequence[tuple[C, Answers[A]]], start: Start, ask: Ask[C, A]) -> None:
-    """Complete all cells, starting each needed engine once; each answer is stored at once."""
-    missing = {cell: len(answers.missing()) for cell, answers in todo}
-    open_cells = [(cell, answers) for cell, answers in todo if missing[cell]]
-    with bar(total=sum(missing.values()), unit="answer", disable=not open_cells) as progress:
-        for engine, group in groupby(open_cells, key=lambda pair: pair[0].engine):
-            progress.set_description_str(f"starting the engine: {engine}")
-            with start(engine) as asker:
-                for cell, answers in group:
-                    progress.set_description_str(cell.slug)
-                    with answers.log.writing() as write:
-                        for one in ask(cell, answers, asker):
-                            write(asdict(one))  # type: ignore[call-overload]
-                            progress.update()
-
-
-# --- Cells and their files
-
-
-class Remarks(Protocol[A]):
-    """Evaluations of a cell's answers, in a file of their own."""
-
-    @property
-    def log(self) -> Log: ...
-
-    def missing(self, answers: list[A]) -> list[A]:
-        """Return the answers without an evaluation."""
-        ...
-
-
-S = TypeVar("S", bound=Remarks)
-
-
-class AnswersPlan(Generic[C, A, S]):
-    """The cells of a run, with their answers and evaluations.
+@dataclass(frozen=True)
+class Remarks(Generic[A]):
+    """Evaluations of a cell's answers, in a file of their own.
 
     Args:
-        options: of the command line.
-        every: all cells, selected or not.
-        kind: the dataclass of a stored answer.
+        names: the fields of an entry that tell which answer it is of.
+        key: returns the same of an answer.
     """
 
-    def __init__(self, options: argparse.Namespace, every: Sequence[C], kind: type[A]) -> None:
-        self.options = options
-        self.selected = selected(every, options.only, look="--list")
-        self.answers: dict[C, Answers[A]] = {}
-        self.remarks: dict[C, S] = {}
-        for cell in every:
-            log = Log(self.path("answers", cell), self.identity(cell))
-            self.answers[cell] = Answers(log, kind, options.problems, cell.samples)
-            remarks = self.remarks_on(cell)
-            if remarks is not None:
-                self.remarks[cell] = remarks
+    log: Log
+    names: tuple[str, ...]
+    key: Callable[[A], tuple]
+
+    def read(self) -> dict[tuple, dict[str, Any]]:
+        """Return the entries by answer."""
+        return {tuple(entry[name] for name in self.names): entry for entry in self.log.read()}
+
+    def missing(self, answers: Sequence[A]) -> list[A]:
+        """Return the answers without an evaluation."""
+        there = self.read()
+        return [one for one in answers if self.key(one) not in there]
+
+
+Todo = Sequence[tuple[C, list[A], Remarks[A]]]
+
+
+class AnswersStudy(Study, Generic[C, A]):
+    """A study of answers to held-out problems.
+
+    Args:
+        start: starts the engine with the given name, or a stand-in.
+    """
+
+    problems: ClassVar[int] = 200
+    first_problem: ClassVar[int] = 0
+    kind: ClassVar[type] = Record
+    report: ClassVar[Report]
+
+    def __init__(self, options: argparse.Namespace, start: Start | None = None) -> None:
+        super().__init__(options)
+        self.start = start or self.running
+        self.code = self.fingerprint()
+        self.cells: list[C] = self.grid()
+        self.selected = self.select(self.cells)
+        self.answers: dict[C, Answers[A]] = {
+            cell: Answers(
+                Log(self.path("answers", cell), self.identity(cell)),
+                self.kind,
+                options.problems,
+                cell.samples,
+            )
+            for cell in self.cells
+        }
+        remarks = {cell: self.remarks_on(cell) for cell in self.cells}
+        self.remarks = {cell: found for cell, found in remarks.items() if found is not None}
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        made = super().parser()
+        problems = {"type": at_least_two, "default": cls.problems}
+        made.add_argument("--problems", help="held-out problems for each cell", **problems)
+        return made
+
+    # What a study defines
+
+    def grid(self) -> list[C]:
+        """Return all cells, grouped by engine to start each once."""
+        raise NotImplementedError
+
+    def engine(self, name: str) -> dict[str, Any]:
+        """Return the keywords of an engine except the models."""
+        raise NotImplementedError
+
+    def models(self, name: str) -> tuple[str, str | None]:
+        """Return the folders of an engine's target and draft in the pair."""
+        raise NotImplementedError
+
+    def rows(self) -> list[Any]:
+        """Return the rows of all complete cells."""
+        raise NotImplementedError
+
+    def note(self, origin: Mapping[str, Any]) -> str:
+        """Return the text above the tables."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the code and models that answers depend on."""
+        return fingerprint()
 
     def identity(self, cell: C) -> dict[str, Any]:
         """Return the settings and code that the answers of a cell depend on."""
-        raise NotImplementedError
+        return {
+            **self.code,
+            "cell": cell.slug,
+            "smc": cell.smc,
+            "engine": self.engine(cell.engine),
+            "temperature": cell.temperature,
+            "max_new_tokens": MAX_TOKENS,
+        }
 
-    def remarks_on(self, cell: C) -> S | None:
+    def remarks_on(self, cell: C) -> Remarks[A] | None:
         """Return the evaluations of a cell's answers; None for a cell without."""
-        raise NotImplementedError
+        return None
+
+    def evaluate(self, todo: Todo) -> None:
+        """Evaluate the answers that lack it."""
+
+    def request_of(self, cell: C, index: int) -> Request:
+        """Return the request of problem ``index``, with its number as the seed."""
+        return request(index, index, cell.temperature, cell.smc)
+
+    def ask(self, cell: C, answers: Answers[A], asker: Asker) -> Iterator[Any]:
+        """Run the missing problems of one cell, after a warm-up problem."""
+        part = max((record.part for record in answers.read()), default=-1) + 1
+        missing = [index for _, index in answers.missing()]
+        list(asker.ask([request(WARM_UP, WARM_UP, cell.temperature, cell.smc)]))
+        began = time.perf_counter()
+        for reply in asker.ask([self.request_of(cell, index) for index in missing]):
+            record = grade(reply, part=part, at=time.perf_counter() - began)
+            yield replace(record, index=record.index - self.first_problem)
+
+    # What all have in common
+
+    @contextlib.contextmanager
+    def running(self, name: str) -> Iterator[Asker]:
+        """Start the engine with this name for the ``with`` block."""
+        with started(self.engine(name), *self.models(name)) as asker:
+            yield asker
 
     def path(self, folder: str, cell: C) -> Path:
         """Return the path of a cell's file in ``folder``."""
         return self.options.output_dir / folder / f"{cell.slug}.jsonl"
 
     def own_logs(self) -> list[Log]:
-        """Return the files of the selected cells."""
-        found = [self.answers[cell].log for cell in self.selected]
-        return found + [self.remarks[cell].log for cell in self.selected if cell in self.remarks]
+        held = [*(self.answers[c] for c in self.selected), *(r for _, r in self._remarked())]
+        return [one.log for one in held]
 
-    def logs(self) -> list[Log]:
-        """Return the files that are read before the report: those of the selected cells."""
-        return self.own_logs()
+    def _remarked(self) -> list[tuple[C, Remarks[A]]]:
+        return [(cell, self.remarks[cell]) for cell in self.selected if cell in self.remarks]
 
-    def todo(self) -> list[tuple[C, Answers[A]]]:
-        """Return the selected cells with their answers."""
-        return [(cell, self.answers[cell]) for cell in self.selected]
+    def measured(self) -> str:
+        self._answer()
+        self.evaluate([(c, r.missing(self.answers[c].read()), r) for c, r in self._remarked()])
+        return self.told(self.rows())
 
-    def unremarked(self) -> list[tuple[C, list[A], S]]:
-        """Return the selected cells with evaluations, and their answers that lack one."""
-        found = [(cell, self.remarks[cell]) for cell in self.selected if cell in self.remarks]
-        return [(cell, said.missing(self.answers[cell].read()), said) for cell, said in found]
+    def told(self, rows: list[Any]) -> str:
+        """Write the report; return the text to print."""
+        return self.report.write(self.options.output_dir, rows, self.settings(), self.note)
+
+    def _answer(self) -> None:
+        """Complete the selected cells, starting each needed engine once."""
+        missing = {cell: len(self.answers[cell].missing()) for cell in self.selected}
+        todo = [cell for cell in self.selected if missing[cell]]
+        with bar(total=sum(missing.values()), unit="answer", disable=not todo) as progress:
+            for engine, group in groupby(todo, key=lambda cell: cell.engine):
+                progress.set_description_str(f"starting the engine: {engine}")
+                with self.start(engine) as asker:
+                    for cell in group:
+                        progress.set_description_str(cell.slug)
+                        with self.answers[cell].log.writing() as write:
+                            for one in self.ask(cell, self.answers[cell], asker):
+                                write(asdict(one))
+                                progress.update()
 
     def complete(self) -> list[C]:
         """Return every cell that is complete, by this run or an earlier one with equal settings."""
-        return [cell for cell in self.answers if self._is_complete(cell)]
+        return [cell for cell in self.cells if self._is_complete(cell)]
 
     def _is_complete(self, cell: C) -> bool:
         answers, remarks = self.answers[cell], self.remarks.get(cell)
@@ -314,27 +439,36 @@ class AnswersPlan(Generic[C, A, S]):
             return False
         return remarks is None or (remarks.log.fits and not remarks.missing(answers.read()))
 
+    def publish(self) -> None:
+        self.require_all()
+        self.report.publish(self.options.output_dir)
+
     def require_all(self) -> None:
         """Raise BenchError if a part of the grid is missing: partial results are not published."""
-        there = self.complete()
-        missing = [cell.slug for cell in self.answers if cell not in there]
+        there = set(self.complete())
+        missing = [cell.slug for cell in self.cells if cell not in there]
         if missing:
             raise BenchError(
-                f"Not published: {len(missing)} of {len(self.answers)} cells are not complete, as "
+                f"Not published: {len(missing)} of {len(self.cells)} cells are not complete, as "
                 f"{missing[0]}. Complete them with the same command without --only."
             )
 
     def status(self) -> str:
-        """Return a line for each selected cell."""
         lines = []
-        for cell, answers in self.todo():
-            there, remarks = answers.read(), self.remarks.get(cell)
+        for cell in self.selected:
+            answers, remarks = self.answers[cell], self.remarks.get(cell)
+            there = answers.read()
             said = f", {len(there) - len(remarks.missing(there))} scored" if remarks else ""
             wanted = answers.problems * answers.samples
             lines.append(f"{cell.slug:26} {len(there):5} of {wanted} answered{said}")
         return "\n".join(lines)
 
-    def settings(self, **more: Any) -> dict[str, Any]:
-        """Return the settings that the numbers depend on, including a study's own."""
-        own = {"problems": self.options.problems, "first_problem": 0, "max_new_tokens": MAX_TOKENS}
-        return own | more
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that the numbers depend on."""
+        return {
+            "problems": self.options.problems,
+            "first_problem": self.first_problem,
+            "max_new_tokens": MAX_TOKENS,
+            "engines": {cell.engine: self.engine(cell.engine) for cell in self.cells},
+            "code": self.code,
+        }

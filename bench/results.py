@@ -1,4 +1,4 @@
-"""Compute intervals, SMC's server statistics, tables and provenance."""
+"""Summarize SMC's server statistics; write rows as CSV, tables and plots, with provenance."""
 
 from __future__ import annotations
 
@@ -8,34 +8,17 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
+from intervals import Interval
 from study import PUBLISHED, REPOSITORY, copy
 
-Z95 = 1.959964
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
-
-
-class Interval(NamedTuple):
-    """An estimate with its 95 % interval; ``n`` is the number of trials."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-def wilson(hits: int, n: int, z: float = Z95) -> Interval:
-    """Return a proportion with Wilson's interval, which stays within 0 and 1."""
-    mean, spread = hits / n, z * z / n
-    middle = (mean + spread / 2) / (1 + spread)
-    half = math.sqrt(mean * (1 - mean) * spread + spread * spread / 4) / (1 + spread)
-    return Interval(mean, max(0.0, middle - half), min(1.0, middle + half), n)
 
 
 def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
@@ -97,7 +80,7 @@ def read_csv(kind: type[R], path: Path) -> list[R]:
 
 def _row(kind: type[R], line: Mapping[str, str]) -> R:
     content: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]
+    for field in fields(kind):
         name, said = field.name, str(field.type)
         if "Interval" in said:
             parts = [_number(line[f"{name}_{part}"]) for part in Interval._fields]
@@ -132,7 +115,7 @@ class Report(Generic[R]):
     @property
     def files(self) -> tuple[str, str, str, str]:
         """Return the names of the CSV, the table, the plot and the provenance."""
-        return (*(f"{self.name}.{end}" for end in ("csv", "md", "png")), "provenance.json")  # type: ignore[return-value]
+        return (*(f"{self.name}.{end}" for end in ("csv", "md", "png")), "provenance.json")
 
     def write(
         self,
@@ -175,6 +158,12 @@ def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> st
     """Return lines of cells below headers; all columns but the first are numbers."""
     rule = ["---"] + ["---:"] * (len(headers) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in [headers, rule, *lines])
+
+
+def table(columns: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> str:
+    """Return a table with a line for each row; columns map a header to a row's cell."""
+    lines = [[cell(row) for cell in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines)
 
 
 def interval_cell(value: Interval | None, form: str, scale: float = 1.0) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 # The benchmarks import these from here.
 from sglang_smc.tools.commands import ScriptError
@@ -30,6 +30,7 @@ FORMAT = 1
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAIR = REPOSITORY / "bench" / "pair"
 PUBLISHED = REPOSITORY / "bench" / "results"
+GOES_ON = "All results so far are kept: the same command goes on from here."
 ANOTHER_RUN = (
     "Ask for what was measured there, choose another --output-dir, or start anew with --fresh, "
     "which deletes what the folder has of the selected cells."
@@ -45,25 +46,14 @@ class BenchError(ScriptError):
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser of ``bench/NAME`` with ``--output-dir`` and defaults in its help."""
-    found = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog=f"bench/{name}",
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     folder = Path(f"{name}-output")
-    found.add_argument("--output-dir", type=Path, default=folder, help="where all files go")
-    return found
-
-
-def grid_parser(name: str, description: str, *, look: str) -> argparse.ArgumentParser:
-    """Return a parser for a study of cells; ``look`` is the flag that only lists them."""
-    found = parser(name, description)
-    add = found.add_argument
-    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
-    add(look, dest="look", action="store_true", help="print the cells, and what is done, and stop")
-    add("--fresh", action="store_true", help="forget what the output folder has of these cells")
-    add("--publish", action="store_true", help=f"also copy the results to bench/results/{name}")
-    return found
+    made.add_argument("--output-dir", type=Path, default=folder, help="where all files go")
+    return made
 
 
 def positive(text: str) -> int:
@@ -76,15 +66,7 @@ def positive(text: str) -> int:
 
 # --- A study of cells
 
-
-class HasSlug(Protocol):
-    """An object with a name for files and patterns."""
-
-    @property
-    def slug(self) -> str: ...
-
-
-C = TypeVar("C", bound=HasSlug)
+C = TypeVar("C")
 W = TypeVar("W")
 R = TypeVar("R")
 
@@ -95,51 +77,92 @@ def slug_of(name: str) -> str:
 
 
 def matching(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
-    """Return the cells with a slug that matches a shell pattern."""
+    """Return the cells with a ``slug`` that matches a shell pattern."""
     return [cell for cell in cells if any(fnmatchcase(cell.slug, p) for p in patterns)]
 
 
-def selected(cells: Iterable[C], patterns: Sequence[str], *, look: str) -> list[C]:
-    """Return the cells with a slug that matches a pattern; raise BenchError if there is none."""
-    found = matching(cells, patterns)
-    if not found:
-        raise BenchError(f"No cell matches --only {' '.join(patterns)}; {look} shows all.")
-    return found
+class Study:
+    """A resumable study of cells; each study is a subclass.
 
+    Attributes:
+        name: of the command, the output folder and the files.
+        about: one sentence of its help.
+        look: the flag that only lists the cells.
+    """
 
-class Plan(Protocol):
-    """The cells of a run, and the files of the output folder that it reads."""
+    name: ClassVar[str]
+    about: ClassVar[str]
+    look: ClassVar[str] = "--list"
 
-    options: argparse.Namespace
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
 
-    def logs(self) -> list[Log]:
-        """Return the files that this run reads; their identity must equal the run's."""
-        ...
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        """Return the parser; studies add their own options."""
+        made = parser(cls.name, cls.about)
+        add = made.add_argument
+        add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
+        add(cls.look, dest="only_lists", action="store_true", help="print the cells, and stop")
+        add("--fresh", action="store_true", help="forget what the folder has of these cells")
+        add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
+        return made
+
+    @classmethod
+    def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse the options."""
+        return cls.parser().parse_args(argv)
+
+    @classmethod
+    def main(cls, argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
+        """Run the study; return exit status 0 if it completes."""
+        options = cls.parse(argv)
+        return main_of(lambda: cls(options, **stand_ins).run(), GOES_ON)
+
+    def select(self, cells: Iterable[C]) -> list[C]:
+        """Return the cells that ``--only`` names; raise BenchError if there is none."""
+        found = matching(cells, self.options.only)
+        if not found:
+            patterns = " ".join(self.options.only)
+            raise BenchError(f"No cell matches --only {patterns}; {self.look} shows all.")
+        return found
 
     def own_logs(self) -> list[Log]:
         """Return the files of the selected cells, which ``--fresh`` deletes."""
-        ...
+        raise NotImplementedError
+
+    def logs(self) -> list[Log]:
+        """Return the files that this run reads; their identity must equal the run's."""
+        return self.own_logs()
 
     def status(self) -> str:
         """Return a line for each selected cell."""
-        ...
+        raise NotImplementedError
 
+    def measured(self) -> str:
+        """Complete the selected cells; return the text of the report."""
+        raise NotImplementedError
 
-def complete(plan: Plan, measure: Callable[[], str], publish: Callable[[], None]) -> None:
-    """Run what the options select; ``measure`` returns the text to print."""
-    options, began = plan.options, time.monotonic()
-    if options.fresh and not options.look:
-        for log in plan.own_logs():
-            log.delete()
-    for log in plan.logs():
-        check(log)
-    if options.look:
-        print(plan.status())
-        return
-    prepare_folder(options.output_dir)
-    print(f"\n{measure()}\n\n{time.monotonic() - began:.0f} s. All is in {options.output_dir}/.")
-    if options.publish:
-        publish()
+    def publish(self) -> None:
+        """Copy the results to bench/results; raise BenchError unless they are complete."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Do what the options select."""
+        options, began = self.options, time.monotonic()
+        if options.fresh and not options.only_lists:
+            for log in self.own_logs():
+                log.path.unlink(missing_ok=True)
+        for log in self.logs():
+            check(log)
+        if options.only_lists:
+            print(self.status())
+            return
+        prepare_folder(options.output_dir)
+        text, seconds = self.measured(), time.monotonic() - began
+        print(f"\n{text}\n\n{seconds:.0f} s. All is in {options.output_dir}/.")
+        if options.publish:
+            self.publish()
 
 
 def copy(paths: Iterable[Path], folder: Path) -> None:
@@ -147,6 +170,13 @@ def copy(paths: Iterable[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
         shutil.copy(path, folder / path.name)
+
+
+def write_between(page: Path, marks: tuple[str, str], text: str) -> None:
+    """Replace what a page has between two marks."""
+    before, _, rest = page.read_text().partition(marks[0])
+    after = rest.partition(marks[1])[2]
+    page.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}")
 
 
 def prepare_folder(folder: Path) -> None:
@@ -190,7 +220,7 @@ class Log:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all entries; raise BenchError if their identity differs."""
-        header, *entries = self._lines() or [self._identity]
+        header, *entries = whole_lines(self.path) or [self._identity]
         changes = differences(header, self._identity)
         if changes:
             raise BenchError(f"{self.path} was measured otherwise: {'; '.join(changes)}")
@@ -198,16 +228,12 @@ class Log:
 
     def header(self) -> dict[str, Any]:
         """Return the identity that the file names, empty without a file."""
-        return next(iter(self._lines()), {})
+        return next(iter(whole_lines(self.path)), {})
 
     @property
     def fits(self) -> bool:
         """Return whether the file's identity equals this run's."""
-        try:
-            self.read()
-        except BenchError:
-            return False
-        return True
+        return self.header() in ({}, self._identity)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
@@ -219,26 +245,19 @@ class Log:
                 file.write(json.dumps(entry).encode() + b"\n")
                 file.flush()
 
-            _drop_half_line(file)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # half a line that a killed run left
+            file.seek(0, 2)
             if file.tell() == 0:
                 append(self._identity)
             yield append
 
-    def delete(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
 
-    def _lines(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.open() if line.endswith("\n")]
-
-
-def _drop_half_line(file: Any) -> None:
-    """Truncate a partial last line that a killed run left, and seek to the end."""
-    file.seek(0)
-    file.truncate(file.read().rfind(b"\n") + 1)
-    file.seek(0, 2)
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSONL file; a killed call may have left half a line."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.open() if line.endswith("\n")]
 
 
 def check(log: Log) -> None:

@@ -4,39 +4,24 @@
     .venv/bin/python bench/trees.py --list          # lists the cells
     .venv/bin/python bench/trees.py --problems 10   # a quick run, in another --output-dir
 
-Every row answers the same problems at all temperatures. Each cell has its own seeds, so
-that the tilts that a server measures on its `exact` answers are independent between cells.
+Every row answers the same problems at temperatures 0, 0.3, 0.7 and 1. Each cell has its own seeds,
+so that the tilts that a server measures on its `exact` answers are independent between cells.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from answers import (
-    COMMON,
-    GOES_ON,
-    MAX_TOKENS,
-    Answers,
-    AnswersPlan,
-    Asker,
-    Start,
-    at_least_two,
-    fingerprint,
-    measure,
-    request,
-    started,
-)
+from answers import COMMON, AnswersStudy, Record, Request, request
 from fidelity.grid import AUTO, EXACT
-from fidelity.measure import WARM_UP, Record, grade
-from fidelity.nats import ratio, watched_tilt
-from results import Interval, interval_cell, markdown_table, provenance
-from study import PAIR, PUBLISHED, as_script, complete, copy, digest, grid_parser, main_of, slug_of
+from fidelity.nats import watched_tilt
+from intervals import Interval, ratio
+from results import interval_cell, markdown_table, provenance
+from study import PAIR, PUBLISHED, as_script, copy, digest, slug_of
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 #: Beyond the problems of all other studies.
@@ -125,6 +110,10 @@ class Cell:
         return f"SMC with the {NAMES[self.row.draft]}" if self.row.smc else self.row.name
 
     @property
+    def smc(self) -> dict[str, Any] | None:
+        return self.row.smc
+
+    @property
     def samples(self) -> int:
         return 1
 
@@ -137,54 +126,6 @@ class Cell:
 #: Cells with their indices, from which their seeds are derived.
 PLACES = {cell: place for place, cell in enumerate(Cell(r, t) for r in ROWS for t in TEMPERATURES)}
 CELLS = [cell for cell in PLACES if cell.is_measured]
-
-
-@contextlib.contextmanager
-def running(name: str) -> Iterator[Asker]:
-    """Start the engine ``name`` for the ``with`` block."""
-    row = next(cell.row for cell in CELLS if cell.engine == name)
-    with started(COMMON | row.engine, "target", row.draft) as asker:
-        yield asker
-
-
-def answered(cell: Cell, answers: Answers[Record], asker: Asker) -> Iterator[Record]:
-    """Run the missing problems of one cell, after a warm-up problem."""
-    smc, seeds = cell.row.smc, FIRST_PROBLEM + PLACES[cell] * SEEDS_A_CELL
-    missing = [index for _, index in answers.missing()]
-    list(asker.ask([request(WARM_UP, WARM_UP, cell.temperature, smc)]))
-    asked = [request(FIRST_PROBLEM + i, seeds + i, cell.temperature, smc) for i in missing]
-    for reply in asker.ask(asked):
-        record = grade(reply, part=0, at=0.0)
-        yield replace(record, index=record.index - FIRST_PROBLEM)
-
-
-class TreesPlan(AnswersPlan[Cell, Record, Any]):
-    """The cells of this run, and the files of all cells for the report."""
-
-    def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
-        self._code = dict(code)
-        super().__init__(options, CELLS, Record)
-
-    def identity(self, cell: Cell) -> dict[str, Any]:
-        return {
-            **self._code,
-            "cell": cell.slug,
-            "draft": digest((PAIR / cell.row.draft).glob("*")),
-            "smc": cell.row.smc,
-            "engine": COMMON | cell.row.engine,
-            "max_new_tokens": MAX_TOKENS,
-        }
-
-    def remarks_on(self, cell: Cell) -> None:
-        return None
-
-    def infos(self) -> dict[Row, dict[float, list[dict]]]:
-        """Return the ``meta_info`` of the answers of complete cells, by row and temperature."""
-        found: dict[Row, dict[float, list[dict]]] = {}
-        for cell in self.complete():
-            told = [record.info for record in self.answers[cell].read()]
-            found.setdefault(cell.row, {})[cell.temperature] = told
-        return found
 
 
 def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
@@ -206,67 +147,77 @@ def tilt(found: Sequence[tuple[Row, dict[float, list[dict]]]]) -> dict[str, floa
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table."""
-    headers = ["", "rows", "draft passes", *(f"T = {t:g}" for t in TEMPERATURES)]
+    """Return the table, with a column for each temperature that was measured."""
+    temperatures = sorted({t for row in rows for t in row["tokens"]}, key=float)
+
+    def cell(row: dict[str, Any], temperature: str) -> str:
+        found = row["tokens"].get(temperature)
+        return interval_cell(found and Interval(**found), ".2f")
+
+    headers = ["", "rows", "draft passes", *(f"T = {t}" for t in temperatures)]
     lines = [
-        [
-            row["name"],
-            str(row["rows"]),
-            str(row["passes"]),
-            *(
-                interval_cell(Interval(**row["tokens"][f"{t:g}"]), ".2f")
-                if f"{t:g}" in row["tokens"]
-                else ""
-                for t in TEMPERATURES
-            ),
-        ]
+        [row["name"], str(row["rows"]), str(row["passes"]), *(cell(row, t) for t in temperatures)]
         for row in rows
     ]
     return markdown_table(headers, lines)
 
 
-def measured(plan: TreesPlan, start: Start) -> str:
-    """Complete the selected cells, then report on all that are complete."""
-    measure(plan.todo(), start, answered)
-    found, folder = list(plan.infos().items()), plan.options.output_dir
-    exact = [one for one in found if (one[0].smc or {}).get("mode") == EXACT]
-    own = {"first_problem": FIRST_PROBLEM, "engine": COMMON, "seeds_a_cell": SEEDS_A_CELL}
-    kept = {
-        "provenance": provenance(plan.settings(**own)),
-        "rows": [line(*one) for one in found],
-        "tilt of exact": tilt(exact),
-    }
-    numbers, page = OUTPUTS
-    (folder / numbers).write_text(json.dumps(kept, indent=1) + "\n")
-    table = markdown(kept["rows"])
-    (folder / page).write_text(table + "\n")
-    return f"{table}\n\ntilt of exact: {kept['tilt of exact']}"
+class Trees(AnswersStudy[Any, Record]):
+    """The study, with an engine for each tree and chain of SGLang and for each draft of SMC."""
 
+    name = "trees"
+    about = "Tokens a target pass of SMC, and of SGLang's own chains and trees."
+    problems = 100
+    first_problem = FIRST_PROBLEM
 
-def publish(plan: TreesPlan) -> None:
-    """Copy the results to bench/results; raise BenchError unless the grid is complete."""
-    plan.require_all()
-    copy([plan.options.output_dir / name for name in OUTPUTS], PUBLISHED / "trees")
+    def grid(self) -> list[Cell]:
+        return CELLS
 
+    def _row(self, engine: str) -> Row:
+        return next(cell.row for cell in CELLS if cell.engine == engine)
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options."""
-    what = "Tokens a target pass of SMC, and of SGLang's own chains and trees."
-    found = grid_parser("trees", what, look="--list")
-    found.add_argument("--problems", type=at_least_two, default=100, help="for each cell")
-    return found.parse_args(argv)
+    def engine(self, name: str) -> dict[str, Any]:
+        return COMMON | self._row(name).engine
 
+    def models(self, name: str) -> tuple[str, str | None]:
+        return "target", self._row(name).draft
 
-def main(argv: list[str] | None = None, start: Start = running) -> int:
-    """Run the study; return exit status 0 if it completes."""
-    options = parse_arguments(argv)
+    def identity(self, cell: Cell) -> dict[str, Any]:
+        draft = digest((PAIR / cell.row.draft).glob("*"))
+        return super().identity(cell) | {"draft": draft}
 
-    def run() -> None:
-        plan = TreesPlan(options, fingerprint())
-        complete(plan, lambda: measured(plan, start), lambda: publish(plan))
+    def request_of(self, cell: Cell, index: int) -> Request:
+        seed = FIRST_PROBLEM + PLACES[cell] * SEEDS_A_CELL + index
+        return request(FIRST_PROBLEM + index, seed, cell.temperature, cell.smc)
 
-    return main_of(run, GOES_ON)
+    def rows(self) -> list[tuple[Row, dict[float, list[dict]]]]:
+        """Return the ``meta_info`` of the answers of complete cells, by row and temperature."""
+        found: dict[Row, dict[float, list[dict]]] = {}
+        for cell in self.complete():
+            told = [record.info for record in self.answers[cell].read()]
+            found.setdefault(cell.row, {})[cell.temperature] = told
+        return list(found.items())
+
+    def told(self, rows: list[tuple[Row, dict[float, list[dict]]]]) -> str:
+        """Write the report of all complete cells."""
+        folder = self.options.output_dir
+        exact = [one for one in rows if (one[0].smc or {}).get("mode") == EXACT]
+        own = {"engine": COMMON, "seeds_a_cell": SEEDS_A_CELL}
+        kept = {
+            "provenance": provenance(self.settings() | own),
+            "rows": [line(*one) for one in rows],
+            "tilt of exact": tilt(exact),
+        }
+        numbers, page = OUTPUTS
+        (folder / numbers).write_text(json.dumps(kept, indent=1) + "\n")
+        table = markdown(kept["rows"])
+        (folder / page).write_text(table + "\n")
+        return f"{table}\n\ntilt of exact: {kept['tilt of exact']}"
+
+    def publish(self) -> None:
+        self.require_all()
+        copy([self.options.output_dir / name for name in OUTPUTS], PUBLISHED / self.name)
 
 
 if __name__ == "__main__":
-    as_script(main)
+    as_script(Trees.main)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import results
-from answers import Reply, Request
-from fidelity.measure import WARM_UP
+from answers import WARM_UP, Reply, Request
 from fidelity.scoring import Batch, Score, answer_key
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
+from study import Study
 
 #: Seconds a token of each family takes in a batch of one; SMC takes the default.
 SECONDS = {AR: 0.10, AR_STOCK: 0.09, CHAIN: 0.05, TREE: 0.04}
@@ -25,34 +25,35 @@ TOKENS_PER_ROUND = 5
 ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
 
 
-def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, cli: Any, folder: Path) -> None:
-    """Have a study's command publish below ``folder``, without a picture or a look at git."""
-    drawn = replace(cli.REPORT, plot=lambda _, path: path.write_text("a picture"))
-    patch.setattr(cli, "REPORT", drawn)
+def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, study: Any, folder: Path) -> None:
+    """Have a study publish below ``folder``, without a picture or a look at git."""
+    drawn = replace(study.report, plot=lambda _, path: path.write_text("a picture"))
+    patch.setattr(study, "report", drawn)
     patch.setattr(results, "PUBLISHED", folder / "published")
     patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
 
 
 class Runner:
-    """Runs a study's command with stand-ins, and remembers what they were asked and it said.
+    """Runs a study with stand-ins, and remembers what they were asked and it said.
 
     Args:
-        cli: the study's module of the command.
+        study: its class.
         folder: where its files go.
         reply: what an engine of this name answers.
         common: words of every command line.
-        stand_ins: the other arguments of the command, behind what starts engines.
+        stand_ins: the other stand-ins of the study.
     """
 
     def __init__(
         self,
-        cli: Any,
+        study: type[Study],
         folder: Path,
         reply: Callable[[str, Request], Reply],
         common: Sequence[str],
-        *stand_ins: Any,
+        **stand_ins: Any,
     ) -> None:
-        self.cli, self.folder, self.reply = cli, folder, reply
+        self.study: Any = study
+        self.folder, self.reply = folder, reply
         self.common, self.stand_ins = common, stand_ins
         self.asked: list[tuple[str, Any]] = []
         self.started: list[str] = []
@@ -63,7 +64,7 @@ class Runner:
         self.asked, self.started, self.budget = [], [], [last]
         words = [*self.common, "--output-dir", str(self.folder), *arguments]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = self.cli.main(words, self.start, *self.stand_ins)
+            status = self.study.main(words, start=self.start, **self.stand_ins)
         self.said = errors.getvalue()
         return status
 
@@ -84,11 +85,11 @@ class Runner:
 
     def rows(self) -> dict[str, Any]:
         """Return the rows of the report by label."""
-        return {row.label: row for row in self.cli.REPORT.read(self.folder)}
+        return {row.label: row for row in self.study.report.read(self.folder)}
 
     def published(self) -> set[str]:
         """Return the names of published files."""
-        folder = results.PUBLISHED / self.cli.REPORT.name
+        folder = results.PUBLISHED / self.study.report.name
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 

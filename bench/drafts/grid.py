@@ -6,16 +6,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from fidelity import grid
-from fidelity.grid import AR_TARGET, AUTO, EXACT, Cell, Kind
+from answers import COMMON
+from fidelity.grid import AR_TARGET, AUTO, EXACT, SMC_ENGINE, Cell
 
 PARTICLES = (1, 4, 8)
 NUM_STEPS = 8
 TARGET, STANDALONE = "target", "STANDALONE"
-#: SGLang's single-chain rules, computed on the target's own answers (`chains.py`).
-LIKELIEST, SAMPLED = "chain of the likeliest", "chain of samples"
-#: Acceptance rules of rows. N is 1 in all but the two modes of SMC.
-RULES = (EXACT, AUTO, LIKELIEST, SAMPLED, STANDALONE)
 
 
 class Proposal(NamedTuple):
@@ -39,6 +35,13 @@ PROPOSALS = (
     Proposal("model + n-gram", "draft", "ngram", "ngram+llama-3.2-1b", {WEIGHT: 0.1}),
 )
 _BY_NAME = {one.name: one for one in PROPOSALS}
+#: SGLang's own chain of K tokens: a tree with one branch; its root is the last token.
+CHAIN: dict[str, Any] = {
+    "speculative_algorithm": STANDALONE,
+    "speculative_num_steps": NUM_STEPS,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": NUM_STEPS + 1,
+}
 
 
 def proposal_of(engine: str) -> Proposal | None:
@@ -46,33 +49,35 @@ def proposal_of(engine: str) -> Proposal | None:
     return _BY_NAME.get(engine.removeprefix(f"{STANDALONE} "))
 
 
+def settings(engine: str) -> dict[str, Any]:
+    """Return the keywords of an engine except the models."""
+    proposal = proposal_of(engine)
+    if engine.startswith(STANDALONE):
+        return COMMON | CHAIN
+    return COMMON | ({} if proposal is None else SMC_ENGINE | dict(proposal.settings))
+
+
 def rule_of(cell: Cell) -> str:
-    """Return a cell's acceptance rule, one of `RULES`, or AR for the target alone."""
-    kind = cell.kind
-    if kind.smc is not None:
-        return kind.smc["mode"]
-    return kind.family if kind.family == AR_TARGET else STANDALONE
-
-
-def label(proposal: str, rule: str, num_particles: int) -> str:
-    """Return a display name: ``EAGLE-3 exact N=4``."""
-    return f"{proposal} {rule}" + (f" N={num_particles}" if rule in (EXACT, AUTO) else "")
-
-
-def kinds() -> list[Kind]:
-    """Return all settings, grouped by engine."""
-    found = [Kind(AR_TARGET, TARGET)]
-    for proposal in PROPOSALS:
-        found += [_smc(proposal, mode, n) for mode in (EXACT, AUTO) for n in PARTICLES]
-    models = [one.name for one in PROPOSALS if one.kind == "model"]
-    return found + [Kind(f"{name} {STANDALONE}", f"{STANDALONE} {name}") for name in models]
-
-
-def _smc(proposal: Proposal, mode: str, num_particles: int) -> Kind:
-    asked = {"mode": mode, "num_particles": num_particles, "num_steps": NUM_STEPS}
-    return Kind(label(proposal.name, mode, num_particles), proposal.name, asked)
+    """Return a cell's acceptance rule: a mode of SMC, STANDALONE, or AR for the target alone."""
+    if cell.smc is not None:
+        return cell.smc["mode"]
+    return cell.family or STANDALONE
 
 
 def cells(temperatures: Iterable[float]) -> list[Cell]:
     """Return all cells, engine by engine."""
-    return grid.cells(temperatures, kinds())
+    every = list(temperatures)
+    found = [Cell(AR_TARGET, TARGET, t, family=AR_TARGET) for t in every]
+    for name in _BY_NAME:
+        found += [
+            _smc(name, mode, n, t) for t in every for mode in (EXACT, AUTO) for n in PARTICLES
+        ]
+    models = [one.name for one in PROPOSALS if one.kind == "model"]
+    return found + [
+        Cell(f"{name} {STANDALONE}", f"{STANDALONE} {name}", t) for name in models for t in every
+    ]
+
+
+def _smc(proposal: str, mode: str, num_particles: int, temperature: float) -> Cell:
+    asked = {"mode": mode, "num_particles": num_particles, "num_steps": NUM_STEPS}
+    return Cell(f"{proposal} {mode} N={num_particles}", proposal, temperature, asked)

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
-from drafts.chains import Counter, Rounds
-from drafts.cost import BATCH, CONTEXT, DEVICE, TARGET, plain_seconds, round_seconds
-from drafts.grid import AUTO, DRAFT, EXACT, PROPOSALS, Proposal, label, proposal_of, rule_of
-from fidelity.grid import AR_TARGET, Cell
-from fidelity.nats import ratio
+from drafts.grid import DRAFT, NUM_STEPS, PROPOSALS, proposal_of, rule_of
+from fidelity.grid import AUTO, EXACT, Cell
 from fidelity.report import Answered, CellRow, make_rows
-from results import Interval, interval_cell, markdown_table, number_cell
+from intervals import Interval, ratio
+from results import interval_cell, number_cell, table
+
+from sglang_smc.options.server import LAG
+from sglang_smc.tools.plan import proposals, shapes
+from sglang_smc.tools.plan.devices import named
+from sglang_smc.tools.plan.roofline import ar_step, round_cost
+
+TARGET, DEVICE, BATCH, CONTEXT = "llama-3.1-8b", "h200", 1, 2000
+#: Mean tokens of each particle's own tail, as in the planner.
+TAIL = LAG // 2
+
+
+@lru_cache
+def round_seconds(planned: str, num_particles: int) -> float:
+    """Return a lower bound of the time of a round of K steps of an 8B.
+
+    Args:
+        planned: the draft, one of `sglang_smc.tools.plan.proposals.NAMES`.
+    """
+    target, draft = shapes.from_config(TARGET), proposals.from_config(planned)
+    device = named(DEVICE, proposals.lowest_precision(target, draft))
+    sizes = {"num_particles": num_particles, "num_steps": NUM_STEPS}
+    return round_cost(
+        target, draft, device, **sizes, batch=BATCH, context=CONTEXT, tail=TAIL
+    ).seconds
+
+
+@lru_cache
+def plain_seconds() -> float:
+    """Return a lower bound of the time per token of an 8B without speculation."""
+    return ar_step(shapes.from_config(TARGET), BATCH, CONTEXT + TAIL).seconds(named(DEVICE))
 
 
 @dataclass(frozen=True)
@@ -43,62 +71,29 @@ class DraftRow:
         return self.rule in (EXACT, AUTO)
 
 
-def rows_of(
-    answers: Mapping[Cell, Answered], plugins: Mapping[Cell, str], count: Counter
-) -> list[DraftRow]:
-    """Return a row for each complete cell, and for SGLang's rules if AR's answers are complete."""
-    found, engines = [], {cell.engine for cell in answers}
-    for cell, row in zip(answers, make_rows(answers), strict=True):
-        found.append(_measured(cell, row, answers[cell], plugins[cell]))
-        if cell.kind.family == AR_TARGET:
-            counted = [one for one in PROPOSALS if one.name in engines]
-            found += _computed(cell, answers[cell], plugins[cell], counted, count)
-    return sorted(_compared(found), key=_place)
-
-
 #: Columns shared with the rows of the fidelity study.
 SHARED = ("accuracy", "difference", "innovation", "log_p_difference", "kl_at_least", "tilt")
 SHARED += ("server_tilt",)
 
 
-def _measured(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRow:
+def rows_of(answers: Mapping[Cell, Answered], plugin: Callable[[Cell], str]) -> list[DraftRow]:
+    """Return a row for each complete cell; ``plugin`` names the code that measured it."""
+    pairs = zip(answers.items(), make_rows(answers), strict=True)
+    found = [_row(cell, row, some, plugin(cell)) for (cell, some), row in pairs]
+    return sorted(_compared(found), key=_place)
+
+
+def _row(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRow:
     proposal, num_particles = proposal_of(cell.engine), row.num_particles or 1
     infos = [record.info for record, _ in found]
     tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
     passes = np.array([info["spec_verify_ct"] for info in infos]) if proposal else tokens
-    numbers = {name: getattr(row, name) for name in SHARED}
+    seconds = round_seconds(proposal.planned, num_particles) if proposal else plain_seconds()
     yielded = ratio(tokens, passes)
-    return _row(row.label, proposal, rule_of(cell), num_particles, cell, yielded, plugin, numbers)
-
-
-def _computed(
-    cell: Cell, found: Answered, plugin: str, counted: Sequence[Proposal], count: Counter
-) -> Iterator[DraftRow]:
-    """Yield rows of SGLang's rules, which keep the target's distribution."""
-    records = [record for record, _ in found]
-    tokens = np.array([len(record.output_ids) - 1 for record in records], dtype=float)
-    for proposal in counted:
-        rounds: Rounds = count(proposal, records, cell.temperature)
-        for rule, numbers in rounds.items():
-            name, yielded = label(proposal.name, rule, 1), ratio(tokens, numbers)
-            yield _row(name, proposal, rule, 1, cell, yielded, plugin, dict.fromkeys(SHARED))
-
-
-def _row(
-    label: str,
-    proposal: Proposal | None,
-    rule: str,
-    num_particles: int,
-    cell: Cell,
-    yielded: Interval,
-    plugin: str,
-    numbers: Mapping[str, Any],
-) -> DraftRow:
-    seconds = _seconds(proposal, num_particles)
     return DraftRow(
-        label=label,
+        label=row.label,
         proposal=proposal.name if proposal else "",
-        rule=rule,
+        rule=rule_of(cell),
         num_particles=num_particles,
         temperature=cell.temperature,
         tokens_per_pass=yielded,
@@ -106,12 +101,8 @@ def _row(
         tokens_per_second=yielded.mean / seconds,
         to_draft_model=None,
         plugin=plugin,
-        **numbers,
+        **{name: getattr(row, name) for name in SHARED},
     )
-
-
-def _seconds(proposal: Proposal | None, num_particles: int) -> float:
-    return round_seconds(proposal.planned, num_particles) if proposal else plain_seconds()
 
 
 def _compared(rows: Sequence[DraftRow]) -> list[DraftRow]:
@@ -135,20 +126,33 @@ def _place(row: DraftRow) -> tuple[float, int, bool]:
     return row.temperature, names.index(row.proposal), not row.is_smc
 
 
-HEADERS = (
-    "",
-    "tokens / target pass",
-    "ms a round of an 8B",
-    "tokens / s to expect",
-    "times the draft model",
-    "KL to the target, nats an answer, at least",
-    "innovation, nats / token",
-    "E[log p] / token minus AR",
-    "tilt to the shipped draft",
-    "the server's own tilt",
-    "accuracy, %",
-    "points from AR",
-)
+COLUMNS: dict[str, Callable[[DraftRow], str]] = {
+    "": lambda row: row.label,
+    "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
+    "ms a round of an 8B": lambda row: f"{row.round_ms:.2f}",
+    "tokens / s to expect": lambda row: f"{row.tokens_per_second:,.0f}",
+    "times the draft model": lambda row: number_cell(row.to_draft_model, ".2f"),
+    "KL to the target, nats an answer, at least": lambda row: interval_cell(row.kl_at_least, ".2f"),
+    "innovation, nats / token": lambda row: interval_cell(row.innovation, "+.4f"),
+    "E[log p] / token minus AR": lambda row: interval_cell(row.log_p_difference, "+.4f"),
+    "tilt to the shipped draft": lambda row: interval_cell(row.tilt, "+.3f"),
+    "the server's own tilt": lambda row: interval_cell(row.server_tilt, "+.3f"),
+    "accuracy, %": lambda row: interval_cell(row.accuracy, ".1f", scale=100),
+    "points from AR": lambda row: interval_cell(row.difference, "+.1f", scale=100),
+}
+#: Of the fastest rows: a proposal's row, beside the draft model's by the same rule.
+BEST: dict[str, Callable[[tuple[DraftRow, DraftRow | None]], str]] = {
+    "": lambda pair: pair[0].proposal,
+    "setting": lambda pair: f"{pair[0].rule} N={pair[0].num_particles}",
+    "tokens / target pass": lambda pair: interval_cell(pair[0].tokens_per_pass, ".2f"),
+    "tokens / s to expect": lambda pair: f"{pair[0].tokens_per_second:,.0f}",
+    "times the draft model": lambda pair: number_cell(_times(*pair), ".2f"),
+    "times AR": lambda pair: f"{pair[0].tokens_per_second * plain_seconds():.2f}",
+}
+
+
+def _times(row: DraftRow, model: DraftRow | None) -> float | None:
+    return row.tokens_per_second / model.tokens_per_second if model else None
 
 
 def markdown(rows: Sequence[DraftRow], note: str) -> str:
@@ -159,26 +163,8 @@ def markdown(rows: Sequence[DraftRow], note: str) -> str:
         parts.append(
             f"**Temperature {temperature:g}: the most tokens / s**\n\n{_bottom_line(here)}"
         )
-        table = markdown_table(HEADERS, [_cells(row) for row in here])
-        parts.append(f"**Temperature {temperature:g}: all**\n\n{table}")
+        parts.append(f"**Temperature {temperature:g}: all**\n\n{table(COLUMNS, here)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _cells(row: DraftRow) -> list[str]:
-    return [
-        row.label,
-        interval_cell(row.tokens_per_pass, ".2f"),
-        f"{row.round_ms:.2f}",
-        f"{row.tokens_per_second:,.0f}",
-        number_cell(row.to_draft_model, ".2f"),
-        interval_cell(row.kl_at_least, ".2f"),
-        interval_cell(row.innovation, "+.4f"),
-        interval_cell(row.log_p_difference, "+.4f"),
-        interval_cell(row.tilt, "+.3f"),
-        interval_cell(row.server_tilt, "+.3f"),
-        interval_cell(row.accuracy, ".1f", scale=100),
-        interval_cell(row.difference, "+.1f", scale=100),
-    ]
 
 
 def fastest(rows: Iterable[DraftRow], proposal: str, rules: Sequence[str]) -> DraftRow | None:
@@ -187,51 +173,11 @@ def fastest(rows: Iterable[DraftRow], proposal: str, rules: Sequence[str]) -> Dr
     return max(ours, key=lambda row: row.tokens_per_second, default=None)
 
 
-BEST_HEADERS = (
-    "",
-    "setting",
-    "tokens / target pass",
-    "tokens / s to expect",
-    "times the draft model",
-    "times AR",
-)
-
-
 def _bottom_line(rows: Sequence[DraftRow]) -> str:
     """Return the fastest rows at equal fidelity: exact beside exact, auto beside auto."""
-    lines, plain = [], 1 / plain_seconds()
+    pairs = []
     for rule in (EXACT, AUTO):
         model = fastest(rows, DRAFT.name, (rule,))
-        for proposal in PROPOSALS:
-            best = fastest(rows, proposal.name, (rule,))
-            if best is None:
-                continue
-            speed = best.tokens_per_second
-            lines.append(
-                [
-                    proposal.name,
-                    f"{rule} N={best.num_particles}",
-                    interval_cell(best.tokens_per_pass, ".2f"),
-                    f"{speed:,.0f}",
-                    number_cell(speed / model.tokens_per_second if model else None, ".2f"),
-                    f"{speed / plain:.2f}",
-                ]
-            )
-    return markdown_table(BEST_HEADERS, lines)
-
-
-def note(origin: Mapping[str, Any]) -> str:
-    """Return the text above the tables."""
-    last = origin["settings"]["problems"] - 1
-    return (
-        f"The shipped pair and its heads, K = 8; held-out problems 0 to {last}, "
-        f"each with its number as the seed; on {origin['hardware']}, {origin['date'][:10]}. In "
-        "brackets 95 % intervals, over answers. Milliseconds are the planner's bound for a round "
-        f"of {TARGET} on an {DEVICE.upper()}, batch {BATCH}, {CONTEXT:,} tokens of context, with a "
-        "draft of the same kind; tokens / s to expect are tokens / target pass over these, a "
-        "bound, too, and no measurement on a GPU. KL and tilt are looked for in the direction of "
-        "the shipped draft, whatever drafted; the server's own tilt is to the draft at work. "
-        "Chains are SGLang's rules at N = 1, computed from p and q on AR's answers, which leave "
-        "the target's law as it is: of the likeliest tokens (its rule for a chain), and of samples "
-        "(`--speculative-use-rejection-sampling`). STANDALONE is SGLang's, measured."
-    )
+        best = (fastest(rows, proposal.name, (rule,)) for proposal in PROPOSALS)
+        pairs += [(row, model) for row in best if row is not None]
+    return table(BEST, pairs)

@@ -1,4 +1,4 @@
-"""Run `python bench/fidelity`, see cli.py."""
+"""Run `python bench/fidelity`, see run.py."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 # Python puts this folder first; the benchmarks import each other from its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fidelity.cli import main
+from fidelity.run import Fidelity
 from study import as_script
 
 if __name__ == "__main__":
-    as_script(main)
+    as_script(Fidelity.main)

@@ -19,37 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from results import Z95, Interval
+from intervals import Z95, Interval, ratio
 
 #: The weights w that the bound chooses from; at 0 the bound is 0.
 WEIGHTS = np.linspace(0.0, 0.98, 50)
 FOLDS = 5
-
-
-def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
-    """Return a ratio of sums over two or more answers ``[n]``, with its linearized interval."""
-    estimate, influence = _linearized(numerators, denominators)
-    return _around(estimate, influence)
-
-
-def paired_ratio_difference(
-    ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
-) -> Interval:
-    """Return our ratio of sums minus the reference's, over the same problems in order, ``[n]``."""
-    one, other = _linearized(*ours), _linearized(*reference)
-    return _around(one[0] - other[0], one[1] - other[1])
-
-
-def _linearized(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the ratio, and each answer's first-order influence times n: ``[n]``, mean 0."""
-    estimate = numerators.sum() / denominators.sum()
-    return float(estimate), (numerators - estimate * denominators) / denominators.mean()
-
-
-def _around(estimate: float, influence: np.ndarray) -> Interval:
-    n = len(influence)
-    half = Z95 * float(influence.std(ddof=1)) / math.sqrt(n)
-    return Interval(estimate, estimate - half, estimate + half, n)
 
 
 def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
@@ -64,8 +38,7 @@ def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
     for held_out in range(FOLDS):
         own = fold == held_out
         values[own] = gains[own][:, gains[~own].mean(0).argmax()]
-    found = _around(float(values.mean()), values)
-    mean, low, high = (max(0.0, value) for value in found[:3])
+    mean, low, high = (max(0.0, value) for value in ratio(values)[:3])
     return Interval(mean, low, high, n)
 
 

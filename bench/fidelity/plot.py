@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from charts import COLOURS, GREY, ends, legend_below, picture
 from fidelity.grid import AR_TARGET, AUTO, DEFAULT, EXACT, MIXED, SMC
 from fidelity.report import CellRow
 from matplotlib.axes import Axes
 
-
-class Side(NamedTuple):
-    """A family of settings: the style of its points, and the side of their labels."""
-
-    name: str
-    families: tuple[str, ...]
-    colour: str
-    marker: str
-    offset: tuple[int, int]  # of labels, in points
-    align: str
-
-
-# The markers are distinct in grey.
-SIDES = (
-    Side("verified: exact, mixed, auto", (EXACT, MIXED, AUTO), COLOURS[0], "o", (7, -8), "left"),
-    Side("weighed: smc", (SMC, DEFAULT), COLOURS[1], "D", (-7, 14), "right"),
-)
+#: Families by name, with colour, marker, and the offset (in points) and side of their labels.
+SIDES = {
+    "verified: exact, mixed, auto": ((EXACT, MIXED, AUTO), COLOURS[0], "o", (7, -8), "left"),
+    "weighed: smc": ((SMC, DEFAULT), COLOURS[1], "D", (-7, 14), "right"),
+}
 #: Settings that are emphasized by their names.
 NAMED = (EXACT, AUTO, DEFAULT)
 
@@ -47,8 +34,22 @@ def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
 
 def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
     axes.axhline(0, color="black", lw=1, zorder=1)
-    for side in SIDES:
-        _side(axes, side, [row for row in rows if row.family in side.families])
+    for name, (families, colour, marker, offset, side) in SIDES.items():
+        here = [row for row in rows if row.family in families]
+        here.sort(key=lambda row: row.tokens_per_pass or 0.0)
+        x, kl = [row.tokens_per_pass or 0.0 for row in here], [row.kl_at_least for row in here]
+        heights = [value.mean for value in kl]
+        style = {
+            "fmt": marker,
+            "color": colour,
+            "mec": "white",
+            "ls": ":",
+            "lw": 1,
+            "elinewidth": 1,
+        }
+        axes.errorbar(x, heights, ends(kl), label=name, ms=6, zorder=4, **style)
+        for row, at in zip(here, zip(x, heights, strict=True), strict=True):
+            _label(axes, row, at, colour, offset, side)
     for row in rows:
         if row.family == AR_TARGET:
             text = f"AR: {row.accuracy.mean:.1%} right"
@@ -57,37 +58,20 @@ def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
     axes.grid(alpha=0.25, lw=0.6)
 
 
-def _side(axes: Axes, side: Side, rows: Sequence[CellRow]) -> None:
-    """Draw points with intervals along a line, by tokens per target pass."""
-    rows = sorted(rows, key=lambda row: row.tokens_per_pass or 0.0)
-    x = [row.tokens_per_pass or 0.0 for row in rows]
-    axes.errorbar(
-        x,
-        [row.kl_at_least.mean for row in rows],
-        yerr=ends([row.kl_at_least for row in rows]),
-        fmt=side.marker,
-        ls=":",
-        lw=1,
-        ms=6,
-        color=side.colour,
-        mec="white",
-        elinewidth=1,
-        label=side.name,
-        zorder=4,
-    )
-    for row in rows:
-        _label(axes, side, row)
-
-
-def _label(axes: Axes, side: Side, row: CellRow) -> None:
+def _label(
+    axes: Axes,
+    row: CellRow,
+    at: tuple[float, float],
+    colour: str,
+    offset: tuple[int, int],
+    side: str,
+) -> None:
     """Label a point with its name, and below it in small type its accuracy."""
-    at = (row.tokens_per_pass or 0.0, row.kl_at_least.mean)
-    right, up = side.offset
-    style = {"xytext": (right, up), "textcoords": "offset points", "ha": side.align}
-    weight = "bold" if row.family in NAMED else "normal"
-    c = row.evidence_threshold
-    name = row.label if row.family in NAMED else f"c = {c:g}"
-    axes.annotate(name, at, va="center", fontsize=9, color=side.colour, weight=weight, **style)
-    style["xytext"] = (right, up - 9)
-    text = f"{row.accuracy.mean:.1%} right"
-    axes.annotate(text, at, va="center", fontsize=6.5, color=GREY, **style)
+    is_named, (right, up) = row.family in NAMED, offset
+    name = row.label if is_named else f"c = {row.evidence_threshold:g}"
+    accuracy = f"{row.accuracy.mean:.1%} right"
+    weight = "bold" if is_named else "normal"
+    for text, lower, size, shade in ((name, 0, 9, colour), (accuracy, 9, 6.5, GREY)):
+        place = {"xytext": (right, up - lower), "textcoords": "offset points", "ha": side}
+        style = {"fontsize": size, "color": shade, "weight": weight if shade == colour else None}
+        axes.annotate(text, at, va="center", **place, **style)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fidelity.grid import AR_DRAFT, AR_TARGET, Cell
-from fidelity.measure import Record, seconds
-from fidelity.nats import kl_at_least, paired_ratio_difference, ratio, watched_tilt
+from answers import Record, seconds
+from fidelity.grid import AR_DRAFT, AR_TARGET, SMC, Cell
+from fidelity.nats import kl_at_least, watched_tilt
 from fidelity.scoring import Score
-from fidelity.stats import mean_interval, paired_difference
-from results import (
-    Interval,
-    ess_share,
-    interval_cell,
-    markdown_table,
-    number_cell,
-    resample_rate,
-    wilson,
-)
+from intervals import Interval, paired_difference, paired_ratio_difference, ratio, wilson
+from results import ess_share, interval_cell, number_cell, resample_rate, table
 
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.tools.demo.serving import tokens_per_pass
@@ -64,10 +56,10 @@ Answered = Sequence[tuple[Record, Score]]
 
 def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
     """Return a row for each complete cell, compared with AR at the same temperature."""
-    references = {c.temperature: a for c, a in answers.items() if c.kind.family == AR_TARGET}
+    references = {c.temperature: a for c, a in answers.items() if c.family == AR_TARGET}
     rows = []
     for cell, found in answers.items():
-        is_reference = cell.kind.family == AR_TARGET
+        is_reference = cell.family == AR_TARGET
         reference = None if is_reference else references.get(cell.temperature)
         rows.append(_row(cell, found, reference))
     return rows
@@ -76,23 +68,23 @@ def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
 def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
     records, scores = [record for record, _ in found], [score for _, score in found]
     infos = [record.info for record in records]
-    smc = cell.kind.smc or {}
+    smc = cell.smc or {}
     mode = smc.get("mode", DEFAULTS.mode) if smc else None
     weighed = infos if mode == "smc" else []  # the other modes keep no population
     tokens, spent = sum(info["completion_tokens"] for info in infos), seconds(records)
     innovation = _column(scores, "innovation")
     return CellRow(
         slug=cell.slug,
-        family=cell.kind.family,
+        family=cell.family,
         temperature=cell.temperature,
         mode=mode,
         num_particles=smc.get("num_particles"),
         num_steps=smc.get("num_steps"),
-        evidence_threshold=cell.kind.evidence_threshold,
-        label=cell.kind.name,
+        evidence_threshold=cell.evidence_threshold,
+        label=cell.label,
         accuracy=wilson(sum(record.right for record in records), len(records)),
         difference=paired_difference(_right(found), _right(reference)) if reference else None,
-        tokens_per_pass=None if cell.kind.family == AR_DRAFT else tokens_per_pass(infos),
+        tokens_per_pass=None if cell.family == AR_DRAFT else tokens_per_pass(infos),
         tilt=ratio(_column(scores, "tilt"), _column(scores, "information")),
         innovation=ratio(innovation, _column(scores, "tokens")),
         sharpening=ratio(innovation, _column(scores, "variance")),
@@ -136,22 +128,22 @@ def _exact_rate(infos: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
     """Return the upper bound -E[log Z] of KL(SMC || target), for E[Z] = 1: cut columns bias Z."""
-    key = "spec_smc_log_evidence"
-    logs = [record.info[key] for record in records if key in record.info]
-    return mean_interval([-value for value in logs]) if cell.is_pure_smc else None
+    if (cell.family, cell.evidence_threshold) != (SMC, 0):
+        return None
+    return ratio(-np.array([record.info["spec_smc_log_evidence"] for record in records]))
 
 
-HEADERS = (
-    "",
-    "tokens / target pass",
-    "tilt to the draft",
-    "KL to the target, nats an answer, at least",
-    "innovation, nats / token",
-    "E[log p] / token minus AR",
-    "the server's own tilt",
-    "accuracy, %",
-    "points from AR",
-)
+COLUMNS: dict[str, Callable[[CellRow], str]] = {
+    "": lambda row: row.label,
+    "tokens / target pass": lambda row: number_cell(row.tokens_per_pass, ".2f"),
+    "tilt to the draft": lambda row: interval_cell(row.tilt, "+.3f"),
+    "KL to the target, nats an answer, at least": lambda row: interval_cell(row.kl_at_least, ".2f"),
+    "innovation, nats / token": lambda row: interval_cell(row.innovation, "+.4f"),
+    "E[log p] / token minus AR": lambda row: interval_cell(row.log_p_difference, "+.4f"),
+    "the server's own tilt": lambda row: interval_cell(row.server_tilt, "+.3f"),
+    "accuracy, %": lambda row: interval_cell(row.accuracy, ".1f", scale=100),
+    "points from AR": lambda row: interval_cell(row.difference, "+.1f", scale=100),
+}
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
@@ -159,8 +151,7 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     parts = [note]
     for temperature in sorted({row.temperature for row in rows}):
         here = [row for row in rows if row.temperature == temperature]
-        table = markdown_table(HEADERS, [_cells(row) for row in here])
-        parts.append(f"**Temperature {temperature:g}**\n\n{table}")
+        parts.append(f"**Temperature {temperature:g}**\n\n{table(COLUMNS, here)}")
         parts += [
             f"{row.label}, by its evidence: KL to the target at most "
             f"{interval_cell(row.kl_at_most, '.2f')}."
@@ -168,20 +159,6 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
             if row.kl_at_most
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def _cells(row: CellRow) -> list[str]:
-    return [
-        row.label,
-        number_cell(row.tokens_per_pass, ".2f"),
-        interval_cell(row.tilt, "+.3f"),
-        interval_cell(row.kl_at_least, ".2f"),
-        interval_cell(row.innovation, "+.4f"),
-        interval_cell(row.log_p_difference, "+.4f"),
-        interval_cell(row.server_tilt, "+.3f"),
-        interval_cell(row.accuracy, ".1f", scale=100),
-        interval_cell(row.difference, "+.1f", scale=100),
-    ]
 
 
 # --- In words

@@ -6,6 +6,7 @@ the answer was sampled at, given its prompt and the tokens before. EOS counts as
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +14,18 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-from answers import prompt_ids
-from fidelity.grid import Cell
-from fidelity.measure import Record
-from study import PAIR, Log, bar, digest, in_processes
+from answers import AnswersStudy, Cell, Record, Remarks, Start, Todo, prompt_ids
+from study import PAIR, Log, bar, digest, in_processes, positive
+
+from sglang_smc.cpu.threads import usable_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TEMPERATURES = (0.7, 1.0)
 #: Number of answers in a forward pass.
 BATCH = 32
 #: Decimal digits of a stored log-ratio.
@@ -158,30 +160,58 @@ def load() -> tuple[list[PreTrainedModel], PreTrainedTokenizerBase]:
     return [model.eval() for model in found], AutoTokenizer.from_pretrained(folders[0])
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The scores of a cell on disk."""
-
-    log: Log
-
-    def read(self) -> dict[int, Score]:
-        """Return the scores by problem."""
-        return {entry["index"]: Score(**entry) for entry in self.log.read()}
-
-    def missing(self, answers: Sequence[Record]) -> list[Record]:
-        """Return the answers without a score, or with that of another answer."""
-        there = {index: score.answer for index, score in self.read().items()}
-        return [r for r in answers if there.get(r.index) != answer_key(r.output_ids)]
+C = TypeVar("C", bound=Cell)
 
 
-def score_log(path: Path, answers: dict[str, Any]) -> Scores:
-    """Return the stored scores of a cell; their identity includes that of its answers."""
-    scorer = digest([Path(__file__)])
-    identity = {**answers, "scorer": scorer, "transformers": version("transformers")}
-    return Scores(Log(path, identity))
+class ScoredStudy(AnswersStudy[C, Record]):
+    """A study of answers that plain models score.
+
+    Args:
+        score: scores batches of answers.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        start: Start | None = None,
+        score: Scorer = by_processes,
+    ) -> None:
+        self._score = score
+        super().__init__(options, start)
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        made = super().parser()
+        add = made.add_argument
+        add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
+        add("--jobs", type=positive, default=usable_cores(), help="processes that score answers")
+        return made
+
+    def remarks_on(self, cell: C) -> Remarks[Record]:
+        identity = {
+            **self.identity(cell),
+            "scorer": digest([Path(__file__)]),
+            "transformers": version("transformers"),
+        }
+        log = Log(self.path("scores", cell), identity)
+        return Remarks(log, ("index", "answer"), key_of)
+
+    def evaluate(self, todo: Todo) -> None:
+        score_cells(todo, self._score, self.options.jobs)
+
+    def scored(self) -> dict[C, list[tuple[Record, Score]]]:
+        """Return the answers of every complete cell with their scores."""
+        found = {}
+        for cell in self.complete():
+            scores = self.remarks[cell].read()
+            records = self.answers[cell].read()
+            found[cell] = [(one, Score(**scores[key_of(one)])) for one in records]
+        return found
 
 
-Todo = Sequence[tuple[Cell, list[Record], Scores]]
+def key_of(record: Record) -> tuple[int, int]:
+    """Return what distinguishes an answer from others: its problem, and its tokens' checksum."""
+    return record.index, answer_key(record.output_ids)
 
 
 def score_cells(todo: Todo, score: Scorer, jobs: int) -> None:

@@ -1,4 +1,4 @@
-"""Run `python bench/gpu`, see cli.py; `bash bench/gpu/run.sh` unpacks its payload first."""
+"""Run `python bench/gpu`, see run.py; `bash bench/gpu/run.sh` unpacks its payload first."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 try:
-    from gpu.cli import main
+    from gpu.run import main
     from study import as_script
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed, and not in .sg/ either; CONTRIBUTING.md says more.")

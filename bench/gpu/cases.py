@@ -7,21 +7,35 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from speed import presets
-from speed.engines import Launch, environment, settings
-from speed.grid import AR, AUTO, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, System
-from speed.presets import PRESETS, Pair, Preset
+from speed import grid, presets
+from speed.grid import (
+    ADAPTIVE,
+    AR,
+    AR_DRAFT,
+    AUTO,
+    BLOCK,
+    CHAIN,
+    DRAFT,
+    EAGLE,
+    EXACT,
+    EXACT_HEAD,
+    HEAD,
+    SMC,
+    STANDALONE,
+    TARGET,
+    TREE,
+    Cell,
+    Launch,
+    System,
+)
+from speed.presets import PAIR_70B, PRESETS, Pair, Preset
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.plan.shapes import ModelShape
 
-AR_DRAFT, ADAPTIVE = "AR of the draft", "SMC adaptive"
-#: One head with random weights, for SGLang's EAGLE-3 and for SMC.
-EAGLE, EXACT_HEAD = "EAGLE-3", "SMC exact with a head"
 #: Systems without kernels on SGLang's CPU platform.
 GPU_ALONE = (*STANDALONE, EAGLE)
 N = K = 8
-TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
 #: Draft vocabulary of published heads for Llama 3.1 8B.
 HOT_TOKENS = 32_000
 
@@ -40,8 +54,6 @@ class EngineCase:
     sizes: Sizes
     start_seconds: float = 45.0
     sample_seconds: float = 5.0  # per cell: warm-up and repeats
-    served: str = TARGET
-    drafted: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,91 +74,47 @@ class EngineCase:
         return self.system.num_particles is not None
 
 
-def _smc(family: str, sizes: Sizes, **engine: Any) -> EngineCase:
-    return EngineCase(System(family, N, K), sizes, drafted=DRAFT, engine=engine)
+def system_of(family: str) -> System:
+    """Return a system of this family, at N = K = 8 if it has particles."""
+    return System(family, N, K) if family in SMC else System(family)
 
 
-#: A family that bench/speed lacks. Captures a graph for each budget and batch size, which is slow.
-ADAPTING = _smc(
-    ADAPTIVE,
-    ((32, 256), (64, 256), (1, 256)),
-    speculative_algorithm="SMC",
-    speculative_num_steps=K,
-    speculative_smc_num_particles=N,
-    speculative_smc_mode="smc",
-    speculative_smc_evidence_threshold=0.0,
-    speculative_smc_adaptive=True,
-)
-BESIDE_EAGLE = {
-    "speculative_algorithm": "SMC",
-    "speculative_num_steps": K,
-    "speculative_smc_num_particles": N,
-    "speculative_smc_mode": "exact",
-}
-#: SGLang chooses steps and tree. Its default backend, flashinfer, first compiles its tree kernels
-#: for minutes.
-OF_EAGLE = {"speculative_algorithm": "EAGLE3", "attention_backend": "fa3"}
-HEADS = tuple(
-    EngineCase(
-        system,
-        SHORT,
-        start_seconds=55.0,
-        drafted=HEAD,
-        engine={**engine, "speculative_draft_load_format": "auto"},
-    )
-    for system, engine in (
-        (System(EXACT_HEAD, N, K), BESIDE_EAGLE),
-        (System(EAGLE), OF_EAGLE),
-    )
-)
-PLAIN = EngineCase(System(AR), (*ALL, (64, 256)))
-#: K of its passes are a lower bound of the drafting time.
-DRAFT_ALONE = EngineCase(System(AR_DRAFT), SHORT, served=DRAFT)
-STOCK_DRAFT = EngineCase(System(CHAIN), SHORT, drafted=DRAFT)
+def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any) -> EngineCase:
+    return EngineCase(system_of(family), sizes, start_seconds, engine=engine)
+
+
+#: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
+OF_TREES = {"attention_backend": "fa3"}
+PLAIN, STOCK_DRAFT = _case(AR, (*ALL, (64, 256))), _case(CHAIN, SHORT)
 SPEED = (
-    DRAFT_ALONE,
+    _case(AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
     PLAIN,
-    _smc(BLOCK, ALL),
-    _smc(EXACT, ALL),
-    *HEADS,
-    replace(ADAPTING, start_seconds=70.0),
+    _case(BLOCK, ALL),
+    _case(EXACT, ALL),
+    _case(EXACT_HEAD, SHORT, 55.0),
+    _case(EAGLE, SHORT, 55.0, **OF_TREES),
+    _case(ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),  # a graph for each budget and batch
 )
-MORE = (
-    STOCK_DRAFT,
-    EngineCase(System(TREE), SHORT, drafted=DRAFT, engine={"attention_backend": "fa3"}),
-    _smc(AUTO, ((1, 256), (1, 4096))),
-)
-PROFILE = (
-    _smc(BLOCK, ((1, 256), (1, 4096))),
-    _smc(EXACT, ONE),
-)
+MORE = (STOCK_DRAFT, _case(TREE, SHORT, **OF_TREES), _case(AUTO, ((1, 256), (1, 4096))))
+PROFILE = (_case(BLOCK, ((1, 256), (1, 4096))), _case(EXACT, ONE))
 LARGE = tuple(
     replace(case, sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
-    for case in (PLAIN, _smc(BLOCK, ONE), _smc(EXACT, ONE), STOCK_DRAFT)
+    for case in (PLAIN, _case(BLOCK, ONE), _case(EXACT, ONE), STOCK_DRAFT)
 )
 
 #: Prefill runs without graphs, which take most of a start; only decoding is measured.
 FAST_START = {"disable_prefill_cuda_graph": True, "mem_fraction_static": 0.8}
+SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
+PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
+LARGE_START = {**FAST_START, "mem_fraction_static": 0.9}
+SPEED_70B = replace(SPEED_8B, name="h200-70b", pair=PAIR_70B, repeats=2, engine=LARGE_START)
 TINY_PAIR = Pair(
     "tiny",
     ModelShape(2, 64, 128, 2, 1, 32, 1024, tied_embeddings=False),
     ModelShape(1, 32, 64, 1, 1, 32, 1024, tied_embeddings=False),
 )
-SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
-PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
-SPEED_70B = replace(
-    PRESETS["h200-70b"],
-    new_tokens=256,
-    repeats=2,
-    engine={**FAST_START, "mem_fraction_static": 0.9},
-)
 TINY = replace(
-    PRESETS["cpu"],
-    name="tiny",
-    pair=TINY_PAIR,
-    dtype=default_dtype(),
-    new_tokens=24,
-    repeats=1,
+    PRESETS["cpu"], name="tiny", pair=TINY_PAIR, dtype=default_dtype(), new_tokens=24, repeats=1
 )
 
 
@@ -163,30 +131,25 @@ def preset_of(case: EngineCase, preset: Preset) -> Preset:
     """Return the preset with an engine for only this case's sizes."""
     batches = tuple(sorted({batch for batch, _ in case.sizes}))
     prompts = tuple(sorted({prompt for _, prompt in case.sizes}))
-    on_gpu = preset.device != "cpu"
-    graphs = {"cuda_graph_bs_decode": list(batches)} if on_gpu else {}
+    graphs = {} if preset.device == "cpu" else {"cuda_graph_bs_decode": list(batches)}
     engine = {**preset.engine, **graphs, **case.engine}
     return replace(preset, batches=batches, prompts=prompts, engine=engine)
 
 
 def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
     """Return the launch of the case's engine, with its models in folders under ``models``."""
-    sized = preset_of(case, preset)
-    folder = models / preset.pair.name
-    arguments = {"model_path": str(folder / case.served), **settings(case.system, sized)}
-    if case.drafted:
-        arguments["speculative_draft_model_path"] = str(folder / case.drafted)
-    return Launch(arguments, environment(case.system, sized))
+    folders = {name: models / preset.pair.name / name for name in (TARGET, DRAFT, HEAD)}
+    return grid.launch(case.system, preset_of(case, preset), folders)
 
 
-def write_models(pair: Pair, models: Path, drafted: str | None = None) -> None:
-    """Write target and draft as folders of dummies and, if drafted, a random EAGLE-3 head.
+def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
+    """Write target and draft as folders of dummies, and a random EAGLE-3 head.
 
     The head's token map is among its weights, so that dummy weights would not do.
     """
     presets.write_models(pair, models)
     folder = models / pair.name
-    if drafted == HEAD and not (folder / HEAD / "model.safetensors").exists():
+    if has_head and not (folder / HEAD / "model.safetensors").exists():
         from sglang_smc.tools.distill.checkpoints import new_eagle3  # imports torch
 
         hot = range(min(HOT_TOKENS, pair.target.vocab_size))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu.stages import Attempt, Case, Places
+from gpu.runner import Attempt, Case, Places
+from speed.remote import end_group
 from study import REPOSITORY, code_fingerprint, digest
 
 FOLDER = "tests/kernels"
@@ -65,82 +65,75 @@ def command(file: str, report: Path | None) -> list[str]:
     return [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *written, file]
 
 
+@dataclass(frozen=True)
+class Started:
+    """A running pytest process of one test file."""
+
+    file: str
+    process: subprocess.Popen[str]
+    began: float
+    report: Path
+    log: Path
+
+    def result(self) -> dict[str, Any]:
+        """Return the counts of passed and broken tests, and the messages of the latter."""
+        seconds = {"seconds": time.monotonic() - self.began}
+        if self.report.exists():
+            return {**counted(self.report), **seconds}
+        last = self.log.read_text(errors="replace").strip()[-LONGEST_MESSAGE:]
+        return {"failed": f"pytest ended with {self.process.returncode}: {last}", **seconds}
+
+
+def start(file: str, logs: Path) -> Started:
+    """Start the tests of a file."""
+    name = file.removesuffix(".py").replace("/", "-")
+    report, log = logs / f"{name}.xml", logs / f"{name}.log"
+    report.unlink(missing_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command(file, report),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            text=True,
+            start_new_session=True,
+        )
+    return Started(file, process, time.monotonic(), report, log)
+
+
 def run_files(places: Places, missing: Sequence[str], attempt: Attempt) -> None:
     """Run files in parallel, so that kernels compile on several cores."""
     places.logs.mkdir(parents=True, exist_ok=True)
     jobs = max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))
-    waiting, running = list(missing), list[Process]()
+    waiting, running = list(missing), list[Started]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(Process(waiting.pop(0), places.logs))
-            for process in [one for one in running if one.ended]:
-                running.remove(process)
+                running.append(start(waiting.pop(0), places.logs))
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
                 attempt.started = True
-                attempt.add(process.file, process.result())
+                attempt.add(one.file, one.result())
             time.sleep(0.2)
     finally:
-        for process in running:
-            process.kill()
-
-
-class Process:
-    """A running pytest process of one test file."""
-
-    def __init__(self, file: str, logs: Path) -> None:
-        self.file = file
-        self._began = time.monotonic()
-        name = file.removesuffix(".py").replace("/", "-")
-        self._report, self._log = logs / f"{name}.xml", logs / f"{name}.log"
-        self._report.unlink(missing_ok=True)
-        with self._log.open("w") as output:
-            self._process = subprocess.Popen(
-                command(file, self._report),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                start_new_session=True,
-            )
-
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def result(self) -> dict[str, Any]:
-        """Return the counts of passed and broken tests, and the messages of the latter."""
-        seconds = {"seconds": time.monotonic() - self._began}
-        if not self._report.exists():
-            last = self._log.read_text(errors="replace").strip()[-LONGEST_MESSAGE:]
-            return {"failed": f"pytest ended with {self._process.returncode}: {last}", **seconds}
-        return {**counted(self._report), **seconds}
+        for one in running:
+            end_group(one.process)
 
 
 def counted(report: Path) -> dict[str, Any]:
     """Return the counts of pytest's JUnit report."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    broken = {case_name(case): message(case) for case in cases if message(case) is not None}
+    wrong = []
+    for case in cases:
+        bad = [one for one in case if one.tag in ("failure", "error")]
+        if bad:
+            message = (bad[0].get("message") or bad[0].text or "")[:LONGEST_MESSAGE]
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            wrong.append(f"{name}: {message}")
     skipped = sum(case.find("skipped") is not None for case in cases)
     return {
-        "passed": len(cases) - len(broken) - skipped,
+        "passed": len(cases) - len(wrong) - skipped,
         "skipped": skipped,
-        "broken": len(broken),
-        "wrong": [f"{name}: {said}" for name, said in broken.items()],
+        "broken": len(wrong),
+        "wrong": wrong,
     }
-
-
-def case_name(case: ElementTree.Element) -> str:
-    return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-
-
-def message(case: ElementTree.Element) -> str | None:
-    """Return a failed test's message, shortened; None for other tests."""
-    for kind in ("failure", "error"):
-        found = case.find(kind)
-        if found is not None:
-            return (found.get("message") or found.text or "")[:LONGEST_MESSAGE]
-    return None

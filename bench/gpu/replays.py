@@ -1,4 +1,4 @@
-"""Attribute kernels of replayed rounds to models, kinds and times.
+"""Attribute kernels of rounds to models, kinds and times.
 
 A round that is replayed from a CUDA graph is one launch, so timers cannot split it; torch's
 profiler still reports its kernels, in order. Drafts come first, one token after another, with our
@@ -91,33 +91,40 @@ def part_of(phase: str, kind: str) -> str:
     """Return the table's name of a part: ``draft GEMMs``, ``sampler kernels``."""
     if phase == ROUND:
         return OURS if kind == OURS else OTHER
-    return f"{phase} {kind}"
+    return f"{phase} {kind}".strip()
 
 
-def summed(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the sums over the recorded rounds, in seconds; None if no round was replayed.
+def summed(recorded: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """Return the sums over the recorded rounds, in seconds.
 
     ``sums`` are lines of phase, kind, name, launches and seconds, both per round; ``forwards`` and
-    ``busy`` are each round's kernels of the models, and all of its kernels.
+    ``busy`` are each round's kernels of the models, and all of its kernels. Rounds that are no
+    replays are not told apart: they have their mean, and their kernels no phase.
     """
-    found = replays_of(recorded)
-    if not found:
-        return None
+    replays = replays_of(recorded)
+    if replays:
+        labelled, rounds = [list(phases(replay)) for replay in replays], len(replays)
+    else:
+        kernels = (Kernel(recorded["names"][name], *rest) for name, *rest in recorded["events"])
+        labelled = [[("", kernel) for kernel in kernels]]
     sums: dict[tuple[str, str, str], list[int]] = {}
-    forwards = []
-    for replay in found:
-        forwards.append(0)
-        for phase, kernel in phases(replay):
-            forwards[-1] += kernel.duration if phase != ROUND else 0
+    forwards, busy = [], []
+    for found in labelled:
+        share = 1e9 * (1 if replays else rounds)
+        forward = [
+            k.duration for phase, k in found if phase != ROUND and kind_of(k.name) in FORWARD
+        ]
+        forwards.append(sum(forward) / share)
+        busy.append(sum(kernel.duration for _, kernel in found) / share)
+        for phase, kernel in found:
             line = sums.setdefault((phase, kind_of(kernel.name), kernel.name), [0, 0])
             line[0] += 1
             line[1] += kernel.duration
-    lines = [
-        [*key, count / len(found), total / 1e9 / len(found)] for key, (count, total) in sums.items()
-    ]
+    lines = [[*key, count / rounds, total / 1e9 / rounds] for key, (count, total) in sums.items()]
     return {
-        "rounds": len(found),
+        "rounds": rounds,
+        "replayed": bool(replays),
         "sums": sorted(lines, key=lambda line: -line[-1]),
-        "forwards": [total / 1e9 for total in forwards],
-        "busy": [sum(kernel.duration for kernel in replay) / 1e9 for replay in found],
+        "forwards": forwards,
+        "busy": busy,
     }

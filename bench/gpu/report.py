@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import results
 from charts import legend_below, picture, shade
-from gpu import goals, rounds
-from gpu.cases import (
-    AR_DRAFT,
-    EAGLE,
-    EXACT_HEAD,
-    LARGE,
-    MORE,
-    PROFILE,
-    SPEED,
-    SPEED_8B,
-    SPEED_70B,
-    EngineCase,
-)
-from gpu.default_server import DEFAULT
-from gpu.records import RESULTS, read_results
-from results import markdown_table, number_cell, short
+from gpu import rounds
+from gpu.cases import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, EngineCase, K, system_of
+from gpu.runner import RESULTS, read_results
+from gpu.smoke import DEFAULT
+from results import markdown_table, number_cell, short, table
 from speed.bound import least_round, shapes
-from speed.grid import AR, Cell
+from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell
 from speed.presets import Preset
 from study import BenchError
 
-from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.devices import named
 from sglang_smc.tools.plan.roofline import ar_step
 
 Results = Mapping[str, Mapping[str, Any]]
 DEVICE = "h200"
 GIB = 1 << 30
-HEADERS = (
-    "",
-    "batch",
-    "prompt",
-    "tokens / s",
-    "times AR",
-    "ms / round",
-    "tokens / round",
-    "at least, ms",
-    "of the bound",
-    "replayed",
-)
+SPEED_OF = "decode_tokens_per_second"
 
 
 def write_report(raw: Path, folder: Path) -> str:
@@ -55,14 +33,15 @@ def write_report(raw: Path, folder: Path) -> str:
     if not stages:
         raise BenchError(f"{raw / RESULTS} holds no results.")
     folder.mkdir(parents=True, exist_ok=True)
-    large = stages.get("70b", {})
+    tests, smoke, large = (stages.get(name, {}) for name in ("kernels", "smoke", "70b"))
     both = {**stages.get("speed", {}), **stages.get("more", {})}
+    numbers = ("passed", "broken")
     sections = [
         heading(calls),
-        expected({"speed": both, "70b": large}),
-        kernels(stages.get("kernels", {})),
-        default_server(stages.get("smoke", {}).get(DEFAULT, {})),
-        smoke(stages.get("smoke", {})),
+        expected(both, large),
+        faults("Kernels", ("tests of", *numbers), tests, lambda one: [one.get(n) for n in numbers]),
+        default_server(smoke.get(DEFAULT, {})),
+        faults("Engines", ("", "wrong"), smoke, lambda one: [len(one.get("wrong", ()))]),
         speed("8B + 1B", both, (*SPEED, *MORE), SPEED_8B),
         speed("70B in FP8 + 1B", large, LARGE, SPEED_70B),
         profiled(stages.get("profile", {}), folder, calls),
@@ -72,30 +51,6 @@ def write_report(raw: Path, folder: Path) -> str:
     write_csv(both, large, folder / "speed.csv", calls)
     plot_speed(both, folder / "speed.png", title=f"8B + 1B on {machine(calls)}")
     return text
-
-
-GOAL_HEADERS = ("", "expected", "measured", "")
-
-
-def expected(results: Mapping[str, Results]) -> str:
-    """Return the table of estimated and measured numbers."""
-    table = markdown_table(GOAL_HEADERS, goals.lines(results))
-    return f"## Expected\n\nEstimated for an H200 before the first run, to about 25 %.\n\n{table}"
-
-
-def default_server(one: Mapping[str, Any]) -> str:
-    """Return the start time, memory and speed of a server with default settings."""
-    memory = one.get("memory")
-    if not memory:
-        return ""
-    beside = [f"{name} {size / GIB:.1f}" for name, size in memory["beside"].items()]
-    free = "" if one["free_mib"] is None else f", {one['free_mib'] / 1024:.1f} GiB free then"
-    return (
-        f"## A server with default settings\n\nReady after {one['start_seconds']:.0f} s; KV pool "
-        f"{memory['pool_bytes'] / GIB:.1f} GiB ({memory['pool_slots']:,} tokens), and in GiB "
-        f"{', '.join(beside)}{free}. One request of a chat: {one['first_ms']:.0f} ms to the first "
-        f"token, {one['round_ms']:.1f} ms a round."
-    )
 
 
 def heading(calls: Results) -> str:
@@ -114,37 +69,37 @@ def machine(calls: Results) -> str:
     return str(list(calls.values())[-1]["hardware"]) if calls else "an unknown machine"
 
 
-def kernels(parts: Results) -> str:
-    """Return the numbers of passed and broken tests by file, and the messages."""
+def default_server(one: Mapping[str, Any]) -> str:
+    """Return the start time, memory and speed of a server with default settings."""
+    memory = one.get("memory")
+    if not memory:
+        return ""
+    beside = [f"{name} {size / GIB:.1f}" for name, size in memory["beside"].items()]
+    free = "" if one["free_mib"] is None else f", {one['free_mib'] / 1024:.1f} GiB free then"
+    return (
+        f"## A server with default settings\n\nReady after {one['start_seconds']:.0f} s; KV pool "
+        f"{memory['pool_bytes'] / GIB:.1f} GiB ({memory['pool_slots']:,} tokens), and in GiB "
+        f"{', '.join(beside)}{free}. One request of a chat: {one['first_ms']:.0f} ms to the first "
+        f"token, {one['round_ms']:.1f} ms a round."
+    )
+
+
+def faults(
+    title: str,
+    headers: Sequence[str],
+    parts: Results,
+    numbers: Callable[[Mapping[str, Any]], Sequence[int | None]],
+) -> str:
+    """Return a line of numbers for each part, and all faults and failures."""
     if not parts:
         return ""
     lines = [
-        [part, number_cell(one.get("passed"), "d"), number_cell(one.get("broken"), "d")]
+        [part, *("failed" if "failed" in one else number_cell(n, "d") for n in numbers(one))]
         for part, one in parts.items()
     ]
-    table = markdown_table(("tests of", "passed", "broken"), lines)
-    broken = [
-        f"- {part}: {_line(said)}" for part, one in parts.items() for said in one.get("wrong", ())
-    ]
-    return "\n\n".join(["## Kernels", table, "\n".join(broken + failures(parts))]).rstrip()
-
-
-def smoke(parts: Results) -> str:
-    """Return the outcome of each smoke test, and its faults."""
-    if not parts:
-        return ""
-    lines = [[part, "failed" if "failed" in one else verdict(one)] for part, one in parts.items()]
-    table = markdown_table(("", "wrong"), lines)
-    wrong = [f"- {part}: {w}" for part, one in parts.items() for w in one.get("wrong", ())]
-    return "\n\n".join(["## Engines", table, "\n".join(wrong + failures(parts))]).rstrip()
-
-
-def verdict(one: Mapping[str, Any]) -> str:
-    """Return the number of faults, or the numbers of a benchmark without faults."""
-    if "wrong" in one:
-        return str(len(one["wrong"]))
-    shown = {k: v for k, v in one.items() if isinstance(v, float)}
-    return ", ".join(f"{name} {value:g}" for name, value in shown.items())
+    wrong = [f"- {part}: {_line(w)}" for part, one in parts.items() for w in one.get("wrong", ())]
+    counts = markdown_table(headers, lines)
+    return "\n\n".join([f"## {title}", counts, "\n".join(wrong + failures(parts))]).rstrip()
 
 
 def failures(parts: Results) -> list[str]:
@@ -155,10 +110,103 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
+# --- Estimates, made before the first run from the sizes of the models, the memory's bandwidth and
+# counts of launches (docs/performance.md)
+
+ESTIMATE = 1.25
+
+
+class Goal(NamedTuple):
+    """An estimated number: a measured one of a family's cell, over AR's if ``to_ar``."""
+
+    what: str
+    expected: float
+    form: str
+    key: str  # of a result
+    family: str
+    batch: int = 1
+    prompt: int = 256
+    times: float = 1.0
+    to_ar: bool = False
+    is_large: bool = False  # of the 70B
+    slack: float = ESTIMATE  # factor within which a result is as expected
+
+    def found(self, results: Results) -> float | None:
+        """Return the measured number; None without."""
+        plain = 1 / self.times
+        if self.to_ar:
+            plain = self._of(AR, results)
+        ours = self._of(self.family, results)
+        return None if ours is None or plain is None else ours / plain
+
+    def _of(self, family: str, results: Results) -> float | None:
+        cell = Cell(system_of(family), self.batch, self.prompt)
+        return results.get(cell.slug, {}).get(self.key)
+
+    def verdict(self, value: float | None) -> str:
+        """Return the outcome of comparing a result with the estimate."""
+        if value is None:
+            return "not measured"
+        is_time = self.key == "round_ms"
+        gain = self.expected / value if is_time else value / self.expected
+        if gain > self.slack:
+            return "better"
+        return "as expected" if gain * self.slack >= 1 else "worse"
+
+
+def _round(what: str, expected: float, family: str, prompt: int = 256) -> Goal:
+    name = f"{what}, batch 1, prompt {prompt}: ms a round"
+    return Goal(name, expected, ".1f", "round_ms", family, prompt=prompt)
+
+
+def _adaptive(batch: int) -> Goal:
+    name = f"adaptive, batch {batch}: times AR"
+    return Goal(name, 1.0, ".2f", SPEED_OF, ADAPTIVE, batch, to_ar=True, slack=1.0)
+
+
+GOALS = (
+    Goal("8B alone, batch 1, prompt 256: tokens/s", 215, ".0f", SPEED_OF, AR),
+    Goal(f"{K} passes of the 1B alone, ms", 9.0, ".1f", "round_ms", AR_DRAFT, times=K),
+    Goal("smc, whole blocks, batch 1, prompt 256: tokens/s", 617, ".0f", SPEED_OF, BLOCK),
+    _round("smc with the 1B", 14.6, BLOCK),
+    _round("smc with the 1B", 15.1, BLOCK, 4096),
+    _round("exact with the 1B", 15.3, EXACT),
+    _round("exact with an EAGLE-3 head", 8.9, EXACT_HEAD),
+    _round("SGLang's EAGLE-3 with the same head", 7.4, EAGLE),
+    _adaptive(32),
+    _adaptive(64),
+    Goal(
+        "70B FP8 + 1B, smc, batch 1: times AR",
+        5.2,
+        ".2f",
+        SPEED_OF,
+        BLOCK,
+        to_ar=True,
+        is_large=True,
+    ),
+)
+
+
+def expected(small: Results, large: Results) -> str:
+    """Return the table of estimated and measured numbers."""
+    lines = []
+    for goal in GOALS:
+        value = goal.found(large if goal.is_large else small)
+        shown = number_cell(value, goal.form)
+        lines.append([goal.what, format(goal.expected, goal.form), shown, goal.verdict(value)])
+    told = "Estimated for an H200 before the first run, to about 25 %."
+    headers = ("", "expected", "measured", "")
+    return f"## Expected\n\n{told}\n\n{markdown_table(headers, lines)}"
+
+
+# --- Speed
+
+
 def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Preset) -> str:
     """Return a row for each cell, with its ratio to plain decoding and its roofline."""
-    rows = [row for case in cases for cell in case.cells if (row := _row(cell, parts, preset))]
-    if not rows and not failures(parts):
+    every = [cell for case in cases for cell in case.cells]
+    cells = [cell for cell in every if "round_ms" in parts.get(cell.slug, {})]
+    if not cells and not failures(parts):
         return ""
     note = (
         f"Dummy weights, {preset.new_tokens} new tokens a request, medians of {preset.repeats}; "
@@ -169,88 +217,68 @@ def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Prese
     )
     if preset.pair.quantization:
         note += " In eight bits nearly all of these weights are zeros, which compute faster."
-    return "\n\n".join(
-        [f"## Speed: {title}", note, markdown_table(HEADERS, rows), "\n".join(failures(parts))]
-    ).rstrip()
+    columns = speed_columns(parts, preset)
+    found = [f"## Speed: {title}", note, table(columns, cells), "\n".join(failures(parts))]
+    return "\n\n".join(found).rstrip()
 
 
-def _row(cell: Cell, parts: Results, preset: Preset) -> list[str] | None:
-    one = parts.get(cell.slug, {})
-    if "round_ms" not in one:
-        return None
-    ours = one["decode_tokens_per_second"]
-    plain = parts.get(cell.reference.slug, {}).get("decode_tokens_per_second")
-    least = least_ms(cell, preset)
-    told = "" if one["simulated"] is None else " (simulated)"
-    return [
-        cell.system.name,
-        str(cell.batch),
-        str(cell.prompt),
-        f"{ours:.0f}",
-        "" if plain is None else f"{ours / plain:.2f}",
-        f"{one['round_ms']:.2f}",
-        f"{one['tokens_per_round']:.2f}{told}",
-        number_cell(least, ".2f"),
-        number_cell(least and least / one["round_ms"], ".0%"),
-        number_cell(one.get("replayed_share"), ".0%"),
-    ]
+def speed_columns(parts: Results, preset: Preset) -> dict[str, Callable[[Cell], str]]:
+    """Return the table's columns of a cell."""
+
+    def number(cell: Cell, key: str, form: str) -> str:
+        return number_cell(parts[cell.slug].get(key), form)
+
+    def per_round(cell: Cell) -> str:
+        told = "" if parts[cell.slug]["simulated"] is None else " (simulated)"
+        return number(cell, "tokens_per_round", ".2f") + told
+
+    def of_bound(cell: Cell) -> str:
+        least = least_ms(cell, preset)
+        return number_cell(least and least / parts[cell.slug]["round_ms"], ".0%")
+
+    return {
+        "": lambda cell: cell.system.name,
+        "batch": lambda cell: str(cell.batch),
+        "prompt": lambda cell: str(cell.prompt),
+        "tokens / s": lambda cell: number(cell, SPEED_OF, ".0f"),
+        "times AR": lambda cell: number_cell(times_ar(cell.slug, parts), ".2f"),
+        "ms / round": lambda cell: number(cell, "round_ms", ".2f"),
+        "tokens / round": per_round,
+        "at least, ms": lambda cell: number_cell(least_ms(cell, preset), ".2f"),
+        "of the bound": of_bound,
+        "replayed": lambda cell: number(cell, "replayed_share", ".0%"),
+    }
+
+
+def times_ar(part: str, parts: Results) -> float | None:
+    """Return the ratio to AR at the same batch and prompt."""
+    plain = parts.get(f"ar-{'-'.join(part.split('-')[-2:])}", {}).get(SPEED_OF)
+    ours = parts[part].get(SPEED_OF)
+    return None if plain is None or ours is None else ours / plain
 
 
 def least_ms(cell: Cell, preset: Preset) -> float | None:
     """Return the roofline of a round in ms; None for unknown shapes."""
     target, draft = shapes(preset)
-    device: Device = named(DEVICE, target.weight_bytes)
     family = cell.system.family
     if family in (EAGLE, EXACT_HEAD):
         return None
     if family == AR_DRAFT:
         found = ar_step(draft, cell.batch, cell.prompt + preset.new_tokens / 2)
         return 1000 * found.seconds(named(DEVICE))
-    return 1000 * least_round(cell, preset).seconds(device)
-
-
-def profiled(parts: Results, folder: Path, calls: Results) -> str:
-    """Return the parts of a round, and its largest kernels."""
-    rows = [
-        rounds.make_row(cell, parts[cell.slug]["entries"])
-        for case in PROFILE
-        for cell in case.cells
-        if "entries" in parts.get(cell.slug, {})
-    ]
-    if not rows:
-        return "\n".join(failures(parts))
-    rounds.plot_rows(rows, folder / "rounds.png", title=f"A round of SMC on {machine(calls)}")
-    rounds.write_csv(rows, folder / "rounds.csv", list(calls.values())[-1])
-    tables = [rounds.markdown(rows).rstrip()]
-    for part, one in parts.items():
-        lines = largest(one.get("entries", []))
-        if lines:
-            headers = ("kernel", "of", "does", "launches a round", "ms a round")
-            tables.append(f"**{part}**\n\n{markdown_table(headers, lines)}")
-    return "\n\n".join(["## Where a round goes", *tables, *failures(parts)])
-
-
-def largest(entries: Sequence[Mapping[str, Any]], most: int = 25) -> list[list[str]]:
-    """Return the longest kernels of the first profiled burst."""
-    found = [b["replays"] for e in entries for b in e["bursts"] if b.get("replays")]
-    if not found:
-        return []
-    return [
-        [f"`{name[:70].replace('|', '/')}`", phase, kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
-        for phase, kind, name, launches, seconds in found[0]["sums"][:most]
-    ]
+    return 1000 * least_round(cell, preset).seconds(named(DEVICE, target.weight_bytes))
 
 
 def write_csv(small: Results, large: Results, path: Path, calls: Results) -> None:
     """Write one line for each cell, without its samples."""
-    keys = ("decode_tokens_per_second", "tokens_per_second", "round_ms", "first_ms")
+    keys = (SPEED_OF, "tokens_per_second", "round_ms", "first_ms")
     keys += ("tokens_per_round", "simulated", "replayed_share", "failed")
     lines = [
         {
             "pair": pair,
             "cell": part,
             **{key: short(one.get(key)) for key in keys},
-            "times_ar": short(times_ar(part, one, parts)),
+            "times_ar": short(times_ar(part, parts)),
             "call": one["call"],
         }
         for pair, parts in (("8B+1B", small), ("70B+1B", large))
@@ -259,13 +287,6 @@ def write_csv(small: Results, large: Results, path: Path, calls: Results) -> Non
     ]
     if lines:
         results.write_csv(lines, path, list(calls.values())[-1])
-
-
-def times_ar(part: str, one: Mapping[str, Any], parts: Results) -> float | None:
-    """Return the ratio to AR at the same batch and prompt."""
-    plain = parts.get(f"ar-{'-'.join(part.split('-')[-2:])}", {}).get("decode_tokens_per_second")
-    ours = one.get("decode_tokens_per_second")
-    return goals.ratio(ours, plain)
 
 
 def plot_speed(parts: Results, path: Path, *, title: str) -> None:
@@ -278,16 +299,49 @@ def plot_speed(parts: Results, path: Path, *, title: str) -> None:
     with picture(path, (11, 5)) as (figure, ((axes,),)):
         width = 0.8 / len(names)
         for place, name in enumerate(names):
-            heights = {
-                (one["prompt"], one["batch"]): times_ar(part, one, parts)
-                for part, one in found.items()
-                if one["system"] == name
-            }
-            at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
-            tall = [height for size in sizes if (height := heights.get(size))]
-            axes.bar(at, tall, width, label=name, **shade(place))
+            own = [(part, one) for part, one in found.items() if one["system"] == name]
+            bars = [
+                (sizes.index((one["prompt"], one["batch"])) + place * width, height)
+                for part, one in own
+                if (height := times_ar(part, parts))
+            ]
+            if bars:
+                axes.bar(*zip(*bars, strict=True), width, label=name, **shade(place))
         axes.axhline(1.0, color="black", lw=1)
         labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
         axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
         axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
         legend_below(figure, axes, ncols=4)
+
+
+# --- Where a round goes
+
+
+def profiled(parts: Results, folder: Path, calls: Results) -> str:
+    """Return the parts of a round, and its largest kernels."""
+    rows = [
+        rounds.make_row(cell, parts[cell.slug]["bursts"])
+        for case in PROFILE
+        for cell in case.cells
+        if "bursts" in parts.get(cell.slug, {})
+    ]
+    if not rows:
+        return "\n".join(failures(parts))
+    rounds.plot_rows(rows, folder / "rounds.png", title=f"A round of SMC on {machine(calls)}")
+    rounds.write_csv(rows, folder / "rounds.csv", list(calls.values())[-1])
+    tables = [rounds.markdown(rows).rstrip()]
+    headers = ("kernel", "of", "does", "launches a round", "ms a round")
+    for part, one in parts.items():
+        lines = largest(one.get("bursts", []))
+        if lines:
+            tables.append(f"**{part}**\n\n{markdown_table(headers, lines)}")
+    return "\n\n".join(["## Where a round goes", *tables, *failures(parts)])
+
+
+def largest(bursts: Sequence[Mapping[str, Any]], most: int = 25) -> list[list[str]]:
+    """Return the longest kernels of the first profiled burst."""
+    sums = next((burst["kernels"]["sums"] for burst in bursts if burst["kernels"]), [])
+    return [
+        [f"`{name[:70].replace('|', '/')}`", phase, kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
+        for phase, kind, name, launches, seconds in sums[:most]
+    ]

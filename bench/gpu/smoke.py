@@ -1,4 +1,4 @@
-"""Run smoke tests: engines in every mode, the requests of a chat, and matching numbers."""
+"""Run smoke tests: a default server, and engines in every mode with every kind of request."""
 
 from __future__ import annotations
 
@@ -9,42 +9,200 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu import kinds
-from gpu.default_server import default_case
-from gpu.kinds import Kind
-from gpu.stages import Attempt, Case, Places
+from dummies import FIRST_TOKEN
+from gpu.cases import SPEED_8B, write_models
+from gpu.engines import STOP_SECONDS, shown, without_models
+from gpu.machine import free_mib
+from gpu.runner import Attempt, Case, Entry, Places
 from pair.task import check, held_out, messages
-from speed.engines import SPECULATION, Launch
-from speed.grid import CHAIN
-from speed.remote import EngineError, RemoteEngine, running
+from speed.grid import CHAIN, SPECULATION, Launch
+from speed.remote import EngineError, RemoteEngine, Work, running
 from study import PAIR, code_fingerprint, digest
 
-from sglang_smc.options.server import MODES
+from sglang_smc.options.server import MODES, RESAMPLING_METHODS
 
-SMC_SETTINGS = {
-    "speculative_algorithm": "SMC",
-    "speculative_num_steps": 8,
-    "speculative_smc_num_particles": 8,
-}
 NUM_PROBLEMS = 16
 #: Far beyond the problems of bench/demo.py and bench/fidelity.
 FIRST_PROBLEM = 2_000_000
 ANSWER_TOKENS = 160
-ANSWERS, KINDS, MIXED, SAME = "answers", "kinds", "all kinds at once", "log-probabilities"
-REPLAYED = "kinds that graphs know at once"
-#: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
-TOLERANCE = 0.15
-FIRST_ROUND = 9  # tokens
-REFERENCE = "smc-torch"
-KNOWN = ("plain", "greedy", "top-p", "top-k", "top-p and top-k")
 START_SECONDS = 40.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
+#: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
+TOLERANCE = 0.15
+FIRST_ROUND = 9  # tokens
+REFERENCE, SAME = "smc-torch", "log-probabilities"
+#: Kinds of requests that SGLang's own speculation supports.
+KNOWN = ("plain", "greedy", "top-p", "top-k", "top-p and top-k")
+
+Prompts = Sequence[Sequence[int]]
+
+
+def smoke_cases(places: Places, *, device: str) -> list[Case]:
+    """Return a server with default settings, then an engine for each way to run rounds."""
+    engines = [one for one in ENGINES if device != "cpu" or one.on_a_cpu]
+    return [default_case(places, device), *(_case(one, places, device) for one in engines)]
+
+
+# --- Kinds of requests, and the invariants of their answers
+
+NEW_TOKENS = 48
+PLAIN: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW_TOKENS}
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of request."""
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)  # beside `PLAIN`
+    asks: Mapping[str, Any] = field(default_factory=dict)  # of `Engine.generate`
+    smc: Mapping[str, Any] = field(default_factory=dict)  # of custom_params
+    replays: bool = True  # whether a captured graph supports all of it
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        custom = {"custom_params": {"smc": dict(self.smc)}} if self.smc else {}
+        return {**PLAIN, **self.params, **custom}
+
+
+STOCK = (
+    Kind("plain"),
+    Kind("greedy", {"temperature": 0.0}),
+    Kind("seed", {"sampling_seed": 5}),
+    Kind("top-p", {"top_p": 0.9}),
+    Kind("top-k", {"top_k": 20}),
+    Kind("min-p", {"min_p": 0.05}),
+    Kind("top-p and top-k", {"top_p": 0.95, "top_k": 20}),
+    Kind(
+        "penalties",
+        {"frequency_penalty": 0.2, "presence_penalty": 0.2, "repetition_penalty": 1.05},
+    ),
+    Kind("bias", {"logit_bias": {"7": 0.5}}),
+    Kind("min-tokens", {"min_new_tokens": 8}),
+    Kind("log-probabilities", asks=LOGPROBS),
+    Kind("stop string", {"stop": ["####"]}, replays=False),
+    Kind("grammar", {"regex": "[0-9]{2,4}"}, replays=False),
+)
+OURS = (
+    *(Kind(f"mode {mode}", smc={"mode": mode}) for mode in MODES),
+    *(
+        Kind(f"{method} resampling", smc={"mode": "smc", "resampling_method": method})
+        for method in RESAMPLING_METHODS
+    ),
+    Kind("resampling at tokens", smc={"mode": "smc", "resample_at": "token"}),
+    Kind("fewer particles", smc={"num_particles": 4, "num_steps": 4}),
+    Kind("power", smc={"mode": "smc", "power": 2.0}),
+    Kind("particles", smc={"mode": "smc", "return_particles": True}, replays=False),
+)
+
+
+def question(kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return `Engine.generate` keywords for one request of each kind, in one batch."""
+    asks = {
+        key: [kind.asks.get(key, type(value)()) for kind in kinds]
+        for key, value in LOGPROBS.items()
+    }
+    return {
+        "input_ids": [list(prompts[place % len(prompts)]) for place in range(len(kinds))],
+        "sampling_params": [kind.sampling_params for kind in kinds],
+        **asks,
+    }
+
+
+def judged(kind: Kind, answer: Mapping[str, Any], *, graphs: bool) -> dict[str, Any]:
+    """Return an answer's counters, and its faults."""
+    info = answer["meta_info"]
+    found = {
+        "tokens": info["completion_tokens"],
+        "rounds": info.get("spec_smc_rounds_ct"),
+        "replayed": info.get("spec_smc_replayed_ct"),
+    }
+    return {**found, "wrong": faults(kind, answer, found, graphs=graphs)}
+
+
+def faults(
+    kind: Kind, answer: Mapping[str, Any], found: Mapping[str, Any], *, graphs: bool
+) -> list[str]:
+    """Return the faults as sentences, if any."""
+    info = answer["meta_info"]
+    wrong = []
+    if (info["finish_reason"] or {}).get("type") not in ("stop", "length"):
+        wrong.append(f"it ended with {info['finish_reason']}")
+    if not 0 < found["tokens"] <= kind.sampling_params["max_new_tokens"]:
+        wrong.append(f"it has {found['tokens']} tokens")
+    if info.get("spec_smc_nan_ct"):
+        wrong.append("its logits were not numbers")
+    if kind.asks and len(info["output_token_logprobs"]) != found["tokens"]:
+        wrong.append(f"{len(info['output_token_logprobs'])} log-probabilities")
+    if graphs and kind.replays and found["replayed"] != found["rounds"]:
+        wrong.append(f"{found['replayed']} of {found['rounds']} rounds were replayed")
+    return wrong
+
+
+# --- A server with default settings: two models, the algorithm, and no other argument
+
+DEFAULT = "default"
+#: 8B of dummy weights, some 60 prefill graphs and as many of rounds, and all kernels compiled.
+DEFAULT_SECONDS = 150.0
+CHAT = Work(
+    [list(range(FIRST_TOKEN, FIRST_TOKEN + 256))],
+    [{"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 128, "ignore_eos": True}],
+)
+
+
+def default_case(places: Places, device: str) -> Case:
+    """Return the case of 8B + 1B, or of the shipped pair on a CPU; it sizes its pool itself."""
+    on_cpu = device == "cpu"
+    folder = PAIR if on_cpu else places.models / SPEED_8B.pair.name
+    arguments = {
+        "model_path": str(folder / "target"),
+        "speculative_draft_model_path": str(folder / "draft"),
+        "speculative_algorithm": "SMC",
+    }
+    launch = Launch(arguments if on_cpu else {**arguments, "load_format": "dummy"}, {})
+    identity = {"default": len(launch.arguments), **code_fingerprint()}
+    run = partial(run_default, launch, places, device)
+    return Case(DEFAULT, {DEFAULT: identity}, DEFAULT_SECONDS, run, shown(launch))
+
+
+def run_default(
+    launch: Launch, places: Places, device: str, missing: Sequence[str], attempt: Attempt
+) -> None:
+    """Record its start, its memory and one chat request, the second: the first may compile."""
+    if device != "cpu":
+        write_models(SPEED_8B.pair, places.models)
+    began = time.monotonic()
+    with running(launch, places.logs / f"{DEFAULT}.log", STOP_SECONDS) as engine:
+        attempt.started = True
+        seconds = time.monotonic() - began
+        (told, *_) = engine.exchange({"info": True})["info"]
+        engine.ask(CHAT)
+        sample = engine.ask(CHAT)
+    memory, (info,) = told["smc"]["memory"], sample.infos
+    rounds, replayed = info["spec_smc_rounds_ct"], info.get("spec_smc_replayed_ct")
+    wrong = [] if memory else ["it says nothing of its memory"]
+    if device != "cpu" and replayed != rounds:
+        wrong.append(f"{replayed} of {rounds} rounds were replayed")
+    found = {
+        "start_seconds": seconds,
+        "first_ms": 1000 * sample.first[0],
+        "round_ms": 1000 * sample.decode_seconds / sample.rounds,
+        "tokens_per_second": sample.decode_speed,
+        "free_mib": free_mib(),
+        "memory": memory,
+        "wrong": wrong,
+    }
+    attempt.add(DEFAULT, found)
+
+
+# --- Engines over the shipped pair, which is trained, so that texts are meaningful
 
 
 @dataclass(frozen=True)
 class SmokeEngine:
-    """An engine over the shipped pair, which is small and trained, so that texts are meaningful."""
+    """An engine's own settings."""
 
     slug: str
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -61,39 +219,43 @@ class SmokeEngine:
 
     @property
     def parts(self) -> list[str]:
-        return [ANSWERS, KINDS, MIXED, *([REPLAYED, SAME] if self.is_smc else [])]
+        return list(ASKS)[: None if self.is_smc else 3]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Return the supported kinds of requests."""
+        if self.engine and not self.is_smc:
+            return [kind for kind in STOCK if kind.name in KNOWN]
+        return [*STOCK, *(OURS if self.is_smc else ())]
 
 
+SMC = {
+    "speculative_algorithm": "SMC",
+    "speculative_num_steps": 8,
+    "speculative_smc_num_particles": 8,
+}
 EAGER = {"speculative_smc_round_graph": "off"}
 TORCH = {"speculative_smc_kernels": "torch"}
 #: Torch's operations first: the reference of the others.
 ENGINES = (
-    SmokeEngine(REFERENCE, {**SMC_SETTINGS, **EAGER, **TORCH}, on_a_cpu=True),
-    SmokeEngine("smc-kernels", {**SMC_SETTINGS, **EAGER}),
-    SmokeEngine("smc-graphs", SMC_SETTINGS),
+    SmokeEngine(REFERENCE, {**SMC, **EAGER, **TORCH}, on_a_cpu=True),
+    SmokeEngine("smc-kernels", {**SMC, **EAGER}),
+    SmokeEngine("smc-graphs", SMC),
     SmokeEngine("ar", on_a_cpu=True),
     SmokeEngine("standalone", SPECULATION[CHAIN]),
 )
 
 
-def smoke_cases(places: Places, *, device: str) -> list[Case]:
-    """Return a server with default settings, then an engine for each way to run rounds."""
-    engines = [one for one in ENGINES if device != "cpu" or one.on_a_cpu]
-    return [default_case(places, device), *(_case(one, places, device) for one in engines)]
-
-
 def _case(one: SmokeEngine, places: Places, device: str) -> Case:
     launch = launch_of(one, device)
-    engine = {k: v for k, v in launch.arguments.items() if not k.endswith("model_path")}
-    identity = {"engine": engine, "tests": digest([Path(__file__), Path(kinds.__file__)])}
-    identity |= code_fingerprint()
-    arguments = ", ".join(f"{name}={value!r}" for name, value in launch.arguments.items())
+    identity = {"tests": digest([Path(__file__)]), **code_fingerprint()}
+    identity["engine"] = without_models(launch)
     return Case(
         one.slug,
         {f"{one.slug} {part}": identity for part in one.parts},
         START_SECONDS + (COMPILE_SECONDS if one.slug == REFERENCE else 0.0),
         partial(run_engine, one, launch, places),
-        f"sglang.Engine({arguments})",
+        shown(launch),
     )
 
 
@@ -129,14 +291,12 @@ def run_engine(
 ) -> None:
     """Run the missing parts of one engine."""
     prompts = prompts_of(NUM_PROBLEMS)
-    asks = {ANSWERS: answers, KINDS: each_kind, MIXED: all_kinds, REPLAYED: known_kinds}
-    asks[SAME] = logprobs
-    with running(launch, places.logs / f"smoke-{one.slug}.log", 0.5) as engine:
+    with running(launch, places.logs / f"smoke-{one.slug}.log", STOP_SECONDS) as engine:
         attempt.started = True
         for part in one.parts:
             name = f"{one.slug} {part}"
             if name in missing:
-                found = asks[part](engine, one, prompts)
+                found = ASKS[part](engine, one, prompts)
                 if part == SAME:
                     found |= against(found, attempt.records.of(attempt.stage))
                 attempt.add(name, found)
@@ -147,113 +307,95 @@ def prompts_of(number: int) -> list[list[int]]:
     from transformers import AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    return [
-        tokenizer.encode(
-            tokenizer.apply_chat_template(
-                messages(held_out(FIRST_PROBLEM + place)),
-                tokenize=False,
-                add_generation_prompt=True,
-            ),
-            add_special_tokens=False,
-        )
-        for place in range(number)
-    ]
+    chats = [messages(held_out(FIRST_PROBLEM + place)) for place in range(number)]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
 
 
-Prompts = Sequence[Sequence[int]]
-
-
-def answers(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+def answers(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> Entry:
     """Count right answers in each mode: too few to compare, enough to detect a broken mode."""
-    found: dict[str, int] = {}
+    found: Entry = {"of": len(prompts)}
     wrong: list[str] = []
-    rounds = replayed = 0
+    items = [held_out(FIRST_PROBLEM + place) for place in range(len(prompts))]
     for mode in MODES if one.is_smc else ("plain",):
-        kind = Kind(
-            mode, {"max_new_tokens": ANSWER_TOKENS}, smc={"mode": mode} if one.is_smc else {}
-        )
-        told = ask(engine, kinds.question([kind] * len(prompts), prompts))
-        items = [held_out(FIRST_PROBLEM + place) for place in range(len(prompts))]
-        verdicts = [kinds.judged(kind, answer, graphs=one.has_graphs) for answer in told]
-        found[f"right in {mode}"] = sum(
-            check(answer["text"], item) for answer, item in zip(told, items, strict=True)
-        )
+        smc = {"mode": mode} if one.is_smc else {}
+        kind = Kind(mode, {"max_new_tokens": ANSWER_TOKENS}, smc=smc)
+        told = ask(engine, [kind] * len(prompts), prompts)
+        right = sum(check(answer["text"], item) for answer, item in zip(told, items, strict=True))
+        found[f"right in {mode}"] = right
+        if right < len(prompts) // 2:
+            wrong.append(f"{mode}: {right} of {len(prompts)} are right")
+        verdicts = [judged(kind, answer, graphs=one.has_graphs) for answer in told]
         wrong += [f"{mode}: {fault}" for verdict in verdicts for fault in verdict["wrong"]]
-        if found[f"right in {mode}"] < len(prompts) // 2:
-            wrong.append(f"{mode}: {found[f'right in {mode}']} of {len(prompts)} are right")
-        rounds += sum(verdict["rounds"] or 0 for verdict in verdicts)
-        replayed += sum(verdict["replayed"] or 0 for verdict in verdicts)
-    return {"of": len(prompts), **found, "rounds": rounds, "replayed": replayed, "wrong": wrong}
+    return {**found, "wrong": wrong}
 
 
-def kinds_of(one: SmokeEngine) -> list[Kind]:
-    """Return the request kinds; for SGLang's own speculation only those that it supports."""
-    if one.engine and not one.is_smc:
-        return [kind for kind in kinds.STOCK if kind.name in KNOWN]
-    return [*kinds.STOCK, *(kinds.OURS if one.is_smc else ())]
-
-
-def each_kind(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """Send one request of each kind, alone."""
+def each_kind(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> Entry:
+    """Send one request of each kind, alone; a rejection counts as a fault."""
     found = {}
-    for kind in kinds_of(one):
-        began = time.monotonic()
-        verdict = judged_alone(engine, kind, prompts, graphs=one.has_graphs)
-        found[kind.name] = {**verdict, "seconds": time.monotonic() - began}
+    for kind in one.kinds:
+        try:
+            (answer,) = ask(engine, [kind], prompts)
+            found[kind.name] = judged(kind, answer, graphs=one.has_graphs)
+        except RefusedError as error:
+            found[kind.name] = {"tokens": 0, "wrong": [str(error)]}
     return summary(found)
 
 
-def judged_alone(
-    engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool
-) -> dict[str, Any]:
-    """Check one request; a rejection counts as a fault."""
-    question = kinds.question([kind], prompts)
-    found = engine.exchange({"generate": question})
-    if "refused" in found:
-        return {"tokens": 0, "wrong": [f"refused: {found['refused']}"]}
-    return kinds.judged(kind, found["answers"][0], graphs=graphs)
-
-
-def all_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+def all_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> Entry:
     """Send one request of each kind in one batch: modes, filters and edits share it."""
-    asked = kinds_of(one)
-    told = ask(engine, kinds.question(asked, prompts))
-    pairs = zip(asked, told, strict=True)
     # A batch with a grammar or a stop string is not replayed.
-    return summary({kind.name: kinds.judged(kind, answer, graphs=False) for kind, answer in pairs})
+    return together(engine, one.kinds, prompts, graphs=False)
 
 
-def known_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+def known_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> Entry:
     """Send all kinds that need no host decision in one batch, so that graphs run them."""
-    asked = [kind for kind in kinds_of(one) if kind.replays]
-    pairs = zip(asked, ask(engine, kinds.question(asked, prompts)), strict=True)
-    return summary(
-        {kind.name: kinds.judged(kind, answer, graphs=one.has_graphs) for kind, answer in pairs}
-    )
+    asked = [kind for kind in one.kinds if kind.replays]
+    return together(engine, asked, prompts, graphs=one.has_graphs)
 
 
-def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def together(
+    engine: RemoteEngine, asked: Sequence[Kind], prompts: Prompts, *, graphs: bool
+) -> Entry:
+    pairs = zip(asked, ask(engine, asked, prompts), strict=True)
+    return summary({kind.name: judged(kind, one, graphs=graphs) for kind, one in pairs})
+
+
+def summary(found: Mapping[str, Entry]) -> Entry:
     wrong = [f"{name}: {fault}" for name, one in found.items() for fault in one["wrong"]]
     return {"kinds": len(found), "wrong": wrong, "of": found}
 
 
-def logprobs(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+def logprobs(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> Entry:
     """Return greedy texts of a few rounds, with their log-probabilities."""
-    kind = Kind("greedy", {"temperature": 0.0, "max_new_tokens": 24}, kinds.LOGPROBS)
-    told = ask(engine, kinds.question([kind] * len(prompts), prompts))
+    kind = Kind("greedy", {"temperature": 0.0, "max_new_tokens": 24}, LOGPROBS)
+    told = ask(engine, [kind] * len(prompts), prompts)
     lines = [answer["meta_info"]["output_token_logprobs"] for answer in told]
     return {"lines": [[[token, logprob] for logprob, token, *_ in line] for line in lines]}
 
 
-def ask(engine: RemoteEngine, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all answers; raise EngineError if the engine rejects a request."""
-    found = engine.exchange({"generate": question})
+#: The parts of an engine; the last two are SMC's.
+ASKS = {
+    "answers": answers,
+    "kinds": each_kind,
+    "all kinds at once": all_kinds,
+    "kinds that graphs know at once": known_kinds,
+    SAME: logprobs,
+}
+
+
+class RefusedError(EngineError):
+    """The engine rejected a request."""
+
+
+def ask(engine: RemoteEngine, asked: Sequence[Kind], prompts: Prompts) -> list[dict[str, Any]]:
+    """Return an answer of each kind; raise RefusedError if the engine rejects a request."""
+    found = engine.exchange({"generate": question(asked, prompts)})
     if "refused" in found:
-        raise EngineError(f"refused: {found['refused']}")
+        raise RefusedError(f"refused: {found['refused']}")
     return found["answers"]
 
 
-def against(found: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def against(found: Entry, known: Mapping[str, Entry]) -> Entry:
     """Compare log-probabilities of the first round with those of torch's operations."""
     reference = known.get(f"{REFERENCE} {SAME}", {}).get("lines")
     if reference is None:

@@ -1,4 +1,4 @@
-"""Run `python bench/soak`, see cli.py."""
+"""Run `python bench/soak`, see run.py."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 # Python puts this folder first; the benchmarks import each other from its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from soak.cli import main
+from soak.run import main
 from study import as_script
 
 if __name__ == "__main__":

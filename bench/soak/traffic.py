@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
-from soak.grammars import GRAMMARS, Grammar
+from typing import Any, NamedTuple
 
 VOCAB = 512  # of the shipped pair
 NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
@@ -50,6 +50,48 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True},
     {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 17]},
     {"return_logprob": True, "logprob_start_len": 0},
+)
+
+
+# --- Grammars that xgrammar compiles at once for the shipped pair, and checks of their texts
+
+
+class Grammar(NamedTuple):
+    """Request parameters of a grammar, and the check of a complete text."""
+
+    params: dict[str, Any]
+    is_legal: Callable[[str], bool]
+
+
+def _regex(pattern: str) -> Grammar:
+    return Grammar({"regex": pattern}, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"type": "integer"}, "unit": {"enum": ["stamps", "coins"]}},
+    "required": ["count", "unit"],
+    "additionalProperties": False,
+}
+
+
+def _obeys_schema(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(found, dict)
+        and found.keys() == {"count", "unit"}
+        and type(found["count"]) is int
+        and found["unit"] in ("stamps", "coins")
+    )
+
+
+GRAMMARS = (
+    _regex(r"#### [0-9]{1,4}"),
+    _regex(r"(yes|no|maybe)(, (yes|no|maybe)){2,9}\."),
+    Grammar({"json_schema": json.dumps(_SCHEMA)}, _obeys_schema),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from soak.answers import LEFT, Ending
+from soak.clients import LEFT, Ending
 from soak.watch import Held
 
 FULL = 0.85  # share of the pool; the longest prompt needs a tenth of it free

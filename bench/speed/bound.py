@@ -7,8 +7,7 @@ import multiprocessing
 from dataclasses import replace as replace_shape
 from pathlib import Path
 
-from speed.engines import SPECULATION
-from speed.grid import AR, AR_STOCK, CHAIN, NGRAM, TREE, Cell
+from speed.grid import AR, AR_STOCK, CHAIN, NGRAM, SPECULATION, TREE, Cell
 from speed.presets import Preset
 
 from sglang_smc.tools.plan import devices

@@ -1,20 +1,19 @@
-"""Measure the engines, with plain decoding beside or around each, and show the progress."""
+"""Measure the engines, with plain decoding beside or around each, and store every sample."""
 
 from __future__ import annotations
 
-import math
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from dummies import FIRST_TOKEN
 from speed.grid import PLAIN, Cell, System
-from speed.presets import FIRST_TOKEN, Preset
+from speed.presets import Preset
 from speed.remote import Asker, EngineError, Sample, Work
-from speed.store import CellLog, Measured
-from study import BenchError, bar
+from study import BenchError, Log, bar
 
 TEMPERATURE = 0.7
 WARM_UP, WARM_UP_TOKENS = "warm-up", 16
@@ -31,20 +30,57 @@ def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
     for index in range(cell.batch):
         draw = random.Random(f"{cell.prompt} {repeat} {index}")
         prompts.append([draw.randrange(FIRST_TOKEN, limit) for _ in range(cell.prompt)])
+    common = {"temperature": TEMPERATURE, "max_new_tokens": tokens, "ignore_eos": True}
     params: list[dict[str, Any]] = [
-        {
-            "temperature": TEMPERATURE,
-            "max_new_tokens": tokens,
-            "ignore_eos": True,
-            "sampling_seed": index,
-        }
-        for index in range(cell.batch)
+        {**common, "sampling_seed": index} for index in range(cell.batch)
     ]
     return Work(prompts, params)
 
 
-class TimeUpError(Exception):
-    """The time of the call is used up."""
+@dataclass(frozen=True)
+class Measured:
+    """One repeat; ``beside`` is plain decoding of the same requests just before it."""
+
+    run: str  # the call that measured it
+    repeat: int
+    sample: Sample
+    beside: Sample | None = None
+
+
+class CellLog:
+    """The stored repeats of a cell, or the reason why it cannot run here."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def measured(self) -> list[Measured]:
+        """Return the repeats."""
+        return [
+            Measured(
+                entry["run"],
+                entry["repeat"],
+                Sample(**entry["sample"]),
+                entry["beside"] and Sample(**entry["beside"]),
+            )
+            for entry in self.log.read()
+            if "refused" not in entry
+        ]
+
+    def refused(self) -> str | None:
+        """Return the engine's error if the cell cannot run here, else None."""
+        reasons = [entry["refused"] for entry in self.log.read() if "refused" in entry]
+        return reasons[-1] if reasons else None
+
+    def missing(self, repeats: int) -> list[int]:
+        """Return the missing repeats; none if the cell cannot run."""
+        if self.refused():
+            return []
+        return sorted(set(range(repeats)) - {one.repeat for one in self.measured()})
+
+    def add(self, entry: Measured | str) -> None:
+        """Write one repeat, or the reason why the cell cannot run here."""
+        with self.log.writing() as append:
+            append({"refused": entry} if isinstance(entry, str) else asdict(entry))
 
 
 class Turn:
@@ -54,122 +90,65 @@ class Turn:
         self._asker, self._preset = asker, preset
         self._warm: set[Cell] = set()
 
-    def warm_up(self, cell: Cell) -> None:
-        """Run a few unmeasured tokens, if this cell has not run yet."""
+    def sample(self, cell: Cell, repeat: int) -> Sample:
+        """Measure one repeat of a cell, behind a few unmeasured tokens if it has not run yet."""
         if cell not in self._warm:
             self._asker.ask(work(cell, WARM_UP, self._preset))
             self._warm.add(cell)
-
-    def sample(self, cell: Cell, repeat: int) -> Sample:
-        """Measure one repeat of a cell."""
-        self.warm_up(cell)
         return self._asker.ask(work(cell, repeat, self._preset))
 
 
 class Bench:
-    """One call: its cells, their logs and its deadline."""
+    """One call: plain decoding runs beside each other engine, and the two take turns.
+
+    Args:
+        run: the name of the call.
+    """
 
     def __init__(
-        self,
-        preset: Preset,
-        logs: Mapping[Cell, CellLog],
-        start: Start,
-        run: str,
-        deadline: float = math.inf,
+        self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start, run: str
     ) -> None:
         self._preset, self._logs, self._start, self._run = preset, logs, start, run
-        self._deadline = deadline  # of `time.monotonic`; a started sample is completed
 
     def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
-        """Complete the cells; record the reason if a system fails."""
-        self._todo = dict(todo)
-        with bar(total=sum(map(len, todo.values())), unit="sample") as self._bar:
-            try:
-                if self._preset.side_by_side:
-                    self._side_by_side()
-                else:
-                    self._one_at_a_time()
-            except TimeUpError:
-                self._bar.write("Time is up: the same command goes on from here.")
-
-    def _side_by_side(self) -> None:
-        """Keep plain decoding running beside each other engine; the two take turns."""
-        with self._start(PLAIN) as asker:
+        """Complete these repeats of cells; record the reason if a system fails."""
+        total = sum(map(len, todo.values()))
+        with bar(total=total, unit="sample") as self._bar, self._start(PLAIN) as asker:
             plain = Turn(asker, self._preset)
-            for system, cells in self._systems():
+            for system, group in groupby(todo, key=lambda cell: cell.system):
+                cells = {cell: todo[cell] for cell in group}
                 if system == PLAIN:
                     for cell in cells:
-                        self._repeats(cell, plain, None)
+                        self._repeats(cell, cells[cell], plain, None)
                 else:
                     self._system(system, cells, plain)
 
-    def _one_at_a_time(self) -> None:
-        """Run plain decoding before all others, and again after them."""
-        others = [(system, cells) for system, cells in self._systems() if system != PLAIN]
-        references = list(dict.fromkeys(cell.reference for cell in self._todo))
-        self._plain(references, range(self._preset.repeats))
-        try:
-            for system, cells in others:
-                self._system(system, cells, None)
-        except TimeUpError:
-            self._plain_again(references)
-            raise
-        if others:
-            self._plain_again(references)
-
-    def _plain_again(self, cells: Sequence[Cell]) -> None:
-        self._plain(cells, range(self._preset.repeats, 2 * self._preset.repeats))
-
-    def _plain(self, cells: Sequence[Cell], repeats: Sequence[int]) -> None:
-        with self._start(PLAIN) as asker:
-            plain = Turn(asker, self._preset)
-            for cell in cells:
-                self._bar.set_description_str(cell.name)
-                for repeat in repeats:
-                    sample = plain.sample(cell, repeat)
-                    self._logs[cell].add(Measured(self._run, repeat, sample))
-                self._bar.update(len(self._todo.get(cell, ())) if repeats[0] == 0 else 0)
-
-    def _systems(self) -> list[tuple[System, list[Cell]]]:
-        groups = groupby(self._todo, key=lambda cell: cell.system)
-        return [(system, list(cells)) for system, cells in groups]
-
-    def _system(self, system: System, cells: list[Cell], plain: Turn | None) -> None:
+    def _system(self, system: System, todo: dict[Cell, Sequence[int]], plain: Turn) -> None:
         """Measure all cells of one engine; restart it after a failed cell."""
-        left = list(cells)
+        left = list(todo)
         while left:
-            self._check_time()
             started = False
             self._bar.set_description_str(f"starting {system.name}")
             try:
                 with self._start(system) as asker:
                     started, turn = True, Turn(asker, self._preset)
                     while left:
-                        self._repeats(left[0], turn, plain)
+                        self._repeats(left[0], todo[left[0]], turn, plain)
                         left.pop(0)
             except EngineError as error:
-                for cell in left[:1] if started else left:
-                    self._refuse(cell, str(error))
-                left = left[1:] if started else []
+                failed = left[:1] if started else left
+                for cell in failed:
+                    self._bar.write(f"{cell.name}: not run here: {error}")
+                    self._bar.update(len(self._logs[cell].missing(self._preset.repeats)))
+                    self._logs[cell].add(str(error))
+                left = left[len(failed) :]
 
-    def _refuse(self, cell: Cell, reason: str) -> None:
-        self._bar.write(f"{cell.name}: not run here: {reason}")
-        self._bar.update(len(self._logs[cell].missing(self._preset.repeats)))
-        self._logs[cell].refuse(reason)
-
-    def _repeats(self, cell: Cell, turn: Turn, plain: Turn | None) -> None:
+    def _repeats(self, cell: Cell, repeats: Sequence[int], turn: Turn, plain: Turn | None) -> None:
         self._bar.set_description_str(cell.name)
-        turn.warm_up(cell)
-        for repeat in self._todo[cell]:
-            self._check_time()
-            beside = _beside(plain, cell, repeat) if plain else None
-            sample = turn.sample(cell, repeat)
-            self._logs[cell].add(Measured(self._run, repeat, sample, beside))
+        for repeat in repeats:
+            beside = None if plain is None else _beside(plain, cell, repeat)
+            self._logs[cell].add(Measured(self._run, repeat, turn.sample(cell, repeat), beside))
             self._bar.update()
-
-    def _check_time(self) -> None:
-        if time.monotonic() >= self._deadline:
-            raise TimeUpError
 
 
 def _beside(plain: Turn, cell: Cell, repeat: int) -> Sample:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dummies import write_llama
 from study import BenchError
 
 from sglang_smc.dtype import default_dtype
@@ -14,9 +14,6 @@ from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
 
 #: Factor of the KV pool for slots that the scheduler keeps free.
 POOL_SLACK = 1.1
-#: First token of prompts: neither padding nor EOS.
-FIRST_TOKEN = 2
-PADDING, END = 0, 1
 
 
 class Pair(NamedTuple):
@@ -64,8 +61,6 @@ class Preset:
     prompts: tuple[int, ...]  # tokens
     new_tokens: int
     repeats: int
-    #: Whether plain decoding runs beside each other engine, so that the two take turns.
-    side_by_side: bool
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -84,20 +79,6 @@ class Preset:
 
 #: The (N, K) sweep of the reference implementation's speed script.
 REFERENCE_SWEEP = ((8, 8), (8, 10), (6, 10), (8, 12), (8, 16), (6, 8), (4, 8), (6, 12))
-_GPU = Preset(
-    name="",
-    pair=PAIR_8B,
-    device="cuda",
-    dtype="bfloat16",
-    block_sizes=REFERENCE_SWEEP,
-    exact_sizes=((8, 8), (4, 8)),
-    batches=(1, 4, 8, 16, 32),
-    prompts=(256, 1024, 4096),
-    new_tokens=512,
-    repeats=3,
-    side_by_side=True,
-    engine={"mem_fraction_static": 0.55},
-)
 CPU = Preset(
     name="cpu",
     pair=CPU_PAIR,
@@ -109,24 +90,22 @@ CPU = Preset(
     prompts=(256,),
     new_tokens=96,
     repeats=3,
-    side_by_side=True,
     engine={"disable_cuda_graph": True},
 )
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        CPU,
-        replace(_GPU, name="h200-8b"),
-        replace(
-            _GPU,
-            name="h200-70b",
-            pair=PAIR_70B,
-            batches=(1, 4, 8),
-            side_by_side=False,  # one such engine fills the device
-            engine={"mem_fraction_static": 0.9},
-        ),
-    )
-}
+GPU = Preset(
+    name="h200-8b",
+    pair=PAIR_8B,
+    device="cuda",
+    dtype="bfloat16",
+    block_sizes=REFERENCE_SWEEP,
+    exact_sizes=((8, 8), (4, 8)),
+    batches=(1, 4, 8, 16, 32),
+    prompts=(256, 1024, 4096),
+    new_tokens=512,
+    repeats=3,
+    engine={"mem_fraction_static": 0.55},
+)
+PRESETS = {preset.name: preset for preset in (CPU, GPU)}
 
 
 def quick(preset: Preset) -> Preset:
@@ -143,64 +122,16 @@ def quick(preset: Preset) -> Preset:
     )
 
 
-def config(shape: ModelShape) -> dict[str, Any]:
-    """Return the ``config.json`` of a Llama of this shape."""
-    content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-        "pad_token_id": PADDING,
-        "eos_token_id": END,
-        "bos_token_id": None,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tied_embeddings,
-    }
-    if shape.weight_bytes < 2:
-        # Dummy weights are then created in eight bits; in sixteen they would not fit.
-        content["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    return content
-
-
-def write_models(pair: Pair, folder: Path) -> tuple[Path, Path]:
+def write_models(pair: Pair, folder: Path) -> dict[str, Path]:
     """Return the folders of target and draft; write those of dummy weights under ``folder``."""
+    shapes = {"target": pair.target, "draft": pair.draft}
+    models = {name: folder / pair.name / name for name in shapes}
     if pair.folders:
+        models = dict(zip(shapes, pair.folders, strict=True))
         for model in pair.folders:
             if not (model / "config.json").is_file():
                 raise BenchError(f"{model} holds no model: it has no config.json.")
-        return pair.folders
-    target, draft = folder / pair.name / "target", folder / pair.name / "draft"
-    write_model(target, config(pair.target))
-    write_model(draft, config(pair.draft))
-    return target, draft
-
-
-def write_model(folder: Path, content: dict[str, Any]) -> None:
-    """Write a configuration and a tokenizer of meaningless words, without weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    if not (folder / "tokenizer.json").exists():
-        _tokenizer(content["vocab_size"]).save_pretrained(folder)
-
-
-def _tokenizer(vocab_size: int) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", *(f"t{i}" for i in range(FIRST_TOKEN, vocab_size))]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-    )
+    else:
+        for name, shape in shapes.items():
+            write_llama(models[name], shape)
+    return models

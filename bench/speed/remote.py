@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from speed.engines import Launch
+from speed.grid import Launch
 from study import BenchError
 
 CHILD = Path(__file__).resolve().parent / "child.py"
@@ -153,10 +153,10 @@ def end_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # an unread request
-        process.stdin.close()
-    process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # an unread request
+            if pipe is not None:
+                pipe.close()
 
 
 def reason(log: str) -> str:

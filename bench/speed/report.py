@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
-from results import (
-    Interval,
-    interval_cell,
-    markdown_table,
-    number_cell,
-)
+from intervals import Estimate, Interval, estimate, log_ratio
+from results import interval_cell, number_cell, table
 from speed.bound import least_round
-from speed.engines import simulated_acceptance
-from speed.grid import AR, AR_STOCK, SMC, STANDALONE, Cell
+from speed.grid import AR_STOCK, SMC, STANDALONE, Cell, simulated_acceptance
+from speed.measure import CellLog, Measured
 from speed.presets import Preset
-from speed.ratios import Estimate, estimate, log_ratio
 from speed.remote import Sample
-from speed.store import CellLog, Measured
 
 from sglang_smc.tools.plan.devices import Device
 
@@ -60,15 +53,16 @@ def make_rows(
 ) -> list[CellRow]:
     """Return a row for each cell with samples or a refusal."""
     measured = {cell: log.measured() for cell, log in known.items()}
-    ratios = {cell: _to_ar(cell, measured, attrgetter("decode_speed")) for cell in known}
+    ratios = {cell: _to_ar(some, lambda s: s.decode_speed) for cell, some in measured.items()}
     rows = []
     for cell, log in known.items():
         row = _identity(cell, preset)
         if log.refused():
             rows.append(replace(row, refused=log.refused()))
         elif measured[cell]:
-            row = _with_samples(row, [one.sample for one in measured[cell]])
-            row = _with_ratios(row, cell, ratios, measured)
+            numbers = _numbers([one.sample for one in measured[cell]])
+            end_to_end = _to_ar(measured[cell], lambda s: s.speed)
+            row = replace(row, **numbers, **_ratios(cell, ratios, end_to_end))
             rows.append(_with_bound(row, cell, preset, machine))
     return rows
 
@@ -89,49 +83,36 @@ def _identity(cell: Cell, preset: Preset) -> CellRow:
     )
 
 
-def _with_samples(row: CellRow, samples: Sequence[Sample]) -> CellRow:
+def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
+    def over(value: Callable[[Sample], float]) -> Interval:
+        return estimate([value(sample) for sample in samples]).interval()
+
     passes = sum(sum(sample.passes) for sample in samples)
-    return replace(
-        row,
-        tokens_per_second=_interval(s.speed for s in samples),
-        decode_tokens_per_second=_interval(s.decode_speed for s in samples),
-        seconds_to_first=_interval(sum(s.first) / len(s.first) for s in samples),
-        tokens_per_round=sum(s.decode_tokens for s in samples) / passes,
-        round_seconds=_interval(s.decode_seconds / s.rounds for s in samples),
-        retractions=sum(info.get("num_retractions", 0) for s in samples for info in s.infos),
-    )
+    infos = [info for sample in samples for info in sample.infos]
+    return {
+        "tokens_per_second": over(lambda s: s.speed),
+        "decode_tokens_per_second": over(lambda s: s.decode_speed),
+        "seconds_to_first": over(lambda s: sum(s.first) / len(s.first)),
+        "tokens_per_round": sum(s.decode_tokens for s in samples) / passes,
+        "round_seconds": over(lambda s: s.decode_seconds / s.rounds),
+        "retractions": sum(info.get("num_retractions", 0) for info in infos),
+    }
 
 
-def _interval(values: Any) -> Interval:
-    return estimate(list(values)).interval()
+def _to_ar(ours: Sequence[Measured], speed: Callable[[Sample], float]) -> Estimate | None:
+    """Return the log of a cell's speed over AR's, measured in turns."""
+    pairs = [(speed(one.sample), speed(one.beside)) for one in ours if one.beside]
+    return log_ratio(*zip(*pairs, strict=True), paired=True) if pairs else None
 
 
-def _to_ar(cell: Cell, measured: Mapping[Cell, list[Measured]], speed: Any) -> Estimate | None:
-    """Return the log of a cell's speed over AR's, measured in turns or before and after."""
-    ours = measured[cell]
-    if cell.system.family == AR or not ours:
-        return None
-    if all(one.beside for one in ours):
-        beside = [speed(one.beside) for one in ours]
-        return log_ratio([speed(one.sample) for one in ours], beside, paired=True)
-    runs = {one.run for one in ours}
-    plain = [one for one in measured.get(cell.reference, []) if one.run in runs]
-    if not plain:
-        return None
-    return log_ratio(
-        [speed(one.sample) for one in ours], [speed(one.sample) for one in plain], paired=False
-    )
-
-
-def _with_ratios(
-    row: CellRow,
-    cell: Cell,
-    ratios: Mapping[Cell, Estimate | None],
-    measured: Mapping[Cell, list[Measured]],
-) -> CellRow:
-    ours, end_to_end = ratios[cell], _to_ar(cell, measured, attrgetter("speed"))
+def _ratios(
+    cell: Cell, ratios: Mapping[Cell, Estimate | None], end_to_end: Estimate | None
+) -> dict[str, Interval]:
+    """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree."""
+    ours = ratios[cell]
     if ours is None or end_to_end is None:
-        return row
+        return {}
+    found = {"ratio_to_ar": ours.ratio(), "ratio_to_ar_end_to_end": end_to_end.ratio()}
     rivals = [
         ratio
         for other, ratio in ratios.items()
@@ -139,15 +120,10 @@ def _with_ratios(
         and other.system.family in STANDALONE
         and (other.batch, other.prompt) == (cell.batch, cell.prompt)
     ]
-    best = max(rivals, key=lambda ratio: ratio.mean, default=None)
-    return replace(
-        row,
-        ratio_to_ar=ours.ratio(),
-        ratio_to_ar_end_to_end=end_to_end.ratio(),
-        ratio_to_standalone=ours.minus(best).ratio()
-        if best and cell.system.family in SMC
-        else None,
-    )
+    if rivals and cell.system.family in SMC:
+        best = max(rivals, key=lambda ratio: ratio.mean)
+        found["ratio_to_standalone"] = ours.minus(best).ratio()
+    return found
 
 
 def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None) -> CellRow:
@@ -165,18 +141,31 @@ def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None
     )
 
 
-HEADERS = (
-    "",
-    "tokens / s",
-    "decoding",
-    "to AR",
-    "to STANDALONE",
-    "first token, ms",
-    "tokens / round",
-    "ms / round",
-    "at least, ms",
-    "of the bound",
-)
+def _ms(seconds: float | None, form: str) -> str:
+    return number_cell(seconds and 1000 * seconds, form)
+
+
+def _mean(value: Interval | None) -> float | None:
+    return value and value.mean
+
+
+def _per_round(row: CellRow) -> str:
+    told = "" if row.simulated_tokens_per_round is None else " (simulated)"
+    return number_cell(row.tokens_per_round, ".2f") + told
+
+
+COLUMNS: dict[str, Callable[[CellRow], str]] = {
+    "": lambda row: row.system,
+    "tokens / s": lambda row: number_cell(_mean(row.tokens_per_second), ".1f"),
+    "decoding": lambda row: number_cell(_mean(row.decode_tokens_per_second), ".1f"),
+    "to AR": lambda row: interval_cell(row.ratio_to_ar, ".2f"),
+    "to STANDALONE": lambda row: interval_cell(row.ratio_to_standalone, ".2f"),
+    "first token, ms": lambda row: _ms(_mean(row.seconds_to_first), ".1f"),
+    "tokens / round": _per_round,
+    "ms / round": lambda row: _ms(_mean(row.round_seconds), ".2f"),
+    "at least, ms": lambda row: _ms(row.least_round_seconds, ".2f"),
+    "of the bound": lambda row: number_cell(row.fraction_of_bound, ".0%"),
+}
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
@@ -184,28 +173,11 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     parts = [note]
     for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
         here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]
-        table = markdown_table(HEADERS, [_cells(row) for row in here if not row.refused])
-        parts.append(f"**Batch {batch}, prompts of {prompt} tokens**\n\n{table}")
+        ran = table(COLUMNS, [row for row in here if not row.refused])
+        parts.append(f"**Batch {batch}, prompts of {prompt} tokens**\n\n{ran}")
     refused = {row.system: row.refused for row in rows if row.refused}
     parts += [f"{system}: not run here: {reason}" for system, reason in refused.items()]
     return "\n\n".join(parts) + "\n"
-
-
-def _cells(row: CellRow) -> list[str]:
-    told = "" if row.simulated_tokens_per_round is None else " (simulated)"
-    first, round_time = row.seconds_to_first, row.round_seconds
-    return [
-        row.system,
-        number_cell(row.tokens_per_second and row.tokens_per_second.mean, ".1f"),
-        number_cell(row.decode_tokens_per_second and row.decode_tokens_per_second.mean, ".1f"),
-        interval_cell(row.ratio_to_ar, ".2f"),
-        interval_cell(row.ratio_to_standalone, ".2f"),
-        number_cell(first and 1000 * first.mean, ".1f"),
-        number_cell(row.tokens_per_round, ".2f") + told,
-        number_cell(round_time and 1000 * round_time.mean, ".2f"),
-        number_cell(row.least_round_seconds and 1000 * row.least_round_seconds, ".2f"),
-        number_cell(row.fraction_of_bound, ".0%"),
-    ]
 
 
 def conclusions(rows: Sequence[CellRow]) -> str:
@@ -213,20 +185,12 @@ def conclusions(rows: Sequence[CellRow]) -> str:
     lines = []
     for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
         here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]
-        fastest = max(
-            (row for row in here if row.ratio_to_ar and row.family in SMC),
-            key=lambda row: row.ratio_to_ar.mean if row.ratio_to_ar else 0.0,
-            default=None,
-        )
-        if fastest:
-            lines.append(_sentence(fastest, f"batch {batch}, prompt {prompt}: fastest SMC is"))
+        ours = [row for row in here if row.ratio_to_ar and row.family in SMC]
+        fastest = sorted(ours, key=lambda row: -(_mean(row.ratio_to_ar) or 0.0))[:1]
+        stock = [row for row in here if row.family == AR_STOCK and row.ratio_to_ar]
         lines += [
-            _sentence(row, f"batch {batch}, prompt {prompt}:")
-            for row in here
-            if row.family == AR_STOCK and row.ratio_to_ar
+            f"batch {batch}, prompt {prompt}: {row.system} runs at "
+            f"{interval_cell(row.ratio_to_ar, '.2f')} times the speed of AR"
+            for row in (*fastest, *stock)
         ]
     return "\n".join(lines)
-
-
-def _sentence(row: CellRow, start: str) -> str:
-    return f"{start} {row.system}, {interval_cell(row.ratio_to_ar, '.2f')} times AR"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import answers
+
 TEMPERATURE = 1.0
 NUM_STEPS = 8
 #: Tokens drafted per round where every third token is the target's own.
@@ -25,50 +27,44 @@ DELIMITER = "\n"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(answers.Cell):
     """Answers of one model, plain or steered by a potential."""
 
-    model: str
-    potential: str  # empty for plain samples
-    num_particles: int  # 1 for plain samples
+    model: str = ""
+    potential: str = ""  # empty for plain samples
+    num_particles: int = 1
 
     @property
     def slug(self) -> str:
-        model = self.model.replace(" ", "-")
-        if not self.potential:
-            return f"plain-{model}"
-        return f"smc-{model}-{self.potential}-n{self.num_particles}"
+        """Return the name for files and patterns: ``smc-draft-judge-n4``."""
+        return answers.slug_of(self.label)
 
-    @property
-    def engine(self) -> str:
-        """Return the engine's name: the kind of sampling, and the model."""
-        model = TARGET if self.model == SHORT else self.model
-        return f"{'smc' if self.potential else 'plain'} {model}"
 
-    @property
-    def samples(self) -> int:
-        """Return the number of answers to each problem."""
-        return 1 if self.potential else SAMPLES
+def plain(model: str) -> Cell:
+    """Return the cell of a model's plain samples."""
+    name = f"plain {model}"
+    return Cell(name, name, TEMPERATURE, samples=SAMPLES, model=model)
 
-    @property
-    def smc(self) -> dict[str, Any] | None:
-        """Return the SMC request fields; all particles are returned, for every kind of choice."""
-        if not self.potential:
-            return None
-        asked = {
-            "name": self.potential,
-            "args": POTENTIALS[self.potential],
-            "when": {"delimiter": DELIMITER},
-        }
-        return {
-            "mode": "smc",
-            "num_steps": FEW_STEPS if self.model == SHORT else NUM_STEPS,
-            "num_particles": self.num_particles,
-            "potentials": [asked],
-            "selection": "vote",
-            "answer_pattern": ANSWER_PATTERN,
-            "return_particles": True,
-        }
+
+def steered(model: str, potential: str, num_particles: int) -> Cell:
+    """Return a cell of particles; all are returned, for every kind of choice."""
+    asked = {
+        "name": potential,
+        "args": POTENTIALS[potential],
+        "when": {"delimiter": DELIMITER},
+    }
+    smc = {
+        "mode": "smc",
+        "num_steps": FEW_STEPS if model == SHORT else NUM_STEPS,
+        "num_particles": num_particles,
+        "potentials": [asked],
+        "selection": "vote",
+        "answer_pattern": ANSWER_PATTERN,
+        "return_particles": True,
+    }
+    label = f"smc {model} {potential} N={num_particles}"
+    engine = f"smc {TARGET if model == SHORT else model}"
+    return Cell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
 
 
 def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
@@ -76,6 +72,6 @@ def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
     found = []
     for model in MODELS:
         if model not in (SHORT, ITSELF):  # their plain samples are the target's
-            found.append(Cell(model, "", 1))
-        found += [Cell(model, name, count) for name in POTENTIALS for count in particles]
+            found.append(plain(model))
+        found += [steered(model, name, count) for name in POTENTIALS for count in particles]
     return found

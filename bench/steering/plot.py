@@ -23,11 +23,9 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     shape = {"rows": len(models), "columns": len(POTENTIALS), "sharex": True, "sharey": "row"}
     with picture(path, size, **shape) as (figure, panels):
         for line, model in zip(panels, models, strict=True):
-            for axes, potential in zip(line, POTENTIALS, strict=True):
-                _panel(
-                    axes, [r for r in rows if r.model == model and r.potential in ("", potential)]
-                )
-                axes.set_title(f"{TITLES[model]}\n{NAMES[potential]}", fontsize=9)
+            for axes, name in zip(line, POTENTIALS, strict=True):
+                _panel(axes, [r for r in rows if r.model == model and r.potential in ("", name)])
+                axes.set_title(f"{TITLES[model]}\n{NAMES[name]}", fontsize=9)
             line[0].set_ylabel("accuracy, %")
         for axes in panels[-1]:
             axes.set_xlabel("samples or particles N")
@@ -38,28 +36,21 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     for row in rows:
         if row.method == ONE:
             axes.axhline(100 * row.accuracy.mean, color="black", lw=1, ls=":", label=ONE)
+    for place, method in enumerate(COLOURS):
+        here = [row for row in rows if row.method == method]
+        # Lines are slightly beside their N, so that intervals do not overlap.
+        shift = 2 ** (0.25 * (place / len(COLOURS) - 0.5))
+        wide, style, marker = (2, "-", "o") if method.startswith("SMC") else (1, "--", "s")
+        axes.errorbar(
+            [shift * row.num_particles for row in here],
+            [100 * row.accuracy.mean for row in here],
+            ends([row.accuracy for row in here], 100),
+            color=COLOURS[method],
+            label=method,
+            **{"lw": wide, "ls": style, "marker": marker, "ms": 4, "elinewidth": 0.8},
+        )
     counts = sorted({row.num_particles for row in rows} - {1})
-    present = [method for method in COLOURS if any(row.method == method for row in rows)]
-    for place, method in enumerate(present):
-        _line(axes, [row for row in rows if row.method == method], place / len(present) - 0.5)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.grid(alpha=0.25, lw=0.6)
-
-
-def _line(axes: Axes, rows: Sequence[Row], shift: float) -> None:
-    """Draw one method, slightly beside its N, so that intervals do not overlap."""
-    is_smc = rows[0].method.startswith("SMC")
-    axes.errorbar(
-        [row.num_particles * 2 ** (0.25 * shift) for row in rows],
-        [100 * row.accuracy.mean for row in rows],
-        yerr=ends([row.accuracy for row in rows], 100),
-        color=COLOURS[rows[0].method],
-        lw=2.0 if is_smc else 1.0,
-        ls="-" if is_smc else "--",
-        marker="o" if is_smc else "s",
-        ms=4,
-        elinewidth=0.8,
-        label=rows[0].method,
-    )

@@ -1,28 +1,70 @@
-"""Summarize answers as rows, the rows as CSV, and these as tables."""
+"""Choose answers from samples or particles; summarize them as rows, CSV and tables."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
+from intervals import Interval, wilson
 from pair.task import held_out
-from results import Interval, interval_cell, markdown_table, wilson
-from steering.choices import best, drawn, number_of, voted
-from steering.grid import MODELS, POTENTIALS, Cell
-from steering.measure import Drawn
+from results import interval_cell, markdown_table
+from steering.grid import ANSWER_PATTERN, MODELS, POTENTIALS, Cell
 
 ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
 SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
 METHODS = (ONE, MAJORITY, BEST, WEIGHTED, SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE)
 #: Marks of the generated part of the page.
-BEGIN, END = "<!-- made by bench/steering -->", "<!-- end -->"
-#: Chooses an answer from the texts of one problem.
+MARKS = "<!-- made by bench/steering -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The result of one request: a plain sample, or the particles of SMC."""
+
+    index: int  # of the problem
+    sample: int  # of the problem, from 0 on
+    chosen: str  # the server's answer
+    texts: list[str]
+    weights: list[float]  # which sum to 1
+    tokens: int  # of all texts
+    passes: int  # of the model
+    values: dict[str, float] = field(default_factory=dict)  # log phi, for plain samples
+
+
+#: Chooses an answer from the samples of one problem.
 Choice = Callable[[Sequence[Drawn]], int | None]
+_ANSWER = re.compile(ANSWER_PATTERN)
+
+
+def number_of(text: str) -> int | None:
+    """Return the number that a text answers; None if it has no final answer."""
+    found = _ANSWER.search(text)
+    return int(found[1]) if found else None
+
+
+def voted(texts: Sequence[str], weights: Sequence[float]) -> int | None:
+    """Return the number with the largest total weight (ties: the first); None without any."""
+    total: dict[int, float] = {}
+    for text, weight in zip(texts, weights, strict=True):
+        number = number_of(text)
+        if number is not None:
+            total[number] = total.get(number, 0.0) + weight
+    return max(total, key=lambda number: total[number]) if total else None
+
+
+def best(texts: Sequence[str], values: Sequence[float]) -> int | None:
+    """Return the answer of the text with the highest value (ties: the first)."""
+    place = max(range(len(texts)), key=lambda index: values[index])
+    return number_of(texts[place])
+
+
+def drawn(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of a text drawn by weight."""
+    return number_of(rng.choices(texts, weights)[0])
 
 
 @dataclass(frozen=True)
@@ -67,25 +109,29 @@ def _plain(cell: Cell, every: Sequence[Drawn], counts: Sequence[int]) -> Iterato
     """Yield the choices among the first N samples of each problem."""
     yield _row(cell, "", ONE, 1, every, lambda some: number_of(some[0].chosen))
     for count in counts:
-        yield _row(cell, "", MAJORITY, count, every, lambda some: _vote(some, lambda _: 1.0))
+        yield _row(
+            cell, "", MAJORITY, count, every, lambda some: voted(_texts(some), [1] * len(some))
+        )
         for name in POTENTIALS:
-            yield _row(cell, name, BEST, count, every, lambda some, n=name: _best(some, n))
-            yield _row(
-                cell,
-                name,
-                WEIGHTED,
-                count,
-                every,
-                lambda some, n=name: _vote(some, lambda one: math.exp(one.values[n])),
-            )
+            yield _row(cell, name, BEST, count, every, _by_value(best, name, lambda value: value))
+            yield _row(cell, name, WEIGHTED, count, every, _by_value(voted, name, math.exp))
 
 
-def _vote(some: Sequence[Drawn], weight: Callable[[Drawn], float]) -> int | None:
-    return voted([one.chosen for one in some], [weight(one) for one in some])
+def _majority(some: Sequence[Drawn]) -> int | None:
+    return voted(_texts(some), [1.0] * len(some))
 
 
-def _best(some: Sequence[Drawn], name: str) -> int | None:
-    return best([one.chosen for one in some], [one.values[name] for one in some])
+def _texts(some: Sequence[Drawn]) -> list[str]:
+    return [one.chosen for one in some]
+
+
+def _by_value(
+    choose: Callable[[Sequence[str], Sequence[float]], int | None],
+    name: str,
+    weight: Callable[[float], float],
+) -> Choice:
+    """Return a choice among samples by a potential's values."""
+    return lambda some: choose(_texts(some), [weight(one.values[name]) for one in some])
 
 
 def _steered(cell: Cell, every: Sequence[Drawn]) -> Iterator[Row]:
@@ -132,13 +178,6 @@ def markdown(rows: Sequence[Row], note: str) -> str:
     return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{markdown_table(headers, lines)}\n"
 
 
-def write_page(page: Path, rows: Sequence[Row]) -> None:
-    """Write the tables between the marks of the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    made = summaries(shown(rows))
-    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}")
-
-
 def shown(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the page."""
     left_out = {"judge", "target by twos", BEST, SMC_ARGMAX}
@@ -175,16 +214,3 @@ def summary(rows: Sequence[Row], model: str) -> str:
 
 def _percent(row: Row) -> str:
     return interval_cell(row.accuracy, ".1f", scale=100)
-
-
-def note(origin: Mapping[str, Any]) -> str:
-    """Return the text above the tables."""
-    settings = origin["settings"]
-    return (
-        f"The shipped pair, temperature {settings['temperature']:g}, held-out problems 0 to "
-        f"{settings['problems'] - 1}; on {origin['hardware']}, {origin['date'][:10]}. In brackets "
-        "95 % intervals (Wilson). `steps` is the rule that checks arithmetic, `judge` the trained "
-        "reward model; SMC asks them at each line's end. The same N plain samples serve all that "
-        "choose among samples, the same N particles all that choose among particles. Tokens are "
-        "of all texts there are in the end."
-    )

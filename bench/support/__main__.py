@@ -1,4 +1,4 @@
-"""Run `python bench/support`, see cli.py."""
+"""Run `python bench/support`, see run.py."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from study import as_script
-from support.cli import main
+from support.run import main
 
 if __name__ == "__main__":
     as_script(main)

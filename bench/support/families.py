@@ -117,177 +117,148 @@ FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
 )
 
 
-def _full() -> list[Family]:
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("Llama 2 to 3.3, R1-Distill-Llama, SmolLM2, Yi", "llama", SIZES),
-        ("Qwen2, Qwen2.5, R1-Distill-Qwen", "qwen2", SIZES),
-        ("Qwen3", "qwen3", HEADS),
-        ("Qwen3-MoE (30B-A3B, 235B-A22B, Coder)", "qwen3_moe", EXPERTS),
-        ("Qwen2-MoE", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-        ("Mistral v0.3, Nemo, Small 2501", "mistral", {**HEADS, "sliding_window": None}),
-        ("Mistral v0.1 (SGLang ignores its window)", "mistral", {**HEADS, "sliding_window": 4096}),
-        ("Ministral 3", "ministral3", HEADS),
-        ("Mixtral", "mixtral", EXPERTS),
-        ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "phi3", SIZES),
-        ("Granite 3", "granite", SIZES),
-        ("Granite 3 MoE", "granitemoe", EXPERTS),
-        ("OLMo 2", "olmo2", SIZES),
-        ("OLMoE", "olmoe", {**EXPERTS, "num_key_value_heads": 4}),
-        ("Command R", "cohere", TIED),
-        ("GLM-4-0414", "glm4", HEADS),
-        ("GLM-4.5, 4.6, 4.7", "glm4_moe", {**ROUTED, "head_dim": 8}),
-        ("Gemma 1", "gemma", {**TIED, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
-        ("Apertus", "apertus", SIZES),
-        ("SmolLM3", "smollm3", SIZES),
-        ("Seed-OSS", "seed_oss", HEADS),
-        ("ERNIE 4.5 dense", "ernie4_5", TIED),
-        ("ERNIE 4.5 MoE", "ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
-        ("StableLM", "stablelm", SIZES),
-        ("StarCoder2", "starcoder2", {**SIZES, "sliding_window": None}),
-        ("Hunyuan dense", "hunyuan_v1_dense", {**HEADS, "use_qk_norm": True}),
-        ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8, "scoring_func": "sigmoid"}),
-    ]
-    gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}
-    rows.append(("GPT-2", "gpt2", gpt))
-    phi = Family("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
-    opt = {k: v for k, v in TIED.items() if k != "num_key_value_heads"}
-    opt |= {"word_embed_proj_dim": 32, "ffn_dim": 64}
-    rows.append(("OPT", "opt", opt))
-    return [*(Family(name, kind, FULL, config) for name, kind, config in rows), phi]
-
-
-def _windows() -> list[Family]:
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("Gemma 2", "gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
-        ("Gemma 3 (270M, 1B), MedGemma text", "gemma3_text", GEMMA),
-        ("Command R7B, Command A", "cohere2", {**WINDOWS, "hidden_act": "silu"}),
-        ("OLMo 3", "olmo3", WINDOWS | {"tie_word_embeddings": False}),
-        ("EXAONE 4", "exaone4", WINDOWS),
-        ("Ministral 8B as a class of its own", "ministral", WINDOWS),
-        ("gpt-oss", "gpt_oss", {**WINDOWS, **EXPERTS, "num_hidden_layers": 4}),
-    ]
-    return [Family(name, kind, WINDOW, config) for name, kind, config in rows]
-
-
-def _latents() -> list[Family]:
-    v3 = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    v2 = {**LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
-    v2["norm_topk_prob"] = False
-    flash = {**v3, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    mini = {**LATENT, "v_head_dim": 8}
-    sparse = {**v3, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 16}
-    rows: list[tuple[str, str, dict[str, Any], str | None]] = [
-        ("DeepSeek V2-Lite", "deepseek_v2", {**v2, "q_lora_rank": None}, None),
-        ("DeepSeek V2", "deepseek_v2", v2, None),
-        ("DeepSeek V3, V3.1, R1; Kimi K2 by its class", "deepseek_v3", v3, None),
-        ("GLM-4.7-Flash", "glm4_moe_lite", flash, None),
-        ("MiniCPM3", "minicpm3", mini, None),
-        ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV3ForCausalLM"),
-    ]
+def _rows(attention: str, *rows: tuple[Any, ...], **more: Any) -> list[Family]:
+    """Return a family for each (name, model type, config), with an architecture if refused."""
     return [
-        Family(name, kind, MLA, config, arch, bare=arch is not None)
-        for name, kind, config, arch in rows
+        Family(name, kind, attention, config, *arch, bare=bool(arch), **more)
+        for name, kind, config, *arch in rows
     ]
 
 
-def _states() -> list[Family]:
-    served: list[tuple[str, str, dict[str, Any]]] = [
-        ("Qwen3.5, dense, text class", "qwen3_5_text", DELTA),
-        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}),
-    ]
-    others = {
-        "Granite 4 hybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-        "Falcon H1": ("falcon_h1", "FalconH1ForCausalLM"),
-        "Nemotron-H": ("nemotron_h", "NemotronHForCausalLM"),
-        "Kimi Linear": ("kimi_linear", "KimiLinearForCausalLM"),
-        "LFM2": ("lfm2", "Lfm2ForCausalLM"),
-    }
-    linear = {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
-    linear |= {"kda_layers": [1], "full_attn_layers": [2]}
-    of_kimi = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": linear}
-    usual = {"max_position_embeddings": 512}
-    return [
-        *(Family(name, kind, STATE, config, flags=NO_CACHE) for name, kind, config in served),
-        *(
-            Family(
-                name,
-                kind,
-                STATE,
-                of_kimi if kind == "kimi_linear" else usual,
-                architecture,
-                bare=True,
-                flags=NO_CACHE,
-            )
-            for name, (kind, architecture) in others.items()
-        ),
-    ]
+_MISTRAL = {**HEADS, "sliding_window": None}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}
+_OPT = {k: v for k, v in TIED.items() if k != "num_key_value_heads"}
+_OPT |= {"word_embed_proj_dim": 32, "ffn_dim": 64}
+_FULL = _rows(
+    FULL,
+    ("Llama 2 to 3.3, R1-Distill-Llama, SmolLM2, Yi", "llama", SIZES),
+    ("Qwen2, Qwen2.5, R1-Distill-Qwen", "qwen2", SIZES),
+    ("Qwen3", "qwen3", HEADS),
+    ("Qwen3-MoE (30B-A3B, 235B-A22B, Coder)", "qwen3_moe", EXPERTS),
+    ("Qwen2-MoE", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    ("Mistral v0.3, Nemo, Small 2501", "mistral", _MISTRAL),
+    ("Mistral v0.1 (SGLang ignores its window)", "mistral", {**HEADS, "sliding_window": 4096}),
+    ("Ministral 3", "ministral3", HEADS),
+    ("Mixtral", "mixtral", EXPERTS),
+    ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "phi3", SIZES),
+    ("Granite 3", "granite", SIZES),
+    ("Granite 3 MoE", "granitemoe", EXPERTS),
+    ("OLMo 2", "olmo2", SIZES),
+    ("OLMoE", "olmoe", {**EXPERTS, "num_key_value_heads": 4}),
+    ("Command R", "cohere", TIED),
+    ("GLM-4-0414", "glm4", HEADS),
+    ("GLM-4.5, 4.6, 4.7", "glm4_moe", {**ROUTED, "head_dim": 8}),
+    ("Gemma 1", "gemma", {**TIED, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
+    ("Apertus", "apertus", SIZES),
+    ("SmolLM3", "smollm3", SIZES),
+    ("Seed-OSS", "seed_oss", HEADS),
+    ("ERNIE 4.5 dense", "ernie4_5", TIED),
+    ("ERNIE 4.5 MoE", "ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
+    ("StableLM", "stablelm", SIZES),
+    ("StarCoder2", "starcoder2", {**SIZES, "sliding_window": None}),
+    ("Hunyuan dense", "hunyuan_v1_dense", {**HEADS, "use_qk_norm": True}),
+    ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8, "scoring_func": "sigmoid"}),
+    ("GPT-2", "gpt2", _GPT),
+    ("OPT", "opt", _OPT),
+)
+_PHI = Family("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
+_WINDOWS = _rows(
+    WINDOW,
+    ("Gemma 2", "gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
+    ("Gemma 3 (270M, 1B), MedGemma text", "gemma3_text", GEMMA),
+    ("Command R7B, Command A", "cohere2", {**WINDOWS, "hidden_act": "silu"}),
+    ("OLMo 3", "olmo3", WINDOWS | {"tie_word_embeddings": False}),
+    ("EXAONE 4", "exaone4", WINDOWS),
+    ("Ministral 8B as a class of its own", "ministral", WINDOWS),
+    ("gpt-oss", "gpt_oss", {**WINDOWS, **EXPERTS, "num_hidden_layers": 4}),
+)
+
+_V3 = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_V2 = {**LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+_V2["norm_topk_prob"] = False
+_FLASH = {**_V3, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+_SPARSE = {**_V3, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 16}
+_LATENTS = _rows(
+    MLA,
+    ("DeepSeek V2-Lite", "deepseek_v2", {**_V2, "q_lora_rank": None}),
+    ("DeepSeek V2", "deepseek_v2", _V2),
+    ("DeepSeek V3, V3.1, R1; Kimi K2 by its class", "deepseek_v3", _V3),
+    ("GLM-4.7-Flash", "glm4_moe_lite", _FLASH),
+    ("MiniCPM3", "minicpm3", {**LATENT, "v_head_dim": 8}),
+    ("DeepSeek V3.2", "deepseek_v3", _SPARSE, "DeepseekV3ForCausalLM"),
+)
+
+_LINEAR = {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
+_LINEAR |= {"kda_layers": [1], "full_attn_layers": [2]}
+_KIMI = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": _LINEAR}
+_USUAL = {"max_position_embeddings": 512}
+_STATES = _rows(
+    STATE,
+    ("Qwen3.5, dense, text class", "qwen3_5_text", DELTA),
+    ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}),
+    ("Granite 4 hybrid", "granitemoehybrid", _USUAL, "GraniteMoeHybridForCausalLM"),
+    ("Falcon H1", "falcon_h1", _USUAL, "FalconH1ForCausalLM"),
+    ("Nemotron-H", "nemotron_h", _USUAL, "NemotronHForCausalLM"),
+    ("Kimi Linear", "kimi_linear", _KIMI, "KimiLinearForCausalLM"),
+    ("LFM2", "lfm2", _USUAL, "Lfm2ForCausalLM"),
+    flags=NO_CACHE,
+)
+
+_TEXT = {**HEADS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
+_TEXT |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+_QWEN2 = {**_TEXT, "rope_parameters": _ROPE}
+_INTERLEAVED = {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_QWEN3 = {**_TEXT, "rope_parameters": _INTERLEAVED}
+_DEEP = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_VL_WINDOWS = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}
+_OLD = {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32}
+_PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+_SIGLIP = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-def _images() -> list[Family]:
-    text = {**HEADS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
-    text |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
-    qwen2 = {**text, "rope_parameters": rope}
-    interleaved = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    qwen3 = {**text, "rope_parameters": interleaved}
+def _images(text: Any, vision: Any, **more: Any) -> dict[str, Any]:
+    return {"tie_word_embeddings": False, "text_config": text, "vision_config": vision, **more}
+
+
+def _qwen(text: Any, vision: Any) -> dict[str, Any]:
     places = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
-    deep = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    states = {**qwen3, **DELTA}
-    windows = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}
-    old = {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32}
-    pixtral = {**VISION, "model_type": "pixtral", "head_dim": 8}
-    siglip = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
-    mistral = {**text, "model_type": "mistral"}
-    gemma = {**text, **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": True}
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("Qwen2-VL", "qwen2_vl", {**places, "text_config": qwen2, "vision_config": old}),
-        ("Qwen2.5-VL", "qwen2_5_vl", {**places, "text_config": qwen2, "vision_config": windows}),
-        ("Qwen3-VL", "qwen3_vl", {**places, "text_config": qwen3, "vision_config": deep}),
+    return _images(text, vision, **places)
+
+
+_IMAGE_HEAD = {"head": "AutoModelForImageTextToText"}
+_GEMMA = _images(
+    {**_TEXT, **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": True},
+    _SIGLIP,
+    image_token_index=60,
+    mm_tokens_per_image=4,
+    tie_word_embeddings=True,
+)
+_IMAGES = [
+    *_rows(
+        IMAGES,
+        ("Qwen2-VL", "qwen2_vl", _qwen(_QWEN2, _OLD)),
+        ("Qwen2.5-VL", "qwen2_5_vl", _qwen(_QWEN2, _VL_WINDOWS)),
+        ("Qwen3-VL", "qwen3_vl", _qwen(_QWEN3, _DEEP)),
         (
             "Mistral Small 3.1, 3.2, Magistral, Devstral",
             "mistral3",
-            {"image_token_index": 60, "text_config": mistral, "vision_config": pixtral},
+            _images({**_TEXT, "model_type": "mistral"}, _PIXTRAL, image_token_index=60),
         ),
-        (
-            "Gemma 3 4B, 12B, 27B",
-            "gemma3",
-            {
-                "image_token_index": 60,
-                "mm_tokens_per_image": 4,
-                "text_config": gemma,
-                "vision_config": siglip,
-                "tie_word_embeddings": True,
-            },
-        ),
-    ]
-    rows.append(
-        (
-            "Qwen3.5, dense, as published",
-            "qwen3_5",
-            {**places, "text_config": states, "vision_config": deep},
-        )
-    )
-    return [
-        Family(
-            name,
-            kind,
-            IMAGES,
-            {"tie_word_embeddings": False, **config},
-            flags=NO_CACHE if kind == "qwen3_5" else (),
-            head="AutoModelForImageTextToText",
-            renamed=TOWER if kind == "gemma3" else None,
-        )
-        for name, kind, config in rows
-    ]
+        **_IMAGE_HEAD,
+    ),
+    *_rows(IMAGES, ("Gemma 3 4B, 12B, 27B", "gemma3", _GEMMA), renamed=TOWER, **_IMAGE_HEAD),
+    *_rows(
+        IMAGES,
+        ("Qwen3.5, dense, as published", "qwen3_5", _qwen({**_QWEN3, **DELTA}, _DEEP)),
+        flags=NO_CACHE,
+        **_IMAGE_HEAD,
+    ),
+]
 
-
-def _others() -> list[Family]:
-    rows: list[tuple[str, str, dict[str, Any], str | None]] = [
-        ("Llama 4", "llama4_text", EXPERTS, "Llama4ForCausalLM"),
-        ("MiniMax M3", "llama", SIZES, "MiniMaxM3SparseForCausalLM"),
-        ("Gemma 4", "llama", HEADS, "Gemma4ForCausalLM"),
-    ]
-    return [Family(name, kind, OTHER, config, arch, bare=True) for name, kind, config, arch in rows]
-
-
-FAMILIES = [*_full(), *_windows(), *_latents(), *_states(), *_images(), *_others()]
+_OTHERS = [
+    Family("Llama 4", "llama4_text", OTHER, EXPERTS, "Llama4ForCausalLM", bare=True),
+    Family("MiniMax M3", "llama", OTHER, SIZES, "MiniMaxM3SparseForCausalLM", bare=True),
+    Family("Gemma 4", "llama", OTHER, HEADS, "Gemma4ForCausalLM", bare=True),
+]
+FAMILIES = [*_FULL, _PHI, *_WINDOWS, *_LATENTS, *_STATES, *_IMAGES, *_OTHERS]

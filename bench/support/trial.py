@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from dummies import word_tokenizer
 from support.families import EOS, FAMILIES, VOCAB, Family
 
 MODES = ("smc", "exact", "mixed", "auto")
@@ -50,7 +51,7 @@ def save(family: Family, folder: Path) -> str:
         (folder / "config.json").write_text(json.dumps(config))
     else:
         _save_weights(family, folder)
-    _tokenizer().save_pretrained(folder)
+    word_tokenizer(VOCAB).save_pretrained(folder)
     return str(folder)
 
 
@@ -87,19 +88,6 @@ def _say_as_published(family: Family, file: Path) -> None:
     if interval is not None:
         saved.get("text_config", saved)["full_attention_interval"] = interval
     file.write_text(json.dumps(saved))
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", *(f"t{i}" for i in range(2, VOCAB))]
-    by_word = {word: place for place, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(by_word, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-    )
 
 
 def prompts() -> list[list[int]]:

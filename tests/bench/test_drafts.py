@@ -1,24 +1,17 @@
-"""The study of drafts: its grid, the arithmetic of chains, what a run keeps, and its tables."""
+"""The study of drafts, and of SGLang's trees: the grids, what a run keeps, and the tables."""
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import trees
 from answers import Reply, Request
-from drafts import cli, grid
-from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
-from drafts.cost import plain_seconds, round_seconds
-from drafts.grid import AUTO, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
-from drafts.report import DraftRow, fastest, markdown, note
-from fidelity.measure import Record
-from head_laws import DFLASH, EAGLE3, Draft, make_head
-from results import Interval
+from drafts.grid import PROPOSALS, cells
+from drafts.report import DraftRow, fastest, markdown, plain_seconds, round_seconds
+from drafts.run import Drafts, note
+from fidelity.grid import AUTO, EXACT
+from intervals import Interval
 from speed_stand_ins import Runner, canned_scores, leave_out_what_takes_seconds
 from study import PUBLISHED
 
@@ -28,92 +21,14 @@ from sglang_smc.options.server import SMCConfig
 ONE = ("--temperatures", "0.7", "--problems", "4", "--jobs", "1")
 
 
-# --- The grid
-
-
 def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
-    for kind in grid.kinds():
-        if kind.smc:
-            config = request_config(SMCConfig(), {"smc": kind.smc})
-            assert (config.mode, config.num_particles) == (
-                kind.smc["mode"],
-                kind.smc["num_particles"],
-            )
-    slugs = [cell.slug for cell in cells((0.7, 1.0))]
+    every = cells((0.7, 1.0))
+    for smc in (cell.smc for cell in every if cell.smc):
+        config = request_config(SMCConfig(), {"smc": smc})
+        assert (config.mode, config.num_particles) == (smc["mode"], smc["num_particles"])
+    slugs = [cell.slug for cell in every]
     assert len(set(slugs)) == len(slugs)
-    assert {name.smc["num_particles"] for name in grid.kinds() if name.smc} == {1, 4, 8}
-
-
-# --- Rounds of one chain
-
-
-def every_outcome(keep: np.ndarray, anchor: int = 0) -> float:
-    """The mean number of rounds from an anchor on, by all that may happen."""
-    left, steps = keep.shape
-    if anchor >= left:
-        return 0.0
-    most, total = min(steps, left - anchor), 1.0
-    for kept in product((True, False), repeat=most):
-        chance = np.prod([k if yes else 1 - k for yes, k in zip(kept, keep[anchor], strict=False)])
-        accepted = next((i for i, yes in enumerate(kept) if not yes), most)
-        total += float(chance) * every_outcome(keep, anchor + accepted + 1)
-    return total
-
-
-def test_rounds_by_all_outcomes() -> None:
-    """Red for a bonus token that is lost, a block that goes on past a refusal, and a text's end."""
-    keep = np.random.default_rng(0).uniform(size=(6, 3))
-    assert expected_rounds(keep) == pytest.approx(every_outcome(keep))
-    assert expected_rounds(np.zeros((5, 3))) == 5
-    assert expected_rounds(np.ones((8, 3))) == 2
-    assert expected_rounds(np.ones((9, 3))) == 3
-    assert expected_rounds(np.empty((0, 3))) == 0
-
-
-PROMPT, ANSWER = [3, 5, 2], [7, 2, 9, 4, 1, 6]
-
-
-def test_chances_of_a_model_by_hand(tiny: Callable[..., str]) -> None:
-    """Red for laws of the wrong place or temperature, and for drafts taken as p's likeliest."""
-    target, draft = (load(tiny(seed=seed, vocab_size=16, scale=0.3)) for seed in (1, 2))
-    found = chances(target, model_law(draft), PROMPT, ANSWER, 0.5)
-    text = torch.tensor([[*PROMPT, *ANSWER]])
-    with torch.inference_mode():
-        p, q = ((m(text).logits[0].double() / 0.5).softmax(-1) for m in (target, draft))
-    for anchor, step in product(range(5), range(8)):
-        place = len(PROMPT) + anchor + 1 + step
-        if place < text.shape[1]:
-            token = int(text[0, place])
-            wanted = min(1.0, float(q[place - 1, token] / p[place - 1, token]))
-            assert found[SAMPLED][anchor, step] == pytest.approx(wanted, rel=1e-4)
-            assert found[LIKELIEST][anchor, step] == (int(q[place - 1].argmax()) == token)
-
-
-@pytest.mark.parametrize("kind", [EAGLE3, DFLASH])
-def test_chances_of_a_head_are_those_of_its_rounds(
-    tiny: Callable[..., str], tmp_path: Path, kind: str
-) -> None:
-    """Each anchor has a law of its own, by the reference of the engine's tests."""
-    folder = tiny(seed=1, vocab_size=16, layers=4, scale=0.3)
-    made = make_head(kind, folder, tmp_path / "head", num_steps=8)
-    target = load(folder)
-    found = chances(target, head_law(kind == DFLASH, Path(made), target), PROMPT, ANSWER, 1.0)
-    text, reference = [*PROMPT, *ANSWER], Draft(kind, folder, made, 8)
-    p = reference.model(torch.tensor([text])).logits[0].softmax(-1)
-    for anchor in range(5):
-        q = reference.probs(text, len(PROMPT) + anchor)
-        for step, place in enumerate(range(len(PROMPT) + anchor + 1, len(text))):
-            wanted = min(1.0, float(q[step, text[place]] / p[place - 1, text[place]]))
-            assert found[SAMPLED][anchor, step] == pytest.approx(wanted, rel=1e-3)
-
-
-def load(folder: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-# --- A run
+    assert {cell.smc["num_particles"] for cell in every if cell.smc} == {1, 4, 8}
 
 
 def reply(engine: str, entry: Request) -> Reply:
@@ -126,15 +41,10 @@ def reply(engine: str, entry: Request) -> Reply:
     return Reply(entry.index, text, [5] * 36 + [entry.index % 500], info)
 
 
-def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
-    """Three tokens a round, by the one rule that is told."""
-    return {SAMPLED: np.array([12.0] * len(answers))}
-
-
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
-    return Runner(cli, tmp_path / "out", reply, ONE, canned_scores, count)
+    leave_out_what_takes_seconds(monkeypatch, Drafts, tmp_path)
+    return Runner(Drafts, tmp_path / "out", reply, ONE, score=canned_scores)
 
 
 def test_a_whole_run_is_published_and_a_part_never(bench: Runner) -> None:
@@ -142,8 +52,8 @@ def test_a_whole_run_is_published_and_a_part_never(bench: Runner) -> None:
     assert "cells are not complete, as ar-target-t0.7" in bench.said
     assert not bench.published()
     assert bench("--publish", "--fresh") == 0
-    assert bench.started == list(dict.fromkeys(kind.engine for kind in grid.kinds()))
-    assert bench.published() == set(cli.REPORT.files)
+    assert bench.started == list(dict.fromkeys(cell.engine for cell in cells((0.7,))))
+    assert bench.published() == set(Drafts.report.files)
     rows = bench.rows()
     model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
     # Every other answer of 36 tokens behind the first took a pass more than 36 / 9.
@@ -152,9 +62,7 @@ def test_a_whole_run_is_published_and_a_part_never(bench: Runner) -> None:
     assert head.tokens_per_second == pytest.approx(8 / cost, rel=1e-5)
     assert head.to_draft_model == pytest.approx(round_seconds("llama-3.2-1b", 8) / cost, rel=1e-5)
     assert model.to_draft_model == 1
-    chain = rows[f"EAGLE-3 {SAMPLED}"]
-    assert (chain.tokens_per_pass.mean, chain.accuracy, chain.num_particles) == (3, None, 1)
-    assert chain.tokens_per_second == pytest.approx(3 / round_seconds("eagle3-8b", 1), rel=1e-5)
+    assert rows["tuned draft STANDALONE"].rule == "STANDALONE"
     assert rows["AR target"].tokens_per_second == pytest.approx(1 / plain_seconds(), rel=1e-5)
 
 
@@ -162,10 +70,10 @@ def test_answers_of_older_code_are_shown_and_never_gone_on_with(
     bench: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row names its code."""
-    older = {"format": 1, "plugin": "older", "pair": "a pair"}
-    monkeypatch.setattr(cli, "fingerprint", lambda: older)
+    code = {"format": 1, "plugin": "older", "pair": "a pair"}
+    monkeypatch.setattr(Drafts, "fingerprint", lambda _: dict(code))
     assert bench("--only", "draft-model-exact*") == 0
-    monkeypatch.setattr(cli, "fingerprint", lambda: {**older, "plugin": "newer"})
+    code["plugin"] = "newer"
     assert bench("--only", "eagle-3-exact*") == 0
     plugins = {(row.proposal, row.plugin) for row in bench.rows().values()}
     assert plugins == {("draft model", "older"), ("EAGLE-3", "newer")}
@@ -183,20 +91,18 @@ def test_more_problems_go_on_with_what_is_there(bench: Runner) -> None:
 
 
 def a_row(proposal: str, rule: str, n: int, speed: float) -> DraftRow:
-    there = Interval(0.5, 0.25, 0.75, 9)
-    told = there if rule in (EXACT, AUTO) else None
-    label = grid.label(proposal, rule, n)
-    fields = (label, proposal, rule, n, 0.7, there, *([told] * 6), None)
-    return DraftRow(*fields, 4.0, speed, told and 1.5, "code")
+    told = there = Interval(0.5, 0.25, 0.75, 9)
+    fields = (f"{proposal} {rule} N={n}", proposal, rule, n, 0.7, there, *([told] * 6), None)
+    return DraftRow(*fields, 4.0, speed, 1.5, "code")
 
 
 def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
-    """Red where auto's speed stands against exact's, or a chain of SGLang's wins."""
-    given = (EXACT, 8, 800.0), (AUTO, 4, 900.0), (SAMPLED, 1, 950.0)
+    """Red where auto's speed stands against exact's, or SGLang's chain wins."""
+    given = (EXACT, 8, 800.0), (AUTO, 4, 900.0), ("STANDALONE", 1, 950.0)
     rows = [a_row("draft model", EXACT, 1, 400.0), a_row("draft model", EXACT, 8, 500.0)]
     rows += [a_row("EAGLE-3", *one) for one in given]
-    cli.REPORT.write(tmp_path, rows, {"problems": 9}, note)
-    assert cli.REPORT.read(tmp_path) == rows
+    Drafts.report.write(tmp_path, rows, {"problems": 9}, note)
+    assert Drafts.report.read(tmp_path) == rows
     best = fastest(rows, "EAGLE-3", (EXACT,))
     assert best is not None and best.tokens_per_second == 800
     assert fastest(rows, "tuned draft", (EXACT,)) is None
@@ -208,7 +114,7 @@ def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
 
 def test_published_milliseconds_are_the_planners_of_today() -> None:
     planned = {one.name: one.planned for one in PROPOSALS}
-    for row in cli.REPORT.read(PUBLISHED / "drafts"):
+    for row in Drafts.report.read(PUBLISHED / "drafts"):
         name = planned.get(row.proposal)
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
@@ -224,7 +130,7 @@ def test_trees_are_asked_once_with_seeds_of_their_own(
     """Red where two cells share a seed, or a row tells of another's answers."""
     monkeypatch.setattr(trees, "PUBLISHED", tmp_path)
     monkeypatch.setattr(trees, "provenance", lambda settings: {"settings": settings})
-    run = Runner(trees, tmp_path / "out", reply, ("--problems", "3"))
+    run = Runner(trees.Trees, tmp_path / "out", reply, ("--problems", "3"))
     assert run("--only", "exact-*", "--publish") == 1
     assert "cells are not complete, as sglang-" in run.said
     first = run.asked
@@ -240,4 +146,6 @@ def test_trees_are_asked_once_with_seeds_of_their_own(
         # 36 tokens behind the first; every other problem takes a pass more.
         wanted = 3 * 36 / (3 * 36 / (1 + n) + 1)
         assert {round(one["mean"], 6) for one in row["tokens"].values()} == {round(wanted, 6)}
-        assert list(row["tokens"]) == (["0.7", "1"] if n == 8 else ["0", "0.7", "1"])
+        (made,) = (one for one in trees.ROWS if one.name == row["name"])
+        measured = [cell.temperature for cell in trees.CELLS if cell.row == made]
+        assert list(row["tokens"]) == [f"{t:g}" for t in measured]

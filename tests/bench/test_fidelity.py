@@ -1,4 +1,4 @@
-"""The fidelity benchmark: what is asked and kept, how it resumes and refuses, and its numbers."""
+"""The fidelity benchmark: what is asked and kept, what plain models say of it, and its numbers."""
 
 import contextlib
 import math
@@ -6,76 +6,70 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from answers import MAX_PROBLEMS, Request, prompt_ids
-from demo import FIRST_PROBLEM, blocks
-from demo import parse_arguments as demo_arguments
-from fidelity import cli, grid
-from fidelity.grid import AR_TARGET, Cell, Kind, cells
-from fidelity.measure import Record, grade, request_of, seconds, settings
+from answers import MAX_PROBLEMS, WARM_UP, Record, Remarks, Request, grade, prompt_ids, seconds
+from fidelity.grid import Cell, cells
 from fidelity.report import CellRow, conclusions, make_rows, markdown, most_tokens_within
+from fidelity.run import Fidelity, note
 from fidelity.scoring import (
     Batch,
     Score,
     _score_batch,
     answer_key,
+    key_of,
     load,
     score_answers,
     score_cells,
-    score_log,
     score_of,
 )
-from fidelity.stats import mean_interval, paired_difference
+from intervals import Z95, paired_difference, ratio
 from pair.task import held_out
 from speed_stand_ins import graded_reply
-from study import BenchError
+from study import BenchError, Log
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.demo.party import FIRST_SHOWN
+from sglang_smc.tools.demo.cli import FIRST_PROBLEM
+
+STUDY = Fidelity(Fidelity.parse([]))
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
-    server, seen = SMCConfig(), set()
-    for kind in grid.kinds():
-        if kind.smc:
-            config = request_config(server, {"smc": kind.smc})
-            assert kind.evidence_threshold in (None, config.effective_evidence_threshold)
+    server, seen, every = SMCConfig(), set(), cells((0.7,))
+    for cell in every:
+        if cell.smc:
+            config = request_config(server, {"smc": cell.smc})
+            assert cell.evidence_threshold in (None, config.effective_evidence_threshold)
             mode = "mixed" if config.mode == "auto" else config.mode
             sizes = (config.num_particles, config.num_steps)
             seen.add(
                 (mode, *sizes, config.resample_at, config.effective_evidence_threshold, config.lag)
             )
-    assert len(seen) == sum(kind.engine == "smc" for kind in grid.kinds())
-    pure = [kind for kind in grid.kinds() if Cell(kind, 0.7).is_pure_smc]
-    assert [kind.evidence_threshold for kind in pure] == [0]
+    assert len(seen) == sum(cell.engine == "smc" for cell in every)
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
-    target, smc = settings("target"), settings("smc")
-    assert settings("draft") == target and smc == {**smc, **target}
+    target, smc = STUDY.engine("target"), STUDY.engine("smc")
+    assert STUDY.engine("draft") == target and smc == {**smc, **target}
     assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
 
 def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
     whole = graded_reply("target", Request(0, held_out(0), {}))
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
-    assert grade(whole, part=0, at=1.0).right
-    assert not grade(cut, part=0, at=1.0).right
+    assert grade(whole).right and not grade(cut).right
     with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
-        grade(whole._replace(output_ids=[5, 1]), part=0, at=1.0)
+        grade(whole._replace(output_ids=[5, 1]))
 
 
-def test_the_demo_asks_other_problems_with_other_seeds() -> None:
-    """Whatever a table may be asked for, and the demo asks by default."""
-    last = request_of(cells((0.7,))[0], MAX_PROBLEMS - 1)
-    assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
-    asked = [index for block in blocks(demo_arguments([])) for index in block]
-    assert MAX_PROBLEMS <= FIRST_PROBLEM < min(asked)
-    assert max(asked) < FIRST_SHOWN
+def test_problems_of_a_table_are_below_all_others() -> None:
+    """Whatever a table may be asked for: the demo's and the warm-up's are larger."""
+    last = STUDY.request_of(cells((0.7,))[0], MAX_PROBLEMS - 1)
+    assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM < WARM_UP
     with pytest.raises(SystemExit):
-        cli.parse_arguments(["--problems", str(MAX_PROBLEMS + 1)])
+        Fidelity.parse(["--problems", str(MAX_PROBLEMS + 1)])
 
 
 def test_time_of_a_cell_in_parts() -> None:
@@ -83,7 +77,7 @@ def test_time_of_a_cell_in_parts() -> None:
     assert seconds([record(0, 1.0), record(0, 4.0), record(1, 2.5), record(1, 0.5)]) == 6.5
 
 
-N, Z95 = 100, 1.959964
+N = 100
 TILTS = {"AR target": 0.0, "AR draft": 0.9, "exact": 0.0, "mixed c=4": 0.1}
 LOST = {"AR target": 0, "AR draft": 50, "exact": 1, "mixed c=4": 2}
 
@@ -101,17 +95,18 @@ def test_paired_interval_by_hand() -> None:
     assert paired_difference({1: True}, {2: True}) is None
 
 
-def test_mean_interval() -> None:
+def test_a_mean_is_a_ratio_over_ones() -> None:
     half = Z95 / math.sqrt(3)
-    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - half, 2 + half, 3))
-    assert mean_interval([]) is None
+    assert ratio(np.array([1.0, 2.0, 3.0])) == pytest.approx((2.0, 2 - half, 2 + half, 3))
 
 
 def canned(cell: Cell, lost: int) -> list[Record]:
     """Answers of which 90 less ``lost`` are right, in as many fewer passes."""
     info: dict[str, Any] = {"completion_tokens": 41}
-    mode, passes = (cell.kind.smc or {}).get("mode"), 20 - lost
-    if cell.kind.engine == "smc":
+    mode, passes = (cell.smc or {}).get("mode"), 20 - lost
+    if cell.smc:
+        # As the server says it: nothing in the modes that mix.
+        evidence = None if mode in ("mixed", "auto") else -1.5
         info |= {
             "spec_verify_ct": passes,
             "spec_smc_num_particles": 8,
@@ -119,16 +114,11 @@ def canned(cell: Cell, lost: int) -> list[Record]:
             "spec_smc_resample_ct": passes / 2,
             "spec_smc_ess_mean": 4.0,
             "spec_smc_exact_ct": passes / 4,
+            "spec_smc_log_evidence": evidence,
         }
     if mode == "exact":
         info |= {"spec_smc_tilt": 0.1, "spec_smc_tilt_information": 4.0}
-    found = []
-    for i in range(N):
-        # As the server says it: nothing in the modes that mix.
-        evidence = None if mode in ("mixed", "auto") else -1.0 if i % 2 else -2.0
-        own = {"spec_smc_log_evidence": evidence} if cell.kind.engine == "smc" else {}
-        found.append(Record(i, i < 90 - lost, 0, (i + 1) / 10, [1] * 41, {**info, **own}))
-    return found
+    return [Record(i, i < 90 - lost, 0, (i + 1) / 10, [1] * 41, info) for i in range(N)]
 
 
 def scores(tilt: float) -> list[Score]:
@@ -144,39 +134,32 @@ def rows() -> dict[str, CellRow]:
     """All cells by slug: one of SMC solves the less the more tokens a pass it has."""
     answers = {}
     for place, cell in enumerate(cells((0.7, 1.0))):
-        records = canned(cell, LOST.get(cell.kind.name, 3 + place % 9))
-        answers[cell] = list(zip(records, scores(TILTS.get(cell.kind.name, 0.3)), strict=True))
+        records = canned(cell, LOST.get(cell.label, 3 + place % 9))
+        answers[cell] = list(zip(records, scores(TILTS.get(cell.label, 0.3)), strict=True))
     return {row.slug: row for row in make_rows(answers)}
 
 
 def test_rows(rows: dict[str, CellRow]) -> None:
     target, exact, mixed = (rows[slug] for slug in ("ar-target-t0.7", "exact-t0.7", "mixed-c4-t1"))
     assert (target.accuracy.mean, target.difference, target.tokens_per_pass) == (0.9, None, 1.0)
+    assert (target.log_p_difference, target.kl_at_least.mean) == (None, 0)
     assert target.tokens_per_second == pytest.approx(41 * N / 10)
     assert rows["ar-draft-t1"].tokens_per_pass is None
     assert exact.difference is not None and exact.difference.mean == pytest.approx(-0.01)
     assert exact.tokens_per_pass == pytest.approx(40 / 19)
+    half = Z95 / math.sqrt(4 * N)  # the server's own tilt stands where answers carry it
+    assert exact.server_tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
     smc = rows["smc-c0-t1"]
     assert (smc.ess_share, smc.resample_rate, smc.exact_rate) == (0.5, 0.5, None)
     assert (mixed.ess_share, mixed.resample_rate, mixed.exact_rate) == (None, None, 0.25)
-
-
-def test_rows_in_nats(rows: dict[str, CellRow]) -> None:
-    mixed, target = rows["mixed-c4-t1"], rows["ar-target-t1"]
     half = Z95 * math.sqrt(N / (N - 1) / N) / 10  # the tilts of answers are 1 apart, either way
     assert mixed.tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert mixed.server_tilt is None
     assert mixed.innovation.mean == pytest.approx(0.1 / 41)
     assert mixed.sharpening.mean == pytest.approx(0.1 / 20)
     assert mixed.kl_at_least.mean == pytest.approx(41 * math.log(1 + 0.98 * math.expm1(0.1)))
     assert mixed.log_p_difference is not None
     assert mixed.log_p_difference.mean == pytest.approx(-1 / 41)
-    assert (target.log_p_difference, target.kl_at_least.mean) == (None, 0)
-
-
-def test_the_servers_own_tilt_stands_where_answers_carry_it(rows: dict[str, CellRow]) -> None:
-    half = Z95 / math.sqrt(4 * N)
-    assert rows["exact-t0.7"].server_tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
-    assert rows["mixed-c4-t0.7"].server_tilt is None
 
 
 def test_the_evidence_bounds_pure_smc_only(rows: dict[str, CellRow]) -> None:
@@ -199,9 +182,9 @@ def test_most_tokens_within_limits(rows: dict[str, CellRow]) -> None:
 def test_a_part_ends_with_all_its_files(rows: dict[str, CellRow], tmp_path: Path) -> None:
     """Hours of answers must not end in a picture that cannot be drawn."""
     some = [rows["ar-draft-t1"], rows["smc-c0-t1"]]
-    text = cli.REPORT.write(tmp_path, some, {"problems": N}, cli.note)
+    text = Fidelity.report.write(tmp_path, some, {"problems": N}, note)
     assert (tmp_path / "fidelity.png").stat().st_size > 0
-    for found, row in zip(cli.REPORT.read(tmp_path), some, strict=True):
+    for found, row in zip(Fidelity.report.read(tmp_path), some, strict=True):
         assert found.tilt == pytest.approx(row.tilt, rel=1e-5)
         assert (found.slug, found.mode, found.exact_rate) == (row.slug, row.mode, row.exact_rate)
     assert "problems 0 to 99" in text and text == (tmp_path / "fidelity.md").read_text()
@@ -261,24 +244,18 @@ def law_by_hand(model: Any, text: list[int]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def a_record(index: int, tokens: list[int]) -> Record:
-    return Record(index, True, 0, 1.0, tokens, {})
-
-
-def canned_score(index: int, tokens: list[int]) -> Score:
-    return Score(index, answer_key(tokens), len(tokens), -1.0, 0.0, 1.0, 0.0, 1.0, [0.0])
-
-
 def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: Path) -> None:
-    cell = Cell(Kind(AR_TARGET, "target"), 1.0)
-    scores = score_log(tmp_path / "scores", {"cell": cell.slug})
-    records = [a_record(i, [i, 1] + [2] * (80 - i)) for i in range(80)]
+    cell = cells((1.0,))[0]
+    scores = Remarks(Log(tmp_path / "scores", {"a": 1}), ("index", "answer"), key_of)
+    records = [Record(i, True, 0, 1.0, [i, 1] + [2] * (80 - i), {}) for i in range(80)]
     scored: list[int] = []
 
     def some(batches: Any, jobs: int) -> Iterator[tuple[int, list[Score]]]:
         for batch in batches[: 2 if jobs == 1 else None]:
             scored.extend(batch.indices)
-            yield batch.place, list(map(canned_score, batch.indices, batch.answers))
+            pairs = zip(batch.indices, batch.answers, strict=True)
+            sums = (-1.0, 0.0, 1.0, 0.0, 1.0, [0.0])
+            yield batch.place, [Score(i, answer_key(ids), len(ids), *sums) for i, ids in pairs]
         if jobs == 1:
             raise KeyboardInterrupt
 
@@ -287,8 +264,8 @@ def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: 
     assert len(scored) == 64
     score_cells([(cell, scores.missing(records), scores)], some, 2)
     assert sorted(scored) == list(range(80))
-    records[3] = a_record(3, [9, 1])
+    records[3] = Record(3, True, 0, 1.0, [9, 1], {})
     score_cells([(cell, scores.missing(records), scores)], some, 2)
     assert scored[80:] == [3]
     assert scores.missing(records) == []
-    assert scores.read()[3].answer == answer_key([9, 1])
+    assert (3, answer_key([9, 1])) in scores.read()

@@ -11,31 +11,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import dummies
 import pytest
-from gpu import (
-    cases,
-    cli,
-    default_server,
-    goals,
-    kernel_tests,
-    kinds,
-    machine,
-    pack,
-    report,
-    smoke,
-    unpack,
-)
+from gpu import cases, kernel_tests, machine, pack, report, run, smoke, unpack
 from gpu.cases import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
-from gpu.clock import Clock, TimeUpError
-from gpu.records import RESULTS, Records, read_results
-from gpu.speed_stage import sampled
-from gpu.stages import Attempt, Case, Places, Runner, Stage
-from speed import presets
-from speed.engines import Launch
-from speed.grid import AR, BLOCK, EXACT, Cell, System
-from speed.remote import EngineError, Sample, Work
+from gpu.engines import sampled
+from gpu.report import GOALS, Goal
+from gpu.runner import (
+    RESULTS,
+    Attempt,
+    Case,
+    Clock,
+    Places,
+    Records,
+    Runner,
+    Stage,
+    TimeUpError,
+    read_results,
+)
+from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, Launch, System
+from speed.remote import EngineError, Sample
 from speed_stand_ins import FakeEngine
 from study import REPOSITORY, BenchError
 
@@ -132,19 +130,29 @@ def test_what_has_a_result_is_not_done_again(folder: Path) -> None:
         runner_of(folder, name=name).run(stage_of(case))
     assert asked == [["a", "b"], ["b"]]
     runner_of(folder, name="4", fresh=True).run(stage_of(case))
-    assert asked[-1] == ["a", "b"] and len(asked) == 3
+    assert asked[2:] == [["a", "b"]]
 
 
 def test_what_does_not_fit_into_the_time_is_left(folder: Path) -> None:
-    runner = runner_of(folder, minutes=0.5)
-    small = a_case(all_of_them, "small")
+    """Of the call or of the stage, a case or a part of it; and what is not asked for."""
+
+    def first(missing: Sequence[str], attempt: Attempt) -> None:
+        all_of_them(missing[:1], attempt)
+        attempt.require(1000.0)
+
     large = a_case(all_of_them, "large", seconds=100.0, slug="large")
-    runner.run(stage_of(large, small))
-    assert runner.left == ["speed large"]
-    assert list(runner.records.of("speed")) == ["small"]
-    runner = runner_of(folder, name="2")
-    runner.run(stage_of(large, minutes=0.5))  # the stage's own limit
-    assert runner.left == ["speed large"]
+    stages = (
+        stage_of(large, a_case(all_of_them, "small", slug="small")),
+        stage_of(large, minutes=0.5),
+    )
+    for minutes, stage in zip((0.5, 9.0), stages, strict=True):
+        runner = runner_of(folder, minutes)
+        runner.run(stage)
+        assert runner.left == ["speed large"]
+        assert list(runner.records.of("speed")) == ["small"]
+    runner = runner_of(folder, only=["ca*"])
+    runner.run(stage_of(a_case(first, "a", "b"), a_case(all_of_them, "c", slug="other")))
+    assert runner.left == ["speed case"] and list(runner.records.of("speed")) == ["small", "a"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,7 @@ def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("gpu.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gpu.runner.time.monotonic", lambda: now[0])
 
     def hang(missing: Sequence[str], attempt: Attempt) -> None:
         attempt.started = True
@@ -196,17 +204,6 @@ def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
     found = runner.records.of("speed")
     assert ("took more than 240" in found["a"]["failed"]) if is_result else found == {}
     assert runner.left == ([] if is_result else ["speed case"])
-
-
-def test_a_part_that_would_not_fit_is_not_begun(folder: Path) -> None:
-    def work(missing: Sequence[str], attempt: Attempt) -> None:
-        attempt.started = True
-        attempt.add(missing[0], {})
-        attempt.require(1000.0)
-
-    runner = runner_of(folder, only=["ca*"])
-    runner.run(stage_of(a_case(work, "a", "b"), a_case(all_of_them, "c", slug="not asked for")))
-    assert runner.left == ["speed case"] and list(runner.records.of("speed")) == ["a"]
 
 
 def test_time_is_up_where_something_waits() -> None:
@@ -361,17 +358,17 @@ ROUNDS = {"spec_smc_rounds_ct": 3, "spec_smc_replayed_ct": 3}
 @pytest.mark.parametrize(
     ("kind", "info", "fault"),
     [
-        (kinds.Kind("a"), ROUNDS, ""),
-        (kinds.Kind("a"), ROUNDS | {"spec_smc_replayed_ct": 2}, "2 of 3 rounds"),
-        (kinds.Kind("a", replays=False), {"spec_smc_rounds_ct": 3}, ""),
-        (kinds.Kind("a"), {"finish_reason": {"type": "abort"}}, "it ended with"),
-        (kinds.Kind("a"), {"completion_tokens": 0}, "it has 0 tokens"),
-        (kinds.Kind("a"), {"spec_smc_nan_ct": 1}, "not numbers"),
-        (kinds.Kind("a", asks=kinds.LOGPROBS), {"output_token_logprobs": []}, "0 log-prob"),
+        (smoke.Kind("a"), ROUNDS, ""),
+        (smoke.Kind("a"), ROUNDS | {"spec_smc_replayed_ct": 2}, "2 of 3 rounds"),
+        (smoke.Kind("a", replays=False), {"spec_smc_rounds_ct": 3}, ""),
+        (smoke.Kind("a"), {"finish_reason": {"type": "abort"}}, "it ended with"),
+        (smoke.Kind("a"), {"completion_tokens": 0}, "it has 0 tokens"),
+        (smoke.Kind("a"), {"spec_smc_nan_ct": 1}, "not numbers"),
+        (smoke.Kind("a", asks=smoke.LOGPROBS), {"output_token_logprobs": []}, "0 log-prob"),
     ],
 )
-def test_faults_of_an_answer(kind: kinds.Kind, info: dict[str, Any], fault: str) -> None:
-    (*found,) = kinds.judged(kind, answer(**info), graphs=True)["wrong"]
+def test_faults_of_an_answer(kind: smoke.Kind, info: dict[str, Any], fault: str) -> None:
+    (*found,) = smoke.judged(kind, answer(**info), graphs=True)["wrong"]
     assert len(found) == bool(fault) and fault in "".join(found)
 
 
@@ -387,40 +384,31 @@ def test_log_probabilities_are_compared_while_texts_agree() -> None:
     assert smoke.against({"lines": found}, {}) == {}
 
 
-class FakeServer:
-    """A default server of 16 rounds, which says what it has."""
-
-    replayed, memory = 16, {"pool_slots": 1}
-
-    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert question == {"info": True}
-        return {"info": [{"smc": {"memory": self.memory}}]}
-
-    def ask(self, work: Work) -> Sample:
-        rounds = {"spec_smc_rounds_ct": 16, "spec_smc_replayed_ct": self.replayed}
-        return Sample([0.5], [2.1], [{"completion_tokens": 128, "spec_verify_ct": 16, **rounds}])
-
-
-@pytest.mark.parametrize(("said", "wrong"), [({}, 0), ({"replayed": 15}, 1), ({"memory": None}, 1)])
+@pytest.mark.parametrize(("replayed", "memory", "wrong"), [(16, 1, 0), (15, 1, 1), (16, None, 1)])
 def test_a_default_server_is_looked_at(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], wrong: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, replayed: int, memory: Any, wrong: int
 ) -> None:
     """Its keywords are the two models and the algorithm, and dummies of them."""
     started: list[Launch] = []
+    rounds = {"spec_smc_rounds_ct": 16, "spec_smc_replayed_ct": replayed}
+    info = {"completion_tokens": 128, "spec_verify_ct": 16, **rounds}
+    state = {"info": [{"smc": {"memory": memory and {"pool_slots": memory}}}]}
+    server = SimpleNamespace(
+        exchange=lambda asked: state if asked == {"info": True} else None,
+        ask=lambda _: Sample([0.5], [2.1], [info]),
+    )
 
     @contextlib.contextmanager
-    def running(launch: Launch, *_: Any) -> Iterator[FakeServer]:
+    def running(launch: Launch, *_: Any) -> Iterator[Any]:
         started.append(launch)
-        server = FakeServer()
-        vars(server).update(said)
         yield server
 
-    monkeypatch.setattr(default_server, "running", running)
-    monkeypatch.setattr(default_server, "write_models", lambda *_: None)
-    records = Records([folder], [], CALL)
-    case = default_server.default_case(Places(folder, folder), "cuda")
-    Runner(records, Clock(9), say=lambda _: None).run(Stage("smoke", 9, "", lambda: [case]))
-    found = records.of("smoke")["default"]
+    monkeypatch.setattr(smoke, "running", running)
+    monkeypatch.setattr(smoke, "write_models", lambda *_: None)
+    runner = runner_of(folder)
+    case = smoke.default_case(Places(folder, folder), "cuda")
+    runner.run(Stage("smoke", 9, "", lambda: [case]))
+    found = runner.records.of("smoke")["default"]
     assert (found["first_ms"], found["round_ms"]) == (500.0, pytest.approx(100.0))
     assert len(found["wrong"]) == wrong
     models = {"model_path", "speculative_draft_model_path", "load_format"}
@@ -429,10 +417,10 @@ def test_a_default_server_is_looked_at(
 
 def test_a_refused_request_is_a_fault_of_its_kind() -> None:
     engine: Any = type("Refusing", (), {"exchange": lambda *_: {"refused": "no"}})()
-    found = smoke.judged_alone(engine, kinds.Kind("a"), [[1]], graphs=True)
-    assert found["wrong"] == ["refused: no"]
+    found = smoke.each_kind(engine, smoke.SmokeEngine("ar"), [[1]])
+    assert found["kinds"] == len(smoke.STOCK) and "plain: refused: no" in found["wrong"]
     with pytest.raises(EngineError, match="refused: no"):
-        smoke.ask(engine, {})
+        smoke.ask(engine, smoke.STOCK, [[1]])
 
 
 def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
@@ -446,10 +434,10 @@ def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
 
 def test_the_list_fits_into_the_time_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """All of it, and the first four stages within three calls, with a minute each to unpack."""
-    assert cli.main(["--list"]) == 0
+    assert run.main(["--list"]) == 0
     told = capsys.readouterr().out
     assert float(told.split()[1]) <= 28
-    first = cli.stages(Places(Path(), Path()), on_gpu=True)[:4]
+    first = run.stages(Places(Path(), Path()), on_gpu=True)[:4]
     assert [stage.name for stage in first] == ["smoke", "speed", "kernels", "profile"]
     assert sum(case.seconds for stage in first for case in stage.cases()) <= 3 * 8 * 60
     assert "speculative_algorithm='SMC'" in told and "-m pytest" in told
@@ -461,9 +449,9 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, cases.PROFILE_8B), (LARGE, SPEED_70B))
     for pair in (SPEED_8B.pair, SPEED_70B.pair):
         cases.write_models(pair, tmp_path)
-        head = presets.config(replace(pair.target, num_layers=1))  # as `new_eagle3` writes it
+        head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_eagle3` writes it
         head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": cases.HOT_TOKENS}
-        presets.write_model(tmp_path / pair.name / cases.HEAD, head)
+        dummies.write_model(tmp_path / pair.name / HEAD, head)
     every = ((case, preset) for found, preset in lists for case in found)
     asked = [cases.launch_of(case, preset, tmp_path).arguments for case, preset in every]
     asked += [smoke.launch_of(one, "cuda").arguments for one in smoke.ENGINES]
@@ -520,11 +508,10 @@ def a_profile() -> dict[str, Any]:
         ["draft", "GEMMs", "nvjet | a", 64.0, 0.005],
         ["target", "attention", "_attend_spans", 32.0, 0.003],
     ]
-    replayed = {"rounds": 20, "sums": sums, "forwards": [0.008] * 20, "busy": [0.008] * 20}
-    one = {"batch": 1, "recorded": False, "round": 0.01, "forwards": {}, "alone": None, "parts": {}}
+    kernels = {"rounds": 20, "sums": sums, "forwards": [0.008] * 20, "busy": [0.008] * 20}
+    one = {"batch": 1, "recorded": False, "round": 0.01}
     steps = [[0.0, 1], [0.011, 1], [0.022, 1]]
-    burst = {"steps": steps, "rounds": [one] * 3, "replays": replayed}
-    return {"entries": [{"bursts": [burst], "tokens_per_round": 9.0}]}
+    return {"bursts": [{"steps": steps, "rounds": [one] * 3, "kernels": kernels}]}
 
 
 def canned(folder: Path) -> None:
@@ -563,30 +550,31 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
 
 def test_every_goal_is_of_something_that_is_measured() -> None:
     """Red where a goal names a cell that no stage has."""
-    speeds = {
-        "speed": {cell.slug: a_speed(900.0) for case in SPEED for cell in case.cells},
-        "70b": {cell.slug: a_speed(900.0) for case in LARGE for cell in case.cells},
-    }
-    assert "not measured" not in {line[-1] for line in goals.lines(speeds)}
+    small, large = (
+        {cell.slug: a_speed(900.0) for case in some for cell in case.cells}
+        for some in (SPEED, LARGE)
+    )
+    assert "not measured" not in report.expected(small, large)
 
 
 def test_a_result_is_held_against_its_estimate() -> None:
-    speed = goals.Goal("", "speed", 100.0, "", lambda _: None)
+    speed = Goal("", 100.0, "", report.SPEED_OF, AR)
     by_speed = {100.0: "as expected", 81: "as expected", 126: "better", 79: "worse"}
-    assert {value: goals.verdict(speed, value) for value in by_speed} == by_speed
-    time = speed._replace(is_time=True)
-    assert [goals.verdict(time, value) for value in (126, 79)] == ["worse", "better"]
+    assert {value: speed.verdict(value) for value in by_speed} == by_speed
+    time = speed._replace(key="round_ms")
+    assert [time.verdict(value) for value in (126, 79)] == ["worse", "better"]
     least = speed._replace(slack=1.0)
-    assert [goals.verdict(least, value) for value in (99, 100)] == ["worse", "as expected"]
-    part = Cell(System(cases.AR_DRAFT), 1, 256).slug
-    assert goals.draft_floor({part: a_speed(9000.0)}) == pytest.approx(8.0)
-    assert goals.draft_floor({}) is None
+    assert [least.verdict(value) for value in (99, 100)] == ["worse", "as expected"]
+    (drafting,) = (goal for goal in GOALS if goal.family == AR_DRAFT)
+    part = Cell(System(AR_DRAFT), 1, 256).slug
+    assert drafting.found({part: a_speed(9000.0)}) == pytest.approx(8.0)
+    assert drafting.found({}) is None
 
 
 def test_without_results_there_is_no_report(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["report", "--out", str(folder)]) == 1
+    assert run.main(["report", "--out", str(folder)]) == 1
     assert "holds no results" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Inside the scheduler: timers, kernels of replayed rounds, and what is made of them."""
+"""Inside the scheduler: timers, kernels of rounds, and what is made of them."""
 
 import ast
 import importlib.util
@@ -11,118 +11,40 @@ from typing import Any
 
 import pytest
 from gpu import replays, rounds
-from gpu.plugin import kernel_recorder, speed_probe
-from gpu.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
-from gpu.plugin.speed_probe import REPEATS, Probe
-from gpu.probing import PLUGIN, PROFILED_ROUNDS, ProbedEngine, probed
-from speed.engines import Launch
-from speed.grid import BLOCK, Cell, System
+from gpu.engines import PLUGIN, PROFILED_ROUNDS, probed, profile
+from gpu.plugin import speed_probe
+from gpu.plugin.speed_probe import SKIPPED, KernelRecorder, Probe, kernels_of
+from speed.grid import BLOCK, Cell, Launch, System
 from speed.presets import CPU
 from speed.remote import Sample, Work
 from speed_stand_ins import FakeEngine
 from study import BenchError
 
-BLOCK_CELL = Cell(System(BLOCK, 8, 8), 2, 256)
-FORWARD_SECONDS = 10.0
 
+def test_rounds_and_steps_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As SGLang's scheduler calls them, with a quarter of a second behind each round of two."""
+    clock = SimpleNamespace(time=0.0)  # which passes by what is done, not by itself
+    monkeypatch.setattr(speed_probe, "now", lambda: clock.time)
 
-class Model:
-    """Stands in for what runs a model over particles."""
-
-    def __init__(self, clock: Any) -> None:
-        self.clock, self.calls = clock, list[str]()
-
-    def next_logits(self, tokens: str) -> str:
-        self.clock.time += FORWARD_SECONDS
-        self.calls.append(tokens)
-        return f"logits of {tokens}"
-
-    chain_logits = next_logits
-
-
-class Steps:
-    """Two drafts, a target pass, and a decision with a step in it; each takes a second itself."""
-
-    def __init__(self, clock: Any) -> None:
-        self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
-
-    def propose(self) -> None:
-        self.clock.time += 1
-        for token in "ab":
-            assert self.draft.next_logits(token) == f"logits of {token}"
-
-    def score(self) -> None:
-        self.target.chain_logits("chain")
-        self.clock.time += 1
-
-    def decide(self) -> None:
-        self.clock.time += 1
-        self.weigh()
-
-    def weigh(self) -> None:
-        self.clock.time += 1
-
-
-class Worker:
-    """A worker, and its round: four parts, and half a second between them."""
-
-    def __init__(self, clock: Any) -> None:
-        self.clock, self._steps, self._round = clock, Steps(clock), self
-
-    def _load_round(self) -> None:
-        self.clock.time += 2
-
-    def _commit(self) -> None:
-        self.clock.time += 3
-
-    def launch_round(self, batch: Any) -> str:
-        self._load_round()
-        self._steps.propose()
-        self._steps.score()
-        self.clock.time += 0.5
-        self._steps.decide()
-        self._commit()
+    def launch(batch: Any) -> str:
+        clock.time += 2
         return f"a round of {len(batch.reqs)}"
 
-
-ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
-
-
-def schedule(clock: Any, out: Path, every: int, num_rounds: int) -> Steps:
-    """Run rounds as SGLang's scheduler does, with a quarter of a second behind each."""
-    scheduler = SimpleNamespace(draft_worker=Worker(clock))
-    probe, mode = Probe(str(out), every, KernelRecorder(0)), SimpleNamespace(is_decode=lambda: True)
+    scheduler = SimpleNamespace(draft_worker=SimpleNamespace(launch_round=launch))
+    mode = SimpleNamespace(is_decode=lambda: True)
+    probe = Probe(str(tmp_path / "out"), KernelRecorder(0))
     probe.built(lambda _: None, scheduler)
-    for _ in range(num_rounds):
+    for _ in range(3):
         batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
         found = probe.ran(lambda _, b: scheduler.draft_worker.launch_round(b), scheduler, batch)
         assert found == "a round of 2"
         clock.time += 0.25
     probe.idle(lambda _: None, scheduler)
-    return scheduler.draft_worker._steps
-
-
-def test_rounds_are_told_by_part_and_the_same_forwards_run_again_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clock = SimpleNamespace(time=0.0)  # which passes by what is done, not by itself
-    monkeypatch.setattr(speed_probe, "now", lambda: clock.time)
-    schedule(clock, tmp_path / "out", every=2, num_rounds=3)
+    probe.idle(lambda _: None, scheduler)  # nothing ran since
     (line,) = (tmp_path / "out").read_text().splitlines()
-    found = json.loads(line)
-    assert [one["alone"] for one in found["rounds"]] == [None, 3 * FORWARD_SECONDS, None]
-    for one in found["rounds"]:  # whether or not forwards were run again within
-        assert one["batch"] == 2
-        assert one["round"] == pytest.approx(ROUND)
-        assert one["forwards"] == {"draft": 2 * FORWARD_SECONDS, "target": FORWARD_SECONDS}
-        # What a part calls is its own, and what lies between parts is nobody's.
-        assert one["parts"] == {"open": 2, "propose": 1, "score": 1, "decide": 2, "commit": 3}
-    starts = [start for start, _ in found["steps"]]
-    again = 3 * FORWARD_SECONDS * REPEATS
-    assert starts == pytest.approx([0, ROUND + 0.25, 2 * (ROUND + 0.25) + again])
-    steps = schedule(clock, tmp_path / "again", every=1, num_rounds=1)
-    assert steps.draft.calls == [*"ab", *"ab" * REPEATS]
-    assert steps.target.calls == ["chain"] * (1 + REPEATS)
+    one = {"batch": 2, "recorded": False, "round": 2.0}
+    steps = [[2.25 * place, 2] for place in range(3)]
+    assert json.loads(line) == {"steps": steps, "rounds": [one] * 3, "kernels": None}
 
 
 def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
@@ -131,7 +53,7 @@ def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
         found = probed(Launch({"device": device}, {"A": "1"}), tmp_path / "out").environment
         assert found["PYTHONPATH"].split(os.pathsep)[0] == str(PLUGIN)
         assert (found["A"], found[speed_probe.OUT]) == ("1", str(tmp_path / "out"))
-        assert int(found[speed_probe.KERNELS]) == kernels and int(found[speed_probe.EVERY]) > 0
+        assert int(found[speed_probe.KERNELS]) == kernels
     points = (PLUGIN / "speed_probe-1.0.dist-info" / "entry_points.txt").read_text()
     assert "speed_probe = speed_probe:register" in points
 
@@ -152,8 +74,6 @@ def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     stand_in = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=0))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", stand_in)
     monkeypatch.setenv(speed_probe.OUT, str(tmp_path / "out"))
-    assert speed_probe.__file__ is not None  # SGLang has the plugin's folder on its path
-    monkeypatch.syspath_prepend(str(Path(speed_probe.__file__).parent))
     speed_probe.register()
     stock = methods("sglang", "srt/managers/scheduler.py", "Scheduler")
     assert len(hooked) == 3
@@ -161,54 +81,33 @@ def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
         owner, _, name = target.rpartition(".")
         assert owner == "sglang.srt.managers.scheduler.Scheduler" and name in stock
     assert "launch_round" in methods("sglang_smc", "worker.py", "SMCWorker")
-    assert set(speed_probe.OWN_PARTS) <= methods("sglang_smc", "round/play.py", "Round")
-    forwards = methods("sglang_smc", "models/forward.py", "ParticleForward")
-    assert set(speed_probe.FORWARDS) & forwards
 
 
 class TimedEngine(FakeEngine):
-    """Writes what the timers of a real one would."""
+    """Writes what the timers of a real one would, on a CPU: rounds of 1.1 s, the last of fewer."""
 
-    def __init__(self, system: System, out: Path, asked: list[Any]) -> None:
-        super().__init__(system, asked, [-1])
+    def __init__(self, system: System, out: Path) -> None:
+        super().__init__(system, [], [-1])
         self.out = out
 
     def ask(self, work: Work) -> Sample:
-        found = super().ask(work)
-        batch = len(work.prompts)
-        one = {"batch": batch, "round": 1.1, "forwards": {"draft": 0.4, "target": 0.6}}
-        one |= {"alone": None, "parts": {"decide": 0.1}}
-        again = {**one, "alone": 1.0, "parts": {"decide": 0.1, "commit": 0.0}}
-        last = {**one, "batch": batch - 1, "round": 99.0}
+        found, batch = super().ask(work), len(work.prompts)
+        one = {"batch": batch, "round": 1.1, "recorded": False}
         steps = [[1.3 * place, batch] for place in range(found.rounds)]
-        burst = {"steps": steps, "rounds": [one, again, one, again, last]}
+        last = {**one, "batch": batch - 1, "round": 99.0}
+        burst = {"steps": steps, "rounds": [one] * 4 + [last], "kernels": None}
         with self.out.open("a") as file:
             file.write(json.dumps(burst) + "\n")
         return found
 
 
-@pytest.fixture
-def timed(tmp_path: Path) -> ProbedEngine:
-    out = tmp_path / "timers"
-    return ProbedEngine(TimedEngine(BLOCK_CELL.system, out, []), out)
-
-
-def test_a_round_against_its_forwards_and_no_number_where_no_timer_reaches(
-    timed: ProbedEngine,
-) -> None:
-    row = rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])
-    assert row.ratio_to_forwards == pytest.approx((1.1, 1.1, 1.1, 2))
-    assert (row.rounds, row.round_seconds, row.forwards_alone_seconds) == (4, 1.1, 1.0)
-    assert row.parts[rounds.DRAFT] == 0.4
-    # Of rounds whose forwards were not run again.
-    assert row.parts[rounds.BETWEEN] == pytest.approx(0.2)
-    assert row.parts["commit"] == 0.0
-
-    entry = timed.inside(BLOCK_CELL, 0, CPU)
-    for one in entry["bursts"][0]["rounds"]:
-        one["alone"] = None
-    with pytest.raises(BenchError, match="CUDA graph"):
-        rounds.make_row(BLOCK_CELL, [entry])
+def test_on_a_cpu_rounds_are_timed_alone(tmp_path: Path) -> None:
+    cell = Cell(System(BLOCK, 8, 8), 2, 256)
+    found = profile(TimedEngine(cell.system, tmp_path / "out"), cell, CPU, tmp_path / "out")
+    row = rounds.make_row(cell, found["bursts"])
+    assert (row.rounds, row.round_seconds, row.forwards_seconds) == (4 * CPU.repeats, 1.1, None)
+    assert row.parts == {rounds.BETWEEN: pytest.approx(0.2)}
+    assert "1100.00 |  |  | 200.00" in rounds.markdown([row])
 
 
 CELL = Cell(System(BLOCK, 8, 8), 1, 256)
@@ -260,31 +159,40 @@ def test_every_kernel_of_ours_is_known() -> None:
 
 
 def test_sums_of_kernels() -> None:
-    found = replays.summed(recorded(3))
-    assert found is not None and found["rounds"] == 3
+    found = replays.summed(recorded(3), 99)
+    assert found["rounds"] == 3 and found["replayed"]
     assert found["busy"] == pytest.approx([BUSY] * 3)
     assert found["forwards"] == pytest.approx([(2 * 16 + 77) * 1e-6] * 3)
     assert found["sums"][0] == [replays.TARGET, replays.GEMM, GEMM_NAME, 2, pytest.approx(70e-6)]
     assert sum(line[-1] for line in found["sums"]) == pytest.approx(BUSY)
 
-    kernels = recorded(1)
+
+def test_kernels_that_are_launched_one_by_one_have_no_phase() -> None:
+    kernels = recorded(2)
+    kernels["events"] = kernels["events"][2:]  # without those around the rounds
     for place, event in enumerate(kernels["events"]):
-        event[3] = place  # launched one by one
-    assert replays.summed(kernels) is None
+        event[3] = place
+    found = replays.summed(kernels, 2)
+    assert not found["replayed"] and found["busy"] == pytest.approx([BUSY])
+    assert found["forwards"] == pytest.approx([109e-6])
+    assert {replays.part_of(*line[:2]) for line in found["sums"]} == {
+        *replays.FORWARD,
+        replays.OURS,
+        replays.OTHER,
+    }
 
 
-def entry(replayed: Any) -> dict[str, Any]:
+def bursts_of(kernels: Any) -> list[dict[str, Any]]:
     """Four rounds, of which the profiler slowed two."""
     seconds = 1.25 * BUSY
-    one = {"batch": 1, "recorded": False, "round": seconds, "forwards": {}, "alone": None}
+    one = {"batch": 1, "recorded": False, "round": seconds}
     slow = {**one, "recorded": True, "round": 99.0}
-    rounds_of = [{**each, "parts": {}} for each in (one, slow, slow, one, one)]
     steps = [[place * 2 * seconds, 1] for place in range(6)]
-    return {"bursts": [{"steps": steps, "rounds": rounds_of, "replays": replayed}]}
+    return [{"steps": steps, "rounds": [one, slow, slow, one, one], "kernels": kernels}]
 
 
 def test_a_replayed_round_is_told_by_its_kernels() -> None:
-    row = rounds.make_row(CELL, [entry(replays.summed(recorded(3)))])
+    row = rounds.make_row(CELL, bursts_of(replays.summed(recorded(3), 2)))
     micro = {name: round(1e6 * value, 3) for name, value in row.parts.items()}
     assert micro == {
         "draft GEMMs": 20,
@@ -299,16 +207,17 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
         rounds.GAPS: pytest.approx(0.25e6 * BUSY),
         rounds.BETWEEN: pytest.approx(1.25e6 * BUSY),
     }
-    assert row.replayed and row.rounds == 3
+    assert row.rounds == 3
     assert row.round_seconds == pytest.approx(1.25 * BUSY)
+    assert row.ratio_to_forwards is not None
     assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
     assert "draft GEMMs" in rounds.markdown([row])
 
-    found = entry(replays.summed(recorded(3)))
-    for one in found["bursts"][0]["rounds"]:
+    found = bursts_of(None)
+    for one in found[0]["rounds"]:
         one["recorded"] = True  # none has a time of its own
     with pytest.raises(BenchError, match="too short"):
-        rounds.make_row(CELL, [found])
+        rounds.make_row(CELL, found)
 
 
 class FakeProfiler:
@@ -348,8 +257,8 @@ def test_torchs_profiler_has_what_is_read_of_it() -> None:
 
 
 def test_some_rounds_of_each_burst_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_recorder.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(kernel_recorder.torch.profiler, "profile", FakeProfiler)
+    monkeypatch.setattr(speed_probe.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(speed_probe.torch.profiler, "profile", FakeProfiler)
     recorder = KernelRecorder(2)
     seen = []
     for place in range(SKIPPED + 5):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from fidelity.nats import FOLDS, kl_at_least, paired_ratio_difference, ratio, watched_tilt
+from fidelity.nats import FOLDS, kl_at_least, watched_tilt
 from fidelity.scoring import token_statistics
-from results import Z95, Interval
+from intervals import Z95, Interval, paired_ratio_difference, ratio
 from scipy.stats import binom
 
 V, EOS, START, LIMIT = 6, 0, 5, 80

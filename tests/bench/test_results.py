@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import trees
-from drafts import cli as drafts
-from results import Interval, ess_share, interval_cell, resample_rate, wilson
+from drafts.run import Drafts
+from intervals import Interval, wilson
+from results import ess_share, interval_cell, resample_rate
 from scipy.stats import binomtest
-from steering import cli as steering
 from steering.report import shown, summaries
+from steering.run import Steering
 from study import PUBLISHED, REPOSITORY
-from support import cli, page, pairs, trial
-from support import cli as support
-from support import page as support_page
+from support import pairs, run, trial
 from support.families import FAMILIES
 from support.trial import Trial
 
@@ -63,32 +62,33 @@ def test_the_published_table_of_fidelity_says_what_its_numbers_say() -> None:
             assert any(cells(column, line, scale, form) in row for row in said), line["slug"]
 
 
-@pytest.mark.parametrize("study", [drafts, steering], ids=lambda study: study.REPORT.name)
+@pytest.mark.parametrize("study", [Drafts, Steering], ids=lambda study: study.name)
 def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
-    report, folder = study.REPORT, PUBLISHED / study.REPORT.name
-    origin = json.loads((folder / "provenance.json").read_text())
-    page = report.markdown(report.read(folder), study.note(origin))
-    assert (folder / report.files[1]).read_text() == page
+    """Behind a note, which says how they were measured then."""
+    report, folder = study.report, PUBLISHED / study.name
+    there = (folder / report.files[1]).read_text().partition("\n\n")[2]
+    assert there == report.markdown(report.read(folder), "").removeprefix("\n\n")
+    assert study.note(json.loads((folder / "provenance.json").read_text()))
 
 
 def test_pages_say_what_was_published() -> None:
     """Red where results are replaced and the page is not, or the other way round."""
-    page = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
-    assert summaries(shown(steering.REPORT.read(PUBLISHED / "steering"))) in page["potentials"]
-    made = support_page.tables(support.read(PUBLISHED / "support" / "support.json"))
-    assert made.strip() in page["support"]
+    pages = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
+    steered = Steering.report.read(PUBLISHED / "steering")
+    assert summaries(shown(steered)) in pages["potentials"]
+    assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
     assert (PUBLISHED / "support" / "pairs.md").read_text() == pairs.pairs_page()
     rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
     assert trees.markdown(rows) + "\n" == (PUBLISHED / "trees" / "trees.md").read_text()
     made = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
     for heading, table in (("Measured", made), ("Beside SGLang's trees", trees.markdown(rows))):
-        section = page["drafts"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        section = pages["drafts"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         cited = {line for line in section.splitlines() if line.startswith("|")}
         assert len(cited) > 5 and cited <= set(table.splitlines())
 
 
 def test_every_family_was_tried_and_none_fails() -> None:
-    found = cli.read(PUBLISHED / "support" / "support.json")
+    found = run.read(PUBLISHED / "support" / "support.json")
     assert set(found) == {family.name for family in FAMILIES} and len(FAMILIES) >= 40
     assert [one for one in found.values() if "failed" in (one.target, one.draft)] == []
 
@@ -105,17 +105,17 @@ def test_a_refusal_is_read_by_its_flag_and_a_death_by_its_last_error(tmp_path: P
     }
     log = tmp_path / "log"
     log.write_text("starting\nValueError: first\n  in a trace: Error\nKeyError: 'last'\nbye\n")
-    assert cli._last_error(log) == "KeyError: 'last'"
-    assert cli._last_error(tmp_path / "none") == "it did not answer"
+    assert run.last_error(log) == "KeyError: 'last'"
+    assert run.last_error(tmp_path / "none") == "it did not answer"
 
 
 def test_only_a_row_that_was_tried_is_shown(tmp_path: Path) -> None:
     names = [FAMILIES[1].name, FAMILIES[0].name]
-    cli.write(tmp_path / "trials.json", {name: Trial(name, "run", "run") for name in names})
-    found = cli.read(tmp_path / "trials.json")
+    run.write(tmp_path / "trials.json", {name: Trial(name, "run", "run") for name in names})
+    found = run.read(tmp_path / "trials.json")
     assert list(found) == names[::-1], "in the families' order"
-    assert f"| {FAMILIES[0].name}; {FAMILIES[1].name} | yes | yes |" in page.tables(found)
-    assert FAMILIES[2].name not in page.tables(found)
+    assert f"| {FAMILIES[0].name}; {FAMILIES[1].name} | yes | yes |" in run.tables(found)
+    assert FAMILIES[2].name not in run.tables(found)
 
 
 def test_a_bare_configuration_names_its_architecture(tmp_path: Path) -> None:
@@ -129,5 +129,5 @@ def test_a_bare_configuration_names_its_architecture(tmp_path: Path) -> None:
 def test_requests_that_fit_a_gpu() -> None:
     """16.1 and 2.5 GB of weights, 160 KiB a token, 1,536 tokens and 81 slots a request."""
     room = 0.88 * 80e9 - 1.5e9 - 18.6e9
-    assert pairs.fit(pairs.PAIRS[0], 80e9, 81) == int(room / (160 * 1024) / (1536 + 81))
-    assert pairs.fit(pairs.PAIRS[0], 20e9, 81) is None
+    assert pairs.fit(*pairs.PAIRS[0][:2], 80e9, 81) == int(room / (160 * 1024) / (1536 + 81))
+    assert pairs.fit(*pairs.PAIRS[0][:2], 20e9, 81) is None

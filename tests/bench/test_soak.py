@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-import soak.clients as clients
-from soak import dawdlers, legs
-from soak.answers import Ending, ending, failed
-from soak.clients import Clients
+from soak import clients, dawdlers
+from soak import run as soak
+from soak.clients import Clients, Ending, ending, failed
 from soak.dawdlers import KINDS, Dawdlers
-from soak.grammars import GRAMMARS
 from soak.traffic import (
+    GRAMMARS,
     MAX_LAG,
     NUM_PARTICLES,
     NUM_STEPS,
@@ -230,17 +229,17 @@ def test_a_server_that_is_gone_gets_no_more_requests() -> None:
 
 def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server whose flushes succeed, and of one that is gone."""
-    assert legs.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
+    assert soak.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
     load = {"num_used_tokens": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}
     told = {"post": lambda: httpx.Response(200), "get": lambda: httpx.Response(200, json=loads)}
     loads = {"loads": [load]}
     clock = SimpleNamespace(monotonic=itertools.count(0, 40).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(legs, "time", clock)
+    monkeypatch.setattr(soak, "time", clock)
     for name, answer in told.items():
-        monkeypatch.setattr(legs.httpx, name, lambda *_, answer=answer, **__: answer())
-    assert legs.at_rest("http://server") == []
+        monkeypatch.setattr(soak.httpx, name, lambda *_, answer=answer, **__: answer())
+    assert soak.at_rest("http://server") == []
     load["num_used_tokens"] = 3
-    (lost,) = legs.at_rest("http://server")
+    (lost,) = soak.at_rest("http://server")
     assert "num_used_tokens is 3" in lost
 
 

@@ -11,17 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import Interval
-from speed import cli, presets
+from intervals import Interval, estimate, log_ratio
+from speed import run as speed
 from speed.bound import least_round, shapes
-from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
-from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
-from speed.measure import WARM_UP, WARM_UP_TOKENS, work
-from speed.presets import CPU, PRESETS, Preset
-from speed.ratios import estimate, log_ratio
+from speed.grid import (
+    AR,
+    AR_STOCK,
+    BLOCK,
+    CHAIN,
+    EXACT,
+    NGRAM,
+    SIMULATED_ACCEPTANCE,
+    TREE,
+    Cell,
+    System,
+    cells,
+    environment,
+    settings,
+    systems,
+)
+from speed.measure import WARM_UP_TOKENS, CellLog, Measured, work
+from speed.presets import CPU, PRESETS
 from speed.remote import EngineError, RemoteEngine, Work, end_group, reason
 from speed.report import CellRow, make_rows, markdown
-from speed.store import CellLog, Measured
+from speed.run import Speed
 from speed_stand_ins import (
     FIRST,
     SECONDS,
@@ -62,15 +75,15 @@ class Bench(Runner):
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
+    leave_out_what_takes_seconds(monkeypatch, Speed, tmp_path)
     device = {"name": "x", "bandwidth": 1e9, "flops": 1e12, "capacity": 1e9}
 
     def measure(_: object, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(device))
 
-    monkeypatch.setattr(cli, "measure_machine", measure)
-    return Bench(cli, tmp_path / "out", graded_reply, ())
+    monkeypatch.setattr(speed, "measure_machine", measure)
+    return Bench(Speed, tmp_path / "out", graded_reply, ())
 
 
 def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> None:
@@ -80,19 +93,10 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> No
     at = next(i for i, (slug, _) in enumerate(ours) if slug != "ar")
     assert [slug for slug, _ in ours[at - 1 : at + 3]] == ["ar", "smc-block-n4-k4"] * 2
     assert ours[at - 1][1] == ours[at][1]
-    for name in cli.REPORT.files:
+    for name in Speed.report.files:
         assert (bench.folder / "cpu-quick" / name).stat().st_size > 0
     origin = json.loads((bench.folder / "cpu-quick" / "provenance.json").read_text())
     assert origin["settings"]["weights"] == "dummy"
-
-
-def test_where_one_engine_fits_plain_decoding_stands_around_the_others(bench: Bench) -> None:
-    only = ("--only", "smc-block-n8-k8*", "smc-exact-n8*", "--batch", "1", "--prompt", "256")
-    assert bench("--preset", "h200-70b", *only) == 0
-    assert bench.started == ["ar", "smc-block-n8-k8", "smc-exact-n8-k8", "ar"]
-    assert [slug for slug, _ in bench.counted()] == (
-        ["ar"] * 3 + ["smc-block-n8-k8"] * 3 + ["smc-exact-n8-k8"] * 3 + ["ar"] * 3
-    )
 
 
 def test_an_interrupted_run_goes_on(bench: Bench) -> None:
@@ -106,14 +110,6 @@ def test_an_interrupted_run_goes_on(bench: Bench) -> None:
     assert (bench.asked, bench.started) == ([], [])
     assert bench(*QUICK, "--only", "smc-block*", "--repeats", "4") == 0
     assert [slug for slug, _ in bench.counted()] == ["ar", "smc-block-n4-k4"] * 2
-
-
-def test_a_call_that_is_out_of_time_begins_nothing_new(bench: Bench) -> None:
-    assert bench(*QUICK, "--minutes", "0") == 1  # and has nothing to report
-    assert bench.counted() == []
-    only = ("--only", "smc-block-n8-k8*", "--batch", "1", "--prompt", "256")
-    assert bench("--preset", "h200-70b", *only, "--minutes", "0") == 0
-    assert bench.started == ["ar", "ar"]  # around what would have been between
 
 
 def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> None:
@@ -191,20 +187,17 @@ def test_a_child_that_dies_is_an_engine_error(tmp_path: Path) -> None:
 # --- Its plan and its numbers
 
 
-GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]
 B8 = System(BLOCK, 8, 8)
 
 
 def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
     ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
-    assert ours == plain
+    assert ours == plain and ours.prompts[0] != ours.prompts[1]
     assert [len(prompt) for prompt in ours.prompts] == [256, 256]
-    assert ours.prompts[0] != ours.prompts[1]
     assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
     tokens = {token for prompt in ours.prompts for token in prompt}
     assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
     assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
-    assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
 
 
 def test_engines_differ_by_their_speculation_alone() -> None:
@@ -219,10 +212,10 @@ def test_engines_differ_by_their_speculation_alone() -> None:
 def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
     chain = System(CHAIN)
     assert environment(chain, CPU) == {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
-    real = presets.replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
+    real = replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
     assert (environment(chain, real), settings(chain, real)["load_format"]) == ({}, "auto")
     assert environment(B8, CPU) == environment(System(AR), CPU) == {}
-    assert environment(System(AR_STOCK), GPU_8B) == {"SGLANG_PLUGINS": "none"}
+    assert environment(System(AR_STOCK), PRESETS["h200-8b"]) == {"SGLANG_PLUGINS": "none"}
 
 
 MACHINE = Device("x", bandwidth=1e10, flops=1e11)
@@ -239,9 +232,7 @@ def test_intervals_by_hand() -> None:
     freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
     found = estimate([1.0, 2.0, 3.0]).minus(estimate([1.0, 5.0]))
     assert found[:3] == pytest.approx((-1, total, freedom))
-
-
-def test_one_repeat_says_nothing_of_its_spread() -> None:
+    # One repeat says nothing of its spread.
     assert estimate([2.0]).interval() == (2.0, -math.inf, math.inf, 1)
     ratio = log_ratio([2.0], [1.0], paired=True).ratio()
     assert (ratio.mean, ratio.low) == (2.0, 0.0) and ratio.high > 1e300
@@ -249,23 +240,20 @@ def test_one_repeat_says_nothing_of_its_spread() -> None:
 
 
 def test_measuring_in_turns_takes_out_what_both_have() -> None:
-    theirs = [10.0, 20.0, 5.0]
-    ours = [2 * value for value in theirs]
-    paired = log_ratio(ours, theirs, paired=True).ratio()
-    assert paired == pytest.approx((2, 2, 2, 3))
+    ours, theirs = [20.0, 40.0, 10.0], [10.0, 20.0, 5.0]
+    assert log_ratio(ours, theirs, paired=True).ratio() == pytest.approx((2, 2, 2, 3))
     unpaired = log_ratio(ours, theirs, paired=False).ratio()
-    assert unpaired.mean == pytest.approx(2)
-    assert unpaired.low < 1 < unpaired.high
+    assert unpaired.mean == pytest.approx(2) and unpaired.low < 1 < unpaired.high
 
 
-def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog:
-    log = CellLog(Log(folder / preset.name / f"{cell.slug}.jsonl", {"a": 1}))
+def log_of(cell: Cell, folder: Path) -> CellLog:
+    log = CellLog(Log(folder / f"{cell.slug}.jsonl", {"a": 1}))
     if cell.system.family == NGRAM:
-        log.refuse("ImportError: no kernels")
+        log.add("ImportError: no kernels")
         return log
     for repeat, slower in enumerate(NOISE):
-        asked = work(cell, repeat, preset)
-        plain = sample(System(AR), asked, slower) if beside else None
+        asked = work(cell, repeat, ANY_CPU)
+        plain = None if cell.system.family == AR else sample(System(AR), asked, slower)
         log.add(Measured("now", repeat, sample(cell.system, asked, slower), plain))
     return log
 
@@ -274,11 +262,7 @@ def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
     """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
     folder = tmp_path_factory.mktemp("logs")
-    logs = {
-        cell: log_of(cell, folder, ANY_CPU, beside=cell.system.family != AR)
-        for cell in cells(ANY_CPU)
-    }
-    return make_rows(logs, ANY_CPU, MACHINE)
+    return make_rows({cell: log_of(cell, folder) for cell in cells(ANY_CPU)}, ANY_CPU, MACHINE)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -313,17 +297,6 @@ def test_ratios(rows: list[CellRow]) -> None:
     stock = row_of(rows, "ar-without-the-plugin-b1-p256")
     assert mean(stock.ratio_to_ar) == pytest.approx(0.10 / 0.09)
     assert stock.ratio_to_standalone is None
-
-
-def test_without_turns_a_ratio_is_to_plain_decoding_of_the_same_call(tmp_path: Path) -> None:
-    plain, block = Cell(System(AR), 1, 256), Cell(System(BLOCK, 8, 8), 1, 256)
-    logs = {cell: log_of(cell, tmp_path, GPU_70B, beside=False) for cell in (plain, block)}
-    other_day = sample(System(AR), work(plain, 0, GPU_70B), slower=100.0)
-    logs[plain].add(Measured("another day", 0, other_day))
-    found = row_of(make_rows(logs, GPU_70B, None), block.slug)
-    assert mean(found.ratio_to_ar) == pytest.approx(5)
-    assert found.ratio_to_ar is not None and found.ratio_to_ar.low < 4.5
-    assert (found.least_round_seconds, found.dtype) == (None, "fp8")
 
 
 def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
@@ -364,7 +337,7 @@ def test_the_least_that_each_system_moves() -> None:
 def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
     """Hours of samples must not end in a picture that cannot be drawn."""
     some = [row for row in rows if row.family == BLOCK]
-    report, note = cli.REPORT, "How it was measured."
+    report, note = Speed.report, "How it was measured."
     assert report.write(tmp_path, some, {}, lambda _: note).startswith(note)
     assert (tmp_path / "speed.png").stat().st_size > 0
     found = [mean(row.decode_tokens_per_second) for row in report.read(tmp_path)]

@@ -7,24 +7,26 @@ from typing import Any
 
 import pytest
 from answers import MAX_PROBLEMS, Reply, Request
+from intervals import Interval
 from pair.task import held_out
-from results import Interval
 from speed_stand_ins import Runner, leave_out_what_takes_seconds
-from steering import cli
-from steering.choices import best, drawn, number_of, voted
+from steering import run as steering
 from steering.grid import PARTICLES, POTENTIALS
 from steering.judge import Judge
 from steering.report import (
-    BEGIN,
-    END,
     MAJORITY,
+    MARKS,
     SMC_VOTE,
     Row,
-    note,
+    best,
+    drawn,
+    number_of,
     shown,
     summaries,
     summary,
+    voted,
 )
+from steering.run import Steering, note
 from steering.steps import Steps, wrong_steps
 from study import REPOSITORY
 
@@ -142,13 +144,13 @@ class _NoArgs(Constant):
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
+    leave_out_what_takes_seconds(monkeypatch, Steering, tmp_path)
     page = tmp_path / "steering.md"
-    page.write_text(f"Before.\n{BEGIN}\nold\n{END}\nBehind.\n")
-    monkeypatch.setattr(cli, "PAGE", page)
+    page.write_text("Before.\n{}\nold\n{}\nBehind.\n".format(*MARKS))
+    monkeypatch.setattr(steering, "PAGE", page)
     words = ("--problems", "4")
     potentials = {"steps": Constant(), "judge": _NoArgs()}
-    return Runner(cli, tmp_path / "out", replying(tokenizer), words, lambda: potentials)
+    return Runner(Steering, tmp_path / "out", replying(tokenizer), words, opened=lambda: potentials)
 
 
 def test_a_whole_run_is_published(bench: Runner) -> None:
@@ -167,23 +169,18 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
-    assert bench.published() == set(cli.REPORT.files)
-    page = cli.PAGE.read_text()
+    assert bench.published() == set(Steering.report.files)
+    page = steering.PAGE.read_text()
     assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
     assert summaries(shown(list(rows.values()))) in page
 
 
-def test_a_second_run_asks_nothing(bench: Runner) -> None:
-    """Red where what is on disk is asked again, or a part stops the report."""
-    assert bench("--only", "smc-draft-steps-*") == 0
-    assert bench.started == ["smc draft"]
-    assert bench("--only", "smc-draft-steps-*") == 0
-    assert bench.started == []
+def test_values_are_evaluated_once(bench: Runner) -> None:
+    """Red where what is on disk is evaluated again, or a part stops the report."""
     assert bench("--only", "plain-draft") == 0
-    bench.stand_ins = (None,)  # it would be called for values that are missing
+    bench.stand_ins = {"opened": None}  # it would be called for values that are missing
     assert bench("--only", "plain-draft") == 0
     assert bench.started == []
-    assert bench("--publish", "--only", "smc-draft-steps-*") == 1, "not all is there"
 
 
 # --- Tables and the page
@@ -197,8 +194,8 @@ def row(method: str, count: int, mean: float) -> Row:
 
 def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
     rows = [row(MAJORITY, 4, 0.5), row(MAJORITY, 8, 0.625), row(SMC_VOTE, 8, 0.75)]
-    text = cli.REPORT.write(tmp_path, rows, {"temperature": 1.0, "problems": 200}, note)
-    assert cli.REPORT.read(tmp_path) == rows
+    text = Steering.report.write(tmp_path, rows, {"problems": 200}, note)
+    assert Steering.report.read(tmp_path) == rows
     assert "0 to 199" in text
     table = summary(rows, "draft").splitlines()
     assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"

@@ -12,23 +12,28 @@ from typing import Any
 import pytest
 import study
 from answers import Reply, Request
-from drafts import engines as drafts
-from fidelity import cli
-from fidelity import measure as fidelity
+from drafts.run import Drafts
 from fidelity.grid import cells
+from fidelity.run import Fidelity
 from speed_stand_ins import Runner, canned_scores, graded_reply, leave_out_what_takes_seconds
-from steering import measure as steering
+from steering.run import Steering
 from study import BenchError, Log, code_fingerprint, matching
+from trees import Trees
 
 EVERY = cells((0.7,))
 WORDS = ("--problems", "6", "--temperatures", "0.7")
 
 
+def code(name: str) -> Any:
+    """A fingerprint, in place of the study's own."""
+    return lambda _: {"code": name}
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
-    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "mine"})
-    return Runner(cli, tmp_path / "out", graded_reply, WORDS, canned_scores)
+    leave_out_what_takes_seconds(monkeypatch, Fidelity, tmp_path)
+    monkeypatch.setattr(Fidelity, "fingerprint", code("mine"))
+    return Runner(Fidelity, tmp_path / "out", graded_reply, WORDS, score=canned_scores)
 
 
 def numbers(run: Runner, slug: str, folder: str = "answers") -> list[int]:
@@ -44,10 +49,10 @@ def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(run: Ru
     assert run("--publish", "--fresh") == 0
     assert run.started == ["target", "draft", "smc"]
     assert len(run.asked) == 6 * len(EVERY)
-    assert all((run.folder / name).stat().st_size > 0 for name in cli.REPORT.files)
+    assert all((run.folder / name).stat().st_size > 0 for name in Fidelity.report.files)
     origin = json.loads((run.folder / "provenance.json").read_text())
     assert origin["settings"]["problems"] == 6
-    assert run.published() == set(cli.REPORT.files)
+    assert run.published() == set(Fidelity.report.files)
 
 
 @pytest.mark.parametrize("last", [0, 1, 9])
@@ -81,14 +86,14 @@ def test_what_was_measured_otherwise_is_refused(
     run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("--only", "ar-*")
-    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "other"})
+    monkeypatch.setattr(Fidelity, "fingerprint", code("other"))
     assert run("--only", "ar-target*") == 1
     assert "code is 'mine' there and 'other' here" in run.said
     assert run.started == []
     assert run("--only", "exact-*") == 0  # of which nothing was there
     assert run("--only", "ar-target*", "--fresh") == 0
     assert (len(run.asked), len(numbers(run, "ar-target-t0.7"))) == (6, 6)
-    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "mine"})
+    monkeypatch.setattr(Fidelity, "fingerprint", code("mine"))
     assert run("--only", "ar-draft*") == 0
     assert run.asked == []  # fresh forgets what was selected alone
 
@@ -126,25 +131,26 @@ def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("study", "name", "models"),
+    ("kind", "name", "models"),
     [
-        (fidelity, "target", ["target"]),
-        (fidelity, "draft", ["draft"]),
-        (fidelity, "smc", ["target", "draft"]),
-        (drafts, "target", ["target"]),
-        (drafts, "EAGLE-3", ["target", "eagle3"]),
-        (drafts, "n-gram", ["target"]),
-        (drafts, "STANDALONE tuned draft", ["target", "tuned"]),
-        (steering, "plain target itself", ["target"]),
-        (steering, "smc draft", ["draft", "draft"]),
-        (steering, "smc target", ["target", "draft"]),
-        (steering, "smc target itself", ["target", "target"]),
+        (Fidelity, "target", ["target"]),
+        (Fidelity, "draft", ["draft"]),
+        (Fidelity, "smc", ["target", "draft"]),
+        (Drafts, "target", ["target"]),
+        (Drafts, "EAGLE-3", ["target", "eagle3"]),
+        (Drafts, "n-gram", ["target"]),
+        (Drafts, "STANDALONE tuned draft", ["target", "tuned"]),
+        (Steering, "plain target itself", ["target"]),
+        (Steering, "smc draft", ["draft", "draft"]),
+        (Steering, "smc target", ["target", "draft"]),
+        (Steering, "smc target itself", ["target", "target"]),
+        (Trees, "SMC with the EAGLE-3 head", ["target", "eagle3"]),
     ],
 )
 def test_engines_are_of_their_models_and_end(
-    monkeypatch: pytest.MonkeyPatch, study: Any, name: str, models: list[str]
+    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, models: list[str]
 ) -> None:
-    """And n-gram matches know nothing of earlier answers."""
+    """And know nothing of earlier answers, which n-gram matches would find."""
     seen: list[Any] = []
 
     def engine(**keywords: Any) -> Any:
@@ -158,9 +164,9 @@ def test_engines_are_of_their_models_and_end(
         return SimpleNamespace(tokenizer_manager=manager, loop=loop, **told)
 
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
-    with study.running(name) as asker:
+    with kind(kind.parse([])).running(name) as asker:
         assert list(asker.ask([])) == []
-    assert seen == [models, *(["flushed"] if name == "n-gram" else []), "ended"]
+    assert seen == [models, "flushed", "ended"]
 
 
 def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Time SGLang's scheduler by a plugin of SGLang that adds nothing but clocks.
+"""Time rounds in SGLang's scheduler, and record the kernels of some, by a plugin of SGLang.
 
 SGLang loads it if this folder is on the path; it is active if `SPEED_PROBE_OUT` names a file.
 Whenever the scheduler becomes idle, a line of JSON with its steps since the last line is appended.
+Kernels are those that torch's profiler sees, also of replayed CUDA graphs: those of one replay
+share the correlation id of its launch; kernels launched one by one have each their own.
 """
 
 from __future__ import annotations
@@ -9,24 +11,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from gpu.plugin.kernel_recorder import KernelRecorder
-
-OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
-KERNELS = "SPEED_PROBE_KERNELS"
+OUT, KERNELS = "SPEED_PROBE_OUT", "SPEED_PROBE_KERNELS"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-#: The methods that run a model over particles.
-FORWARDS = ("first_logits", "next_logits", "chain_logits", "decode", "verify")
-#: Methods of a round beside its steps, and their displayed names.
-OWN_PARTS = {"_load_round": "open", "_commit": "commit"}
-#: Number of times that a round's forwards are repeated, back to back.
-REPEATS = 3
+#: Rounds at the start of a burst that are not recorded, until all requests have arrived.
+SKIPPED = 4
 
 #: A point in time: seconds, or a CUDA event.
 Moment = Any
@@ -36,11 +30,9 @@ def register() -> None:
     """Install hooks in schedulers; SGLang calls this in every process, but only they match."""
     if OUT not in os.environ:
         return
-    from kernel_recorder import KernelRecorder  # SGLang has this folder on its path
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    recorder = KernelRecorder(int(os.environ.get(KERNELS, "0")))
-    probe = Probe(os.environ[OUT], int(os.environ.get(EVERY, "0")), recorder)
+    probe = Probe(os.environ[OUT], KernelRecorder(int(os.environ.get(KERNELS, "0"))))
     HookRegistry.register(f"{SCHEDULER}.init_model_worker", probe.built, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.run_batch", probe.ran, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.maybe_sleep_on_idle", probe.idle, HookType.AROUND)
@@ -66,20 +58,28 @@ def seconds(start: Moment, end: Moment) -> float:
 class Probe:
     """Steps and rounds of one scheduler since it was last idle."""
 
-    def __init__(self, path: str, forwards_every: int, recorder: KernelRecorder) -> None:
-        self._path, self._forwards_every = path, forwards_every
-        self._recorder = recorder
+    def __init__(self, path: str, recorder: KernelRecorder) -> None:
+        self._path, self._recorder = path, recorder
         self._steps: list[tuple[Moment, int]] = []  # each decode step's start and batch size
-        self._rounds: list[Round] = []
-        self._open: Round | None = None
-        self._num_rounds = 0
+        self._rounds: list[tuple[Moment, Moment, int, bool]] = []  # ends, batch, is recorded
 
     def built(self, original: Callable[..., Any], scheduler: Any) -> None:
         """Wrap the scheduler's worker once it is built, to time the rounds of an SMC worker."""
         original(scheduler)
         worker = getattr(scheduler, "draft_worker", None)
-        if self._forwards_every and hasattr(worker, "launch_round"):
-            self._wrap(worker)
+        if hasattr(worker, "launch_round"):
+            worker.launch_round = self._timed(worker.launch_round)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def timed(batch: Any) -> Any:
+            self._recorder.before(len(self._rounds))
+            start = now()
+            result = original(batch)
+            self._rounds.append((start, now(), len(batch.reqs), self._recorder.is_recording))
+            return result
+
+        return timed
 
     def ran(self, original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
         """Record the start of each decode step."""
@@ -93,7 +93,10 @@ class Probe:
             origin = self._steps[0][0]
             content = {
                 "steps": [[seconds(origin, moment), size] for moment, size in self._steps],
-                "rounds": [one.content() for one in self._rounds],
+                "rounds": [
+                    {"batch": batch, "recorded": recorded, "round": seconds(start, end)}
+                    for start, end, batch, recorded in self._rounds
+                ],
                 "kernels": self._recorder.take(),
             }
             self._steps, self._rounds = [], []
@@ -101,119 +104,58 @@ class Probe:
                 file.write(json.dumps(content) + "\n")
         return original(scheduler)
 
-    def _wrap(self, worker: Any) -> None:
-        steps = worker._steps
-        for name in public_methods(steps):
-            setattr(steps, name, self._part(name, getattr(steps, name)))
-        for name, shown in OWN_PARTS.items():
-            setattr(worker._round, name, self._part(shown, getattr(worker._round, name)))
-        for model in ("draft", "target"):
-            forward = getattr(steps, model)
-            for name in set(FORWARDS) & set(public_methods(forward)):
-                setattr(forward, name, self._forward(model, getattr(forward, name)))
-        worker.launch_round = self._round(worker.launch_round)
 
-    def _round(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def timed(batch: Any) -> Any:
-            self._num_rounds += 1
-            self._recorder.before(len(self._rounds))
-            self._open = Round(len(batch.reqs), self._recorder.is_recording)
-            result = original(batch)
-            self._open.end = now()
-            self._rounds.append(self._open)
-            self._open = None
-            return result
+class KernelRecorder:
+    """Recorder of ``number`` rounds of each burst that is long enough; of none for 0."""
 
-        return timed
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._profiler: Any = None
+        self._recorded: dict[str, Any] | None = None
 
-    def _part(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Time a part of a round; one called by another part counts as that one."""
+    @property
+    def is_recording(self) -> bool:
+        return self._profiler is not None
 
-        @wraps(original)
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            one = self._open
-            if one is None or one.is_inside:
-                return original(*arguments, **keywords)
-            one.is_inside, start = True, now()
-            result = original(*arguments, **keywords)
-            one.parts.append((name, start, now()))
-            one.is_inside = False
-            return result
+    def before(self, place: int) -> None:
+        """Start or stop recording before round ``place`` of a burst, counted from 0."""
+        if self._number and place == SKIPPED:
+            torch.cuda.synchronize()
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler.start()
+        elif self.is_recording and place == SKIPPED + self._number:
+            self._recorded = self._stop()
 
-        return timed
+    def take(self) -> dict[str, Any] | None:
+        """Return the kernels recorded since the last call; None if the burst was too short."""
+        if self.is_recording:
+            self._stop()
+        found, self._recorded = self._recorded, None
+        return found
 
-    def _forward(self, model: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Time a forward; one called by another forward counts as that one."""
-
-        @wraps(original)
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            one = self._open
-            if one is None or one.is_forwarding:
-                return original(*arguments, **keywords)
-            one.is_forwarding, start = True, now()
-            result = original(*arguments, **keywords)
-            part = len(one.parts)  # index of the enclosing part, once it is closed
-            one.forwards.append((model, part, start, now()))
-            one.calls.append(lambda: original(*arguments, **keywords))
-            # The target's forward is the last of a round; its tables are unchanged since the
-            # forwards.
-            if model == "target" and self._num_rounds % self._forwards_every == 0:
-                one.run_alone()
-            one.is_forwarding = False
-            return result
-
-        return timed
+    def _stop(self) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        return kernels_of(profiler.profiler.kineto_results.events())
 
 
-class Round:
-    """The timestamps of one round."""
-
-    def __init__(self, batch: int, is_recorded: bool) -> None:
-        self.batch, self.is_recorded = batch, is_recorded
-        self.start, self.end = now(), now()
-        self.parts: list[tuple[str, Moment, Moment]] = []
-        self.forwards: list[tuple[str, int, Moment, Moment]] = []
-        self.calls: list[Callable[[], Any]] = []
-        self.alone: tuple[int, Moment, Moment] | None = None
-        self.is_inside = self.is_forwarding = False
-
-    def run_alone(self) -> None:
-        """Run the very same forwards again: same rows, tokens, tables and slots.
-
-        They rewrite the keys and values that are already in these slots.
-        """
-        start = now()
-        for call in self.calls * REPEATS:
-            call()
-        self.alone = len(self.parts), start, now()
-
-    def content(self) -> dict[str, Any]:
-        """Return seconds of the round, its forwards and its other parts, without `alone`."""
-        part, alone = -1, 0.0
-        if self.alone is not None:
-            part, *ends = self.alone
-            alone = seconds(*ends)
-        parts: dict[str, float] = {}
-        for place, (name, start, end) in enumerate(self.parts):
-            inside = sum(seconds(*moments) for _, at, *moments in self.forwards if at == place)
-            rest = seconds(start, end) - inside - (alone if place == part else 0.0)
-            parts[name] = parts.get(name, 0.0) + rest
-        forwards: dict[str, float] = {}
-        for model, _, *moments in self.forwards:
-            forwards[model] = forwards.get(model, 0.0) + seconds(*moments)
-        return {
-            "batch": self.batch,
-            "recorded": self.is_recorded,
-            "round": seconds(self.start, self.end) - alone,
-            "forwards": forwards,
-            "alone": alone / REPEATS if self.alone else None,
-            "parts": parts,
-        }
-
-
-def public_methods(instance: Any) -> list[str]:
-    """Return the names of the public methods of an object's class."""
-    return [
-        name for name, value in vars(type(instance)).items() if callable(value) and name[0] != "_"
+def kernels_of(events: Iterable[Any]) -> dict[str, Any]:
+    """Return kernels as ``[name index, start, duration, launch]``, in nanoseconds."""
+    names: dict[str, int] = {}
+    found = [
+        [
+            names.setdefault(event.name(), len(names)),
+            event.start_ns(),
+            event.duration_ns(),
+            event.correlation_id(),
+        ]
+        for event in events
+        if event.device_type().name == "CUDA" and not event.is_user_annotation()
     ]
+    origin = min((start for _, start, _, _ in found), default=0)
+    return {
+        "names": list(names),
+        "events": [[name, start - origin, *rest] for name, start, *rest in found],
+    }

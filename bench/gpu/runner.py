@@ -1,20 +1,153 @@
-"""Run the cases of stages: skip those that are done, or longer than the time left."""
+"""Run the cases of stages within a call's time, and store results that a later call continues.
+
+Results are lines of JSON, each a call's provenance or a result; they may come from another machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from gpu.clock import Clock, TimeUpError
-from gpu.records import Records
 from speed.remote import EngineError
+from study import whole_lines
 
+RESULTS = "results.jsonl"
 #: A case that exceeds its expected time by this factor is treated as hanging.
 PATIENCE = 3.0
 LEAST_PATIENCE = 240.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders of a call: results in ``out``, and temporary files in ``work``."""
+
+    out: Path
+    work: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.work / "logs"
+
+    @property
+    def models(self) -> Path:
+        return self.work / "models"
+
+
+# --- Results
+
+Entry = dict[str, Any]
+
+
+class Records:
+    """All stored results, and the files for new ones.
+
+    Args:
+        writes: folders that are brought to hold every result.
+        reads: further folders with results of earlier calls.
+        call: provenance of this call: the machine, versions, the date.
+    """
+
+    def __init__(
+        self, writes: Sequence[Path], reads: Sequence[Path], call: Mapping[str, Any]
+    ) -> None:
+        self._lock = threading.Lock()
+        folders = dict.fromkeys((*reads, *writes))
+        found = {json.dumps(one): one for path in folders for one in whole_lines(path / RESULTS)}
+        self._found, self._paths = list(found.values()), [folder / RESULTS for folder in writes]
+        self._call = str(call["id"])
+        for path in self._paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in found))
+        self._append({"call": self._call, "provenance": dict(call)})
+
+    def add(self, stage: str, part: str, identity: Mapping[str, Any], content: Entry) -> None:
+        """Write one result."""
+        entry = {"stage": stage, "part": part, "identity": _plain(identity), "call": self._call}
+        self._append({**entry, **content})
+
+    def _append(self, entry: Entry) -> None:
+        with self._lock:
+            text = json.dumps(entry)
+            self._found.append(json.loads(text))
+            for path in self._paths:
+                with path.open("a") as file:
+                    file.write(text + "\n")
+
+    def has(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
+        """Return whether there is a result with the same identity."""
+        found = self.of(stage).get(part)
+        return found is not None and found["identity"] == _plain(identity)
+
+    def is_of_this_call(self, stage: str, part: str) -> bool:
+        """Return whether a part's last result is of this call."""
+        return self.of(stage)[part]["call"] == self._call
+
+    def of(self, stage: str) -> dict[str, Entry]:
+        """Return the last result of each part of a stage."""
+        return {one["part"]: one for one in self._found if one.get("stage") == stage}
+
+
+def read_results(folder: Path) -> tuple[dict[str, dict[str, Entry]], dict[str, Entry]]:
+    """Return the last result of each part by stage, and the calls that measured them."""
+    entries = whole_lines(folder / RESULTS)
+    stages: dict[str, dict[str, Entry]] = {}
+    for one in entries:
+        if "stage" in one:
+            stages.setdefault(one["stage"], {})[one["part"]] = one
+    used = {one["call"] for parts in stages.values() for one in parts.values()}
+    calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
+    return stages, {name: found for name, found in calls.items() if name in used}
+
+
+def _plain(identity: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(identity, default=str))
+
+
+# --- Time
+
+
+class TimeUpError(Exception):
+    """A block has used up its seconds."""
+
+
+class Clock:
+    """The time left of a call."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    @property
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        """Raise `TimeUpError` in a block of the main thread after ``seconds``.
+
+        Or earlier, at the end of the call. A signal interrupts blocking calls of the block.
+        """
+
+        def ring(number: int, frame: object) -> NoReturn:
+            raise TimeUpError
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, min(seconds, self.left)))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+# --- Cases and stages
 
 
 @dataclass
@@ -28,7 +161,7 @@ class Attempt:
     say: Callable[[str], None]
     started: bool = False  # whether a failure concerns one part instead of all
 
-    def add(self, part: str, content: Mapping[str, Any]) -> None:
+    def add(self, part: str, content: Entry) -> None:
         """Record the result of a part, and print a line about it."""
         self.records.add(self.stage, part, self.case.parts[part], content)
         self.say(f"{self.stage} {part}: {told(content)}")
@@ -143,19 +276,3 @@ def told(content: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()
     )
-
-
-@dataclass(frozen=True)
-class Places:
-    """Folders of a call: results in ``out``, and temporary files in ``work``."""
-
-    out: Path
-    work: Path
-
-    @property
-    def logs(self) -> Path:
-        return self.work / "logs"
-
-    @property
-    def models(self) -> Path:
-        return self.work / "models"

@@ -15,30 +15,48 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from results import provenance
-from study import REPOSITORY, parser, positive
+from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, positive, write_between
 from support.families import FAMILIES, VOCAB, Family
-from support.page import write_page
 from support.pairs import pairs_page
 from support.trial import Trial, try_family, try_plain
 
-RESULTS = REPOSITORY / "bench" / "results" / "support"
+RESULTS = PUBLISHED / "support" / "support.json"
 PAGE = REPOSITORY / "docs" / "support.md"
+MARKS = "<!-- made by bench/support -->", "<!-- end -->"
+WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "**fails**"}
 PATIENCE = 300  # seconds per family
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
-    folder = options.output_dir
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try the families; return exit status 0 if it completes."""
+    options = parse_arguments(argv)
+    return main_of(lambda: run(options), GOES_ON)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options."""
+    made = parser("support", (__doc__ or "").splitlines()[0])
+    made.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
+    made.add_argument("--jobs", type=positive, default=1, help="families at a time")
+    made.add_argument("--publish", action="store_true", help="write results and the page")
+    for flag, name in (("--try", "alone"), ("--plain", "plain")):
+        made.add_argument(flag, dest=name, metavar="FAMILY", help=argparse.SUPPRESS)
+    return made.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the options select."""
     if options.alone or options.plain:
         return _try_here(options)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = read(folder / "trials.json")
+    path = options.output_dir / "trials.json"
+    found = read(path)
     wanted = [
         f for f in FAMILIES if (f.name in options.only if options.only else f.name not in found)
     ]
@@ -46,20 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, trial in enumerate(jobs.map(in_own_process, wanted), 1):
             found[trial.family] = trial
             print(f"{number}/{len(wanted)}  {'  '.join(trial)}", flush=True)
-            write(folder / "trials.json", found)
+            write(path, found)
     if options.publish:
-        publish(found)
+        write(RESULTS, found, provenance=provenance({"vocabulary": VOCAB}))
+        RESULTS.with_name("pairs.md").write_text(pairs_page())
+        write_between(PAGE, MARKS, tables(found))
     return None
-
-
-def _parser() -> Any:
-    found = parser("support", __doc__ or "")
-    found.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
-    found.add_argument("--jobs", type=positive, default=1, help="families at a time")
-    found.add_argument("--publish", action="store_true", help="write results and the page")
-    for flag, name in (("--try", "alone"), ("--plain", "plain")):
-        found.add_argument(flag, dest=name, metavar="FAMILY", help=argparse.SUPPRESS)
-    return found
 
 
 def read(path: Path) -> dict[str, Trial]:
@@ -70,24 +80,36 @@ def read(path: Path) -> dict[str, Trial]:
 
 
 def write(path: Path, found: dict[str, Trial], **more: Any) -> None:
+    """Write the trials, in the families' order."""
     rows = [found[family.name]._asdict() for family in FAMILIES if family.name in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**more, "families": rows}, indent=1) + "\n")
 
 
-def publish(found: dict[str, Trial]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    write(RESULTS / "support.json", found, provenance=provenance({"vocabulary": VOCAB}))
-    (RESULTS / "pairs.md").write_text(pairs_page())
-    write_page(PAGE, found)
+def tables(found: dict[str, Trial]) -> str:
+    """Return a table for each kind of attention."""
+    parts = []
+    for attention, families in groupby(FAMILIES, key=lambda family: family.attention):
+        parts += [f"**{attention.capitalize()}**\n", "| families | target | draft | |"]
+        parts += ["| --- | --- | --- | --- |", *_rows(list(families), found), ""]
+    return "\n".join(parts).rstrip()
+
+
+def _rows(families: Sequence[Family], found: dict[str, Trial]) -> Iterator[str]:
+    """Yield a row for all families with the same result, in the order of the first ones."""
+    named: dict[tuple[str, str, str], list[str]] = {}
+    for trial in (found[family.name] for family in families if family.name in found):
+        named.setdefault((trial.target, trial.draft, trial.note), []).append(trial.family)
+    for (target, draft, note), names in named.items():
+        yield f"| {'; '.join(names)} | {WORDS[target]} | {WORDS[draft]} | {note} |"
 
 
 def in_own_process(family: Family) -> Trial:
     """Return the trial of a family, run in a process of its own, which may fail."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        trial, error = _run("--try", family, folder)
+        trial, error = _run("--try", family, Path(name))
         if trial is None:  # test whether SMC is the cause
-            trial, of_sglang = _run("--plain", family, folder)
+            trial, of_sglang = _run("--plain", family, Path(name))
             if trial is None:
                 return Trial(family.name, "not here", "not here", of_sglang)
             trial = trial._replace(note=error)
@@ -109,7 +131,7 @@ def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
             check=False,
         )
     found = Trial(**json.loads(answer.read_text())) if answer.exists() else None
-    return found, _last_error(log)
+    return found, last_error(log)
 
 
 def _try_here(options: argparse.Namespace) -> None:
@@ -120,7 +142,7 @@ def _try_here(options: argparse.Namespace) -> None:
     (options.output_dir / "trial.json").write_text(json.dumps(trial._asdict()))
 
 
-def _last_error(log: Path) -> str:
+def last_error(log: Path) -> str:
     """Return the last line that names an exception."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     named = [line for line in lines if "Error" in line and not line.startswith(" ")]

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
-import shutil
-from dataclasses import asdict
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import httpx
 from results import provenance
-from soak.answers import Ending
-from soak.clients import Clients
-from soak.legs import Findings, at_rest, soak
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS
+from soak.clients import Clients, Ending
+from soak.dawdlers import Dawdlers
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, Request, requests
 from soak.verdict import Verdict, judge
-from soak.watch import Held
-from study import PAIR, PUBLISHED, bar, main_of, parser, positive, prepare_folder
+from soak.watch import Held, Watch
+from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
 from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
 
@@ -47,13 +49,21 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-MEAN_PAUSE = 0.02
+REST = 60.0  # seconds for the server to become idle
+CALM = 3.0  # further seconds for closing connections and returning memory
+# Request of a slow reader: its chunks exceed all kernel buffers.
+UNREAD = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+    "return_logprob": True,
+    "top_logprobs_num": 20,
+}
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
-    found = parser("soak", "Many clients, a pool that is too small, and no request lost.")
-    add = found.add_argument
+    made = parser("soak", "Many clients, a pool that is too small, and no request lost.")
+    add = made.add_argument
     add("--minutes", type=float, help="of traffic; verifying comes on top (default: 3)")
     add("--requests", type=positive, help="so many, within the minutes if any are given")
     add("--warm-up", type=float, default=0.5, metavar="SHARE", help="that nothing may grow after")
@@ -61,13 +71,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--crowd", type=positive, default=80, help="requests with the server at once")
     add("--running", type=positive, default=40, help="of which so many run at most")
     add("--pool", type=positive, default=2400, metavar="TOKENS", help="KV slots of the server")
-    add("--pause", type=float, default=MEAN_PAUSE, help="mean seconds from client to client")
+    add("--pause", type=float, default=0.02, help="mean seconds from client to client")
     add("--leave", type=float, default=0.4, help="share of the clients that mean to leave early")
     add("--dawdlers", type=int, default=0, help="connections of a byte a second, beside these")
     add("--seed", type=int, default=0, help="of the traffic")
-    add("--pair", type=Path, default=PAIR, help="folder of target/ and draft/")
-    add("--publish", metavar="NAME", help="also copy soak.json to bench/results/soak/NAME.json")
-    options = found.parse_args(argv)
+    options = made.parse_args(argv)
     if options.minutes is None and options.requests is None:
         options.minutes = 3.0
     return options
@@ -76,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def server_flags(options: argparse.Namespace) -> list[str]:
     """Return the server flags, with a small KV pool and chunked prefill."""
     return [
-        *smc_flags(options.pair / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
+        *smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
         *("--speculative-smc-max-lag", str(MAX_LAG)),
         *("--dtype", "float32"),
         *("--max-total-tokens", str(options.pool)),
@@ -86,11 +94,21 @@ def server_flags(options: argparse.Namespace) -> list[str]:
     ]
 
 
+@dataclass
+class Findings:
+    """The record of a soak."""
+
+    watch: Watch
+    endings: list[Ending] = field(default_factory=list)
+    rests: list[dict[str, Held]] = field(default_factory=list)  # processes at each rest
+    lost: list[str] = field(default_factory=list)  # as sentences; no traffic follows a loss
+
+
 def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
     """Start a server, send it traffic, and check the outcome."""
     prepare_folder(options.output_dir)
     os.environ.update(ENVIRONMENT)
-    log, target = options.output_dir / "server.log", options.pair / "target"
+    log, target = options.output_dir / "server.log", PAIR / "target"
     launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
     with running(launch) as (server,):
         found = soak(server.url, options)
@@ -99,6 +117,74 @@ def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
     if lost:
         lost.append(describe_log(log))
     return judge(found.endings, alone, found.watch.loaded_usage, found.rests, lost), found
+
+
+def soak(url: str, options: argparse.Namespace) -> Findings:
+    """Send the traffic in two legs with a rest after each: the first leg is the warm-up."""
+    traffic = requests(options.seed, options.leave, options.pause)
+    with Watch(url) as watch:
+        found = Findings(watch)
+        for share in (options.warm_up, 1 - options.warm_up):
+            if not found.lost:
+                _leg(url, options, share, traffic, found)
+                found.lost += at_rest(url)
+                time.sleep(CALM)
+            found.rests.append(watch.now())
+    return found
+
+
+def _leg(
+    url: str,
+    options: argparse.Namespace,
+    share: float,
+    traffic: Iterator[Request],
+    found: Findings,
+) -> None:
+    """Send a share of the traffic, and wait for its last request."""
+    number = round(share * options.requests) if options.requests else None
+    seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
+    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+    total, began = round(seconds) if number is None else number, time.monotonic()
+    line = bar(total=total, desc="Soaking", bar_format=form)
+
+    def ended(some: list[Ending]) -> None:
+        found.endings.extend(some)
+        problems = sum(bool(one.problem) for one in found.endings)
+        usage = found.watch.usage[-1][1] if found.watch.usage else 0.0
+        told = f"{len(found.endings)} answers, {problems} problems, pool {usage:.0%}"
+        line.set_postfix_str(told, refresh=False)
+        gone = min(round(time.monotonic() - began), total)
+        line.update(gone - line.n if number is None else 1)
+
+    def sent() -> None:
+        found.watch.is_loaded = False
+
+    async def everybody() -> None:
+        async with Dawdlers(url, options.dawdlers, UNREAD).at_work():
+            some = itertools.islice(traffic, number)
+            await Clients(url, options.crowd, ended).run(some, seconds, sent)
+
+    found.watch.is_loaded = True
+    with line:
+        asyncio.run(everybody())
+
+
+def at_rest(url: str) -> list[str]:
+    """Return resources still in use without requests, as sentences; run SGLang's own checks."""
+    deadline = time.monotonic() + REST
+    state = "the server does not answer"
+    while time.monotonic() < deadline:
+        try:
+            flushed = httpx.post(f"{url}/flush_cache", timeout=REST, trust_env=False).is_success
+            load = httpx.get(f"{url}/v1/loads", timeout=REST, trust_env=False).json()["loads"][0]
+        except httpx.HTTPError as error:
+            return [f"the server is gone: {type(error).__name__}"]
+        names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+        if flushed and not any(load[name] for name in names):
+            return []
+        state = ", ".join(f"{name} is {load[name]}" for name in names)
+        time.sleep(0.5)
+    return [f"{REST:.0f} s after the last request {state}"]
 
 
 def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list[Ending]:
@@ -112,7 +198,7 @@ def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list
         return asyncio.run(Clients(url, 1, lambda _: None).alone(chosen, line.update))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; return exit status 0 if no problem is found."""
     options = parse_arguments(argv)
     return main_of(lambda: _report(options), "")
@@ -120,27 +206,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     verdict, found = run(options)
-    where = ("output_dir", "pair", "publish")  # paths of this machine
-    report = {
-        "verdict": in_words(asdict(verdict)),
-        "rests": in_words(found.rests),
+    content = asdict(verdict) | {"growth": _named(verdict.growth)}
+    report: dict[str, Any] = {
+        "verdict": content,
+        "rests": [_named(rest) for rest in found.rests],
         "watch": found.watch.to_json(),
-        **provenance({name: value for name, value in vars(options).items() if name not in where}),
+        **provenance({k: v for k, v in vars(options).items() if k != "output_dir"}),
     }
     path = options.output_dir / "soak.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\n{verdict}\nIn {options.output_dir}/: {path.name}, server.log.")
-    if options.publish:
-        folder = PUBLISHED / "soak"
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, folder / f"{options.publish}.json")
     return 1 if verdict.problems else 0
 
 
-def in_words(value: Any) -> Any:
-    """Return a value as JSON, with the field names of a process's resources."""
-    if isinstance(value, Held):
-        return value._asdict()
-    if isinstance(value, dict):
-        return {name: in_words(one) for name, one in value.items()}
-    return [in_words(one) for one in value] if isinstance(value, list) else value
+def _named(held: dict[str, Held]) -> dict[str, dict[str, int]]:
+    """Return the resources of processes by name."""
+    return {name: one._asdict() for name, one in held.items()}
