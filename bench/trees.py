@@ -4,8 +4,8 @@
     .venv/bin/python bench/trees.py --list          # lists the cells
     .venv/bin/python bench/trees.py --problems 10   # a quick run, in another --output-dir
 
-Every row answers the same problems at temperatures 0, 0.3, 0.7 and 1. Each cell has its own seeds,
-so that the tilts that a server measures on its `exact` answers are independent between cells.
+Every row answers the same problems at all temperatures. Each cell has its own seeds, so that the
+tilts that a server measures on its `exact` answers are independent between cells.
 """
 
 from __future__ import annotations
