@@ -138,9 +138,8 @@ LISTED: Listed = {
     # The commands' own modules; the demo, which starts servers of the pair in the package, and
     # keeps their logs where its user says.
     "tools/command/cli.py": {"importlib"},
-    "tools/demo/party.py": {"importlib"},
     "tools/demo/serving.py": {"subprocess", "open", "read_text"},
-    "tools/demo/cli.py": {"mkdir", "write_text"},
+    "tools/demo/cli.py": {"importlib", "mkdir", "write_text"},
     # What trains drafts: prompts, samples and checkpoints where its user says.
     "tools/distill/checkpoints.py": {"mkdir", "read_text", "write_bytes", "write_text"},
     "tools/distill/cli.py": {"mkdir", "write_text"},

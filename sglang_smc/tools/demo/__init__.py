@@ -1,4 +1,4 @@
 """Start the shipped pair of models on servers, send requests and show the answers.
 
-``sglang-smc demo`` is the command. The benchmarks use these modules, too.
+``sglang-smc demo`` is the command. Benchmarks and checks start their servers with `serving`, too.
 """

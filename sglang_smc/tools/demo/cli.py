@@ -9,32 +9,47 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from sglang_smc.options.server import DEFAULTS
-from sglang_smc.tools.commands import bar, main_of, positive, table
-from sglang_smc.tools.demo.chat import Answer, Sampling, ask
-from sglang_smc.tools.demo.party import (
-    FIRST_SHOWN,
-    PAIR,
-    Common,
-    Party,
-    check_pair,
-    parties,
-    show_answer,
-    show_question,
-)
-from sglang_smc.tools.demo.serving import Launch, smc_flags, tokens_per_pass
+import httpx
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
+from sglang_smc.kv.arena import max_arena
+from sglang_smc.options.server import DEFAULTS, SMCConfig
+from sglang_smc.pair.task import check, held_out, messages
+from sglang_smc.tools.commands import bar, main_of, positive, table
+from sglang_smc.tools.demo.serving import (
+    Launch,
+    Server,
+    ServerError,
+    describe_log,
+    running,
+    smc_flags,
+    tokens_per_pass,
+    wait_for_records,
+)
+
+#: The model pair that is shipped with the package, trained on `pair.task`.
+PAIR = Path(str(files("sglang_smc"))) / "pair"
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
+SHOWN = 1_000_000  # beyond all measured ones
 QUICK = 2
 MODES = ("smc", "auto", "exact")
+#: The task's longest reference answers have about 130 tokens.
+MAX_TOKENS = 160
+#: Bound on the tokens of a problem and its answer.
+TEXT_TOKENS = 1024
+REQUEST_TIMEOUT = 120.0
+BOLD, GREEN, RED = "1", "32", "31"
 READING = """\
 Tokens per target pass carries over to other machines, tokens per second does not: on a CPU each
 particle costs its full price, on a GPU the target's passes are bound by reading its weights.
@@ -47,8 +62,17 @@ class Row(NamedTuple):
 
     name: str
     server: str  # "smc" or "target"
-    smc: dict[str, Any] | None  # SMC request fields
+    smc: dict[str, Any] | None  # SMC request fields; the server fills in the rest
     answers: list[Answer]
+
+
+class Answer(NamedTuple):
+    """A client's measurements of one request, in seconds since it was sent."""
+
+    request_id: str
+    right: bool
+    seconds_to_first: float
+    seconds: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,19 +105,26 @@ def demo(options: argparse.Namespace) -> None:
     """Show an answer of each server, run all rows, and print a table."""
     check_pair(options.pair)
     began = time.monotonic()
-    with _logs(options.logs) as logs, parties(launches(options, logs)) as both:
-        _show(both, Sampling(options.temperature, options.seed))
+    with _logs(options.logs) as logs, started(options, logs) as both:
+        _show(both)
         rows = [
             Row("AR, target alone", "target", None, []),
             *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
         ]
-        _ask(rows, both, options)
+        _ask(rows, both, QUICK if options.quick else options.problems)
         numbers = [numbers_of(row, both[row.server].infos(row.answers)) for row in rows]
     shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
     print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
     if options.json:
         options.json.write_text(json.dumps({"rows": numbers}, indent=2) + "\n")
+
+
+def check_pair(folder: Path) -> None:
+    """Raise ServerError if a checkpoint is missing: SGLang would download it from the Hub."""
+    for model in (folder / "target", folder / "draft"):
+        if not list(model.glob("*.safetensors")):
+            raise ServerError(f"{model} holds no checkpoint; see bench/pair/ for how to train one.")
 
 
 @contextlib.contextmanager
@@ -107,37 +138,132 @@ def _logs(folder: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
+# --- Servers and their clients
+
+
+class Party(NamedTuple):
+    """A running server and its client, which fails at the first error: a retry would take time."""
+
+    launch: Launch
+    server: Server
+    client: OpenAI
+    options: argparse.Namespace
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Convert errors of the ``with`` block to ServerError, with the end of the server's log."""
+        try:
+            yield
+        except (OpenAIError, httpx.HTTPError, ServerError) as error:
+            told = describe_log(self.launch.log)
+            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
+
+    def infos(self, answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
+        """Return the server's ``meta_info`` of these answers, by request id."""
+        with self.blamed():
+            return wait_for_records(self.server, [answer.request_id for answer in answers])
+
+    def ask(
+        self,
+        index: int,
+        smc: dict[str, Any] | None = None,
+        on_text: Callable[[str], None] = lambda _: None,
+    ) -> Answer:
+        """Stream the answer to held-out problem ``index``; call ``on_text`` with each piece."""
+        with self.blamed():
+            return self._ask(index, smc, on_text)
+
+    def _ask(
+        self, index: int, smc: dict[str, Any] | None, on_text: Callable[[str], None]
+    ) -> Answer:
+        item, start = held_out(index), time.perf_counter()
+        stream: Iterable[Any] = self.client.chat.completions.create(
+            model="default",
+            messages=messages(item),  # type: ignore[arg-type]
+            temperature=self.options.temperature,
+            max_tokens=MAX_TOKENS,
+            seed=self.options.seed + index,
+            stream=True,
+            extra_body=None if smc is None else {"custom_params": {"smc": smc}},
+        )
+        text, first, request_id, finish_reason = "", None, "", None
+        for chunk in stream:
+            request_id = chunk.id
+            for choice in chunk.choices:
+                finish_reason = choice.finish_reason or finish_reason
+                if choice.delta.content:
+                    first = first or time.perf_counter()
+                    text += choice.delta.content
+                    on_text(choice.delta.content)
+        end = time.perf_counter()
+        # An answer cut off by the length limit may end in a right number by chance.
+        right = finish_reason == "stop" and check(text, item)
+        return Answer(request_id, right, (first or end) - start, end - start)
+
+
+@contextlib.contextmanager
+def started(options: argparse.Namespace, logs: Path) -> Iterator[dict[str, Party]]:
+    """Start both servers for the ``with`` block; yield each with a client."""
+    by_name = launches(options, logs)
+    with running(*by_name.values()) as servers:
+        yield {
+            name: Party(launch, server, _client(server.url), options)
+            for (name, launch), server in zip(by_name.items(), servers, strict=True)
+        }
+
+
+def _client(url: str) -> OpenAI:
+    # Ignore the environment's proxies, which cannot reach this machine's own ports.
+    transport = DefaultHttpxClient(trust_env=False, timeout=REQUEST_TIMEOUT)
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport)
+
+
 def launches(options: argparse.Namespace, logs: Path) -> dict[str, Launch]:
     """Return the servers; their command lines differ by the SMC flags and nothing else."""
     sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
-    common = Common(logs, 1, options.seed, **sizes)
+    slots = TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes))
+    common = ("--max-total-tokens", str(slots), "--sleep-on-idle")
     target, draft = options.pair / "target", options.pair / "draft"
+    smc = (*common, *smc_flags(draft, **sizes))
     return {
-        "target": common.launch("the target alone", "target", target),
-        "smc": common.launch("the server with SMC", "smc", target, smc_flags(draft, **sizes)),
+        "target": Launch(
+            "the target alone", target, logs / "server-target.log", 1, options.seed, common
+        ),
+        "smc": Launch("the server with SMC", target, logs / "server-smc.log", 1, options.seed, smc),
     }
 
 
-def _show(both: Mapping[str, Party], sampling: Sampling) -> None:
+# --- Answers
+
+
+def _show(both: Mapping[str, Party]) -> None:
     for party in both.values():  # the first answer of a process is slow
-        with party.blamed():
-            ask(party.client, FIRST_SHOWN + 1, sampling)
-    show_question(FIRST_SHOWN)
+        party.ask(SHOWN + 1)
+    item = held_out(SHOWN)
+    print(f"\n{painted(item.question, BOLD)}", flush=True)
     for name, title in (("target", "The target alone:"), ("smc", "The target with SMC:")):
         print(f"\n{title}", flush=True)
-        show_answer(both[name], FIRST_SHOWN, sampling)
+        answer = both[name].ask(SHOWN, on_text=lambda text: print(text, end="", flush=True))
+        verdict = painted("right", GREEN) if answer.right else painted("wrong", RED)
+        print(
+            f"\n-> {verdict} (the answer is {item.number}); first token after "
+            f"{1000 * answer.seconds_to_first:.0f} ms, all after {answer.seconds:.2f} s"
+        )
     print()
 
 
-def _ask(rows: Sequence[Row], both: Mapping[str, Party], options: argparse.Namespace) -> None:
+def painted(text: str, code: str) -> str:
+    """Return the text in a colour, or plain if stdout is no terminal or NO_COLOR is set."""
+    is_plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
+    return text if is_plain else f"\033[{code}m{text}\033[0m"
+
+
+def _ask(rows: Sequence[Row], both: Mapping[str, Party], count: int) -> None:
     """Run one problem at a time of each row in turn, so that background load affects all alike."""
-    count = QUICK if options.quick else options.problems
     with bar(total=len(rows) * count, desc="Asking", unit="problem") as line:
         for index in range(FIRST_PROBLEM, FIRST_PROBLEM + count):
             for row in rows:
-                sampling = Sampling(options.temperature, options.seed, row.smc)
-                with both[row.server].blamed():
-                    row.answers.append(ask(both[row.server].client, index, sampling))
+                row.answers.append(both[row.server].ask(index, row.smc))
                 line.update()
 
 

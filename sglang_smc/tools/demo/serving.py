@@ -85,17 +85,6 @@ def smc_flags(draft: Path, *, num_particles: int, num_steps: int) -> list[str]:
     ]
 
 
-def standalone_flags(draft: Path, *, num_steps: int) -> list[str]:
-    """Return the flags of SGLang's own speculative decoding: one chain, verified exactly."""
-    return [
-        *("--speculative-algorithm", "STANDALONE"),
-        *("--speculative-draft-model-path", str(draft)),
-        *("--speculative-num-steps", str(num_steps)),
-        *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(num_steps + 1)),
-    ]
-
-
 @contextlib.contextmanager
 def running(*launches: Launch) -> Iterator[list[Server]]:
     """Start servers together for the ``with`` block; yield them once all are ready."""
