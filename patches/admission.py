@@ -7,8 +7,6 @@ request, retract it at its first round, and admit it again.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.process import active_budget, active_config
@@ -40,7 +38,7 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
 def add_one_req(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> Any:
-    """Charge a request's arena before admission is decided, and keep the charge if admitted."""
+    """Admit a request only if its own arena, by its own mode, fits beside it."""
     admitted, charged = len(adder.can_run_list), _charge(adder, req)
     result = original(adder, req, *args, **kwargs)
     if len(adder.can_run_list) == admitted:
@@ -49,7 +47,7 @@ def add_one_req(
 
 
 def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> Any:
-    """Charge the arena of a request with a prompt that is prefilled in chunks."""
+    """Charge the arena of a request whose prompt is prefilled in chunks."""
     result = original(adder, req)
     _charge(adder, req)
     return result
@@ -58,7 +56,7 @@ def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> An
 def preempt_to_schedule(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> bool:
-    """Charge a request's arena while other requests are preempted for it."""
+    """Count a request's arena in what must be free before others are preempted for it."""
     charged = _charge(adder, req)
     result = original(adder, req, *args, **kwargs)
     upstream.charge(adder, -charged)
@@ -74,7 +72,7 @@ def _charge(adder: "PrefillAdder", req: "Req") -> int:
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
-    """Reduce the longest request by an arena, so that every accepted one can be admitted."""
+    """Reduce the longest request by an arena, and log once what memory requests take."""
     info = original(worker)
     config = active_config()
     if config is None:
@@ -110,18 +108,14 @@ _INPUT_MARGIN = 5  # SGLang's margin between the longest request and its longest
 PATCHES = (
     Patch(
         target="sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
-        hook_type=HookType.AROUND,
         function=init_budget,
-        what="Charges the arenas that running requests have yet to reserve.",
         why="The adder's budget has no seam for memory beyond a request's own tokens.",
         relies_on=("srt/managers/schedule_policy.py:477 (the two offsets of the budget)",),
         retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
         target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        hook_type=HookType.AROUND,
         function=add_one_req,
-        what="Admits a request only if its own arena, by its own mode, fits beside it.",
         why="The adder charges a request's prompt and output, and has no seam for more.",
         relies_on=(
             "srt/managers/schedule_policy.py:1395 (who is admitted is in can_run_list)",
@@ -131,37 +125,28 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        hook_type=HookType.AROUND,
         function=add_chunked_req,
-        what="Charges the arena of a request whose prompt is prefilled in parts.",
         why="The adder charges a request's prompt and output, and has no seam for more.",
         relies_on=("srt/managers/schedule_policy.py:1140",),
         retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
         target="sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
-        hook_type=HookType.AROUND,
         function=preempt_to_schedule,
-        what="Counts a request's arena in what must be free before it preempts others.",
         why="Else others would give way to a request that is then not admitted.",
         relies_on=("srt/managers/schedule_policy.py:1707",),
         retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
         target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
-        hook_type=HookType.AROUND,
         function=worker_info,
-        what="Lowers the longest request and input by the arena, and tells once what memory there "
-        "is and what requests take of it.",
         why="A request that fits the pool but not beside its arena would wait for ever.",
         relies_on=("srt/managers/tp_worker.py:508 (the order of the tuple)",),
         retire_when="The longest request may depend on what the algorithm reserves.",
     ),
     Patch(
         target="sglang.srt.managers.utils.validate_input_length",
-        hook_type=HookType.AROUND,
         function=validate_input_length,
-        what="Adds to the error of a request that is too long what is kept for particles.",
         why="It names a number of tokens that follows from no flag, and no way to raise it.",
         relies_on=("srt/managers/utils.py:258 (answers with the error, or None)",),
         retire_when="The longest request may depend on what the algorithm reserves.",

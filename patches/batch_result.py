@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_smc.process import is_smc
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.registry import needs_host
@@ -25,7 +23,10 @@ def is_disable_overlap_for_batch(
     batch: "ScheduleBatch | None",
     last_batch: "ScheduleBatch | None",
 ) -> bool:
-    """Return whether to wait for the last round: also where a request needs the host."""
+    """Wait for the last round's result where a request's rule reads texts on the host.
+
+    Such rules are stop strings and patterns, custom logit processors, potentials.
+    """
     if original(scheduler, batch, last_batch):
         return True
     if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
@@ -39,7 +40,7 @@ def resolve_tokens(
     result: "GenerationBatchResult",
     batch: "ScheduleBatch",
 ) -> list[list[int]]:
-    """Return a round's tokens; an SMC result has its own accept statistics."""
+    """Book the columns that an SMC round kept as its correct drafts, and its counters."""
     if not isinstance(result, SMCBatchResult):
         return original(processor, result, batch)
     return result.resolve(batch, lambda: original(processor, result, batch))
@@ -48,10 +49,7 @@ def resolve_tokens(
 PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
-        hook_type=HookType.AROUND,
         function=is_disable_overlap_for_batch,
-        what="Takes the last round's result before a batch starts that has a request with a rule "
-        "that reads texts on the host: a stop string or pattern, a custom logit processor.",
         why="Particles are searched for stop texts in every round, before they are weighed, and "
         "processors read texts: that needs what is emitted on the host. SGLang waits so for "
         "structured output, and for nothing else.",
@@ -64,9 +62,7 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-        hook_type=HookType.AROUND,
         function=resolve_tokens,
-        what="Books the columns that an SMC round kept as its correct drafts, and its counters.",
         why="SGLang books `accept_len - 1`, which is -1 for a round that emits nothing, and an "
         "index error in the histogram.",
         relies_on=(

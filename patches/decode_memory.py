@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.cpu.trees import spans as entries
 from sglang_smc.kv import arena
@@ -27,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
-    """Reserve the slots that the next round of each request of a batch may take."""
+    """Reserve each running request's arena instead of a window of 2 (K + 1) tokens.
+
+    With --speculative-smc-adaptive, choose N and K of the round after that.
+    """
     config = active_config()
     if config is None:
         original(batch)
@@ -88,7 +90,7 @@ def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
 def tokens_required(
     original: Callable, batch: "ScheduleBatch", requests: "list[Req]", page_size: int
 ) -> Any:
-    """Return the number of slots that `prepare_for_decode` is about to allocate."""
+    """Predict the arena that the next round needs, so that retraction starts in time."""
     config = active_config()
     if config is None:
         return original(batch, requests, page_size)
@@ -105,7 +107,10 @@ def _allocated_after(req: "Req", budget: Budget | None) -> int:
 def trim_overshoot(
     original: Callable, sessions: "StreamingSession", req: "Req", finished_len: int
 ) -> None:
-    """Free the arena first, so that the session keeps only slots with the text's KV."""
+    """Free a finished or retracted turn's arena before its session takes over the row.
+
+    The session keeps only slots with the text's KV.
+    """
     if active_config() is not None:
         assert holds_kv(req), "the turn still owns its row"
         end = _end_of_read_text(req)
@@ -124,10 +129,7 @@ def _end_of_read_text(req: "Req") -> int:
 PATCHES = (
     Patch(
         target="sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
-        hook_type=HookType.AROUND,
         function=prepare_for_decode,
-        what="Reserves each running request's arena instead of a window of 2 (K + 1) tokens; with "
-        "--speculative-smc-adaptive, chooses N and K of the round after that.",
         why="The dispatcher calls either EAGLE's preparation or, for DFLASH alone, the draft "
         "input's own; a registered algorithm has no say.",
         relies_on=(
@@ -141,18 +143,14 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.schedule_batch.ScheduleBatch"
         "._new_tokens_required_next_decode_spec_v2",
-        hook_type=HookType.AROUND,
         function=tokens_required,
-        what="Predicts the arena that the next round needs, so that retraction starts in time.",
         why="The prediction is written against EAGLE's allocation, which the hook above replaces.",
         relies_on=("srt/managers/schedule_batch.py:2716",),
         retire_when="The algorithm that prepares a decode step also predicts its memory.",
     ),
     Patch(
         target="sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
-        hook_type=HookType.AROUND,
         function=trim_overshoot,
-        what="Frees a finished or retracted turn's arena before the session takes over its row.",
         why="A session keeps the row up to the last output token wherever a slot is allocated, "
         "taking it for that token's. In SMC it is a slot of the arena: the next turn would read "
         "another token's KV. `prepare_for_kv_cache_release` is not called on retraction.",

@@ -10,8 +10,6 @@ hooks are installed earlier than those of `server.hooks.SMC`.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Patch
 
@@ -20,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def keep_architecture(original: Callable, config: "ModelConfig") -> None:
-    """Keep a draft's configuration as its checkpoint has it."""
+    """Load a draft as the architecture that its checkpoint names."""
     if not is_smc(config):
         original(config)
 
 
 def count_own_layers(original: Callable, config: "ModelConfig") -> None:
-    """Size the KV of a draft by its own layers.
+    """Size the KV of a draft by all of its layers.
 
     `hf_config` keeps the number of extra layers: the models skip their weights by it.
     """
@@ -38,9 +36,7 @@ def count_own_layers(original: Callable, config: "ModelConfig") -> None:
 PATCHES = (
     Patch(
         target="sglang.srt.configs.model_config.ModelConfig._config_draft_model",
-        hook_type=HookType.AROUND,
         function=keep_architecture,
-        what="Loads a draft as the architecture that its checkpoint names.",
         why="For drafts SGLang puts the class of extra layers in place of Qwen3-MoE, GLM-4.5, "
         "DeepSeek V3 and some twenty others, whatever the algorithm is.",
         relies_on=("srt/configs/model_config.py:1010 (all that is put in place)",),
@@ -48,9 +44,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
-        hook_type=HookType.AROUND,
         function=count_own_layers,
-        what="Sizes a draft's KV by all of its layers.",
         why="SGLang counts num_nextn_predict_layers for a draft whose checkpoint has extra layers.",
         relies_on=(
             "srt/configs/model_config.py:1602 (num_nextn_predict_layers)",

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.guard.prompt_length import check_texts
 from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
@@ -24,7 +23,12 @@ if TYPE_CHECKING:
 def generate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
 ) -> Any:
-    """Validate a request's form, and resolve its preset, before all else."""
+    """Validate a request's form, and resolve its preset, before all else.
+
+    Values of wrong types, unknown or too large ones, and texts that are longer than any that fits
+    are HTTP 400. The settings of the preset that lora_path names are put where the request's own
+    would stand.
+    """
     server_args = manager.server_args
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
@@ -41,7 +45,7 @@ def generate_request(
 def validate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, input_ids: list[int]
 ) -> None:
-    """Raise ValueError for a request that SMC cannot honor, before it is processed."""
+    """Answer HTTP 400 to a request with fields that SMC cannot honour, before it is processed."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
@@ -56,7 +60,7 @@ def validate_request(
 
 
 def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> Any:
-    """Set the seeds of parallel samples: the i-th of n runs with seed + i."""
+    """Give the i-th of n parallel samples the seed + i."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
         tokenized.sampling_params = _sample_params(tokenized.sampling_params)
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
@@ -71,9 +75,10 @@ def update_meta_info(
     index: int,
     finish_reason: dict | None,
 ) -> None:
-    """Add a finished request's SMC totals to meta_info; those of others in its batch are left out.
+    """Unwrap spec_smc_* in the final meta_info, and decode the tokens of particles and traces.
 
-    SGLang has lists with an entry for each token, and empty ones for requests without a field.
+    Chunks of requests that have not finished have none of it. SGLang has lists with an entry for
+    each token, and empty ones for requests without a field.
     """
     others = {name: of for name, of in customized_info.items() if not name.startswith(META_PREFIX)}
     original(manager, meta_info, state, others, index, finish_reason)
@@ -91,7 +96,7 @@ def _is_own(name: str, value: Any) -> bool:
 def add_meta_info(
     original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
 ) -> None:
-    """Unwrap a finished request's SMC totals in meta_info, which SGLang 0.5.17 has as lists."""
+    """Unwrap spec_smc_* in the final meta_info, which 0.5.17 has as lists."""
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in list(accumulated.items()):
@@ -119,11 +124,7 @@ def _sample_params(params: Any) -> Any:
 PATCHES = (
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        hook_type=HookType.AROUND,
         function=generate_request,
-        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones, "
-        "and to texts that are longer than any that fits. Puts the settings of the preset that "
-        "lora_path names where the request's own would stand.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
         "takes all other requests with it. It tokenizes a text before it looks at its length. "
         "Labels that its metrics lack end its own process. No algorithm is asked what a model's "
@@ -134,9 +135,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        hook_type=HookType.AROUND,
         function=validate_request,
-        what="Answers HTTP 400 to requests with fields that SMC cannot honour.",
         why="SGLang asks no algorithm which requests it takes, DFLASH's own check apart; fields "
         "that a worker does not read would be ignored.",
         relies_on=("srt/managers/tokenizer_manager.py:1140 (raises ValueError for bad requests)",),
@@ -144,19 +143,14 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
-        hook_type=HookType.AROUND,
         function=send_request,
-        what="Gives the i-th of n parallel samples the seed + i.",
         why="All n share one sampling_params: with a seed they would be one text n times.",
         relies_on=("srt/managers/tokenizer_manager.py:1852 (the loop over samples)",),
         retire_when="SGLang tells parallel samples of a seeded request apart.",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
-        hook_type=HookType.AROUND,
         function=update_meta_info,
-        what="Unwraps spec_smc_* in the final meta_info, and has a tokenizer read the tokens of "
-        "particles and traces. Chunks of requests that have not finished have none of it.",
         why="customized_info carries lists with one element per token, for all requests of a batch "
         "as soon as one of them has a field; totals are numbers of a finished request.",
         relies_on=("srt/managers/tokenizer_manager.py:2578 (with each request's finish reason)",),
@@ -166,9 +160,7 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager"
         "._calculate_spec_decoding_metrics",
-        hook_type=HookType.AROUND,
         function=add_meta_info,
-        what="Unwraps spec_smc_* in the final meta_info, as update_request_meta_info later.",
         why="customized_info carries lists with one element per token; totals are numbers.",
         relies_on=("srt/managers/tokenizer_manager.py, of 0.5.17",),
         retire_when="0.5.17 is no longer supported.",

@@ -1,16 +1,14 @@
 """Report SMC's totals beside SGLang's: on /metrics, and in each scheduler's internal state."""
 
 import logging
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
-
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active_budget, config_of, is_smc, memory
 from sglang_smc.server.hooks import Patch
+from sglang_smc.state.metrics import finite
 from sglang_smc.state.request import find_state
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ _UNREAD = ("speculative_accept_threshold_single", "speculative_accept_threshold_
 def init_metrics_reporter(
     original: Callable, scheduler: "Scheduler", *args: Any, **kwargs: Any
 ) -> None:
-    """Pass SGLang's metrics reporter and its labels to the worker's monitor."""
+    """Pass SGLang's metrics reporter to the worker, to export sglang_spec_smc_* as it does."""
     original(scheduler, *args, **kwargs)
     if is_smc(scheduler.server_args):
         _monitor(scheduler).report_as(scheduler.metrics_reporter)
@@ -42,7 +40,11 @@ def init_metrics_reporter(
 def get_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "GetInternalStateReq"
 ) -> "GetInternalStateReqOutput":
-    """Add SMC's settings, and its totals since the start."""
+    """Add `smc` to each internal state that /server_info shows.
+
+    It has settings, N and K in force, totals since the start, fidelity, memory, and requests that
+    run.
+    """
     output = original(scheduler, recv_req)
     if is_smc(scheduler.server_args):
         output.internal_state["smc"] = _state(scheduler)
@@ -60,11 +62,7 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = memory()
-    threshold = (
-        config.effective_evidence_threshold
-        if math.isfinite(config.effective_evidence_threshold)
-        else None
-    )  # None: verify all
+    threshold = finite(config.effective_evidence_threshold)  # None: verify all
     return {
         "settings": {name: getattr(config, name) for name in names}
         | {"evidence_threshold": threshold, "max_lag": config.lag},
@@ -94,7 +92,7 @@ def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
 def set_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "SetInternalStateReq"
 ) -> Any:
-    """Refuse thresholds that SMC does not use."""
+    """Refuse to set the acceptance thresholds of other algorithms."""
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     unread = [name for name in _UNREAD if name in recv_req.server_args]
@@ -107,10 +105,7 @@ def set_internal_state(
 PATCHES = (
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-        hook_type=HookType.AROUND,
         function=init_metrics_reporter,
-        what="Hands the worker SGLang's metrics reporter, to export sglang_spec_smc_* with its "
-        "labels, on its ranks.",
         why="Workers are built without it. `stat_loggers` replaces the whole collector, by a "
         "class that is the user's to choose.",
         relies_on=(
@@ -121,19 +116,14 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        hook_type=HookType.AROUND,
         function=get_internal_state,
-        what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
-        "force, totals since the start, fidelity, memory, and requests that run.",
         why="It asks one algorithm, DSpark, for what it has to add.",
         relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
         retire_when="BaseSpecWorker has an internal state to show.",
     ),
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.set_internal_state",
-        hook_type=HookType.AROUND,
         function=set_internal_state,
-        what="Refuses to set the acceptance thresholds of other algorithms.",
         why="They would be accepted and have no effect.",
         relies_on=("srt/managers/scheduler.py:4219 (the names it lets through)",),
         retire_when="SGLang asks the algorithm which of its settings may change.",

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active_config, active_monitor
 from sglang_smc.rules import registry
@@ -25,7 +23,11 @@ if TYPE_CHECKING:
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
-    With no new token, a request ends only if it is aborted.
+    The look for an end is skipped where a round emitted no token, or one that may still change,
+    whose stream is held. The log-probability that SGLang counts as sent with no token is taken
+    back. A request ends whose prefill found logits that mean nothing, or whose text a stop pattern
+    matches, which SGLang is not shown. Tokens and time between chunks of streams are measured. A
+    finished request's totals reach the streamer as customized_info.
     """
     state = find_state(req)
     if state is None:
@@ -77,7 +79,7 @@ def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
 
 
 def reset_for_retract(original: Callable, req: "Req") -> None:
-    """Drop an open token, so that the next prefill does not process it."""
+    """Drop the open token, which stands in for the first of each particle, before a prefill."""
     if find_state(req) is not None:
         registry.withdraw_token(req)
     original(req)
@@ -86,7 +88,10 @@ def reset_for_retract(original: Callable, req: "Req") -> None:
 def create_grammar_backend(
     original: Callable, *args: Any, **kwargs: Any
 ) -> "BaseGrammarBackend | None":
-    """Create a grammar backend with bounded caches."""
+    """Create a grammar backend with a cache bounded in number and size.
+
+    It drops the grammars used least recently; its compiler keeps none itself.
+    """
     backend = original(*args, **kwargs)
     return backend if active_config() is None else grammar_cache.bound(backend)
 
@@ -94,14 +99,7 @@ def create_grammar_backend(
 PATCHES = (
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        hook_type=HookType.AROUND,
         function=update_finish_state,
-        what="Skips the look for an end where a round emitted no token, or one that may still "
-        "change, and holds its stream; takes back the log-probability that SGLang counts as sent "
-        "with no token; ends a request whose prefill found logits that mean nothing, and one whose "
-        "text a stop pattern matches, which SGLang is not shown; measures tokens and time between "
-        "chunks of streams; hands a finished SMC request's totals to the streamer as "
-        "customized_info.",
         why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
         "SGLang's search for stop patterns goes back, and can take for ever. "
         "No other place sees every request's end, in prefill and decode, before it is streamed.",
@@ -114,9 +112,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.next_output_finishes_by_length",
-        hook_type=HookType.AROUND,
         function=next_output_finishes_by_length,
-        what="Says no of a request with potentials or a vote.",
         why="SGLang leaves a request out of the next batch if the result under way must finish it, "
         "by its length. A round that holds the last token back, until potentials have scored the "
         "text, does not: the request would never be looked at again.",
@@ -126,19 +122,14 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",
-        hook_type=HookType.AROUND,
         function=reset_for_retract,
-        what="Drops the token that stands in for the first of each particle, where these differ.",
         why="Prefill must put out one token, but the particles of such a request differ in it.",
         relies_on=("srt/managers/schedule_batch.py:1603",),
         retire_when="A prefill can put out no token.",
     ),
     Patch(
         target="sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
-        hook_type=HookType.AROUND,
         function=create_grammar_backend,
-        what="Gives the backend a cache that drops the grammars used least recently, beyond a "
-        "number and a size, and a compiler that keeps none itself.",
         why="`BaseGrammarBackend.cache` and xgrammar's GrammarCompiler keep every grammar that "
         "came: the scheduler grows with them. A backend of our own (register_grammar_backend) "
         "would lose the reasoning parser's wrapper.",

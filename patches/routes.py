@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import ORJSONResponse
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
@@ -28,7 +27,11 @@ if TYPE_CHECKING:
 async def handle_messages(
     original: Callable, serving: "AnthropicServing", request: Any, raw_request: Request
 ) -> Any:
-    """Refuse what Anthropic's route would ignore; it passes on the model's name by itself."""
+    """Answer HTTP 400 to what Anthropic's route would ignore, and to what cannot fit.
+
+    That is custom_params, unknown presets, and conversations that are longer than any that fits.
+    The route passes on the model's name by itself.
+    """
     manager = serving.openai_serving_chat.tokenizer_manager
     problem = await routes.problem_of(manager, request.model, raw_request)
     if problem:
@@ -44,7 +47,7 @@ async def create_responses(
     request: Any,
     raw_request: Request | None = None,
 ) -> Any:
-    """Pass on the preset, and refuse what the route would ignore."""
+    """Pass on the preset of /v1/responses, and answer HTTP 400 to what the route would ignore."""
     if raw_request is not None:
         problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
         if problem:
@@ -55,7 +58,11 @@ async def create_responses(
 async def handle_ollama(
     original: Callable, serving: "OllamaServing", request: Any, raw_request: Request
 ) -> Any:
-    """Pass on the preset, and respond with HTTP 400 to what the route would ignore or raises."""
+    """Pass on the preset in the model's name; answer HTTP 400, and stream the last text, too.
+
+    HTTP 400 is for custom_params, unknown presets, conversations that cannot fit, and what else is
+    wrong.
+    """
     problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
     if problem:
         return ORJSONResponse({"error": problem}, status_code=400)
@@ -67,7 +74,7 @@ async def handle_ollama(
 
 
 def ollama_params(original: Callable, serving: "OllamaServing", options: Any = None) -> dict:
-    """Rename Ollama's seed to that of SGLang's sampling parameters."""
+    """Rename Ollama's seed to sampling_seed."""
     params = original(serving, options)
     if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
@@ -80,7 +87,7 @@ def ollama_params(original: Callable, serving: "OllamaServing", options: Any = N
 def process_messages(
     original: Callable, serving: "OpenAIServingBase", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Reject a conversation that cannot fit, before it is rendered and tokenized."""
+    """Answer HTTP 400 to a conversation that cannot fit, before it is rendered and tokenized."""
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
         check_conversation(vars(request), manager)
@@ -93,7 +100,7 @@ def process_messages(
 def show_particles(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
-    """Add meta_info to a chat's response that has particles."""
+    """Show particles in a chat's meta_info without return_meta_info."""
     if any(routes.has_particles(item["meta_info"]) for item in ret):
         request.return_meta_info = True
     return original(serving, request, ret, created)
@@ -102,7 +109,7 @@ def show_particles(
 def completion_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
-    """Add meta_info to a completion's response that has particles, or on request."""
+    """Show meta_info of completions, with return_meta_info or return_particles."""
     response = original(serving, request, ret, created)
     shown = [routes.shown(request, item["meta_info"]) for item in ret]
     if not any(shown):
@@ -116,7 +123,11 @@ def completion_with_meta_info(
 def stream_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
-    """Add meta_info to the last chunk of each choice of a stream, as above."""
+    """Show meta_info in the chunk that ends a choice of a stream.
+
+    Of chats it is shown where there are particles, since SGLang refuses return_meta_info with
+    stream.
+    """
     chunks = original(serving, adapted, request, raw_request)
     if not is_smc(serving.tokenizer_manager.server_args):
         return chunks
@@ -126,7 +137,7 @@ def stream_with_meta_info(
 async def take_meta_info_wish(
     original: Callable, serving: "OpenAIServingBase", request: Any, raw_request: Request
 ) -> Any:
-    """Keep `return_meta_info` of a completion: SGLang has the field on the chat route alone."""
+    """Read return_meta_info of completions; SGLang has the field on the chat route alone."""
     if is_smc(serving.tokenizer_manager.server_args) and raw_request is not None:
         wish = (await raw_request.json()).get(routes.META_INFO_WISH)
         if wish not in (None, True, False):
@@ -141,7 +152,7 @@ async def take_meta_info_wish(
 
 
 def list_presets(original: Callable, global_state: Any) -> None:
-    """Add routes that list presets before SGLang's, as soon as there is a model to serve."""
+    """List presets at /v1/models, by routes before SGLang's that call them."""
     from sglang.srt.entrypoints import http_server
 
     original(global_state)
@@ -173,7 +184,7 @@ def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str])
 
 
 def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
-    """Add presets to Ollama's list of models."""
+    """List presets at /api/tags."""
     found = original(serving)
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
@@ -191,21 +202,12 @@ _NO_FIELD = (
     "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
     "name to itself."
 )
-_OLLAMA_WHAT = (
-    " the preset that the model's name has; answers HTTP 400 to custom_params, unknown presets, "
-    "conversations that are longer than any that fits and what else is wrong; streams the last "
-    "text, too."
-)
 _OLLAMA_WHY = (
     " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
     "of SMC's that may be all."
 )
 _OLLAMA_END = (
     "SGLang's Ollama routes read the model's name, answer HTTP 400, and stream all of the text."
-)
-_AT_THE_END = (
-    "Shows meta_info in the chunk that ends a choice, as in answers that are not streamed; of "
-    "chats where it has particles, since SGLang refuses return_meta_info with stream."
 )
 _CHAT_ALONE = "SGLang shows meta_info on the chat route alone, on request and not in streams."
 _PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
@@ -219,7 +221,7 @@ _PIECES = re.compile(r"\w+|\W")
 def parse_stream_chunk(
     original: Callable, parser: "FunctionCallParser", chunk_text: str
 ) -> "tuple[str, list[ToolCallItem]]":
-    """Return the text and the tool calls of a chunk, parsed in pieces no longer than tokens."""
+    """Parse a streamed chunk word by word for tool calls, in pieces no longer than tokens."""
     pieces = _PIECES.findall(chunk_text) or [chunk_text]
     texts, calls = zip(*(original(parser, piece) for piece in pieces), strict=True)
     return "".join(texts), [call for some in calls for call in some]
@@ -228,65 +230,49 @@ def parse_stream_chunk(
 PATCHES = (
     Patch(
         target="sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
-        hook_type=HookType.AROUND,
         function=handle_messages,
-        what="Answers HTTP 400 on /v1/messages to custom_params, unknown presets, and "
-        "conversations that are longer than any that fits.",
         why=_NO_FIELD,
         relies_on=("srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",),
         retire_when=_PER_ROUTE,
     ),
     Patch(
         target=_OPENAI + "serving_responses.OpenAIServingResponses.create_responses",
-        hook_type=HookType.AROUND,
         function=create_responses,
-        what="Hands on the preset that the model's name has, on /v1/responses, and answers HTTP 400"
-        " to custom_params, unknown presets, and conversations that are longer than any that fits.",
         why=_NO_FIELD,
         relies_on=("srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",),
         retire_when=_PER_ROUTE,
     ),
     Patch(
         target=_OLLAMA + "handle_chat",
-        hook_type=HookType.AROUND,
         function=handle_ollama,
-        what="On /api/chat: hands on" + _OLLAMA_WHAT,
         why=_NO_FIELD + _OLLAMA_WHY,
         relies_on=("srt/entrypoints/ollama/serving.py:72 (the whole of the route)",),
         retire_when=_OLLAMA_END,
     ),
     Patch(
         target=_OLLAMA + "handle_generate",
-        hook_type=HookType.AROUND,
         function=handle_ollama,
-        what="On /api/generate: hands on" + _OLLAMA_WHAT,
         why=_NO_FIELD + _OLLAMA_WHY,
         relies_on=("srt/entrypoints/ollama/serving.py:172 (the whole of the route)",),
         retire_when=_OLLAMA_END,
     ),
     Patch(
         target=_OLLAMA + "_convert_options_to_sampling_params",
-        hook_type=HookType.AROUND,
         function=ollama_params,
-        what="Takes Ollama's seed for SGLang's sampling_seed.",
         why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
         relies_on=("srt/entrypoints/ollama/serving.py:58 (the table of names)",),
         retire_when="SGLang maps the seed to sampling_seed.",
     ),
     Patch(
         target=_OLLAMA + "get_tags",
-        hook_type=HookType.AROUND,
         function=ollama_tags,
-        what="Lists presets at /api/tags.",
         why="SGLang lists its one model.",
         relies_on=("srt/entrypoints/ollama/serving.py:287 (the whole of the list)",),
         retire_when="SGLang keeps named sampling parameters.",
     ),
     Patch(
         target="sglang.srt.entrypoints.http_server.set_global_state",
-        hook_type=HookType.AROUND,
         function=list_presets,
-        what="Lists presets at /v1/models, by routes that call SGLang's own.",
         why="SGLang lists its model and its LoRA adapters; FastAPI keeps the functions of its "
         "routes, so that a hook on these is not called.",
         relies_on=(
@@ -297,9 +283,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPENAI + "serving_chat.OpenAIServingChat._process_messages",
-        hook_type=HookType.AROUND,
         function=process_messages,
-        what="Answers HTTP 400 to conversations that are longer than any that fits.",
         why="The chat route, and those that make a chat of theirs, tokenize before there is a "
         "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
         relies_on=("srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",),
@@ -307,45 +291,35 @@ PATCHES = (
     ),
     Patch(
         target=_OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
-        hook_type=HookType.AROUND,
         function=show_particles,
-        what="Shows particles in a chat's meta_info without return_meta_info.",
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_chat.py:2985 (meta_info, where asked for)",),
         retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
     ),
     Patch(
         target=_OPENAI + "serving_completions.OpenAIServingCompletion._build_completion_response",
-        hook_type=HookType.AROUND,
         function=completion_with_meta_info,
-        what="Shows meta_info of completions, with return_meta_info or return_particles.",
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_completions.py:532 (the whole answer)",),
         retire_when=_SHOWS_META_INFO,
     ),
     Patch(
         target=_OPENAI + "serving_completions.OpenAIServingCompletion.handle_request",
-        hook_type=HookType.AROUND,
         function=take_meta_info_wish,
-        what="Reads return_meta_info of completions.",
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",),
         retire_when=_SHOWS_META_INFO,
     ),
     Patch(
         target=_OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
-        hook_type=HookType.AROUND,
         function=stream_with_meta_info,
-        what=_AT_THE_END,
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_chat.py:2441 (makes the whole stream)",),
         retire_when=_SHOWS_META_INFO,
     ),
     Patch(
         target=_OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
-        hook_type=HookType.AROUND,
         function=stream_with_meta_info,
-        what=_AT_THE_END,
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",),
         retire_when=_SHOWS_META_INFO,
@@ -353,9 +327,7 @@ PATCHES = (
     Patch(
         target="sglang.srt.function_call.function_call_parser.FunctionCallParser"
         ".parse_stream_chunk",
-        hook_type=HookType.AROUND,
         function=parse_stream_chunk,
-        what="Parses a streamed chunk word by word for tool calls.",
         why="A round emits several tokens at once. SGLang's parsers return at most one part of a "
         "call for a chunk: one that comes whole loses its arguments, or its name, too.",
         relies_on=("srt/function_call/function_call_parser.py:223 (parses one chunk)",),

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers import io_struct
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import upstream
 from sglang_smc.models.weight_update import names_in, reason_not_to_name
@@ -37,6 +37,7 @@ _NOT_LOADED = (
 def hook(update: Update, output: Callable[..., Any]) -> Callable:
     """Return a hook on a kind of update: `update`, unless requests hold KV; returns `output`."""
 
+    @wraps(update)
     def around(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
         scheduler = _scheduler(manager)
         if not is_smc(scheduler.server_args):
@@ -55,9 +56,10 @@ def update_from_disk(
     manager: "SchedulerWeightUpdaterManager",
     recv_req: "io_struct.UpdateWeightFromDiskReqInput",
 ) -> Any:
-    """Load the draft's checkpoint, if one is named, and the target's; neither, if one would fail.
+    """Load the draft's checkpoint, if manifest names one, then the target's; neither, if one fails.
 
-    The cache is flushed after both, so that no KV of the former weights is reused.
+    Refuse checkpoints that do not fit what they replace. The cache is flushed after both, so that
+    no KV of the former weights is reused.
     """
     worker = manager.draft_worker
     reason = worker.reason_not_to_update(recv_req) or worker.load_draft(recv_req)
@@ -67,7 +69,7 @@ def update_from_disk(
 def update_target(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> Any:
-    """Hide the draft, into which SGLang would load the target's weights."""
+    """Update the target alone: hide the draft, into which SGLang would load its weights."""
     worker, manager.draft_worker = manager.draft_worker, None
     try:
         return original(manager, recv_req)
@@ -80,7 +82,11 @@ def update_from_distributed(
     manager: "SchedulerWeightUpdaterManager",
     recv_req: "io_struct.UpdateWeightsFromDistributedReqInput",
 ) -> Any:
-    """Update one model."""
+    """Update one model where the selector is 'all', SGLang's default.
+
+    It is the one that the session was opened for, or the target. Refuse tensors named 'draft.…'
+    there.
+    """
     reason = reason_not_to_name(recv_req.names)
     if reason is not None:
         return reason
@@ -93,7 +99,7 @@ def update_from_tensor(
     manager: "SchedulerWeightUpdaterManager",
     recv_req: "io_struct.UpdateWeightsFromTensorReqInput",
 ) -> Any:
-    """Update one model, or return what is wrong with the tensors."""
+    """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
     try:
         reason = reason_not_to_name(names_in(recv_req.serialized_named_tensors[0]))
         if reason is not None:
@@ -109,7 +115,7 @@ def update_from_tensor(
 def flush_after_update(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> None:
-    """Flush the cache although requests wait: these own no KV."""
+    """Flush the cache although requests wait, as those that are paused with mode 'retract' do."""
     scheduler = _scheduler(manager)
     waiting = scheduler.waiting_queue
     if is_smc(scheduler.server_args):
@@ -121,13 +127,9 @@ def flush_after_update(
 
 
 def release_memory(original: Callable, manager: "TokenizerManager", *args: Any) -> Any:
-    """Raise ValueError, before the request reaches a scheduler."""
-    if is_smc(manager.server_args):
-        _refuse_to_release()
-    return original(manager, *args)
-
-
-def _refuse_to_release() -> NoReturn:
+    """Answer HTTP 400 to /release_memory_occupation and /resume_memory_occupation."""
+    if not is_smc(manager.server_args):
+        return original(manager, *args)
     raise ValueError(
         "SMC gives no memory back while it runs: the draft's buffers and the tables of its "
         "particles would not return. Stop the server instead."
@@ -172,20 +174,17 @@ def _at_rest(scheduler: "Scheduler") -> Iterator[None]:
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATER_FILE = "srt/managers/scheduler_components/weight_updater.py"
-_HELD_WHAT = " Refuses while requests that are paused in place hold KV that is to be flushed."
 _HELD_WHY = (
-    " SGLang loads the weights first, and asks later whether it can flush. It cannot while a round "
-    "is in flight, and with the overlap schedule one is as the last request ends."
+    " SGLang loads the weights first, and asks later whether it can flush. It cannot while requests"
+    " that are paused in place hold KV, which is refused, nor while a round is in flight, and with "
+    "the overlap schedule one is as the last request ends."
 )
 _ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
 
 PATCHES = (
     Patch(
         target=_UPDATER + "update_weights_from_disk",
-        hook_type=HookType.AROUND,
         function=hook(update_from_disk, io_struct.UpdateWeightFromDiskReqOutput),
-        what="Loads the target alone, after the draft from the checkpoint that manifest names. "
-        "Refuses checkpoints that do not fit what they replace." + _HELD_WHAT,
         why=_ALIKE + " A load that fails half way reads the same files again to roll back, fails "
         "again, and ends the scheduler." + _HELD_WHY,
         relies_on=(
@@ -197,29 +196,21 @@ PATCHES = (
     ),
     Patch(
         target=_UPDATER + "update_weights_from_ipc",
-        hook_type=HookType.AROUND,
         function=hook(update_target, io_struct.UpdateWeightsFromIPCReqOutput),
-        what="Updates the target alone." + _HELD_WHAT,
         why=_ALIKE + _HELD_WHY,
         relies_on=(_UPDATER_FILE + ":263 (every model, a draft if there is one)",),
         retire_when="An update by IPC selects its model.",
     ),
     Patch(
         target=_UPDATER + "update_weights_from_distributed",
-        hook_type=HookType.AROUND,
         function=hook(update_from_distributed, io_struct.UpdateWeightsFromDistributedReqOutput),
-        what="Has the selector 'all', SGLang's default, mean one model: the one that the session "
-        "was opened for, or the target. Refuses tensors named 'draft.…' there." + _HELD_WHAT,
         why=_ALIKE + _HELD_WHY,
         relies_on=(_UPDATER_FILE + ":184 (which models load what was received)",),
         retire_when="The selector is 'target' unless it is given.",
     ),
     Patch(
         target=_UPDATER + "update_weights_from_tensor",
-        hook_type=HookType.AROUND,
         function=hook(update_from_tensor, io_struct.UpdateWeightsFromTensorReqOutput),
-        what="As for update_weights_from_distributed; answers where tensors cannot be read, or do "
-        "not fit.",
         why=_ALIKE + _HELD_WHY + " What loading raises would end the scheduler.",
         relies_on=(
             _UPDATER_FILE + ":232 (which models; the barrier at its end)",
@@ -229,9 +220,7 @@ PATCHES = (
     ),
     Patch(
         target=_UPDATER + "flush_cache_after_weight_update",
-        hook_type=HookType.AROUND,
         function=flush_after_update,
-        what="Hides waiting requests while the cache is flushed.",
         why="SGLang flushes only when nothing waits, yet requests that are paused with mode "
         "'retract' wait. It asserts, and the server would die.",
         relies_on=(
@@ -244,9 +233,7 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
         ".release_memory_occupation",
-        hook_type=HookType.AROUND,
         function=release_memory,
-        what="Answers HTTP 400 to /release_memory_occupation.",
         why="SGLang restores the buffers of the target alone, and a busy scheduler dies at an "
         "assertion.",
         relies_on=("srt/entrypoints/http_server.py:1581 (shows what is raised)",),
@@ -255,9 +242,7 @@ PATCHES = (
     Patch(
         target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
         ".resume_memory_occupation",
-        hook_type=HookType.AROUND,
         function=release_memory,
-        what="Answers HTTP 400 to /resume_memory_occupation.",
         why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
         relies_on=("srt/entrypoints/http_server.py:1592",),
         retire_when="Memory comes back for draft models, too.",

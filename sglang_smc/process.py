@@ -10,7 +10,7 @@ from sglang_smc import upstream
 from sglang_smc.kv.report import Table
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.request import Budget
-from sglang_smc.options.server import ALGORITHM, SMCConfig
+from sglang_smc.options.server import SMCConfig, is_smc
 from sglang_smc.potentials import runner
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.state.metrics import Monitor
@@ -24,11 +24,6 @@ _monitor: Monitor | None = None
 _measure: Callable[..., Table] | None = None
 _memory: Table | None = None
 _rank_check = RankCheck()
-
-
-def is_smc(server_args: Arguments) -> bool:
-    """Return whether these server arguments select SMC."""
-    return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
 def config_of(server_args: Arguments) -> SMCConfig:

@@ -213,9 +213,7 @@ def select_one_model(manager: "SchedulerWeightUpdaterManager", recv_req: Any) ->
 
     It is the session's model; the target, if the session is for both.
     """
-    if not IS_NEWER:
-        return
-    if recv_req.selector == "all":
+    if IS_NEWER and recv_req.selector == "all":
         session = manager._session
         is_drafts = session is not None and session.selector == "draft"
         recv_req.selector = "draft" if is_drafts else "target"

@@ -87,6 +87,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         prompt = min(PROMPT, longest - answer)
         memory = sizes.num_slots * sizes.slot_bytes + sizes.draft_weight_bytes
         plain = memory // (sizes.target_slot_bytes * max(prompt + answer, 1))
+        plain = min(plain, sizes.most_running)
         settings = {"smc": replace(config, mode="smc")}
         if config.is_normalized:
             settings[_VERIFIES] = replace(config, mode="exact")
@@ -98,7 +99,6 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
             )
             for name, setting in settings.items()
         }
-        plain = min(plain, sizes.most_running)
         return cls(
             pool_slots=sizes.num_slots,
             pool_bytes=sizes.num_slots * sizes.slot_bytes,

@@ -19,15 +19,7 @@ def sizes_of(
     most_running: int,
     beside: dict[str, int],
 ) -> Sizes:
-    """Return the sizes of a server on this rank.
-
-    Args:
-        target: model runner of the target.
-        draft: model runner of the draft model; None without one.
-        num_slots: of the KV pool.
-        most_running: requests that run at a time.
-        beside: bytes beside pool and models, by name.
-    """
+    """Return the sizes of a server on this rank; see `Sizes`."""
     of_target = slot_bytes(target.token_to_kv_pool)
     of_draft = 0 if draft is None else slot_bytes(draft.token_to_kv_pool)
     weights = () if draft is None else draft.model.parameters()

@@ -9,7 +9,7 @@ request's own N and K bound them, too. With the lowest budget, N = 1 and K = 0, 
 drafted, and the target decodes alone.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
@@ -18,16 +18,17 @@ from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
     LONG_LAG,
-    RANGES,
     SELECTIONS,
     SERVER_FIELDS,
     VOTE,
-    Choice,
-    Integer,
-    Number,
     Range,
+    Setting,
     SMCConfig,
     flag_of,
+    integers,
+    numbers,
+    one_of,
+    settings_of,
     with_mode,
 )
 from sglang_smc.potentials.spec import PotentialSpec, parse_specs
@@ -43,48 +44,34 @@ PATTERN_KEY = "answer_pattern"
 TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
-# Key -> the modes in which it has an effect; all others have an effect in every mode.
-_MODES_OF = {
-    "ess_threshold": ("smc",),
-    "resampling_method": ("smc",),
-    "resample_at": ("smc",),
-    "selection": ("smc",),
-    "power": ("smc",),
-    "max_lag": ("smc",),
-    PARTICLES_KEY: ("smc",),
-    POTENTIALS_KEY: ("smc",),
-    PATTERN_KEY: ("smc",),
-    "evidence_threshold": ("smc", "mixed"),
-    "tilt": ("auto",),
-}
-_SWITCHES = (PARTICLES_KEY, TRACE_KEY)
-_OWN_KEYS = (*_SWITCHES, POTENTIALS_KEY, PATTERN_KEY)
-_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), *_OWN_KEYS)
+_SWITCH = Range(bool, "true or false")
 
 
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     """`SMCConfig` of one request."""
 
-    return_particles: bool = False
-    """smc: return all particles and their weights in `meta_info`."""
+    return_particles: Annotated[bool, Setting(_SWITCH, modes=("smc",))] = False
+    """Return all particles and their weights in `meta_info`."""
 
-    trace: bool = False
+    trace: Annotated[bool, Setting(_SWITCH)] = False
     """Return a trace of the particles, round by round, in `meta_info`."""
 
-    potentials: tuple[PotentialSpec, ...] = ()
-    """smc: potentials that multiply the target."""
+    potentials: Annotated[tuple[PotentialSpec, ...], Setting(Range(list, ""), modes=("smc",))] = ()
+    """Potentials that multiply the target; `parse_specs` says what is allowed."""
 
-    answer_pattern: str | None = None
-    """smc: regular expression of the answer in a text, for a majority vote."""
+    answer_pattern: Annotated[str | None, Setting(Range(str, "a string"), modes=("smc",))] = None
+    """Regular expression of the answer in a text, for a majority vote."""
+
+    # The rest are no keys.
 
     constrained: bool = False
-    """Not a key: whether the request has a grammar."""
+    """Whether the request has a grammar."""
 
     greedy: bool = False
-    """Not a key: whether the request takes the likeliest token, as at temperature 0."""
+    """Whether the request takes the likeliest token, as at temperature 0."""
 
     threshold_in_force: float | None = None
-    """Not a key: the evidence threshold for its tilt, resolved when the request starts."""
+    """The evidence threshold for its tilt, resolved when the request starts."""
 
     @property
     def is_normalized(self) -> bool:
@@ -140,6 +127,10 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return self.evidence_threshold
 
 
+KEYS = {name: key for name, key in settings_of(RequestConfig).items() if name not in SERVER_FIELDS}
+"""The settings of a request, by key."""
+
+
 def request_config(
     server: SMCConfig, given: Any, *, constrained: bool = False, where: str = CUSTOM_PARAMS
 ) -> RequestConfig:
@@ -174,7 +165,7 @@ def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
         return {}
     if not isinstance(given["smc"], dict):
         raise ValueError(
-            f"{where} is {given['smc']!r}; allowed: an object with keys of {', '.join(_KEYS)}."
+            f"{where} is {given['smc']!r}; allowed: an object with keys of {', '.join(KEYS)}."
         )
     return given["smc"]
 
@@ -207,38 +198,24 @@ def _raise_if(problems: list[str], where: str) -> None:
 
 
 def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
-    found = []
-    for name, value in chosen.items():
-        if name not in _KEYS:
-            found.append(f"has the unknown key {name!r}; allowed: {', '.join(_KEYS)}.")
-        elif name in _OWN_KEYS:
-            found += _problems_of_own(name, value)
+    found = (_problem(server, name, value) for name, value in chosen.items())
+    return [f"has {problem}" for problem in found if problem]
+
+
+def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
+    """Return what is wrong with a key or its value, or None."""
+    if name not in KEYS:
+        return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
+    try:
+        if name == POTENTIALS_KEY:
+            parse_specs(value)
         elif not (allowed := _range_of(name, server)).holds(value):
-            found.append(f"has {name}={value!r}; allowed: {allowed}.")
-    return found
-
-
-def _problems_of_own(name: str, value: Any) -> list[str]:
-    """Return the problems of a key that has no flag of the server."""
-    if name in _SWITCHES:
-        return [] if isinstance(value, bool) else [f"has {name}={value!r}; allowed: true or false."]
-    if name == PATTERN_KEY:
-        return _problems_of_pattern(value)
-    try:
-        parse_specs(value)
+            return f"{name}={value!r}; allowed: {allowed.words}."
+        elif name == PATTERN_KEY:
+            answer_pattern(value)
     except ValueError as error:
-        return [f"has {error}"]
-    return []
-
-
-def _problems_of_pattern(value: Any) -> list[str]:
-    if not isinstance(value, str):
-        return [f"has {PATTERN_KEY}={value!r}; allowed: a string."]
-    try:
-        answer_pattern(value)
-    except ValueError as error:
-        return [f"has {PATTERN_KEY}={value[:100]!r}, which {error}."]
-    return []
+        return str(error) if name == POTENTIALS_KEY else f"{name}={value[:100]!r}, which {error}."
+    return None
 
 
 def _range_of(name: str, server: SMCConfig) -> Range:
@@ -247,17 +224,17 @@ def _range_of(name: str, server: SMCConfig) -> Range:
     Tables and graphs are allocated for the server's N, K and lag, so these are maxima.
     """
     if name in ("num_particles", "num_steps"):
-        return Integer(1, getattr(server, name))
+        return integers(1, getattr(server, name))
     if name == "max_lag":
-        return Integer(1, server.most_lag)
+        return integers(1, server.most_lag)
     if name == "selection":
-        return Choice((*SELECTIONS, VOTE))
+        return one_of((*SELECTIONS, VOTE))
     if name == "ngram_weight" and not server.keeps_texts:
         flag = flag_of("ngram_weight")
-        return Number(0, 0, meaning=f"0, since this server has no {flag} and keeps no texts")
+        return numbers(0, 0, words=f"0, since this server has no {flag} and keeps no texts")
     if name == "ngram_weight" and server.has_no_draft:
-        return Number(1, 1, meaning="1, since this server has no draft model")
-    return RANGES[name]
+        return numbers(1, 1, words="1, since this server has no draft model")
+    return KEYS[name].allowed
 
 
 def check_support(config: RequestConfig) -> str | None:
@@ -283,10 +260,10 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
     lacking = check_support(config)
     found = [f"has {lacking}"] if lacking else []
     found += [
-        f"has {name}={chosen[name]!r}, which has no effect in mode {config.mode!r}; allowed: mode "
-        f"{' or '.join(map(repr, modes))}. Leave one of the two out."
-        for name, modes in _MODES_OF.items()
-        if name in chosen and config.mode not in modes and not _is_neutral(name, chosen[name])
+        f"has {name}={value!r}, which has no effect in mode {config.mode!r}; allowed: mode "
+        f"{' or '.join(map(repr, KEYS[name].modes))}. Leave one of the two out."
+        for name, value in chosen.items()
+        if config.mode not in KEYS[name].modes and not _is_neutral(name, value)
     ]
     beside = "a grammar" if config.constrained else "potentials" if config.potentials else ""
     if beside and config.weighs and chosen.get("evidence_threshold"):

@@ -1,13 +1,14 @@
-"""Define the options of SMC speculative decoding: names, defaults, ranges.
+"""Declare the settings of SMC speculative decoding, each in one place.
 
-`patches/server_args.py` turns them into command-line flags and `Engine` keywords,
-`server/algorithm.py` resolves them when a server starts, and a request may set its own in
-`custom_params={"smc": {...}}`, by the same names. This module does not import SGLang.
+A field of `SMCConfig` that is annotated with a `Setting` is a command-line flag and an `Engine`
+keyword (`patches/server_args.py`), a key of a request's `custom_params={"smc": {...}}`
+(`options.request`), and the range, modes and words of all errors about it. This module does not
+import SGLang.
 """
 
 import math
-import os
-from typing import Any, NamedTuple
+import sys
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,6 +19,7 @@ ALGORITHM = "SMC"
 CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 MAX_PARTICLES = 1024
+MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
@@ -32,30 +34,6 @@ EVIDENCE_THRESHOLD = 0.5
 AUTO_EVIDENCE_THRESHOLD = 2.0
 """Mode `auto` is `mixed` with this threshold, independent of the server's own."""
 
-# Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag.
-SERVER_ARGS_FIELDS = {
-    "num_steps": "speculative_num_steps",
-    "mode": "speculative_smc_mode",
-    "num_particles": "speculative_smc_num_particles",
-    "ess_threshold": "speculative_smc_ess_threshold",
-    "resampling_method": "speculative_smc_resampling_method",
-    "resample_at": "speculative_smc_resample_at",
-    "selection": "speculative_smc_selection",
-    "power": "speculative_smc_power",
-    "evidence_threshold": "speculative_smc_evidence_threshold",
-    "tilt": "speculative_smc_tilt",
-    "draft_temperature": "speculative_smc_draft_temperature",
-    "ngram_weight": "speculative_smc_ngram_weight",
-    "max_lag": "speculative_smc_max_lag",
-    "kernels": "speculative_smc_kernels",
-    "round_graph": "speculative_smc_round_graph",
-    "adaptive": "speculative_smc_adaptive",
-    "potential_timeout": "speculative_smc_potential_timeout",
-}
-
-SERVER_FIELDS = ("kernels", "round_graph", "adaptive", "potential_timeout")
-"""Options that select code, which a request cannot set."""
-
 LAG = 4
 """Default lag bound. Chosen by measurement: docs/fidelity.md."""
 
@@ -65,71 +43,244 @@ mask that weights correct. There a token that is drawn early is drawn from a wro
 any number of particles."""
 
 
+class Range(NamedTuple):
+    """The values that a setting allows."""
+
+    kind: type
+    words: str  # in errors
+    bounds: str = ""  # in a flag's help
+    low: float = -math.inf
+    high: float = math.inf
+    is_open: bool = False  # without ``low`` itself
+    choices: tuple[str, ...] | None = None
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is allowed."""
+        if self.kind is list:
+            return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+        # bool is an int to Python, but `True` particles is a mistake.
+        is_of_kind = isinstance(value, int | float if self.kind is float else self.kind)
+        if not is_of_kind or isinstance(value, bool) != (self.kind is bool):
+            return False
+        if isinstance(value, str):
+            return self.choices is None or value in self.choices
+        return value <= self.high and (self.low < value if self.is_open else self.low <= value)
+
+
+def integers(low: int, high: int | None = None) -> Range:
+    """Return the range of integers from ``low`` to ``high``."""
+    if high is None:
+        return Range(int, f"an integer >= {low}", f"at least {low}", low)
+    return Range(int, f"an integer from {low} to {high}", f"{low} to {high}", low, high)
+
+
+def numbers(low: float, high: float = MAX_FLOAT, *, above: bool = False, words: str = "") -> Range:
+    """Return the range of finite numbers from ``low`` to ``high``; ``above``: without ``low``."""
+    words = words or f"a finite number {'>' if above else '>='} {low:g}"
+    bounds = f"{'above' if above else 'at least'} {low:g}"
+    bounds = bounds if high == MAX_FLOAT else f"{low:g} to {high:g}"
+    return Range(float, words, bounds, low, high, above)
+
+
+def one_of(words: tuple[str, ...]) -> Range:
+    """Return the range of some words."""
+    return Range(str, "one of " + ", ".join(words), choices=words)
+
+
+class Setting(NamedTuple):
+    """Declaration of a setting."""
+
+    allowed: Range
+    help: str = ""  # of its flag, without the sentence's end; num_steps has SGLang's own flag
+    note: str = ""  # the help's end, in parentheses; else it names bounds and default
+    modes: tuple[str, ...] = MODES  # those in which a request's value has an effect
+    is_key: bool = True  # whether a request may set it
+
+
+_SMC = ("smc",)
+
+
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a server, which apply unless a request sets its own."""
+    """Settings of a server, which apply unless a request sets its own."""
 
-    num_steps: int = 8
-    """K: draft tokens per round. A round yields at most K + 1 tokens, with the target's bonus."""
-
-    mode: str = "smc"
-    """`smc`: weigh and resample, every draft token is kept. `exact`: verify; the output follows p.
-    `mixed`: keep a block where its evidence is high, verify elsewhere. `auto`: `mixed`, tuned."""
-
-    num_particles: int = 8
-    """N: particles, that is continuations, per request."""
-
-    ess_threshold: float = 0.5
-    """smc: resample when the effective sample size falls below this fraction of N."""
-
-    resampling_method: str = "systematic"
-    """smc: method of drawing ancestors from the weights."""
-
-    resample_at: str = "block"
-    """smc: `block`, after the whole round; `token`, at the first column with a low ESS."""
-
-    selection: str = "sample"
-    """smc: `sample` draws the particle of the answer by weight; `argmax` takes the heaviest.
-    A request may also set `vote`: draw among the particles of the majority answer."""
-
-    power: float = 1.0
-    """smc: alpha; the output follows p^alpha of whole sequences."""
-
-    evidence_threshold: float | None = None
-    """smc, mixed: c; columns are kept while their evidence exceeds c times a uniform. 0 keeps all.
-    Default: `EVIDENCE_THRESHOLD`, but 0 for a power of p, which has an unknown normaliser."""
-
-    tilt: float | None = None
-    """auto: how far answers may lean to the draft; 0 is exact. c is set by it and the server's
-    measurements (`options.policy`). A tilt without a mode implies `auto`."""
-
-    draft_temperature: float | None = None
-    """Temperature of the draft; default: the request's own."""
-
-    ngram_weight: float = 0.0
-    """w: q is (1 - w) times the draft distribution plus w times that of n-gram matches, where there
-    are any. 1 is for servers without a draft model."""
-
-    max_lag: int | None = None
-    """smc: tokens that a particle may be ahead of the output that all share, before the oldest of
-    them are resampled. Default: `LAG`, but `LONG_LAG` for a target that is not normalized."""
-
-    kernels: str = "auto"
-    """Implementation of the small operations: `triton` kernels or `torch` functions, which give the
-    same tokens. `auto`: kernels on a GPU, torch elsewhere. Kernels on a GPU are checked against
-    torch at start: `auto` replaces those that fail, `triton` fails to start."""
-
-    round_graph: str = "auto"
-    """Whether rounds are captured as CUDA graphs, one launch each. `auto`: on a GPU, unless
-    SGLang's own --disable-cuda-graph is given."""
-
-    adaptive: bool = False
-    """Adapt N and K to the load: requests get at most their own, down to N = 1, K = 0."""
-
-    potential_timeout: float = 10.0
-    """Seconds that a call of a potential may take; a call scores all sequences of a round."""
+    # K: a round yields at most K + 1 tokens, with the target's bonus.
+    num_steps: Annotated[int, Setting(integers(1))] = 8
+    mode: Annotated[
+        str,
+        Setting(
+            one_of(MODES),
+            "'smc' weighs and resamples particles: approximate, and keeps every drafted token. "
+            "'exact' verifies them as one multi-draft: the output follows the target. 'mixed' "
+            "keeps a block where its evidence is high and verifies it elsewhere. 'auto' is 'mixed' "
+            "with a threshold near the target's own distribution, or by the tilt that is asked for",
+        ),
+    ] = "smc"
+    num_particles: Annotated[  # N
+        int,
+        Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request"),
+    ] = 8
+    ess_threshold: Annotated[
+        float,
+        Setting(
+            numbers(0, 1, words="a number from 0 (never) to 1 (whenever weights differ)"),
+            "Resample when the effective sample size falls below this fraction of the particles",
+            "0 never, 1 always, default {default}",
+            modes=_SMC,
+        ),
+    ] = 0.5
+    resampling_method: Annotated[
+        str, Setting(one_of(RESAMPLING_METHODS), "How ancestors are drawn", modes=_SMC)
+    ] = "systematic"
+    resample_at: Annotated[
+        str,
+        Setting(
+            one_of(RESAMPLE_AT),
+            "'block' resamples after a round, 'token' at the first drafted token where the "
+            "threshold is crossed",
+            modes=_SMC,
+        ),
+    ] = "block"
+    # A request may also set `vote`: draw among the particles of the majority answer.
+    selection: Annotated[
+        str,
+        Setting(
+            one_of(SELECTIONS),
+            "The particle to answer with: 'sample' draws it by weight, 'argmax' takes the heaviest",
+            modes=_SMC,
+        ),
+    ] = "sample"
+    power: Annotated[  # alpha
+        float,
+        Setting(
+            numbers(0, above=True),
+            "Sample whole texts from the target's law to this power, in mode 'smc'",
+            modes=_SMC,
+        ),
+    ] = 1.0
+    # c. None: `EVIDENCE_THRESHOLD`, but 0 for a power of p, which has an unknown normaliser.
+    evidence_threshold: Annotated[
+        float | None,
+        Setting(
+            numbers(0),
+            "In modes 'smc' and 'mixed', a round keeps drafted columns while their evidence (mean "
+            "weight) exceeds the threshold times a uniform. 0 keeps all, as the paper does; large "
+            "values verify nearly all",
+            f"at least 0, default {EVIDENCE_THRESHOLD:g}",
+            modes=("smc", "mixed"),
+        ),
+    ] = None
+    # c is set by it and the server's measurements (`options.policy`).
+    tilt: Annotated[
+        float | None,
+        Setting(
+            numbers(0),
+            "How far answers may lean from the target to the draft, as the server measures it: 0 "
+            "is exact. Implies mode 'auto', whose evidence threshold follows it",
+            f"at least 0, default: that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
+            modes=("auto",),
+        ),
+    ] = None
+    draft_temperature: Annotated[
+        float | None,
+        Setting(
+            # SGLang's own bound, below which sampling is greedy; dividing by less overflows
+            # float32.
+            numbers(1e-6),
+            "Temperature of the draft model",
+            "above 0, default: the request's own",
+        ),
+    ] = None
+    ngram_weight: Annotated[
+        float,
+        Setting(
+            numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
+            "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's law plus w "
+            "times that of what followed the same tokens before, in prompts and answers. 1 needs "
+            "no draft model, and a mode that verifies",
+        ),
+    ] = 0.0
+    # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
+    max_lag: Annotated[
+        int | None,
+        Setting(
+            integers(1),
+            "Tokens that particles may differ in before the oldest are drawn by weight; bounds KV "
+            "memory and the silence of a stream. Requests may ask for less",
+            f"at least 1, default {LAG}, but {LONG_LAG} for other targets than p and with "
+            "return_particles",
+            modes=_SMC,
+        ),
+    ] = None
+    # Kernels on a GPU are checked against torch at start: `auto` replaces those that fail, with
+    # `triton` the server fails to start.
+    kernels: Annotated[
+        str,
+        Setting(
+            one_of(KERNELS),
+            "What runs a round beside the models: 'triton' kernels or 'torch' functions, which "
+            "give the same tokens, to compare or debug. 'auto' takes kernels on a GPU and torch "
+            "elsewhere",
+            is_key=False,
+        ),
+    ] = "auto"
+    round_graph: Annotated[
+        str,
+        Setting(
+            one_of(ROUND_GRAPH),
+            "Whether whole rounds are captured as CUDA graphs and launched at once. 'auto' "
+            "captures them on a GPU unless --disable-cuda-graph is given",
+            is_key=False,
+        ),
+    ] = "auto"
+    adaptive: Annotated[
+        bool,
+        Setting(
+            Range(bool, "True or False"),
+            "Particles and steps follow the load and the measured cost of rounds: where "
+            "speculation does not pay, requests get fewer than they ask for, down to one verified "
+            "chain, or none",
+            is_key=False,
+        ),
+    ] = False
+    # No field, but a flag: `potentials.declared` reads its texts, and `presets` below.
+    potential: ClassVar[
+        Annotated[
+            list[str] | None,
+            Setting(
+                Range(list, "a list of texts NAME=package.module:factory"),
+                "Potentials that requests may name, which multiply the target: "
+                "NAME=package.module:factory, where factory is the class of a "
+                "sglang_smc.potentials.Potential or a function that returns one. Literal keyword "
+                "arguments may follow it, in parentheses. Several values, or the flag several "
+                "times",
+                is_key=False,
+            ),
+        ]
+    ] = None
+    potential_timeout: Annotated[
+        float,
+        Setting(
+            numbers(0, above=True),
+            "Seconds that a potential may take for all texts of a round; where it takes longer, "
+            "the requests that it was asked about end with HTTP 503",
+            is_key=False,
+        ),
+    ] = 10.0
+    presets: ClassVar[
+        Annotated[
+            str | None,
+            Setting(
+                Range(str, "JSON as a text, or a file's path"),
+                "Settings that requests choose by name, as 'NAME' in the model "
+                "'served-model-name:NAME': a JSON object, or the path of a file with one, of names "
+                "and objects with the keys of custom_params['smc']",
+                is_key=False,
+            ),
+        ]
+    ] = None
 
     drafts_all: bool = True
-    """Not a flag: whether the draft can propose any token. EAGLE-3 heads may not."""
+    """No setting: whether the draft can propose any token. EAGLE-3 heads may not."""
 
     @property
     def round_sizes(self) -> tuple[int, int, bool]:
@@ -194,11 +345,13 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ValueError, naming the flag, at the first value outside its range."""
-        for name, allowed in RANGES.items():
-            value = getattr(self, name)
-            is_left_open = value is None and getattr(DEFAULTS, name) is None
-            if not (is_left_open or allowed.holds(value)):
-                raise _out_of_range(name, value, allowed)
+        for name in SERVER_ARGS_FIELDS:
+            value, default = getattr(self, name), getattr(DEFAULTS, name)
+            if not (SETTINGS[name].allowed.holds(value) or value is default is None):
+                raise ValueError(
+                    f"{out_of_range(name, value)} Pass a value in that range, or leave the flag "
+                    f"out to get {default!r}."
+                )
         if self.power != 1.0:
             self._check_power()
         if self.tilt is not None and self.mode != "auto":
@@ -229,89 +382,35 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Integer(NamedTuple):
-    """Range of integers from ``low`` to ``high``."""
-
-    low: int
-    high: int | None = None
-
-    def holds(self, value: Any) -> bool:
-        # bool is an int to Python, but `True` particles is a mistake.
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        return is_int and self.low <= value and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.high is None:
-            return f"an integer >= {self.low}"
-        return f"an integer from {self.low} to {self.high}"
-
-
-class Number(NamedTuple):
-    """Range of finite numbers from ``low`` to ``high``; ``low`` itself only if ``closed``."""
-
-    low: float
-    high: float = math.inf
-    closed: bool = True
-    meaning: str = ""
-
-    def holds(self, value: Any) -> bool:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value)):
-            return False
-        return (self.low <= value if self.closed else self.low < value) and value <= self.high
-
-    def __str__(self) -> str:
-        if self.meaning:
-            return self.meaning
-        return f"a finite number {'>=' if self.closed else '>'} {self.low:g}"
-
-
-class Choice(NamedTuple):
-    """Set of allowed words."""
-
-    words: tuple[str, ...]
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and value in self.words
-
-    def __str__(self) -> str:
-        return "one of " + ", ".join(self.words)
-
-
-class Switch:
-    """Range of a switch: True or False."""
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "True or False"
-
-
-Range = Integer | Number | Choice | Switch
-
-RANGES: dict[str, Range] = {
-    "num_steps": Integer(1),
-    "mode": Choice(MODES),
-    "num_particles": Integer(1, MAX_PARTICLES),
-    "ess_threshold": Number(0, 1, meaning="a number from 0 (never) to 1 (whenever weights differ)"),
-    "resampling_method": Choice(RESAMPLING_METHODS),
-    "resample_at": Choice(RESAMPLE_AT),
-    "selection": Choice(SELECTIONS),
-    "power": Number(0, closed=False),
-    "evidence_threshold": Number(0),
-    "tilt": Number(0),
-    # SGLang's own bound, below which sampling is greedy; dividing by less overflows float32.
-    "draft_temperature": Number(1e-6),
-    "ngram_weight": Number(0, 1, meaning="a number from 0 (none) to 1 (no draft model)"),
-    "max_lag": Integer(1),
-    "kernels": Choice(KERNELS),
-    "round_graph": Choice(ROUND_GRAPH),
-    "adaptive": Switch(),
-    "potential_timeout": Number(0, closed=False),
-}
-
 DEFAULTS = SMCConfig()
+
+
+def settings_of(config: type[SMCConfig]) -> dict[str, Setting]:
+    """Return the settings that a class declares, by name, in their order."""
+    found = {}
+    for name, hint in get_type_hints(config, include_extras=True).items():
+        (declared,) = get_args(hint) if get_origin(hint) is ClassVar else (hint,)
+        *_, last = get_args(declared) or (None,)
+        if isinstance(last, Setting):
+            found[name] = last
+    return found
+
+
+SETTINGS = settings_of(SMCConfig)
+
+FIELDS = {
+    name: f"speculative_smc_{name}" if setting.help else f"speculative_{name}"
+    for name, setting in SETTINGS.items()
+}
+"""Setting -> attribute of ServerArgs. K is SGLang's own."""
+
+SERVER_ARGS_FIELDS = {
+    name: field for name, field in FIELDS.items() if name in SMCConfig.__struct_fields__
+}
+"""The same, of the fields of `SMCConfig`."""
+
+SERVER_FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_key)
+"""Settings that a request cannot set."""
 
 
 def with_mode(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -322,17 +421,14 @@ def with_mode(chosen: dict[str, Any]) -> dict[str, Any]:
 
 def flag_of(name: str) -> str:
     """Return the command-line flag of a field: `num_steps` -> `--speculative-num-steps`."""
-    return "--" + SERVER_ARGS_FIELDS[name].replace("_", "-")
+    return "--" + FIELDS[name].replace("_", "-")
 
 
-def _out_of_range(name: str, value: object, allowed: Range) -> ValueError:
-    default = getattr(DEFAULTS, name)
-    return ValueError(
-        f"{flag_of(name)} is {value!r}; allowed: {allowed}. "
-        f"Pass a value in that range, or leave the flag out to get {default!r}."
-    )
+def out_of_range(name: str, value: object) -> str:
+    """Return the error for a flag's value outside its range; what to do may follow."""
+    return f"{flag_of(name)} is {value!r}; allowed: {SETTINGS[name].allowed.words}."
 
 
-def cpu_overlap_is_forced() -> bool:
-    """Return whether the overlap schedule is forced on a CPU."""
-    return os.environ.get(CPU_OVERLAP_ENV) == "1"
+def is_smc(server_args: Any) -> bool:
+    """Return whether these server arguments select SMC."""
+    return (server_args.speculative_algorithm or "").upper() == ALGORITHM

@@ -657,15 +657,17 @@ class Round:
         settings = batch.settings
         counters = tables.counters.add_round(
             batch.rows,
-            cut=decision.cut,
-            failed=decision.failure > 0,
-            verified=decision.verified,
-            killed=(settings.num_particles - num_parents) * decision.cut.resample,
-            narrowed=by_lag,
-            ancestors=num_roots,
-            num_particles=settings.num_particles,
-            num_steps=settings.num_steps,
             fidelity=narrowed.fidelity[:, 0],
+            resample_ct=decision.cut.resample,
+            narrow_ct=by_lag,
+            all_zero_ct=decision.cut.all_zero,
+            nan_ct=decision.failure > 0,
+            exact_ct=decision.verified,
+            killed_ct=(settings.num_particles - num_parents) * decision.cut.resample,
+            ess_sum=decision.cut.ess,
+            particles_sum=settings.num_particles,
+            steps_sum=settings.num_steps,
+            ancestors=num_roots,
             log_evidence=log_evidence,
         )
         return Outcome(

@@ -1,6 +1,8 @@
 """Validate an SMC server's arguments, and resolve those that follow from others."""
 
 import logging
+import os
+from collections.abc import Iterator
 from copy import deepcopy
 
 from msgspec.structs import asdict, replace
@@ -13,10 +15,10 @@ from sglang_smc.models.head_kinds import is_head_at
 from sglang_smc.ops.select import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
+    CPU_OVERLAP_ENV,
     KERNELS,
     SERVER_ARGS_FIELDS,
     SMCConfig,
-    cpu_overlap_is_forced,
     flag_of,
 )
 from sglang_smc.process import drafts_all
@@ -52,20 +54,20 @@ def resolve(server_args: Arguments) -> None:
     for name, attribute in SERVER_ARGS_FIELDS.items():
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
-    server_args.speculative_smc_presets = presets.as_json(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    server_args.speculative_smc_presets = presets.as_json(server_args)
     # Multimodal models are served as their language model, with a tokenizer alone.
     server_args.enable_multimodal = False
     # A chain: one candidate a step; a round has K draft tokens and the bonus token.
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = config.num_steps + 1
     # On a CPU there is nothing to overlap, and each request would cost one idle round.
-    if server_args.device == "cpu" and not cpu_overlap_is_forced():
+    if server_args.device == "cpu" and os.environ.get(CPU_OVERLAP_ENV) != "1":
         server_args.disable_overlap_schedule = True
     # SGLang's decode graphs have one row per request, and no weights: SMC captures its own.
     graphs = deepcopy(server_args.cuda_graph_config)
     assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
     if config.round_graph == "auto" and not _captures(config, server_args):
-        server_args.speculative_smc_round_graph = "off"  # pyright: ignore[reportAttributeAccessIssue] -- ours
+        server_args.speculative_smc_round_graph = "off"
     graphs.decode.backend = Backend.DISABLED
     if graphs.prefill.backend != Backend.DISABLED and _reads_states(server_args):
         graphs.prefill.backend = Backend.DISABLED
@@ -102,9 +104,7 @@ def _reads_states(server_args: Arguments) -> bool:
 
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:
     """Return whether rounds are captured with round graphs set to 'auto'."""
-    graphs = server_args.cuda_graph_config
-    assert graphs is not None
-    wanted = graphs.decode.backend != Backend.DISABLED
+    wanted = server_args.cuda_graph_config.decode.backend != Backend.DISABLED
     return wanted and _can_capture(config, server_args.device)
 
 
@@ -116,81 +116,72 @@ def _can_capture(config: SMCConfig, device: str | None) -> bool:
 def _widest_heads(server_args: Arguments) -> int | None:
     """Return the largest head dimension of the kernels, or None where none run."""
     kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
-    if kernels not in KERNELS or (kernels == "triton" and device == "cpu"):
-        return None  # invalid, which `SMCConfig` reports, or interpreted kernels on a CPU
-    if kind_of(kernels, device) == "torch":
+    # Invalid kernels are reported by `SMCConfig`; those on a CPU are interpreted.
+    is_other = kernels not in KERNELS or (kernels == "triton" and device == "cpu")
+    if is_other or kind_of(kernels, device) == "torch":
         return None
     from sglang_smc.kernels.attention.work import MAX_HEAD_DIM
 
     return MAX_HEAD_DIM
 
 
-def _setting_problems(server_args: Arguments) -> list[str]:
+def _setting_problems(server_args: Arguments) -> Iterator[str]:
     try:
         config = SMCConfig.from_server_args(server_args)
     except ValueError as error:
-        return [str(error)]
-    problems = _pool_problems(config, server_args.max_total_tokens)
-    problems += _support_problems(config, server_args)
-    problems += _kernel_problems(config, server_args.device)
-    of_potentials = refusals.problems(server_args)
-    problems += of_potentials or presets.problems(server_args)
+        yield str(error)
+        return
+    for check_part in (_check_pool, _check_support, _check_kernels):
+        try:
+            check_part(config, server_args)
+        except ValueError as error:
+            yield str(error)
+    yield from refusals.problems(server_args) or presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
-        problems.append(
+        yield (
             f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
             f"{expected}. Leave it out and choose --speculative-num-steps alone."
         )
-    return problems
 
 
-def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
-    """Return problems of a KV pool of given size; others are checked at allocation."""
-    if num_slots is None:
-        return []
-    try:
-        arena.check_pool(config, num_slots)
-    except ValueError as error:
-        return [str(error)]
-    return []
+def _check_pool(config: SMCConfig, server_args: Arguments) -> None:
+    """Raise ValueError for a KV pool whose given size is too small; others are checked later."""
+    if server_args.max_total_tokens is not None:
+        arena.check_pool(config, server_args.max_total_tokens)
 
 
-def _support_problems(config: SMCConfig, server_args: Arguments) -> list[str]:
-    """Return the server's settings that need a draft which can draft every token."""
-    if drafts_all(resolved_view(server_args)):
-        return []
-    lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
-    return [f"The settings are {lacking}"] if lacking else []
+def _check_support(config: SMCConfig, server_args: Arguments) -> None:
+    """Raise ValueError for settings that need a draft which can draft every token."""
+    if not drafts_all(resolved_view(server_args)):
+        lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
+        if lacking:
+            raise ValueError(f"The settings are {lacking}")
 
 
-def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
-    try:
-        can_capture = _can_capture(config, device)
-    except ValueError as error:
-        return [str(error)]
+def _check_kernels(config: SMCConfig, server_args: Arguments) -> None:
+    """Raise ValueError for kernels that do not run on this device, or cannot be captured."""
+    can_capture = _can_capture(config, server_args.device)
     if config.round_graph == "on" and not can_capture:
-        return [
-            f"--speculative-smc-round-graph is 'on' with --device {device} and "
+        raise ValueError(
+            f"--speculative-smc-round-graph is 'on' with --device {server_args.device} and "
             f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
             "rounds of Triton kernels on a GPU can be captured. Leave it out."
-        ]
-    return []
+        )
 
 
-def _draft_problems(server_args: Arguments) -> list[str]:
+def _draft_problems(server_args: Arguments) -> Iterator[str]:
     path, flag = server_args.speculative_draft_model_path, flag_of("ngram_weight")
-    if server_args.speculative_smc_ngram_weight == 1:
-        if path is None:
-            return []
-        return [
+    has_no_draft = server_args.speculative_smc_ngram_weight == 1
+    if has_no_draft and path is not None:
+        yield (
             f"{flag} is 1 and --speculative-draft-model-path is {path!r}; allowed: one of both, "
             "since n-gram matches draft alone there. Leave the draft out, or pass a smaller "
             "weight."
-        ]
-    if path is not None:
-        return []
-    return [
-        "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
-        f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
-        "matches alone, in the modes that verify."
-    ]
+        )
+    if not has_no_draft and path is None:
+        yield (
+            "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
+            f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
+            "matches alone, in the modes that verify."
+        )

@@ -88,11 +88,11 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """Dotted path of the function; tests/contract/upstream/relied.py holds its signature."""
 
-    hook_type: HookType
     function: Callable[..., Any]
+    hook_type: HookType = HookType.AROUND
 
-    what: str
-    """The change, and the users affected."""
+    what: str = ""
+    """The change; without it the function's docstring says it."""
 
     why: str
     """The reason why no extension point of SGLang suffices."""
@@ -130,20 +130,13 @@ def install(group: Group) -> None:
 
     This works even for names that are imported already: the registry replaces those too.
     """
-    patches = collect(group)
-    taken = [patch for patch in patches if patch.target in HookRegistry._patched]
-    for patch in taken:
-        _put_around(patch)
-    register(patches)
+    for patch in collect(group):
+        is_taken = patch.target in HookRegistry._patched and not _is_registered(patch)
+        register((patch,))
+        if is_taken:  # the registry skips what another plugin has hooked
+            HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
     HookRegistry.apply_hooks()
     verify_installed(group)
-
-
-def _put_around(patch: Patch) -> None:
-    """Install a hook on a function that another plugin has hooked: the registry would skip it."""
-    if not _is_registered(patch):
-        register((patch,))
-        HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
 
 
 def missing(group: Group) -> list[str]:
@@ -172,11 +165,6 @@ def _is_registered(patch: Patch) -> bool:
     return any(function is patch.function for _type, function, _source in hooks)
 
 
-def catalogue() -> str:
-    """Return all hooks as Markdown, by group."""
-    return _CATALOGUE_HEAD + "".join(_section(group) for group in GROUPS)
-
-
 _CATALOGUE_HEAD = """\
 # Hooks on SGLang
 
@@ -186,24 +174,29 @@ force. Which seams would let them go: docs/upstream.md.
 """
 
 
-def _section(group: Group) -> str:
-    entries = "".join(_entry(patch) for patch in _recorded(group))
-    return f"\n## {group.where}\n\n{group.when}\n{entries}"
+def catalogue() -> str:
+    """Return all hooks as Markdown, by group."""
+    parts = [_CATALOGUE_HEAD]
+    for group in GROUPS:
+        parts.append(f"\n## {group.where}\n\n{group.when}\n")
+        parts += map(_entry, _recorded(group))
+    return "".join(parts)
 
 
 def _entry(patch: Patch) -> str:
-    name = patch.target.rpartition("srt.")[2]
     source = patch.function.__module__.removeprefix("sglang_smc.").replace(".", "/")
-    lines = [
-        f"\n### `{name}`\n",
-        f"{patch.hook_type.name}, in `{source}.py`.\n",
-        f"- **What:** {patch.what}",
-        f"- **Why:** {patch.why}",
-        "- **Relies on:** " + "; ".join(patch.relies_on),
-        f"- **Releases:** {patch.family.name}",
-        f"- **Retire when:** {patch.retire_when}",
-    ]
-    return "\n".join(lines) + "\n"
+    what = patch.what or " ".join((patch.function.__doc__ or "").split())
+    return f"""
+### `{patch.target.rpartition("srt.")[2]}`
+
+{patch.hook_type.name}, in `{source}.py`.
+
+- **What:** {what}
+- **Why:** {patch.why}
+- **Relies on:** {"; ".join(patch.relies_on)}
+- **Releases:** {patch.family.name}
+- **Retire when:** {patch.retire_when}
+"""
 
 
 if __name__ == "__main__":

@@ -16,22 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_smc import upstream
-from sglang_smc.options.request import (
-    CUSTOM_PARAMS,
-    PARTICLES_KEY,
-    TRACE_KEY,
-    chosen_keys,
-    request_config,
-)
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.request import CUSTOM_PARAMS, chosen_keys, request_config
+from sglang_smc.options.server import FIELDS, SMCConfig, flag_of, out_of_range
 from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-FLAG = "--speculative-smc-presets"
-FIELD = "speculative_smc_presets"
+FLAG, FIELD = flag_of("presets"), FIELDS["presets"]
 
 Presets = Mapping[str, dict[str, Any]]
 
@@ -50,7 +43,8 @@ def problems(server_args: Arguments) -> list[str]:
     except ValueError as error:
         return [str(error)]
     server = SMCConfig.from_server_args(server_args)
-    return [problem for item in found.items() for problem in _problems(*item, server, server_args)]
+    problems = (_problem(*item, server, server_args) for item in found.items())
+    return [problem for problem in problems if problem]
 
 
 def as_json(server_args: Arguments) -> str | None:
@@ -67,17 +61,14 @@ def of(server_args: Arguments) -> Presets:
 def named_by(model: str | None, served: str) -> str | None:
     """Return the preset in a model's name, parsed as by SGLang's OpenAI routes, or None.
 
-    Ollama's clients add ``:latest`` to a name without a tag: it is no preset.
-
-    Args:
-        model: the request's model.
-        served: the server's own name for its model, which may have colons.
+    Ollama's clients add ``:latest`` to a name without a tag: it is no preset. ``served``, the
+    server's own name for its model, may have colons.
     """
     if model is None or model == served:
         return None
-    known = model.startswith(served + ":")
-    tag = model[len(served) + 1 :] if known else model.partition(":")[2]
-    return None if tag.strip() in ("", _NO_TAG) else tag.strip()
+    is_known = model.startswith(served + ":")
+    tag = (model.removeprefix(served + ":") if is_known else model.partition(":")[2]).strip()
+    return None if tag in ("", _NO_TAG) else tag
 
 
 def find(name: Any, presets: Presets) -> dict[str, Any]:
@@ -106,12 +97,12 @@ def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfi
     names, params = request.lora_path, request.sampling_params
     if not names:
         return
-    if isinstance(names, list):
-        each = params if isinstance(params, list) else [params] * len(names)
-        pairs = zip(each, names, strict=True)
+    if isinstance(names, list) or isinstance(params, list):
+        size = len(names) if isinstance(names, list) else len(params or ())
+        each_name = names if isinstance(names, list) else [names] * size
+        each = params if isinstance(params, list) else [params] * size
+        pairs = zip(each, each_name, strict=True)
         request.sampling_params = [_with(one, name, presets, server) for one, name in pairs]
-    elif isinstance(params, list):
-        request.sampling_params = [_with(one, names, presets, server) for one in params]
     else:
         request.sampling_params = _with(params, names, presets, server)
     request.lora_path = None
@@ -128,11 +119,6 @@ def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) ->
     return {**params, "custom_params": {**custom, **settings}}
 
 
-def shows_in_answers(settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys by which a preset adds all particles, or a trace, to responses."""
-    return [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
-
-
 @lru_cache(maxsize=1)
 def _read(text: str | None) -> Presets:
     return {} if text is None else json.loads(text)
@@ -141,7 +127,7 @@ def _read(text: str | None) -> Presets:
 def _parsed(given: Any) -> dict[str, Any]:
     """Parse a flag's value: JSON, or the path of a JSON file."""
     if not isinstance(given, str):
-        raise ValueError(f"{FLAG} is {given!r}; allowed: JSON as a text, or a file's path.")
+        raise ValueError(out_of_range("presets", given))
     is_text = given.lstrip().startswith("{")
     try:
         text = given if is_text else Path(given).read_text(encoding="utf-8")
@@ -165,18 +151,18 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _problems(name: str, settings: Any, server: SMCConfig, server_args: Arguments) -> list[str]:
+def _problem(name: str, settings: Any, server: SMCConfig, server_args: Arguments) -> str | None:
     if not _NAME.fullmatch(name) or name == _NO_TAG:
-        return [
+        return (
             f"{FLAG} has a preset {name!r}; allowed: names of letters, digits, '.', '_' and '-', "
             f"but not {_NO_TAG!r}, which Ollama's clients add to names without a preset."
-        ]
+        )
     where = f"{FLAG}: the preset {name!r}"
     if not isinstance(settings, dict):
-        return [f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."]
+        return f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."
     try:
         asked = request_config(server, {"smc": settings}, where=where)
         refusals.check(asked, server_args, where)
     except ValueError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return None

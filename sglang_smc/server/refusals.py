@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.guard.grammar_text import check_grammars
 from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import SETTINGS, SMCConfig, out_of_range
 from sglang_smc.potentials.spec import FLAG, load
 from sglang_smc.potentials.spec import problems as problems_of
 from sglang_smc.process import potentials_of
@@ -201,18 +201,18 @@ def _is_serialized(given: Any) -> bool:
 
 def problems(server_args: Arguments) -> list[str]:
     """Return what is wrong with the server's potentials, a sentence each."""
-    given = server_args.speculative_smc_potential  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    given = server_args.speculative_smc_potential
     if given is None:
         return []
-    if not (isinstance(given, (list, tuple)) and all(isinstance(one, str) for one in given)):
-        return [f"{FLAG} is {given!r}; allowed: a list of texts NAME=package.module:factory."]
+    if not SETTINGS["potential"].allowed.holds(given):
+        return [out_of_range("potential", given)]
     found = problems_of(given)
     if given and server_args.skip_tokenizer_init:
         found.append(
             f"{FLAG} is given with --skip-tokenizer-init; allowed: one of both, since potentials "
             "read texts. Leave --skip-tokenizer-init out."
         )
-    seconds = server_args.speculative_smc_potential_timeout  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    seconds = server_args.speculative_smc_potential_timeout
     watchdog = server_args.watchdog_timeout
     if seconds is not None and watchdog and seconds >= watchdog:
         found.append(
@@ -225,10 +225,7 @@ def problems(server_args: Arguments) -> list[str]:
 def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARAMS) -> None:
     """Raise ValueError where a request names potentials or arguments that the server lacks.
 
-    Args:
-        asked: the request's configuration, without conflicts of its own.
-        server_args: of the server, resolved or not.
-        where: the name of these settings in errors.
+    Errors call these settings ``where``; the server's arguments may be resolved or not.
     """
     if asked.votes and resolved(server_args).skip_tokenizer_init:
         raise ValueError(

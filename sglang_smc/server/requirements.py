@@ -5,12 +5,13 @@ tests/server_arg_fields.py, field by field. Some fields exist in some releases o
 that this release lacks cannot be set.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
-from sglang_smc.options.server import RANGES, Choice, Integer, flag_of
+from sglang_smc.options.server import SETTINGS, flag_of, integers, one_of
 from sglang_smc.upstream import HAS_NGRAM_CACHE, release
 
 if TYPE_CHECKING:
@@ -207,73 +208,64 @@ def unmet(server_args: "ServerArgs") -> list[str]:
     # Until resolution ends, fields may lag behind the values that earlier steps have set.
     view = resolved_view(server_args)
     skipped = _NGRAM if _keeps_texts(view) else ()
-    present = [
-        required
+    return [
+        f"--{required.field.replace('_', '-')} is {getattr(view, required.field)!r}; allowed: "
+        f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
         for required in REQUIREMENTS
         if required not in skipped and hasattr(view, required.field)
-    ]
-    found = [(required, getattr(view, required.field)) for required in present]
-    return [
-        f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
-        f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
-        for required, value in found
-        if value not in required.allowed
+        if getattr(view, required.field) not in required.allowed
     ] + [*_draft_problems(view), *_ngram_problems(view), *_environment_problems()]
 
 
 def _keeps_texts(view: Any) -> bool:
     weight = view.speculative_smc_ngram_weight
-    return weight is not None and RANGES["ngram_weight"].holds(weight) and weight > 0
+    return weight is not None and SETTINGS["ngram_weight"].allowed.holds(weight) and weight > 0
 
 
-def _ngram_problems(view: Any) -> list[str]:
-    """Return n-gram settings with which SGLang's cache cannot be built, or ends the process."""
+def _ngram_problems(view: Any) -> Iterator[str]:
+    """Yield n-gram settings with which SGLang's cache cannot be built, or ends the process."""
     if not _keeps_texts(view):
-        return []
+        return
     if not HAS_NGRAM_CACHE:
-        return [
+        yield (
             f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "
             f"{release()}; allowed: 0, since its n-gram cache does not compile everywhere. "
             "Leave it out, or install SGLang 0.5.22 or later."
-        ]
-    depth = view.speculative_ngram_max_trie_depth
-    narrowest = view.speculative_ngram_min_bfs_breadth
+        )
+        return
     allowed = {
-        "speculative_ngram_max_trie_depth": Integer(2),
-        "speculative_ngram_min_bfs_breadth": Integer(1),
-        "speculative_ngram_max_bfs_breadth": Integer(narrowest),
-        "speculative_ngram_capacity": Integer(depth + 1),
-        "speculative_ngram_match_type": Choice(("BFS", "PROB")),
+        "max_trie_depth": integers(2),
+        "min_bfs_breadth": integers(1),
+        "max_bfs_breadth": integers(view.speculative_ngram_min_bfs_breadth),
+        "capacity": integers(view.speculative_ngram_max_trie_depth + 1),
+        "match_type": one_of(("BFS", "PROB")),
     }
-    return [
-        f"--{field.replace('_', '-')} is {getattr(view, field)!r}; allowed: {values}. Leave it out."
-        for field, values in allowed.items()
-        if not values.holds(getattr(view, field))
-    ]
+    for name, values in allowed.items():
+        value = getattr(view, f"speculative_ngram_{name}")
+        if not values.holds(value):
+            flag = f"--speculative-ngram-{name.replace('_', '-')}"
+            yield f"{flag} is {value!r}; allowed: {values.words}. Leave it out."
 
 
-def _draft_problems(view: Any) -> list[str]:
-    """Return settings of the draft alone that differ from the target's."""
+def _draft_problems(view: Any) -> Iterator[str]:
+    """Yield settings of the draft alone that differ from the target's."""
     given, of_target = view.speculative_moe_runner_backend, view.moe_runner_backend
-    if given in (None, of_target):
-        return []
-    return [
-        f"--speculative-moe-runner-backend is {given!r}; allowed: {of_target!r}, as "
-        "--moe-runner-backend, since the draft's experts run as the target's do. Leave it out."
-    ]
+    if given not in (None, of_target):
+        yield (
+            f"--speculative-moe-runner-backend is {given!r}; allowed: {of_target!r}, as "
+            "--moe-runner-backend, since the draft's experts run as the target's do. Leave it out."
+        )
 
 
-def _environment_problems() -> list[str]:
-    found = []
+def _environment_problems() -> Iterator[str]:
     if envs.SGLANG_RUST_SERVER.get():
-        found.append(
+        yield (
             "SGLANG_RUST_SERVER is set; allowed: SGLang's own HTTP server, in which requests are "
             "checked for what SMC can honour. Unset it."
         )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
-        found.append(
+        yield (
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; allowed: false, since it sizes the KV "
             "pool by what SGLang's decode graphs leave, of which there are none: the pool would "
             "take the memory that rounds need. Unset it."
         )
-    return found

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import BatchEncoding
 
 from sglang_smc.guard.prompt_length import check_conversation
+from sglang_smc.options.request import PARTICLES_KEY, TRACE_KEY
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets
 from sglang_smc.state.metrics import META_PREFIX
@@ -36,7 +37,8 @@ _FINISHED = "smc_finished"
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "input_video")
 
 _NOT_CARRIED = ("custom_params", "lora_path")
-_SHOWN = {META_PREFIX + "particles", META_PREFIX + "trace"}
+_PARTICLES = META_PREFIX + "particles"
+_TRACE = META_PREFIX + "trace"
 
 
 def take_over(obj: GenerateReqInput, request: Any) -> None:
@@ -52,25 +54,20 @@ def take_over(obj: GenerateReqInput, request: Any) -> None:
 def hand_back(answers: AsyncIterator[dict], obj: GenerateReqInput, request: Any) -> Any:
     """Return a request's responses, in a form of which its route drops nothing."""
     finished = vars(obj).get(_FINISHED)
-    if finished is not None:
-        return _noting(answers, finished)
-    if isinstance(request, Request) and request.scope.get(_LOSES_LAST_TEXT) and obj.stream:
-        return _ending_without_text(answers)
-    return answers
+    loses_text = isinstance(request, Request) and request.scope.get(_LOSES_LAST_TEXT) and obj.stream
+    return answers if finished is None and not loses_text else _handed_back(answers, finished)
 
 
-async def _noting(answers: AsyncIterator[dict], finished: dict[int, dict]) -> AsyncIterator[dict]:
+async def _handed_back(
+    answers: AsyncIterator[dict], finished: dict[int, dict] | None
+) -> AsyncIterator[dict]:
+    """Note each finished response; without ``finished`` yield its text before its finish reason."""
     async for answer in answers:
-        if answer["meta_info"].get("finish_reason"):
-            finished[answer.get("index", 0)] = answer["meta_info"]
-        yield answer
-
-
-async def _ending_without_text(answers: AsyncIterator[dict]) -> AsyncIterator[dict]:
-    """Yield the last response twice: first its text, then its finish reason."""
-    async for answer in answers:
-        if answer["meta_info"].get("finish_reason"):
-            yield {**answer, "meta_info": {**answer["meta_info"], "finish_reason": None}}
+        meta_info = answer["meta_info"]
+        if meta_info.get("finish_reason") and finished is not None:
+            finished[answer.get("index", 0)] = meta_info
+        elif meta_info.get("finish_reason"):
+            yield {**answer, "meta_info": {**meta_info, "finish_reason": None}}
         yield answer
 
 
@@ -81,9 +78,12 @@ async def problem_of(
     if not is_smc(manager.server_args):
         return None
     body = await raw_request.json()
-    medium = medium_in(body)
+    medium = _medium_in(body)
     if medium is not None:
-        return no_media(medium)
+        return (
+            f"The request has content of type {medium!r}; allowed: text, since an SMC server "
+            "writes text from text. Send text only."
+        )
     for place in (body, body.get("options")):  # Ollama's
         for key in _NOT_CARRIED:
             if isinstance(place, dict) and place.get(key) is not None:
@@ -91,12 +91,10 @@ async def problem_of(
     name = presets.named_by(model, manager.served_model_name)
     try:
         check_conversation(body, manager)
-        if name is None:
-            return None
-        settings = presets.find(name, presets.of(manager.server_args))
+        settings = presets.find(name, presets.of(manager.server_args)) if name else {}
     except ValueError as error:
         return str(error)
-    shown_keys = presets.shows_in_answers(settings)
+    shown_keys = [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
     if shown_keys:
         return (
             f"The preset {name!r} has {' and '.join(shown_keys)}, and this route's answers have no "
@@ -107,7 +105,7 @@ async def problem_of(
     return None
 
 
-def medium_in(body: dict[str, Any]) -> str | None:
+def _medium_in(body: dict[str, Any]) -> str | None:
     """Return the first content type in a request that is not text, or None.
 
     SGLang ignores some such content where a model takes text alone: Ollama's route drops images.
@@ -123,14 +121,6 @@ def medium_in(body: dict[str, Any]) -> str | None:
         if isinstance(kind, str) and kind.startswith(_MEDIA):
             return kind
     return None
-
-
-def no_media(medium: str) -> str:
-    """Return the error for a request with content other than text."""
-    return (
-        f"The request has content of type {medium!r}; allowed: text, since an SMC server "
-        "writes text from text. Send text only."
-    )
 
 
 def _not_carried(key: str, manager: "TokenizerManager") -> str:
@@ -181,11 +171,7 @@ def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
 
 def has_particles(meta_info: dict) -> bool:
     """Return whether a response has particles or a trace."""
-    return not _SHOWN.isdisjoint(meta_info)
-
-
-_PARTICLES = META_PREFIX + "particles"
-_TRACE = META_PREFIX + "trace"
+    return _PARTICLES in meta_info or _TRACE in meta_info
 
 
 def add_texts(meta_info: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> None:

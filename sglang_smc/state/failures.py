@@ -9,7 +9,7 @@ ends an aborted one. HTTP clients receive the status and the message; a stream e
 import logging
 from enum import IntEnum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -30,27 +30,15 @@ class Failure(IntEnum):
     DRAFT_LOGITS = 2
 
 
-class _Answer(NamedTuple):
-    message: str
-    status: HTTPStatus
-
-
-def _broken(model: str, flag: str) -> _Answer:
-    return _Answer(
-        f"The {model} model's logits for this text leave no token to draw: they are NaN or "
-        "infinite, unless its custom_logit_processor forbids all tokens. Others are not affected. "
-        f"Check the weights of {flag} and the server's --dtype: float16 overflows where bfloat16 "
-        "does not.",
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-    )
-
-
-_ANSWERS = {
-    Failure.TARGET_LOGITS: _broken("target", "--model-path"),
-    Failure.DRAFT_LOGITS: _broken("draft", "--speculative-draft-model-path"),
+_NO_TOKEN = (
+    "The {} model's logits for this text leave no token to draw: they are NaN or infinite, unless "
+    "its custom_logit_processor forbids all tokens. Others are not affected. Check the weights of "
+    "{} and the server's --dtype: float16 overflows where bfloat16 does not."
+)
+_MODELS = {
+    Failure.TARGET_LOGITS: ("target", "--model-path"),
+    Failure.DRAFT_LOGITS: ("draft", "--speculative-draft-model-path"),
 }
-
-
 _FORBIDS_ALL = (
     "The request forbids all tokens: each would end its text (by stop_token_ids or the model), and "
     "min_new_tokens forbids an end. Leave min_new_tokens out, or some stop tokens."
@@ -80,7 +68,8 @@ def end_failed(req: "Req", code: int) -> bool:
         end_request(req, _FORBIDS_ALL, HTTPStatus.BAD_REQUEST)
         return False
     if code:
-        end_request(req, *_ANSWERS[Failure(code)])
+        message = _NO_TOKEN.format(*_MODELS[Failure(code)])
+        end_request(req, message, HTTPStatus.INTERNAL_SERVER_ERROR)
     return bool(code)
 
 
@@ -139,11 +128,8 @@ def failure_of_round(
     """
     # The target's distribution is needed behind each column, unless the sequence ends there.
     asked = torch.cat([live.unsqueeze(2), before_end & ~ends], dim=2)  # [G, N, K + 1]
-    return _codes(_any(target.isnan() & asked), _any(draft.isnan() & before_end))
-
-
-def _any(flags: torch.Tensor) -> torch.Tensor:
-    return flags.flatten(1).any(1)
+    is_broken = (target.isnan() & asked).flatten(1).any(1)
+    return _codes(is_broken, (draft.isnan() & before_end).flatten(1).any(1))
 
 
 def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ so its accept length measures speed, not fidelity to the target.
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,6 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.policy import DIALED, Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
-from sglang_smc.smc.weighing import BlockCut
 from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Counters(NamedTuple):
     log_evidence: torch.Tensor
 
 
+_LOWEST = Counters._fields.index("ess_min")
+_SUMS, _LATEST = Counters._fields[:_LOWEST], Counters._fields[_LOWEST + 1 :]
 _FIDELITY = Counters._fields.index(NAMES[0])
 
 
@@ -93,44 +95,23 @@ class CounterTable:
         self._values[rows] = carried
 
     def add_round(
-        self,
-        rows: torch.Tensor,
-        *,
-        cut: BlockCut,
-        failed: torch.Tensor,
-        verified: torch.Tensor,
-        killed: torch.Tensor,
-        narrowed: torch.Tensor,
-        ancestors: torch.Tensor,
-        num_particles: torch.Tensor,
-        num_steps: torch.Tensor,
-        fidelity: torch.Tensor,
-        log_evidence: torch.Tensor,
+        self, rows: torch.Tensor, fidelity: torch.Tensor, **gains: torch.Tensor
     ) -> torch.Tensor:
-        """Count one round; all arguments are ``[G]`` except ``fidelity``, ``[G, 4]``.
+        """Count one round.
+
+        Args:
+            rows: ``[G]`` of the requests.
+            fidelity: ``[G, 4]`` the columns of `smc.fidelity.NAMES`.
+            gains: the other fields of `Counters` but the first and ``ess_min``, each ``[G]``.
 
         Returns:
             The totals ``[G, len(Counters)]``.
         """
-        ess = cut.ess.nan_to_num(0.0)  # NaN would stay in all later sums
-        return self._ops.tally(
-            self._values,
-            rows,
-            added=(
-                self._one.expand_as(rows),
-                cut.resample,
-                narrowed,
-                cut.all_zero,
-                failed,
-                verified,
-                killed,
-                ess,
-                num_particles,
-                num_steps,
-            ),
-            lowest=ess,
-            latest=(ancestors, *fidelity.unbind(1), log_evidence),
-        )
+        ess = gains["ess_sum"].nan_to_num(0.0)  # NaN would stay in all later sums
+        gains |= {"rounds_ct": self._one.expand_as(rows), "ess_sum": ess}
+        gains |= dict(zip(NAMES, fidelity.unbind(1), strict=True))
+        added, latest = ([gains[name] for name in names] for names in (_SUMS, _LATEST))
+        return self._ops.tally(self._values, rows, added=added, lowest=ess, latest=latest)
 
 
 def fidelity_of(totals: torch.Tensor) -> torch.Tensor:
@@ -144,6 +125,11 @@ def gained(before: list[float], after: list[float]) -> Counters:
     return Counters._make(gains)
 
 
+def finite(value: float) -> float | None:
+    """Return a number for JSON, which has no infinity: None in its place."""
+    return value if math.isfinite(value) else None
+
+
 def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> dict[str, Any]:
     """Return the `meta_info` fields of one request.
 
@@ -152,46 +138,36 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         config: its options.
         num_replayed: its rounds that replayed a CUDA graph, which the host counts.
     """
-    counters = Counters._make(totals)
-    rounds = int(counters.rounds_ct)
+    sums = Counters._make(totals)
+    rounds, information, watched = sums.rounds_ct, sums.tilt_information, sums.watched_ct
     fields = {
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
-        "evidence_threshold": config.effective_evidence_threshold
-        if math.isfinite(config.effective_evidence_threshold)
-        else None,
+        "evidence_threshold": finite(config.effective_evidence_threshold),
         # Smaller than its options where the server adapts to its load.
-        "particles_mean": counters.particles_sum / rounds if rounds else config.num_particles,
-        "steps_mean": counters.steps_sum / rounds if rounds else config.num_steps,
-        "rounds_ct": rounds,
+        "particles_mean": sums.particles_sum / rounds if rounds else config.num_particles,
+        "steps_mean": sums.steps_sum / rounds if rounds else config.num_steps,
+        "rounds_ct": int(rounds),
         "replayed_ct": num_replayed,
-        "resample_ct": int(counters.resample_ct),
-        "narrow_ct": int(counters.narrow_ct),
+        "resample_ct": int(sums.resample_ct),
+        "narrow_ct": int(sums.narrow_ct),
         # At temperature 0 any wrong draft token kills all particles, which is normal.
-        "all_zero_ct": 0 if config.greedy else int(counters.all_zero_ct),
-        "nan_ct": int(counters.nan_ct),
-        "exact_ct": int(counters.exact_ct),
+        "all_zero_ct": 0 if config.greedy else int(sums.all_zero_ct),
+        "nan_ct": int(sums.nan_ct),
+        "exact_ct": int(sums.exact_ct),
         # Before the first round the particles are equal.
-        "ess_mean": counters.ess_sum / rounds if rounds else float(config.num_particles),
-        "ess_min": counters.ess_min,
-        "distinct_ancestors": int(counters.ancestors),
-        **_fidelity(counters),
+        "ess_mean": sums.ess_sum / rounds if rounds else float(config.num_particles),
+        "ess_min": sums.ess_min,
+        "distinct_ancestors": int(sums.ancestors),
+        "tilt": sums.tilt_sum / information if information else None,
+        "tilt_information": information if watched else None,
+        "innovation": sums.innovation_sum / watched if watched else None,
+        "watched_ct": int(watched),
         # Modes that mix blocks kept by evidence with verified ones have no such estimate.
-        "log_evidence": counters.log_evidence if config.weighs or config.is_exact else None,
+        "log_evidence": sums.log_evidence if config.weighs or config.is_exact else None,
     }
     return {META_PREFIX + name: value for name, value in fields.items()}
-
-
-def _fidelity(counters: Counters) -> dict[str, Any]:
-    """Return the fidelity fields of one sequence; None where no token was measured."""
-    count, information = int(counters.watched_ct), float(counters.tilt_information)
-    return {
-        "tilt": float(counters.tilt_sum) / information if information else None,
-        "tilt_information": information if count else None,
-        "innovation": float(counters.innovation_sum) / count if count else None,
-        "watched_ct": count,
-    }
 
 
 PREFIX = "sglang_spec_smc_"
@@ -200,11 +176,6 @@ PREFIX = "sglang_spec_smc_"
 Which of the two depends on the `Accept` header: prometheus_client 0.22 and later escapes names of
 OpenMetrics' samples as if they were labels (prometheus/client_python, issue 1177).
 """
-
-ESS_RATIO = "ess_ratio"
-CHUNK_GAP = "chunk_gap_seconds"
-CHUNK_TOKENS = "chunk_tokens"
-POTENTIAL_WAIT = "potential_wait_seconds"
 
 
 class Played(NamedTuple):
@@ -226,56 +197,90 @@ class Played(NamedTuple):
         has_rivals = self.weighs and bool(self.gained.particles_sum > 1)
         return has_rivals and math.isfinite(self.gained.ess_sum)
 
-    @property
-    def num_all_zero(self) -> Any:
-        """Return the rounds in which every particle died; 0 at temperature 0."""
-        return 0.0 if self.is_greedy else self.gained.all_zero_ct
 
-
-class Total(NamedTuple):
-    """A sum over all rounds of all requests since the server's start."""
+class Metric(NamedTuple):
+    """Definition of a metric: a counter, a gauge, or with buckets a histogram."""
 
     name: str
     documentation: str
-    of: Callable[[Played], Any]  # a number
+    # A counter's increment by a `Played`, a gauge's value by `Sums`; histograms take values.
+    of: Callable[[Any], Any] = lambda value: value
+    buckets: tuple[float, ...] = ()
 
 
-TOTALS = (
-    Total("rounds", "Rounds, counted for each request.", lambda r: r.gained.rounds_ct),
-    Total("particles", "Particles that rounds had.", lambda r: r.gained.particles_sum),
-    Total("drafted_columns", "Tokens drafted by each particle.", lambda r: r.gained.steps_sum),
-    Total("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
-    Total("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
-    Total("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
-    Total("replayed_rounds", "Rounds that replayed a recorded graph.", lambda r: r.replayed),
-    Total("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
-    Total(
+COUNTERS = (
+    Metric("rounds", "Rounds, counted for each request.", lambda r: r.gained.rounds_ct),
+    Metric("particles", "Particles that rounds had.", lambda r: r.gained.particles_sum),
+    Metric("drafted_columns", "Tokens drafted by each particle.", lambda r: r.gained.steps_sum),
+    Metric("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
+    Metric("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
+    Metric("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
+    Metric("replayed_rounds", "Rounds that replayed a recorded graph.", lambda r: r.replayed),
+    Metric("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
+    Metric(
         "killed_particles",
         "Particles that had no descendant after a resampling.",
         lambda r: r.gained.killed_ct,
     ),
-    Total(
+    Metric(
         "narrowed_rounds",
         "Rounds in which the lag bound drew among particles' oldest tokens.",
         lambda r: r.gained.narrow_ct,
     ),
-    Total(
+    Metric(
         "exact_rounds",
         "Rounds in which exact verification had the last word.",
         lambda r: r.gained.exact_ct,
     ),
-    Total(
+    Metric(
         "all_zero_rounds",
         "Rounds in which every particle died, but for those of greedy requests.",
-        lambda r: r.num_all_zero,
+        lambda r: 0.0 if r.is_greedy else r.gained.all_zero_ct,
     ),
-    Total(
+    Metric(
         "nan_rounds",
         "Rounds, prefill included, that ended a request by unusable logits.",
         lambda r: r.gained.nan_ct,
     ),
 )
+"""Sums over all rounds of all requests since the server's start."""
 
+GAUGES = (
+    Metric(
+        "tilt",
+        "How far the last answers are from the target's law: 0 is the target, 1 about the draft.",
+        lambda sums: sums.tilt,
+    ),
+    Metric("tilt_error", "Standard error of the tilt.", lambda sums: sums.tilt_error),
+    Metric(
+        "innovation",
+        "Mean of log p + H of tokens of the last answers, nats: 0 under the target's law.",
+        lambda sums: sums.innovation,
+    ),
+)
+
+ESS_RATIO = Metric(
+    "ess_ratio",
+    "ESS / N of each round and request in mode smc that has N > 1 and is not greedy.",
+    buckets=(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
+)
+_GAPS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 60, 120)
+CHUNK_GAP = Metric(
+    "chunk_gap_seconds",
+    "Seconds from one chunk of a stream with new tokens to the next.",
+    buckets=_GAPS,
+)
+CHUNK_TOKENS = Metric(
+    "chunk_tokens",  # at most the lag, 256 by default, and one round
+    "New tokens of each chunk of a stream that has some.",
+    buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+)
+POTENTIAL_WAIT = Metric(
+    "potential_wait_seconds",
+    "Seconds that a round, its drafts scored, waited for one potential's answers.",
+    buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+)
+HISTOGRAMS = (ESS_RATIO, CHUNK_GAP, CHUNK_TOKENS, POTENTIAL_WAIT)
 
 WEIGHED: dict[str, Callable[[Counters], Any]] = {
     "weighed_rounds": lambda gains: 1,
@@ -286,53 +291,6 @@ WEIGHED: dict[str, Callable[[Counters], Any]] = {
     "free_share": lambda gains: (gains.ess_sum - 1) / (gains.particles_sum - 1),
 }
 """Sums over the rounds in which the ESS is meaningful, for the log and its warning."""
-
-
-class Measure(NamedTuple):
-    """A histogram."""
-
-    name: str
-    documentation: str
-    buckets: tuple[float, ...]
-
-
-MEASURES = (
-    Measure(
-        ESS_RATIO,
-        "ESS / N of each round and request in mode smc that has N > 1 and is not greedy.",
-        (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
-    ),
-    Measure(
-        CHUNK_GAP,
-        "Seconds from one chunk of a stream with new tokens to the next.",
-        (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 60, 120),
-    ),
-    # At most the lag, 256 by default, and one round.
-    Measure(
-        CHUNK_TOKENS,
-        "New tokens of each chunk of a stream that has some.",
-        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
-    ),
-    Measure(
-        POTENTIAL_WAIT,
-        "Seconds that a round, its drafts scored, waited for one potential's answers.",
-        (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
-    ),
-)
-
-
-GAUGES: dict[str, tuple[str, Callable[[Sums], float | None]]] = {
-    "tilt": (
-        "How far the last answers are from the target's law: 0 is the target, 1 about the draft.",
-        lambda sums: sums.tilt,
-    ),
-    "tilt_error": ("Standard error of the tilt.", lambda sums: sums.tilt_error),
-    "innovation": (
-        "Mean of log p + H of tokens of the last answers, nats: 0 under the target's law.",
-        lambda sums: sums.innovation,
-    ),
-}
-"""Name -> documentation, and the value for the sums of the newest answers."""
 
 
 class Monitor:
@@ -348,14 +306,13 @@ class Monitor:
         self._interval = interval
         self.dial = Dial()
         self._watched = FidelityWindows(now)
-        self._sums = dict.fromkeys([*(total.name for total in TOTALS), *WEIGHED], 0.0)
-        self._logged = self._tested = (
-            self._sums
-        )  # at the last log line; at the last test of the ESS
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        # At the last log line; at the last test of the ESS.
+        self._logged, self._tested = self._sums.copy(), self._sums.copy()
         self._num_batches = 0
         self._warned = -math.inf
         self._round: list[Played] = []
-        self._prometheus: Prometheus | None = None
+        self._prometheus = Prometheus()
         self._is_silent = False
 
     def report_as(self, reporter: "SchedulerMetricsReporter") -> None:
@@ -372,20 +329,20 @@ class Monitor:
         """Count a request without any round, since its prefill gave unusable logits."""
         self._add({"nan_rounds": 1.0})
 
-    def _add(self, sums: dict[str, float]) -> None:
-        self._sums = self._sums | {name: self._sums[name] + sums[name] for name in sums}
-        if self._prometheus is not None:
-            self._prometheus.count(sums)
+    def _add(self, sums: Mapping[str, Any]) -> None:
+        for name, value in sums.items():
+            self._sums[name] += value
+            self._prometheus.count(name, value)
 
     def end_round(self) -> None:
         """Add the round's results to totals, metrics and log."""
         weighed = [played.gained for played in self._round if played.is_weighed]
-        of_weighed = {name: float(sum(map(of, weighed))) for name, of in WEIGHED.items()}
-        self._add({total.name: sum(map(total.of, self._round)) for total in TOTALS} | of_weighed)
+        self._add({metric.name: sum(map(metric.of, self._round)) for metric in COUNTERS})
+        for name, of in WEIGHED.items():
+            self._sums[name] += sum(map(of, weighed))
         self._round = []
-        if self._prometheus is not None:
-            for gains in weighed:
-                self._prometheus.observe(ESS_RATIO, gains.ess_sum / gains.particles_sum)
+        for gains in weighed:
+            self._prometheus.observe(ESS_RATIO, gains.ess_sum / gains.particles_sum)
         self._num_batches += 1
         if self._is_silent:
             return
@@ -394,7 +351,7 @@ class Monitor:
         self._warn_of_low_ess()
 
     def _write_log(self) -> None:
-        new, self._logged = _differences(self._logged, self._sums), self._sums
+        new, self._logged = _since(self._logged, self._sums), self._sums.copy()
         ess = f"{new['ess'] / new['of_particles']:.2f}" if new["of_particles"] else "-"
         logger.info(
             "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
@@ -410,11 +367,11 @@ class Monitor:
 
     def _warn_of_low_ess(self) -> None:
         """Warn, with advice, where few particles carry nearly all the weight."""
-        new = _differences(self._tested, self._sums)
+        new = _since(self._tested, self._sums)
         count = new["weighed_rounds"]
         if count < LOW_ESS_ROUNDS:
             return
-        self._tested = self._sums
+        self._tested = self._sums.copy()
         if new["free_share"] / count >= LOW_ESS or self._now() < self._warned + LOW_ESS_SECONDS:
             return
         self._warned = self._now()
@@ -436,10 +393,8 @@ class Monitor:
         """Add the measurements of an answer that has ended."""
         warning = self._watched.add(answer)
         if answer.mode in DIALED:
-            threshold, pull = answer.evidence_threshold, answer.tilt_sum
-            self.dial.learn(threshold, pull, answer.tilt_information)
-        if self._prometheus is not None:
-            self._prometheus.show(self._watched.all)
+            self.dial.learn(answer.evidence_threshold, answer.tilt_sum, answer.tilt_information)
+        self._prometheus.show(self._watched.all)
         if warning is not None and not self._is_silent:
             logger.warning("%s", warning)
 
@@ -448,30 +403,23 @@ class Monitor:
         return self._watched.as_dict()
 
     def time_chunk(self, last: float | None, num_tokens: int) -> float:
-        """Observe a chunk of tokens that a stream sends.
+        """Observe a chunk that a stream sends, and return its time.
 
-        Args:
-            last: the time of the chunk before, None for the first: that time is the TTFT.
-            num_tokens: number of new tokens, at least 1.
-
-        Returns:
-            The time of this chunk.
+        ``last`` is the time of the chunk before; None for the first, whose time is the TTFT.
         """
         now = self._now()
-        if self._prometheus is not None:
-            self._prometheus.observe(CHUNK_TOKENS, num_tokens)
-            if last is not None:
-                self._prometheus.observe(CHUNK_GAP, now - last)
+        self._prometheus.observe(CHUNK_TOKENS, num_tokens)
+        if last is not None:
+            self._prometheus.observe(CHUNK_GAP, now - last)
         return now
 
     def time_potential(self, seconds: float) -> None:
         """Observe the seconds that a round waited for a potential's values."""
-        if self._prometheus is not None:
-            self._prometheus.observe(POTENTIAL_WAIT, seconds)
+        self._prometheus.observe(POTENTIAL_WAIT, seconds)
 
     def totals(self) -> dict[str, Any]:
         """Return sums since the start, and means over them; a mean over nothing is None."""
-        sums = {total.name: int(self._sums[total.name]) for total in TOTALS}
+        sums = {metric.name: int(self._sums[metric.name]) for metric in COUNTERS}
         weighed = int(self._sums["weighed_rounds"])
         return {
             **sums,
@@ -488,66 +436,59 @@ class Prometheus:
     """SMC's metrics, with the labels of the scheduler's own metrics.
 
     Args:
-        collector: SGLang's, which gives the metric classes and labels.
+        collector: SGLang's, which gives the metric classes and labels; None: nothing is exported.
     """
 
-    def __init__(self, collector: "SchedulerMetricsCollector") -> None:
+    def __init__(self, collector: "SchedulerMetricsCollector | None" = None) -> None:
+        self._collector = collector
+        self._made: dict[str, Any] = {}
+        if collector is None:
+            return
         # Imported late: the client reads PROMETHEUS_MULTIPROC_DIR when it is imported.
-        from prometheus_client import Counter, Gauge, Histogram
+        import prometheus_client as client
 
-        counter, histogram = (
-            collector._counter_cls or Counter,
-            collector._histogram_cls or Histogram,
-        )
-        self._gauge = collector._gauge_cls or Gauge
-        self._labels = labels = collector.labels
-        self._gauges: dict[str, Any] = {}
-        # A metric is exported from the start, as 0, once it has its labels.
-        self._counters = {
-            total.name: counter(
-                name=f"{PREFIX}{total.name}_total",
-                documentation=total.documentation,
-                labelnames=labels.keys(),
-            ).labels(**labels)
-            for total in TOTALS
-        }
-        self._histograms = {
-            measure.name: histogram(
-                name=PREFIX + measure.name,
-                documentation=measure.documentation,
-                labelnames=labels.keys(),
-                buckets=measure.buckets,
-            ).labels(**labels)
-            for measure in MEASURES
-        }
+        counter = collector._counter_cls or client.Counter
+        histogram = collector._histogram_cls or client.Histogram
+        self._gauge = collector._gauge_cls or client.Gauge
+        for metric in COUNTERS:
+            self._make(counter, metric, suffix="_total")
+        for metric in HISTOGRAMS:
+            self._make(histogram, metric, buckets=metric.buckets)
 
-    def count(self, sums: Mapping[str, float]) -> None:
-        """Add to the counters."""
-        for name, value in sums.items():
-            if value and name in self._counters:
-                self._counters[name].inc(value)
+    def _make(self, kind: Any, metric: Metric, suffix: str = "", **more: Any) -> None:
+        """Create a metric; it is exported from then on, a counter as 0, since it has its labels."""
+        assert self._collector is not None
+        labels = self._collector.labels
+        self._made[metric.name] = kind(
+            name=f"{PREFIX}{metric.name}{suffix}",
+            documentation=metric.documentation,
+            labelnames=labels.keys(),
+            **more,
+        ).labels(**labels)
+
+    def count(self, name: str, value: Any) -> None:
+        """Add to a counter."""
+        if self._made and value:
+            self._made[name].inc(value)
 
     def show(self, sums: Sums) -> None:
         """Set the gauges to the answers' values; a gauge is created with its first value."""
-        for name, (documentation, of) in GAUGES.items():
-            value = of(sums)
+        values = {} if self._collector is None else {gauge: gauge.of(sums) for gauge in GAUGES}
+        for gauge, value in values.items():
             if value is not None:
-                if name not in self._gauges:
-                    self._gauges[name] = self._gauge(
-                        name=PREFIX + name,
-                        documentation=documentation,
-                        labelnames=self._labels.keys(),
-                        multiprocess_mode="mostrecent",
-                    ).labels(**self._labels)
-                self._gauges[name].set(value)
+                if gauge.name not in self._made:
+                    self._make(self._gauge, gauge, multiprocess_mode="mostrecent")
+                self._made[gauge.name].set(value)
 
-    def observe(self, name: str, value: Any) -> None:
+    def observe(self, histogram: Metric, value: Any) -> None:
         """Add a value to a histogram."""
-        self._histograms[name].observe(value)
+        if self._made:
+            self._made[histogram.name].observe(value)
 
 
-def _differences(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: value - before[name] for name, value in after.items()}
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """Return the increments of sums."""
+    return defaultdict(float, {name: value - before[name] for name, value in now.items()})
 
 
 def _mean(total: Any, count: int) -> float | None:

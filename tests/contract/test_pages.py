@@ -14,8 +14,7 @@ from resolved_args import field_names
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import request, server
-from sglang_smc.potentials import spec
-from sglang_smc.server import presets, refusals
+from sglang_smc.server import refusals
 from sglang_smc.state import metrics
 from sglang_smc.tools.command.cli import COMMANDS
 from sglang_smc.tools.plan import cli as plan
@@ -169,47 +168,53 @@ def test_every_flag_has_a_row_with_its_default() -> None:
     rows = [row for row in REFERENCE.splitlines() if row.startswith("| `--")]
     stated = {row.split("`")[1]: row.split(" | ")[1].strip() for row in rows}
     assert stated.pop("--speculative-draft-model-path") == "required"
-    defaults = {
-        server.flag_of(name): getattr(server.DEFAULTS, name) for name in server.SERVER_ARGS_FIELDS
-    }
+    defaults = {name: getattr(server.DEFAULTS, name) for name in server.SETTINGS}
+    as_text = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in defaults.items()}
     in_words = {
-        server.flag_of("evidence_threshold"): f"{server.EVIDENCE_THRESHOLD:g}",
-        server.flag_of("draft_temperature"): "the request's",
-        server.flag_of("max_lag"): f"{server.LAG} ({server.LONG_LAG})",
-        server.flag_of("tilt"): "none",
-        server.flag_of("adaptive"): "off",
-        presets.FLAG: "none",
-        spec.FLAG: "none",
+        "evidence_threshold": f"{server.EVIDENCE_THRESHOLD:g}",
+        "draft_temperature": "the request's",
+        "max_lag": f"{server.LAG} ({server.LONG_LAG})",
+        "tilt": "none",
+        "adaptive": "off",
+        "potential": "none",
+        "presets": "none",
     }
-    as_text = {flag: f"{v:g}" if isinstance(v, float) else str(v) for flag, v in defaults.items()}
-    assert stated == as_text | in_words
+    assert stated == {server.flag_of(name): v for name, v in (as_text | in_words).items()}
 
 
 def test_every_choice_of_a_flag_is_named() -> None:
-    for name, allowed in server.RANGES.items():
-        if isinstance(allowed, server.Choice):
-            (row,) = (
-                r for r in REFERENCE.splitlines() if r.startswith(f"| `{server.flag_of(name)}`")
-            )
-            missing = [word for word in allowed.words if f"`{word}`" not in row]
-            assert missing == [], f"{name}: {missing}"
+    for name, setting in server.SETTINGS.items():
+        flag, rows = f"| `{server.flag_of(name)}`", REFERENCE.splitlines()
+        (row,) = (row for row in rows if row.startswith(flag))
+        missing = [word for word in setting.allowed.choices or () if f"`{word}`" not in row]
+        assert missing == [], f"{name}: {missing}"
+
+
+def test_every_request_key_has_a_row_with_its_modes() -> None:
+    section = REFERENCE.partition("\n| key | values | in modes |\n")[2].partition("\n\n")[0]
+    rows = [re.split(r" ?\| ?", row)[1:-1] for row in section.splitlines()[1:]]
+    everywhere = {"": server.MODES, "all": server.MODES, "all; 1 not in `smc`": server.MODES}
+    stated = {
+        key.strip("`"): set(everywhere.get(modes) or re.findall(r"`(\w+)`", modes))
+        for key, _, modes in rows
+    }
+    assert stated == {name: set(key.modes) for name, key in request.KEYS.items()}
 
 
 def test_all_are_named_in_their_places() -> None:
-    """Request keys, refused fields, metrics, and kernels that have a reference."""
-    keys = [row.split("`")[1] for row in rows_below("Request keys") if row.count("`") == 2]
-    assert set(request._KEYS) <= set(keys)
+    """Refused fields, metrics, and kernels that have a reference."""
     kernels = {
         name: ROOT / "kernels" / "README.md"
         for path in (ROOT / "kernels").rglob("*.py")
         for name in (path.relative_to(ROOT / "kernels").as_posix(), *referring(path))
     }
     operations = ROOT / "docs" / "operations.md"
-    totals = dict.fromkeys((f"{total.name}_total" for total in metrics.TOTALS), operations)
+    shown = [f"{total.name}_total" for total in metrics.COUNTERS]
+    shown += [one.name for one in (*metrics.GAUGES, *metrics.HISTOGRAMS)]
     section = REFERENCE.partition("\n## What is HTTP 400\n")[2]
     assert [r.field for r in refusals._FIELDS if f"`{r.field}`" not in section] == []
-    named = kernels | totals | {metrics.ESS_RATIO: operations}
-    assert len(kernels) > 5 and len(totals) > 5
+    named = kernels | dict.fromkeys(shown, operations)
+    assert len(kernels) > 5 and len(shown) > 5
     assert [name for name, page in named.items() if f"`{name}`" not in page.read_text()] == []
 
 

@@ -26,13 +26,13 @@ NAN, INF = math.nan, math.inf
 RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "num_steps": ("an integer >= 1", (0, "4", 8.0), (1,)),
     # 8.0 equals the default, but is no integer.
-    "num_particles": ("an integer from 1 to 1024", (0, 1025, True, 2.0, 8.0), (1, 1024)),
+    "num_particles": ("an integer from 1 to 1024", (0, 1025, 10**400, True, 2.0, 8.0), (1, 1024)),
     "ess_threshold": ("a number from 0", (-0.1, 1.1, NAN, "0.5"), (0, 1.0)),
     "resampling_method": (", ".join(RESAMPLING_METHODS), ("killing",), RESAMPLING_METHODS),
     "resample_at": ("block, token", ("round",), ("block", "token")),
     "selection": ("sample, argmax", ("best",), ("sample", "argmax")),
     "mode": (", ".join(MODES), ("fast", None), MODES),
-    "power": ("a finite number > 0", (0, -1.0, INF, NAN, True, "2"), (1e-3, 100)),
+    "power": ("a finite number > 0", (0, -1.0, INF, 10**400, NAN, True, "2"), (1e-3, 100)),
     "evidence_threshold": ("a finite number >= 0", (-0.1, INF, NAN, False), (0, 1e9, None)),
     "tilt": ("a finite number >= 0", (-0.1, NAN), ()),
     "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
@@ -84,10 +84,9 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         SMCConfig(**given).validate()
 
 
-def test_every_setting_has_a_flag_and_a_range() -> None:
+def test_every_field_is_declared_as_a_setting() -> None:
     """But for what the draft's checkpoint says."""
     assert set(SERVER_ARGS_FIELDS) | {"drafts_all"} == set(SMCConfig.__struct_fields__)
-    assert RANGES.keys() <= set(SERVER_ARGS_FIELDS)
 
 
 def test_flags_not_given_take_the_defaults() -> None:

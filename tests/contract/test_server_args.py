@@ -22,57 +22,50 @@ from sglang_smc.options import server
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
+    FIELDS,
     LAG,
     LONG_LAG,
+    SETTINGS,
+    Range,
     SMCConfig,
 )
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
+
+
+def another(allowed: Range) -> Any:
+    """Return a value that is allowed, and no default."""
+    return (
+        allowed.choices[-1] if allowed.choices else {bool: True, int: 4, float: 0.9}[allowed.kind]
+    )
+
+
+#: Of each flag a value; those of a new one follow from its range.
 GIVEN = {
+    FIELDS[name]: another(setting.allowed)
+    for name, setting in SETTINGS.items()
+    if name not in ("num_steps", "tilt", "potential", "presets")
+} | {
     "speculative_smc_mode": "smc",
-    "speculative_smc_num_particles": 4,
-    "speculative_smc_ess_threshold": 0.25,
-    "speculative_smc_resampling_method": "residual",
-    "speculative_smc_resample_at": "token",
-    "speculative_smc_selection": "argmax",
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
-    "speculative_smc_draft_temperature": 0.9,
     "speculative_smc_ngram_weight": 0.25 if upstream.HAS_NGRAM_CACHE else 0.0,
-    "speculative_smc_max_lag": 32,
-    "speculative_smc_kernels": "torch",
-    "speculative_smc_round_graph": "off",
-    "speculative_smc_adaptive": True,
     "speculative_smc_potential": ["count=steered:Count", "offset=steered:Count(offset=0.5)"],
-    "speculative_smc_potential_timeout": 2.5,
     "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }
 #: Which goes with no mode that has a power.
 TILT = {"speculative_smc_tilt": 0.1}
 OURS = GIVEN | dict.fromkeys(TILT)
-DEFAULTS = {
-    **{
-        field: getattr(server.DEFAULTS, name)
-        for name, field in server.SERVER_ARGS_FIELDS.items()
-        if field in FLAG_FIELDS
-    },
-    "speculative_smc_potential": None,
-    "speculative_smc_presets": None,
-}
-
-HELP = DEFAULTS | {
-    "speculative_smc_ngram_weight": 0,
-    "speculative_smc_power": 1,
-    "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
-    "speculative_smc_tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
-    "speculative_smc_draft_temperature": "the request's own",
-    "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with "
-    "return_particles",
-    "speculative_smc_potential": "none",
-    "speculative_smc_potential_timeout": 10,
-    "speculative_smc_presets": "none",
+DEFAULTS = {field: getattr(server.DEFAULTS, name) for name, field in FIELDS.items()}
+HELP = {
+    "evidence_threshold": EVIDENCE_THRESHOLD,
+    "tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
+    "draft_temperature": "the request's own",
+    "max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with return_particles",
+    "potential": "none",
+    "presets": "none",
 }
 
 
@@ -117,10 +110,11 @@ def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
 
 
 def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
-    text = " ".join(parser.format_help().split())
-    for name, default in HELP.items():
-        assert f"--{name.replace('_', '-')} " in text
-        assert f"default {default})" in text.replace("default: ", "default ")
+    told = {action.dest: action.help or "" for action in parser._actions}
+    for name in FIELDS.keys() - {"num_steps"}:
+        default = HELP.get(name, getattr(server.DEFAULTS, name))
+        shown = f"{default:g}" if isinstance(default, float) else default
+        assert told[FIELDS[name]].replace("default: ", "default ").endswith(f"default {shown}).")
 
 
 def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +140,8 @@ def test_settings_are_resolved_and_those_of_users_win(
     smc: dict, given: dict[str, int], resolved: tuple[int, ...]
 ) -> None:
     args = resolve(**smc, **given)
-    assert ours(args) == DEFAULTS | {"speculative_smc_round_graph": "off"}, "no GPU here"
+    expected = DEFAULTS | {"speculative_smc_round_graph": "off"}  # there is no GPU
+    assert ours(args) == {name: expected[name] for name in FLAG_FIELDS}
     args = upstream.resolved(args)
     steps, width = args.speculative_num_steps, args.speculative_num_draft_tokens
     assert (steps, width, args.max_running_requests) == resolved
@@ -209,7 +204,6 @@ def stock_args(**keywords: Any) -> ServerArgs:
 
 #: What a server does not start with, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"speculative_num_steps": 0}, "--speculative-num-steps is 0; allowed"),
     ({"speculative_smc_num_particles": 4096}, "--speculative-smc-num-particles is 4096; allowed"),
     (
         {"speculative_num_steps": 4, "speculative_num_draft_tokens": 8},
@@ -218,10 +212,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
-    (
-        {"speculative_smc_mode": "exact", "speculative_smc_power": 2.0},
-        r"--speculative-smc-power is 2\.0, but",
-    ),
     (
         {"speculative_smc_tilt": 0.1, "speculative_smc_mode": "mixed"},
         r"--speculative-smc-tilt is 0.1, but .* is 'mixed'",

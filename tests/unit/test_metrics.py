@@ -26,13 +26,13 @@ from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state import metrics
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import (
+    COUNTERS,
     GAUGES,
+    HISTOGRAMS,
     LOW_ESS,
     LOW_ESS_ROUNDS,
     LOW_ESS_SECONDS,
-    MEASURES,
     PREFIX,
-    TOTALS,
     Counters,
     CounterTable,
     Monitor,
@@ -59,19 +59,16 @@ def gains(**values: Any) -> Counters:
 
 
 def add(table: CounterTable, rows: list[int], ess: list[float], **others: list[int]) -> list:
-    def of(name: str) -> torch.Tensor:
-        return torch.tensor(others.get(name, [0] * len(rows)))
-
     index, numbers = torch.tensor(rows), torch.tensor(ess, dtype=torch.float64)
-    cut: Any = SimpleNamespace(ess=numbers, resample=of("resampled"), all_zero=of("all_zero"))
+    events = ("resample_ct", "narrow_ct", "all_zero_ct", "nan_ct", "exact_ct", "killed_ct")
     return table.add_round(
         index,
-        cut=cut,
-        **{name: of(name) for name in ("failed", "verified", "killed", "narrowed")},
+        numbers.unsqueeze(1) * torch.arange(1, 5),
+        **{name: torch.tensor(others.get(name, [0] * len(rows))) for name in events},
+        ess_sum=numbers,
         ancestors=numbers.nan_to_num(9.0).long(),
-        num_particles=index * 2,
-        num_steps=index * 3,
-        fidelity=numbers.unsqueeze(1) * torch.arange(1, 5),
+        particles_sum=index * 2,
+        steps_sum=index * 3,
         log_evidence=-numbers,
     ).tolist()
 
@@ -79,12 +76,12 @@ def add(table: CounterTable, rows: list[int], ess: list[float], **others: list[i
 def test_every_event_has_its_own_counter_and_a_retracted_request_goes_on_counting() -> None:
     table = CounterTable(5, "cpu", TORCH)
     table.begin(torch.tensor([1, 2, 3]), torch.tensor([zero_counters(8)] * 3).double())
-    add(table, [3, 1], [4.0, 2.0], killed=[2, 1], resampled=[1, 0])
-    add(table, [1, 3], [3.0, 1.0], narrowed=[0, 1], all_zero=[1, 0])
-    add(table, [2], [math.nan], verified=[1], failed=[1])
-    carried = add(table, [1, 2, 3], [1.5, 6.0, 2.0], killed=[4, 3, 0], resampled=[1, 1, 1])
+    add(table, [3, 1], [4.0, 2.0], killed_ct=[2, 1], resample_ct=[1, 0])
+    add(table, [1, 3], [3.0, 1.0], narrow_ct=[0, 1], all_zero_ct=[1, 0])
+    add(table, [2], [math.nan], exact_ct=[1], nan_ct=[1])
+    carried = add(table, [1, 2, 3], [1.5, 6.0, 2.0], killed_ct=[4, 3, 0], resample_ct=[1, 1, 1])
     table.begin(torch.tensor([4]), torch.tensor(carried[:1], dtype=torch.float64))
-    found = [Counters(*row) for row in [*carried[1:], *add(table, [4], [5.0], killed=[1])]]
+    found = [Counters(*row) for row in [*carried[1:], *add(table, [4], [5.0], killed_ct=[1])]]
     expected = {
         "rounds_ct": [2, 3, 4],
         "resample_ct": [1, 2, 1],
@@ -364,7 +361,7 @@ def test_each_event_has_a_counter_of_its_own(registry: CollectorRegistry) -> Non
     found = samples(registry)
     counted = {name: found[f"{name}_total"] for name in EXPECTED}
     assert counted == EXPECTED
-    assert {total.name for total in TOTALS} == set(EXPECTED)
+    assert {total.name for total in COUNTERS} == set(EXPECTED)
 
 
 def test_the_ess_is_observed_where_weights_can_be_uneven(registry: CollectorRegistry) -> None:
@@ -381,8 +378,8 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
     """Else the first events are lost to `rate`, which sees no increase from nothing."""
     monitor()
     found = samples(registry)
-    assert {f"{total.name}_total" for total in TOTALS} <= set(found)
-    assert {f"{measure.name}_bucket +Inf" for measure in MEASURES} <= set(found)
+    assert {f"{total.name}_total" for total in COUNTERS} <= set(found)
+    assert {f"{measure.name}_bucket +Inf" for measure in HISTOGRAMS} <= set(found)
     assert not any(value for name, value in found.items() if not name.endswith("_created"))
     assert ":" not in PREFIX, "Prometheus 2 and 3 would read names in two ways"
 
@@ -433,10 +430,10 @@ def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> 
     """A gauge that shows 0 before would say that answers are the target's own."""
     found = monitor()
     found.end_answer(ended(information=0.0)._replace(watched_ct=0.0))
-    assert not set(GAUGES) & set(samples(registry))
+    assert not {gauge.name for gauge in GAUGES} & set(samples(registry))
     found.end_answer(ended())
     shown = samples(registry)
-    assert [shown[name] for name in GAUGES] == [0.5, 0.5, 0.25]
+    assert [shown[gauge.name] for gauge in GAUGES] == [0.5, 0.5, 0.25]
     found.end_answer(ended("mixed", -0.5))
     assert samples(registry)["tilt"] == 0.0
     tilts = {name: of["tilt"] for name, of in found.fidelity().items()}
@@ -513,7 +510,7 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
     given, made = reporter(), mock.Mock()
     given.metrics_collector._counter_cls = given.metrics_collector._histogram_cls = made
     Monitor(interval=1).report_as(given)
-    assert made.call_count == len(TOTALS) + len(MEASURES)
+    assert made.call_count == len(COUNTERS) + len(HISTOGRAMS)
 
 
 @pytest.mark.parametrize(
