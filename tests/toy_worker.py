@@ -81,11 +81,15 @@ class SlotModel:
 
     def texts(self, locations: KVLocations) -> torch.Tensor:
         """The tokens in the slots of each particle, ``[G, N, width]``; none of a text is stale."""
+        return self._tokens[self.slots_of(locations)]
+
+    def slots_of(self, locations: KVLocations) -> torch.Tensor:
+        """Return the slots that each particle reads, ``[G, N, width]``."""
         place = torch.arange(self._table.shape[1], device=self._table.device)
         in_prefix = place < locations.committed.view(-1, 1, 1)
         prefix = self._table[locations.rows.unsqueeze(1)]
         tails = self.tails[locations.particle_rows][..., place % self.tails.shape[1]]
-        return self._tokens[torch.where(in_prefix, prefix, tails).long()]
+        return torch.where(in_prefix, prefix, tails).long()
 
 
 class Outcome(NamedTuple):
@@ -108,6 +112,8 @@ class ToyWorker:
     that ``grammar()`` makes for it, and ``runners`` query its potentials. The i-th round is bounded
     by ``budgets[i % len(budgets)]``. Tables are where the target's language is.
     """
+
+    Model = SlotModel
 
     def __init__(
         self,
@@ -140,8 +146,8 @@ class ToyWorker:
         self.owned = shuffled.view(num_requests, width).int().to(device)
         self.table[1 : 1 + num_requests] = self.owned
         longest = len(PROMPT) + max_new_tokens + config.num_steps + 1
-        self.target = SlotModel(target, self.table[:, :longest], num_slots)
-        self.draft = SlotModel(draft, self.table[:, :longest], num_slots)
+        self.target = self.Model(target, self.table[:, :longest], num_slots)
+        self.draft = self.Model(draft, self.table[:, :longest], num_slots)
         for model in (self.target, self.draft):
             model.prefill(self.table[1 : 1 + num_requests, : len(PROMPT)].long())
         self.device = str(self.table.device)
@@ -233,7 +239,12 @@ class ToyWorker:
     def begin(self, rows: list[int]) -> list[Any]:
         """Prefill: the package's own, behind the target's logits."""
         reqs = [self.make_request(row) for row in rows]
-        logits = self.target.language.after(()).expand(len(rows), -1)
+        self.prefill(reqs)
+        return reqs
+
+    def prefill(self, reqs: list[Any], output_ids: tuple[int, ...] = ()) -> None:
+        """Begin particles behind the prompt and an output."""
+        logits = self.target.language.after(output_ids).expand(len(reqs), -1)
         self.first_output = output = LogitsProcessorOutput(next_token_logits=logits)
         states, tables = self.worker._states, self.worker._tables
         nobody: Any = None
@@ -241,7 +252,6 @@ class ToyWorker:
         tokens, _ = prefill.begin(self.batch(reqs), output, None, None)
         for req, token in zip(reqs, tokens.tolist(), strict=True):
             req.say([token])
-        return reqs
 
     def make_request(self, row: int) -> ToyRequest:
         """Return the request of a row, whose seed is its row's number."""

@@ -1,24 +1,22 @@
 """Kernels of the ledger against its own methods, on the states that programs of rounds lead to.
 
-`pool_model` plays the rounds: requests of any N and K that come, end, abort and are retracted. Each
-call goes to a kernel as well, on copies, and all of the table must then agree: what belongs to
+`pool_programs` plays the rounds: requests of any N and K that come, end, abort and are retracted.
+Each call goes to a kernel as well, on copies, and all of the table must then agree: what belongs to
 nobody's arena, too.
 """
 
 import random
-from collections.abc import Callable
 from typing import Any
 
-import pool_model
 import pytest
 import torch
-from pool_model import CONFIGS, PoolModel
+from pool_programs import CONFIGS, PoolProgram
 
 from sglang_smc.kernels import lineage
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.ops.torch_ops import TORCH
 
 
 class Compared(Ledger):
@@ -53,28 +51,21 @@ class Compared(Ledger):
         return expected
 
 
-@pytest.fixture
-def model_of(
-    device: str, kernels: Ops, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[SMCConfig], PoolModel]:
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "emits every round"])
+def test_programs(name: str, device: str, kernels: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compared, "device", device, raising=False)
     monkeypatch.setattr(Compared, "kernels", kernels.ledger, raising=False)
-    monkeypatch.setattr(pool_model, "Ledger", Compared)
     # Small enough for tails and arenas of several blocks.
     monkeypatch.setattr(lineage, "_TAIL_BLOCK", 4)
     monkeypatch.setattr(lineage, "_ARENA_BLOCK", 16)
-    return lambda config: PoolModel(config, num_rows=3, longest=30)
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "emits every round"])
-def test_programs(name: str, model_of: Callable[[SMCConfig], PoolModel]) -> None:
     rng = random.Random(name)
-    model = model_of(CONFIGS[name])
-    while model.operations < 400:
-        model.act(rng)
-    if model.config.num_particles > 1:
-        assert min(model.seen[what] for what in ("nothing common", "some have ended")) > 0
-        assert model.seen["something common, something not"] > 0
+    ops = TORCH._replace(ledger=Compared, kind="triton")  # particles share no slots
+    program = PoolProgram(CONFIGS[name], rng, num_rows=8, ops=ops)
+    for _ in range(40):
+        program.act()
+    if program.config.num_particles > 1:
+        situations = "nothing common", "some have ended", "something common, something not"
+        assert min(program.seen[what] for what in situations) > 0
 
 
 def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
