@@ -14,7 +14,7 @@ from torch_calls import Calls, Launch
 from sglang_smc.kernels.attention import join, latent, work
 from sglang_smc.kernels.attention import particle_attention as plain
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.models import supported
+from sglang_smc.models import softmax, supported
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Softmax, shared_prefix_attention
@@ -160,7 +160,14 @@ def run_torch(case: Case) -> torch.Tensor:
     return shared_prefix_attention(c.query, c.keys, c.values, plan_of(c), c.softmax)
 
 
-@pytest.mark.parametrize("run", [run_kernel, run_torch])
+def run_anywhere(case: Case) -> torch.Tensor:
+    """By the formula that devices other than a CPU use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(softmax, "attend", softmax.attend_anywhere)
+        return run_torch(case)
+
+
+@pytest.mark.parametrize("run", [run_kernel, run_torch, run_anywhere])
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, run: Any) -> None:
     if name == "bfloat16" and run is run_kernel and DEVICE == "cpu":
