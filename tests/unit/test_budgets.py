@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_entries import entry
 
-from sglang_smc.kv import arena
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 from sglang_smc.options.request import (
     OFF,
@@ -20,7 +19,6 @@ from sglang_smc.options.request import (
     apply_budget,
     budgets,
     request_config,
-    union,
 )
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs
@@ -243,14 +241,3 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     assert found.evidence_threshold.tolist() == [
         config.effective_evidence_threshold for config in expected
     ]
-
-
-def test_memory_holds_the_tails_so_far_and_the_drafts_to_come() -> None:
-    for asked, before, now in itertools.product(ASKED, RUNGS, RUNGS):
-        last, new = apply_budget(asked, before), apply_budget(asked, now)
-        in_use = last.num_particles * (last.lag - 1)
-        taken = new.num_particles * (new.num_steps + 1)
-        span = union(last, new)
-        assert arena.arena(span, 1000) >= in_use + taken
-        assert arena.arena(span, 1000) <= arena.max_arena(SERVER)
-        assert arena.tail(span, 1000) >= last.lag - 1 + new.num_steps + 1

@@ -5,34 +5,11 @@ import torch
 from exact_tables import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from sglang_smc.smc import verification
 from sglang_smc.smc.verification import OFFSETS
 
 VOCAB = 4
-
-
-@pytest.mark.parametrize("num_chains", [2, 8])
-def test_output_follows_p(num_chains: int) -> None:
-    """What a walk of two columns puts out, continued from p: error probability 1e-4 each."""
-    generator, size = torch.Generator().manual_seed(5), 20_000
-    p, q = torch.randn(2, 3, VOCAB, generator=generator).softmax(-1)
-    own, *drafted = (
-        torch.multinomial(laws, size, replacement=True, generator=generator).T
-        for laws in (p, *[q[:2]] * num_chains)
-    )
-    tokens = torch.stack(drafted, 1)  # [G, N, 2]
-    log_p, log_q = (of.log().expand(size, num_chains, -1, -1) for of in (p, q[:2]))
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-    found = verify(tokens, tokens < 0, log_p, log_q, uniforms)
-    following = torch.multinomial(found.next_probs, 1, generator=generator)
-    text = torch.cat([tokens[torch.arange(size), found.winner], following], 1)
-    column, count = torch.arange(3), found.num_columns.unsqueeze(1)
-    text = torch.where(column < count, text, torch.where(column == count, following, own))
-    counts = torch.bincount(text @ torch.tensor([VOCAB**2, VOCAB, 1]), minlength=VOCAB**3)
-    expected = torch.einsum("a,b,c->abc", *p.double()).flatten()
-    assert chisquare(counts, expected / expected.sum() * size).pvalue > 1e-4
 
 
 def one_chain_block(
@@ -141,33 +118,3 @@ def test_the_walk_ends_with_an_end() -> None:
     log_p = torch.full((1, 1, 4, VOCAB), 0.25).log()
     found = verify(tokens, tokens == 1, log_p, log_p[:, :, :3], torch.zeros(1, 1, 3).double())
     assert found.num_columns.tolist() == [2]
-
-
-def test_padding_does_not_matter() -> None:
-    """Columns and chains that a group does not have may hold anything."""
-    generator, size, most_chains, most_steps = torch.Generator().manual_seed(0), 40, 4, 5
-    laws = torch.randn(2, size, 1, most_steps + 1, VOCAB, generator=generator).log_softmax(-1)
-    log_p, log_q = laws.expand(-1, -1, most_chains, -1, -1)
-    tokens = torch.randint(VOCAB, (size, most_chains, most_steps), generator=generator)
-    ends = (torch.rand(size, 1, most_steps, generator=generator) < 0.05).expand_as(tokens)
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-    num_chains, num_steps = (1 + torch.arange(size) % most for most in (most_chains, most_steps))
-    no_chain = (torch.arange(most_chains) >= num_chains.unsqueeze(1)).unsqueeze(2)
-    absent = no_chain | (torch.arange(most_steps) >= num_steps.view(-1, 1, 1))
-    no_law = no_chain | (torch.arange(most_steps + 1) > num_steps.view(-1, 1, 1))
-    found = verify(
-        tokens.masked_fill(absent, 10**9),
-        ends | absent,
-        log_p.masked_fill(no_law.unsqueeze(3), torch.nan),
-        log_q[:, :, :-1].masked_fill(absent.unsqueeze(3), torch.nan),
-        uniforms.masked_fill(absent, torch.nan),
-        num_steps=num_steps,
-        num_chains=num_chains,
-    )
-    for row, (n, k) in enumerate(zip(num_chains.tolist(), num_steps.tolist(), strict=True)):
-        own = [of[row : row + 1, :n, :k] for of in (tokens, ends, log_q, uniforms)]
-        alone = verify(own[0], own[1], log_p[row : row + 1, :n, : k + 1], *own[2:])
-        assert alone.num_columns == found.num_columns[row]
-        assert alone.winner == found.winner[row]
-        assert torch.allclose(alone.next_probs[0], found.next_probs[row], rtol=1e-12)
-    assert (found.num_columns == num_steps).any()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from device_waits import refuse_waits
 from fake_gpu import fake_gpu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +26,17 @@ from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
+# Operators that read a value, or whose result has a size that depends on values.
+WAITING_OPERATORS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+}
 # Methods that reach the memory of a CPU tensor without any operator.
 TENSOR = torch.Tensor
 WAITING_METHODS = {TENSOR.cpu, TENSOR.numpy, TENSOR.tolist, TENSOR.__array__}
@@ -49,6 +59,16 @@ class Methods(TorchFunctionMode):
     ) -> Any:
         assert func not in WAITING_METHODS, f"{func} waits for the device"
         return func(*args, **(kwargs or {}))
+
+
+def refuse_waits(func: Any, args: tuple) -> None:
+    """AssertionError where an operator waits for the device."""
+    name = func.overloadpacket.__name__
+    assert name not in WAITING_OPERATORS, f"{name} waits for the device"
+    if name in ("index", "index_put", "index_put_"):
+        by_mask = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        assert not by_mask, f"{name} by a mask waits for the device"
+    assert name != "repeat_interleave", "repeat_interleave by a tensor waits for the device"
 
 
 @contextmanager

@@ -144,19 +144,6 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)), expected)
 
 
-def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() -> None:
-    table, expected = LogprobTable(5, 3, 3, "cpu"), tails(3, 1)
-    begin(table, [3], req(top_logprobs_num=3, token_ids_logprob=[1]))
-    table.scatter(ROWS, tails(3, 1))
-    small = table.gather(ROWS[:1], 2, 1, LogprobWidths(1, 1, 0))
-    shapes = [tuple(column.shape) for column in small]
-    assert shapes == [(1, 2, 2), (1, 2, 2, 1), (1, 2, 2, 1), (1, 2, 2, 0)]
-    table.scatter(ROWS[:1], TailLogprobs(*(column * 0 - 1 for column in small)))
-    for column in (expected.own, expected.top[..., 0], expected.top_ids[..., 0]):
-        column[0, :2, :2] = -1
-    assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), expected)
-
-
 def test_what_is_taken_back_leaves_the_books() -> None:
     """A retraction drops an open first token: what SGLang appends next is of the next one."""
     kinds = [f"output_{kind}_logprobs" + part for kind in ("token", "top") for part in PARTS]

@@ -20,25 +20,17 @@ def of_group(*values: Any) -> list[torch.Tensor]:
 
 
 # Log-weights after each column, the first before the block; threshold, coin, K; columns covered.
-FALLING, LIVE, DEAD = [[0.0, 0.0], [-1.0, -1.0], [-2.0, -2.0], [-3.0, -3.0]], [0.0, 0.0], [-INF] * 2
 COVERED = [
-    # Threshold 0 keeps all that lives, an infinite one none, and none keeps what is dead.
-    *((FALLING, 0.0, coin, 3, 3) for coin in COINS),
-    *(([LIVE, [-900.0, -900.0], DEAD], 0.0, coin, 2, 1) for coin in COINS),
-    *(([LIVE, [-INF, 3.0], DEAD, DEAD], 0.0, coin, 3, 1) for coin in COINS),
-    *(([LIVE, [700.0, 700.0]], INF, coin, 1, 0) for coin in COINS),
-    *(([LIVE, DEAD], threshold, 0.0, 1, 0) for threshold in (0.0, 0.5, 1.0, INF)),
-    # No more than the group's own K; the most columns, though one before is not covered.
-    *((FALLING, 0.0, 0.5, num_steps, num_steps) for num_steps in (1, 2)),
-    ([[0.0], [-5.0], [1.0], [-5.0]], 1.0, 0.5, 3, 2),
-    # By what the block multiplies the weights, whatever they were; the absent dilute nothing.
+    # Threshold 0 keeps all that lives, however little, and an infinite one none.
+    *(([[0.0, 0.0], [-900.0, -900.0], [-INF] * 2], 0.0, coin, 2, 1) for coin in COINS),
+    *(([[0.0, 0.0], [700.0, 700.0]], INF, coin, 1, 0) for coin in COINS),
+    # By what the block multiplies the weights, whatever they were; the dead dilute nothing.
     *(
         ([[level, -INF], [level - 1.0, -INF]], c, math.exp(-1) / c + beyond, 1, int(beyond < 0))
-        for level in (-50.0, 0.0, 50.0)
+        for level in (-50.0, 50.0)
         for c in (0.5, 1.0)
         for beyond in (-1e-9, 1e-9)
     ),
-    ([[0.0, 0.0, -INF], [-1.0, -1.0, -INF]], 1.0, 0.36, 1, 1),
 ]
 
 

@@ -184,19 +184,3 @@ def test_begin_forgets_the_rows_former_request() -> None:
         assert found.shares_last_token().tolist() == [False, True]
         assert found.output_lengths[:, 0].tolist() == [3, 1]
         assert found.log_evidence.tolist() == [-0.5, 0.0]
-
-
-def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
-    """A batch of small groups writes nothing over particles and tokens beyond its own."""
-    table, row = ParticleTable(5, 4, MAX_TAIL, "cpu"), torch.tensor([2])
-    whole = population_of(
-        [[[1, 2, 3, 4], [5], [6], [7, 7]], [[1], [2], [3], [4]]], width=MAX_TAIL + 1
-    )
-    table.scatter(torch.tensor([1, 2]), whole)
-    small = table.gather(row, 2, 2)
-    assert small.tokens.shape == (1, 2, 3)
-    table.scatter(row, small.append(torch.tensor([[[8], [9]]]), torch.tensor([[1, 1]])))
-    found = table.gather(torch.tensor([1, 2]), 4, MAX_TAIL)
-    assert found.lengths.tolist() == [[4, 1, 1, 2], [2, 2, 1, 1]]
-    assert torch.equal(found.tokens[0], whole.tokens[0])
-    assert found.tokens[1, :, :2].tolist() == [[1, 8], [2, 9], [3, 0], [4, 0]]

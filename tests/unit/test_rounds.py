@@ -128,34 +128,6 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     assert min(int(cut.resample.sum()), int(cut.all_zero.sum())) > 100
 
 
-@pytest.mark.parametrize(
-    ("columns", "tau", "resample_each_token", "threshold", "coin", "expected"),
-    [
-        ([[50, 0], [-50, 0]], 0.9, False, 0.0, 0.5, (2, False, False)),  # low on the way only
-        ([[0, 0], [9, 0]], 0.9, False, 0.0, 0.5, (2, True, False)),
-        ([[0, 0], [9, 0], [-9, 0]], 0.9, True, 0.0, 0.5, (2, True, False)),  # the one that fails
-        ([[1e-3, 0]], 1.0, False, 0.0, 0.5, (1, True, False)),  # the slightest difference
-        ([[9, 0], [-INF, -INF]], 0.9, False, 0.0, 0.5, (1, True, True)),  # tests what it keeps
-        ([[-INF, 0], [0, -INF]], 0.1, False, 0.0, 0.5, (1, False, True)),  # one after the other
-        ([[-1, -1], [-1, -1]], 0.5, False, 1.0, 0.1, (2, False, False)),  # evidence .368, .135
-        ([[-1, -1], [-1, -1]], 0.5, False, 1.0, 0.2, (1, False, False)),
-        ([[-1, -1], [-1, -1]], 0.5, True, 1.0, 0.4, (0, False, False)),
-        ([[0, 0], [0, 0], [-INF, -INF]], 0.5, True, 0.0, 0.5, (2, False, True)),  # greedy
-    ],
-)
-def test_cuts_by_hand(
-    columns: list,
-    tau: float,
-    resample_each_token: bool,
-    threshold: float,
-    coin: float,
-    expected: tuple,
-) -> None:
-    """The definition above is itself held to these."""
-    found = definition([0.0, 0.0], columns, tau, resample_each_token, threshold, coin)
-    assert (found[0], found[3], found[4]) == expected
-
-
 @pytest.mark.parametrize("level", [0.0, -1e4, 745.3, 0.1])
 def test_ess_of_equal_weights_is_exactly_n(level: float) -> None:
     """With any rounding, tau = 1 would resample equal weights."""
@@ -192,30 +164,6 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     w = torch.full((num_particles,), 1.0 / num_particles, dtype=torch.float64)
     u = torch.rand(num_particles, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
-
-
-SIZE = 4_000
-WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.5, 0.0, 0.0], dtype=torch.float64)  # of four present
-
-
-@pytest.mark.parametrize("method", list(SCHEMES))
-@pytest.mark.parametrize("num_particles", [1, 2, 3, 5, 6])
-def test_offspring_are_expected_in_proportion_to_weight(num_particles: int, method: str) -> None:
-    """Of another size. Within 5 standard errors of a multinomial draw, which none exceeds."""
-    uniforms = torch.rand(SIZE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    present = (torch.arange(6) < 4).expand(SIZE, -1)
-    after = torch.full((SIZE,), num_particles)
-    found = resize(WEIGHTS.log().expand(SIZE, -1), present, after, uniforms, method)
-    drawn = found.ancestors[:, :num_particles]
-    offspring = torch.stack([(drawn == n).sum(1) for n in range(6)], 1).double().mean(0)
-    shares = WEIGHTS / WEIGHTS.sum()
-    error = (num_particles * shares * (1 - shares) / SIZE).sqrt()
-    assert ((offspring - num_particles * shares).abs() <= 5 * error + 1e-12).all()
-    assert torch.allclose(found.log_evidence, torch.tensor(math.log(4 / 4)).double())
-    assert found.present.sum(1).eq(num_particles).all()
-    assert found.log_weights[:, :num_particles].eq(0).all()
-    assert found.log_weights[:, num_particles:].eq(-torch.inf).all()
-    assert found.ancestors[:, num_particles:].eq(torch.arange(num_particles, 6)).all()
 
 
 def test_who_keeps_its_size_keeps_everything() -> None:
