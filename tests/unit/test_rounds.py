@@ -166,6 +166,30 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
 
 
+SIZE = 4_000
+WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.5, 0.0, 0.0], dtype=torch.float64)  # of four present
+
+
+@pytest.mark.parametrize("method", list(SCHEMES))
+@pytest.mark.parametrize("num_particles", [1, 2, 3, 5, 6])
+def test_offspring_are_expected_in_proportion_to_weight(num_particles: int, method: str) -> None:
+    """Of another size. Within 5 standard errors of a multinomial draw, which none exceeds."""
+    uniforms = torch.rand(SIZE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    present = (torch.arange(6) < 4).expand(SIZE, -1)
+    after = torch.full((SIZE,), num_particles)
+    found = resize(WEIGHTS.log().expand(SIZE, -1), present, after, uniforms, method)
+    drawn = found.ancestors[:, :num_particles]
+    offspring = torch.stack([(drawn == n).sum(1) for n in range(6)], 1).double().mean(0)
+    shares = WEIGHTS / WEIGHTS.sum()
+    error = (num_particles * shares * (1 - shares) / SIZE).sqrt()
+    assert ((offspring - num_particles * shares).abs() <= 5 * error + 1e-12).all()
+    assert torch.allclose(found.log_evidence, torch.tensor(math.log(4 / 4)).double())
+    assert found.present.sum(1).eq(num_particles).all()
+    assert found.log_weights[:, :num_particles].eq(0).all()
+    assert found.log_weights[:, num_particles:].eq(-torch.inf).all()
+    assert found.ancestors[:, num_particles:].eq(torch.arange(num_particles, 6)).all()
+
+
 def test_who_keeps_its_size_keeps_everything() -> None:
     """Where the size changes, the mean weight of the particles that were there is banked."""
     weights = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64).log().expand(3, -1)
