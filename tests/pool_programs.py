@@ -14,7 +14,7 @@ from toy_request import PROMPT, ToyRequest
 from toy_worker import NUM_CONTEXTS, Language, SlotModel, ToyWorker
 
 from sglang_smc.kv import arena
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import Budget
@@ -51,14 +51,9 @@ class CheckedSlots(SlotModel):
     def has_text(self, slots: torch.Tensor, text: list[int]) -> bool:
         return torch.equal(self._hashes[slots], self.hashes_of(torch.tensor(text)))
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        logits = super().chain_logits(tokens, starts, slots, locations)
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        logits = super().chain_logits(chains)
+        tokens, starts, slots, locations = chains
         hashes, read = self.hashes_of(self.texts(locations)), self.slots_of(locations)
         places = starts.unsqueeze(2) + torch.arange(tokens.shape[2])
         self._hashes[slots] = hashes.gather(2, places.clamp_max(hashes.shape[2] - 1))
