@@ -71,7 +71,10 @@ def verify(
         residual = TokenDistribution.of_log_probs(found.residuals.log(), left)
     law = p._replace(rows=row, log_mass=None)
     next_tokens = NextTokens(law, masses, kept.rejects, residual)
-    return one_lineage(population, kept, next_tokens, failure)
+    decision = one_lineage(population, kept, next_tokens, failure)
+    if not batch.shape.branches:
+        return decision
+    return decision._replace(verified=decision.verified | settings.greedy)  # by evidence, too
 
 
 def log_mass_of_path(

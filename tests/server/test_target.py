@@ -64,14 +64,22 @@ def assert_greedy(target: Target, name: str, request: dict[str, Any], output: li
 
 
 def test_at_temperature_0_texts_are_the_targets(server: Server, target: Target) -> None:
-    """Whatever is chosen, penalized, biased, banned or spelled: one chain, and no alarm."""
+    """Whatever is chosen, penalized, biased, banned or spelled: a verified tree, and no alarm.
+
+    Particles that are returned would be equal: they are one.
+    """
     requests = greedy()
     answers = dict(zip(requests, server.generate(list(requests.values())), strict=True))
     for name, answer in answers.items():
         assert_greedy(target, name, requests[name], answer["output_ids"])
         info = answer["meta_info"]
-        assert info["spec_smc_num_particles"] == info["spec_smc_particles_mean"] == 1
+        assert info["spec_smc_num_particles"] == info["spec_smc_particles_mean"]
+        if name != f"choice {len(CHOICES) - 1}":
+            assert info["spec_smc_exact_ct"] == info["spec_smc_rounds_ct"]
         assert info["spec_smc_all_zero_ct"] == 0, "wrong drafts are no alarm"
+    chosen = [answers[f"choice {i}"]["meta_info"] for i in range(len(CHOICES))]
+    sizes = [choice.get("num_particles", 4) for choice in CHOICES[:-1]]
+    assert [info["spec_smc_num_particles"] for info in chosen] == [*sizes, 1]
     plain = {str(answers[f"choice {i}"]["output_ids"]) for i in range(len(CHOICES))}
     assert len(plain) == 1
     (shown,) = plain

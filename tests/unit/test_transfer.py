@@ -178,7 +178,7 @@ def prefilled(
         token_ids_logprobs=[None, [1]],
     )
     draft: Any = SimpleNamespace(
-        wants_states=False, read=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
+        wants_states=False, read_prompts=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
     )
     return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3).run(batch, None)
 
