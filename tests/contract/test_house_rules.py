@@ -130,16 +130,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1550,
+    "round_lines": 1530,
     "file_changes": 72,
     "types": 30,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_580,
-    "core_lines": 19_010,
-    "kernel_and_hook_lines": 6_560,
-    "bench_lines": 9_300,
-    "test_lines": 38_360,
+    "package_lines": 27_640,
+    "core_lines": 18_360,
+    "kernel_and_hook_lines": 6_310,
+    "bench_lines": 9_280,
+    "test_lines": 37_340,
     "page_words": 28_000,
     "glossary": 30,
 }
