@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -302,6 +303,7 @@ class AnswersStudy(Study, Generic[C, A]):
     first_problem: ClassVar[int] = 0
     kind: ClassVar[type] = Record
     report: ClassVar[Report]
+    note: ClassVar[Callable[[Mapping[str, Any]], str]]  # above the report's tables, by its origin
 
     def __init__(self, options: argparse.Namespace, start: Start | None = None) -> None:
         super().__init__(options)
@@ -330,25 +332,21 @@ class AnswersStudy(Study, Generic[C, A]):
 
     # What a study defines
 
+    @abstractmethod
     def grid(self) -> list[C]:
         """Return all cells, grouped by engine to start each once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def engine(self, name: str) -> dict[str, Any]:
         """Return the keywords of an engine except the models."""
-        raise NotImplementedError
 
+    @abstractmethod
     def models(self, name: str) -> tuple[str, str | None]:
         """Return the folders of an engine's target and draft in the pair."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self) -> list[Any]:
         """Return the rows of all complete cells."""
-        raise NotImplementedError
-
-    def note(self, origin: Mapping[str, Any]) -> str:
-        """Return the text above the tables."""
-        raise NotImplementedError
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the code and models that answers depend on."""

@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -81,7 +82,7 @@ def matching(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
     return [cell for cell in cells if any(fnmatchcase(cell.slug, p) for p in patterns)]
 
 
-class Study:
+class Study(ABC):
     """A resumable study of cells; each study is a subclass.
 
     Attributes:
@@ -127,25 +128,25 @@ class Study:
             raise BenchError(f"No cell matches --only {patterns}; {self.look} shows all.")
         return found
 
+    @abstractmethod
     def own_logs(self) -> list[Log]:
         """Return the files of the selected cells, which ``--fresh`` deletes."""
-        raise NotImplementedError
 
     def logs(self) -> list[Log]:
         """Return the files that this run reads; their identity must equal the run's."""
         return self.own_logs()
 
+    @abstractmethod
     def status(self) -> str:
         """Return a line for each selected cell."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measured(self) -> str:
         """Complete the selected cells; return the text of the report."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self) -> None:
         """Copy the results to bench/results; raise BenchError unless they are complete."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Do what the options select."""
