@@ -189,7 +189,12 @@ def at_temperature_0(asked: RequestConfig) -> RequestConfig:
     """
     if asked.return_particles or asked.potentials or asked.votes:
         return replace(asked, greedy=True, num_particles=1, power=1.0)
-    return replace(asked, greedy=True, mode="exact", power=1.0)
+    return replace(verified_as_tree(asked), greedy=True)
+
+
+def verified_as_tree(asked: _Config) -> _Config:
+    """Return the options with the mode and the power of trees, whatever was chosen."""
+    return replace(asked, mode="exact", power=1.0)
 
 
 def _raise_if(problems: list[str], where: str) -> None:

@@ -60,11 +60,6 @@ class RoundShape(NamedTuple):
     logprobs: LogprobWidths  # of the log-probabilities that requests return
     methods: tuple[str, ...]  # resampling methods that occur
 
-    @property
-    def num_rows(self) -> int:
-        """Return the most tokens of one request that the target reads."""
-        return self.num_particles * (self.num_steps + 1)
-
     def lacks(self, other: "RoundShape") -> list[str]:
         """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._parts().items(), other._parts().values(), strict=True)

@@ -31,13 +31,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from msgspec.structs import replace
 from tqdm import tqdm
 
 from sglang_smc.kv.rounds import MOST_LAUNCHED, Room, round_bytes
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.recorder import Ranks, Record, Replay, hold
-from sglang_smc.options.request import Budget, budgets
+from sglang_smc.options.request import Budget, budgets, verified_as_tree
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
@@ -291,14 +290,10 @@ def _greedy(
     config: SMCConfig, rungs: Sequence[Budget | None]
 ) -> list[tuple[Budget | None, RoundShape]]:
     """Return the shapes of batches at temperature 0, by N, with the most steps."""
-    greedy, most = _at_temperature_0(config), config.num_steps
+    greedy, most = verified_as_tree(config), config.num_steps
     of_n = [one for one in reversed(rungs) if one is None or (one[0] > 1 and one[1] == most)]
     shapes = [(rung, shape_of_server(greedy, rung)) for rung in of_n]
     return [(rung, shape._replace(walks=False, branches=True)) for rung, shape in shapes]
-
-
-def _at_temperature_0(config: SMCConfig) -> SMCConfig:
-    return replace(config, mode="exact", power=1.0)
 
 
 def _filtered(shape: RoundShape) -> RoundShape:
@@ -368,7 +363,7 @@ def record_rounds(
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
-    at_0 = _at_temperature_0(config)
+    at_0 = verified_as_tree(config)
     greedy = [graphs_of(rung, shape, sizes.of_rounds, at_0) for rung, shape in kinds.greedy]
     most_used = [graphs for these in found.values() for graphs in these]
     every = [of_any, *edited, *most_used, *greedy]

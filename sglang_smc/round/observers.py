@@ -10,7 +10,6 @@ one draft step, and reads one of the K + 1 columns twice more: by estimate under
 on a GPU.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from sglang_smc.round.batch import Decision, Drafts, RoundBatch
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path, Watchable
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.state.metrics import finite
 from sglang_smc.state.population import Population
 from sglang_smc.state.record import RoundRecord
 from sglang_smc.state.request import RequestState, state_of
@@ -85,7 +85,7 @@ class Traced(NamedTuple):
             log_weights=_finite(weighed),
             log_potentials=None if potentials is None else _finite(potentials),
             ess=float(self.ess[group].nan_to_num(0.0)),
-            log_block_evidence=gain if math.isfinite(gain) else None,
+            log_block_evidence=finite(gain),
             cut=self._cut(group, config, ancestors),
             resampled=bool(self.resampled[group]),
             ancestors=ancestors,
@@ -93,7 +93,7 @@ class Traced(NamedTuple):
             ended=self.ended[group, :size].tolist(),
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
             log_weights_after=_finite(self.log_weights_after[group, :size]),
-            log_evidence=log_evidence if knows_evidence and math.isfinite(log_evidence) else None,
+            log_evidence=finite(log_evidence) if knows_evidence else None,
             emitted=[*self._closed_token(group, state, begins), *emitted],
         )
 
@@ -187,7 +187,7 @@ def _gains(begun: Population, before: Population) -> torch.Tensor:
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
+    return [finite(value) for value in values.tolist()]
 
 
 def _cut_to(tokens: torch.Tensor, counts: torch.Tensor) -> list[list[int]]:
