@@ -1,6 +1,7 @@
 """`make upstream` sees what breaks on another SGLang, and nothing on the one that is installed."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -191,6 +192,7 @@ def test_all_supported_releases_are_compared(
     assert "SGLang 0.5.99 was not compared: pip could not download sglang==0.5.99" in said
     monkeypatch.setattr(release, "supported", lambda: ("0.1.0",))
     assert command.main() == 0
+    assert gc.isenabled()  # the command alone stops collections, at the end of its process
 
 
 def test_every_hook_has_a_text_for_sglang() -> None:

@@ -42,7 +42,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("release", nargs="*", help="a version, or a folder that holds sglang/")
     given = parser.parse_args().release
-    gc.disable()  # syntax trees are many, and hold no circle
     trees = {}
     for name in given or release.supported():
         try:
@@ -101,4 +100,5 @@ def report(found: list[Finding]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # syntax trees are many, and hold no circle
     sys.exit(main())
