@@ -105,7 +105,8 @@ def test_the_server_and_the_models_say_the_same(engine: Callable[..., Any]) -> N
         assert abs(found - tilts[mode]) < 4.5 * error
         assert abs(of_innovation) < 4.5
         assert abs(of_count) < 4.5
-    assert tilts["smc, c = 0"] > tilts["auto"] > abs(tilts["exact"]) + 0.1
+    # Expected: 0.4 and 0; each has a standard error of 0.07, so that 0.1 fails once in 1,000 runs.
+    assert tilts["smc, c = 0"] > tilts["exact"] + 0.1
     windows = running.get_server_info()["internal_states"][0]["smc"]["fidelity"]
     assert windows["all"]["answers"] >= SIZE * len(MODES) - 5
     assert windows["exact"]["tilt"] == pytest.approx(0.0, abs=4.5 * windows["exact"]["tilt_error"])
