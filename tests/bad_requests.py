@@ -53,6 +53,7 @@ SMC: dict[str, tuple[Any, ...]] = {
     "mode": ("SMC", "", 5, None, [], {}, *HOSTILE),
     "ess_threshold": (*NOT_POSITIVE, 1.01, True),
     "resampling_method": ("best", 5, [], None),
+    "proposal": ("verify", 5, None),
     "resample_at": ("bloc", 5, {}),
     "selection": ("worst", 5, []),
     "power": (*NOT_POSITIVE, 0, False, 1e300),

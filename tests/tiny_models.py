@@ -101,6 +101,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "ess_threshold",
         "resampling_method",
         "resample_at",
+        "proposal",
         "selection",
         "power",
         "evidence_threshold",

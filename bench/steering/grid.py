@@ -10,14 +10,12 @@ import answers
 
 TEMPERATURE = 1.0
 NUM_STEPS = 8
-#: Tokens drafted per round where every third token is the target's own.
-FEW_STEPS = 2
 PARTICLES = (4, 8, 16)
 #: Plain samples per problem, of which a vote or choice takes the first N.
 SAMPLES = max(PARTICLES)
-#: Models. For the target the draft proposes, in long or short rounds, or the target itself, so that
+#: Models. For the target the draft proposes, weighed or verified, or the target itself, so that
 #: particles are sampled from it.
-DRAFT, TARGET, SHORT, ITSELF = MODELS = ("draft", "target", "target by twos", "target itself")
+DRAFT, TARGET, VERIFIED, ITSELF = MODELS = ("draft", "target", "target verified", "target itself")
 #: The potentials' names, with the arguments of requests.
 POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
 #: The last line of an answer.
@@ -55,7 +53,8 @@ def steered(model: str, potential: str, num_particles: int) -> Cell:
     }
     smc = {
         "mode": "smc",
-        "num_steps": FEW_STEPS if model == SHORT else NUM_STEPS,
+        "proposal": "verified" if model == VERIFIED else "draft",
+        "num_steps": NUM_STEPS,
         "num_particles": num_particles,
         "potentials": [asked],
         "selection": "vote",
@@ -63,7 +62,7 @@ def steered(model: str, potential: str, num_particles: int) -> Cell:
         "return_particles": True,
     }
     label = f"smc {model} {potential} N={num_particles}"
-    engine = f"smc {TARGET if model == SHORT else model}"
+    engine = f"smc {TARGET if model == VERIFIED else model}"
     return Cell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
 
 
@@ -71,7 +70,7 @@ def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
     """Return all cells, grouped by engine to start each once."""
     found = []
     for model in MODELS:
-        if model not in (SHORT, ITSELF):  # their plain samples are the target's
+        if model not in (VERIFIED, ITSELF):  # their plain samples are the target's
             found.append(plain(model))
         found += [steered(model, name, count) for name in POTENTIALS for count in particles]
     return found

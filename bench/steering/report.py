@@ -180,7 +180,7 @@ def markdown(rows: Sequence[Row], note: str) -> str:
 
 def shown(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the page."""
-    left_out = {"judge", "target by twos", BEST, SMC_ARGMAX}
+    left_out = {"judge", BEST, SMC_ARGMAX}
     return [row for row in rows if not {row.model, row.potential, row.method} & left_out]
 
 
@@ -193,7 +193,7 @@ def summaries(rows: Sequence[Row]) -> str:
 TITLES = {
     "draft": "The draft as the model",
     "target": "The target, drafted for by the draft",
-    "target by twos": "The target, drafted for by the draft, two tokens a round",
+    "target verified": "The target, drafted for by the draft, verified",
     "target itself": "The target, drafted for by itself",
 }
 

@@ -80,8 +80,19 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         Those of a power of p and of p under a grammar do not. Verification renormalises the
         latter at each token.
         """
-        weighed = (self.constrained or bool(self.potentials)) and self.weighs
-        return self.power == 1.0 and not weighed
+        return self.power == 1.0 and not (self._has_factors and self.weighs)
+
+    @property
+    def _has_factors(self) -> bool:
+        """Return whether p is multiplied by a grammar's mask or by potentials, in mode smc."""
+        return self.constrained or bool(self.potentials)
+
+    @property
+    def extends(self) -> bool:
+        """Return whether each particle of its rounds is extended by a verified chain of its own."""
+        if self.proposal is None and self.resample_at == "block":
+            return self.weighs and self._has_factors
+        return super().extends
 
     @property
     def votes(self) -> bool:
@@ -247,6 +258,7 @@ def check_support(config: RequestConfig) -> str | None:
     if (
         config.drafts_all
         or not config.weighs
+        or config.extends
         or config.effective_evidence_threshold
         or config.greedy
     ):
@@ -257,7 +269,7 @@ def check_support(config: RequestConfig) -> str | None:
     return (
         f"mode 'smc' with {why}, beside a draft that knows a part of the vocabulary alone: no "
         "number of particles would ever reach the other tokens where they are drafted; allowed: "
-        "an evidence_threshold above 0, or modes 'exact', 'mixed' and 'auto'."
+        "proposal 'verified', an evidence_threshold above 0, or modes 'exact', 'mixed' and 'auto'."
     )
 
 
@@ -283,11 +295,17 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
             "allowed: selection 'vote' with a pattern that finds the answer in a text, another "
             "selection without one."
         )
-    if config.weighs and config.ngram_weight == 1:
+    if config.extends and (chosen.get("evidence_threshold") or config.resample_at == "token"):
         found.append(
-            "has mode='smc' beside ngram_weight=1; allowed: mode 'exact', 'mixed' or 'auto', which "
-            "draw from the target what no match proposes. Add mode='exact', or a smaller weight "
-            "where there is a draft model."
+            f"has proposal='verified' beside evidence_threshold={config.evidence_threshold!r} and "
+            f"resample_at={config.resample_at!r}; allowed: no threshold, and resample_at 'block', "
+            "since verified tokens are not weighed. Leave them out."
+        )
+    if config.weighs and not config.extends and config.ngram_weight == 1:
+        found.append(
+            "has mode='smc' beside ngram_weight=1; allowed: proposal 'verified', or mode 'exact', "
+            "'mixed' or 'auto', which draw from the target what no match proposes. Add "
+            "mode='exact', or a smaller weight where there is a draft model."
         )
     if config.power == 1.0:
         return found

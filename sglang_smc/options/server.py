@@ -22,6 +22,7 @@ MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
+PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
 VOTE = "vote"  # the selection that only requests may set
@@ -119,6 +120,18 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request"),
     ] = 8
+    # None: `verified` where a request has potentials or a grammar, else `draft`.
+    proposal: Annotated[
+        str | None,
+        Setting(
+            one_of(PROPOSALS),
+            "How particles advance in mode 'smc': 'draft' keeps draft tokens, and weighs them by "
+            "target over draft. 'verified' verifies each particle's own, so that it advances by a "
+            "sample of the target, and only potentials, powers and grammars are weighed",
+            "default: 'verified' for requests with potentials or a grammar, else 'draft'",
+            modes=_SMC,
+        ),
+    ] = None
     ess_threshold: Annotated[
         float,
         Setting(
@@ -298,6 +311,16 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.mode == "smc"
 
     @property
+    def extends(self) -> bool:
+        """Return whether each particle of its rounds is extended by a verified chain of its own."""
+        return self.weighs and self.proposal == "verified"
+
+    @property
+    def drafted_power(self) -> float:
+        """Return the power of q that is drafted from: that of p where this is verified."""
+        return self.power if self.extends else 1.0
+
+    @property
     def is_exact(self) -> bool:
         """Return whether rounds verify every draft token."""
         return self.mode == "exact"
@@ -359,7 +382,14 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{flag_of('tilt')} is {self.tilt!r}, but {flag_of('mode')} is {self.mode!r}; "
                 "allowed: mode 'auto', which it implies. Leave one of the two out."
             )
-        if self.weighs and self.ngram_weight == 1:
+        if self.extends and (self.evidence_threshold or self.resample_at == "token"):
+            raise ValueError(
+                f"{flag_of('proposal')} is 'verified' beside {flag_of('evidence_threshold')} "
+                f"{self.evidence_threshold!r} and {flag_of('resample_at')} {self.resample_at!r}; "
+                "allowed: no threshold, and 'block', since verified tokens are not weighed. Leave "
+                "them out."
+            )
+        if self.weighs and not self.extends and self.ngram_weight == 1:
             raise ValueError(
                 f"{flag_of('ngram_weight')} is {self.ngram_weight!r}, but {flag_of('mode')} is "
                 f"{self.mode!r}; allowed: 'exact', 'mixed' and 'auto', which draw from the target "

@@ -48,8 +48,9 @@ class RoundShape(NamedTuple):
     kinds: FilterKinds
     edits: bool  # some request has penalties, biases or min_new_tokens
     powered: bool  # some request samples from a power of p
-    weighs: bool  # some request's rounds weigh and resample
+    weighs: bool  # some request's rounds weigh draft tokens, and resample
     walks: bool  # some request's rounds verify sampled chains
+    extends: bool  # some request's particles are verified one by one, and resampled
     branches: bool  # some request's rounds verify a tree, at temperature 0
     shows_particles: bool  # some request sets return_particles
     traces: bool  # some request sets trace
@@ -78,6 +79,7 @@ class RoundShape(NamedTuple):
             "a power of p": self.powered,
             "mode smc": self.weighs,
             "a mode that verifies": self.walks,
+            "verified proposals": self.extends,
             "trees at temperature 0": self.branches,
             "return_particles": self.shows_particles,
             "trace": self.traces,
@@ -136,7 +138,7 @@ class RoundBatch(NamedTuple):
     allocated: torch.Tensor  # [G] int64 KV slots owned
     starts: torch.Tensor  # [G, N] int64 output length of each particle at the start of the round
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
-    furthest: torch.Tensor  # [G, N] int64 maximum of `starts`: the position of group decisions
+    position: torch.Tensor  # [G, N] int64 of the group's decisions, another one in each round
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: verified chains are independent
     settings: Settings
@@ -165,8 +167,9 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         edits=False,
         powered=config.power != 1.0,
         # Without draft tokens weighing and verifying are the same.
-        weighs=now.weighs or now.num_steps == 0,
+        weighs=(now.weighs and not now.extends) or now.num_steps == 0,
         walks=not now.weighs or now.num_steps == 0,
+        extends=now.extends,
         branches=False,
         shows_particles=False,
         traces=False,
@@ -216,7 +219,8 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         kinds=filter_kinds(reqs),
         edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
-        weighs=any(config.weighs for config in configs),
+        weighs=any(config.weighs and not config.extends for config in configs),
+        extends=any(config.extends for config in configs),
         walks=not all(config.weighs or config.branches for config in configs),
         branches=any(config.branches for config in configs),
         shows_particles=any(config.return_particles for config in configs),
@@ -262,16 +266,13 @@ class Decision(NamedTuple):
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no distribution
 
     def unless(self, mine: torch.Tensor, other: "Decision") -> "Decision":
-        """Return this decision, with ``other`` in the groups ``mine`` ``[G]`` bool.
-
-        This one verifies, ``other`` weighs.
-        """
+        """Return this decision, with ``other`` in the groups ``mine`` ``[G]`` bool."""
         return Decision(
             cut=weighing.choose(mine, other.cut, self.cut),
             num_kept=weighing.choose(mine, other.num_kept, self.num_kept),
             resampled=weighing.choose(mine, other.resampled, self.resampled),
             next_tokens=self.next_tokens.unless(mine, other.next_tokens),
-            verified=self.verified & ~mine,
+            verified=weighing.choose(mine, other.verified, self.verified),
             failure=self.failure,
         )
 

@@ -127,6 +127,8 @@ class Traced(NamedTuple):
         size = len(ancestors)
         if bool((kept[:size] >= drafted[:size]).all()):
             return "none"
+        if config.extends:
+            return "verification"
         if config.resample_at == "token" and bool(self.resampled[group]) and bool(kept.any()):
             return "ess"
         return "dead" if bool(self.all_zero[group]) else "evidence"
@@ -199,7 +201,7 @@ def _cut_to(tokens: torch.Tensor, counts: torch.Tensor) -> list[list[int]]:
 def choose(ops: Ops, batch: RoundBatch) -> Watchable:
     """Choose the measured columns, before anything else of the round is drawn."""
     settings = batch.settings
-    numbers = ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.WATCH)[:, 0]
+    numbers = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
     return Watchable(numbers, settings.num_steps, settings.normalized, settings.greedy)
 
 

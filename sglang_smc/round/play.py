@@ -43,7 +43,7 @@ from sglang_smc.round.batch import (
 )
 from sglang_smc.round.observers import choose, look, trace_of
 from sglang_smc.round.result import Outcome, Particles
-from sglang_smc.round.verification import verify
+from sglang_smc.round.verification import extend_each, verify
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import trees, weighing
 from sglang_smc.smc.distribution import NextTokens, TokenDistribution
@@ -133,7 +133,7 @@ class Steps:
                 population.log_weights,
                 population.present,
                 batch.settings.num_particles,
-                self.ops.uniforms(batch.settings.seeds, batch.furthest, Purpose.RESIZE),
+                self.ops.uniforms(batch.settings.seeds, batch.position, Purpose.RESIZE),
             ),
         )
         # The draft may not have read the last emitted token yet; it does so in the particle's row.
@@ -198,7 +198,7 @@ class Steps:
             torch.stack(log_q, dim=2),
             ends,
             still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
-            distributions if batch.shape.walks else None,
+            distributions if batch.shape.walks or batch.shape.extends else None,
             watchable,
             held,
         )
@@ -271,14 +271,21 @@ class Steps:
         log_p = p._replace(log_mass=None).score(self.ops, tokens)
         of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
         failure = failure_of_round(*of_drafts, ~population.ended)
-        verifies = shape.walks or shape.branches
-        if not verifies or shape.num_steps == 0:  # with K = 0 the target draws the next token
+        weighs, found = batch.settings.weighs, None
+        if shape.num_steps == 0:  # the target draws the next token, in every mode
             return self._weigh(batch, population, drafts, p, log_p, failure)
-        verified = verify(batch, population, drafts, p, log_p, failure, self.ops)
-        if not shape.weighs:
-            return verified
-        weighed = self._weigh(batch, population, drafts, p, log_p, failure)
-        return verified.unless(batch.settings.weighs, weighed)
+        if shape.walks or shape.branches:
+            found = verify(batch, population, drafts, p, log_p, failure, self.ops)
+        if shape.extends:
+            rules = _weight_rules(batch, population)
+            extended = extend_each(batch, population, drafts, p, rules, failure, self.ops)
+            found = extended if found is None else found.unless(weighs, extended)
+        if shape.weighs:
+            weighed = self._weigh(batch, population, drafts, p, log_p, failure)
+            mine = weighs & ~batch.settings.extends if shape.extends else weighs
+            found = weighed if found is None else found.unless(mine, weighed)
+        assert found is not None
+        return found
 
     def _weigh(
         self,
@@ -310,8 +317,8 @@ class Steps:
             settings.power,
             _weight_rules(batch, population),
             population.present,
-            numbers(batch.furthest[:, :1], Purpose.KEEP)[:, 0],
-            numbers(batch.furthest, Purpose.RESAMPLE),
+            numbers(batch.position[:, :1], Purpose.KEEP)[:, 0],
+            numbers(batch.position, Purpose.RESAMPLE),
             settings.scheme,
             batch.shape.methods,
         )
@@ -337,7 +344,7 @@ class Steps:
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all draft tokens but its last one, if K > 0.
-        unread = decision.cut.num_columns == (num_steps or -1)
+        unread = decision.num_kept.amax(1) == (num_steps or -1)
         resampled = decision.resampled
         self.ledger.descend(
             batch.rows,
@@ -374,11 +381,10 @@ class Steps:
         weighs, masses = batch.settings.weighs.unsqueeze(1), next_tokens.log_masses
         log_sum = torch.zeros_like(population.log_weights) if masses is None else masses.double()
         if batch.shape.powered:
-            powers = batch.settings.power.unsqueeze(1)  # [G, 1]
-            of_draws = powers.expand_as(log_sum).flatten()
-            law, raised = next_tokens.law.to_power(self.ops, of_draws)
+            power = batch.settings.power
+            law, raised = next_tokens.law.to_power(self.ops, power)
             next_tokens = next_tokens._replace(law=law)
-            log_sum = torch.addcmul(raised.view_as(log_sum), powers, log_sum)
+            log_sum = torch.addcmul(raised.view_as(log_sum), power.unsqueeze(1), log_sum)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
         return next_tokens, population._replace(
@@ -561,7 +567,10 @@ class Round:
         tables, rows = self._tables, inputs.rows
         before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
         starts, last_two = before.output_lengths, before.last_two
-        furthest = starts.amax(1, keepdim=True)  # [G, 1]
+        position = starts.amax(1, keepdim=True)  # [G, 1]
+        if shape.extends:  # the shortest particle advances in every round, the longest may go
+            behind = starts.masked_fill(before.ended, torch.iinfo(starts.dtype).max)
+            position = torch.minimum(position, behind.amin(1, keepdim=True))
         if shape.logprobs.own:
             widest = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
@@ -573,7 +582,7 @@ class Round:
         if shape.budget is not None:
             settings = settings.bounded(*sizes)
         p_rules, q_rules = settings.sampling_rules(), settings.sampling_rules(draft=True)
-        seeds = self._ops.round_seeds(settings.seeds, furthest.squeeze(1))
+        seeds = self._ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if shape.has_rules:
@@ -590,7 +599,7 @@ class Round:
             allocated=allocated,
             starts=starts,
             column=torch.arange(shape.num_steps, device=rows.device),
-            furthest=furthest.expand_as(starts),
+            position=position.expand_as(starts),
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,

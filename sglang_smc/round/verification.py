@@ -1,11 +1,14 @@
-"""Verify the chains of a round as one multi-draft, in modes exact, mixed and auto."""
+"""Verify the chains of a round: as one multi-draft, or each particle's own.
+
+Modes exact, mixed and auto do the former, mode smc with verified proposals the latter.
+"""
 
 import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.round.batch import Decision, Drafts, RoundBatch
 from sglang_smc.smc import verification, weighing
-from sglang_smc.smc.distribution import NextTokens, TokenDistribution
+from sglang_smc.smc.distribution import NextTokens, TokenDistribution, of_each_draw
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
 
@@ -54,8 +57,8 @@ def verify(
         population.present,
         settings.num_steps,
         settings.evidence_threshold,
-        ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.KEEP)[:, 0],
-        ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.RESAMPLE)[:, 0],
+        ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.KEEP)[:, 0],
+        ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.RESAMPLE)[:, 0],
     )
     masses = None
     if p.log_mass is not None:
@@ -70,11 +73,91 @@ def verify(
     if drafts.q is not None:
         residual = TokenDistribution.of_log_probs(found.residuals.log(), left)
     law = p._replace(rows=row, log_mass=None)
-    next_tokens = NextTokens(law, masses, kept.rejects, residual)
+    rejects = kept.rejects.unsqueeze(1).expand(batch.starts.shape)
+    next_tokens = NextTokens(law, masses, rejects, residual)
     decision = one_lineage(population, kept, next_tokens, failure)
     if not batch.shape.branches:
         return decision
     return decision._replace(verified=decision.verified | settings.greedy)  # by evidence, too
+
+
+def extend_each(
+    batch: RoundBatch,
+    population: Population,
+    drafts: Drafts,
+    p: TokenDistribution,
+    rules: weighing.WeightRules,
+    failure: torch.Tensor,
+    ops: Ops,
+) -> Decision:
+    """Verify each particle's own chain, and resample by what the request's target has beside p.
+
+    A particle so extends by a sample of p, whatever q is: of p^alpha, renormalised at each token,
+    for powers, and of p under the mask for grammars. Its weight gains the log normaliser in front
+    of each accepted token; `Steps.add_bonus` adds that of the bonus token. Particles advance by
+    different lengths, which depend on chance and on no weight, so that E[Z-hat f] stays.
+
+    Args:
+        p: ``[G, N, K + 1]`` the target distribution.
+        rules: of weighing; only the threshold of the ESS counts.
+        failure: ``[G]`` int64 `Failure`.
+    """
+    settings, (size, num_particles, num_steps) = batch.settings, drafts.tokens.shape
+    assert drafts.q is not None
+    law, log_sums = p, p.log_masses()
+    if batch.shape.powered:
+        law, log_sums = p.to_power(ops, settings.power)
+        law = law.summed(ops)
+    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
+    alone = size * num_particles, 1, num_steps
+    found = verification.verify(
+        ops,
+        drafts.tokens.reshape(alone),
+        drafts.ends.reshape(alone),
+        law,
+        drafts.q,
+        ops.uniforms(settings.seeds, positions, Purpose.ACCEPT).reshape(alone),
+        num_steps=of_each_draw(settings.num_steps, size * num_particles),
+    )
+    live = population.present & ~population.ended
+    num_kept = found.num_columns.view(size, num_particles).where(live, 0)
+    column = torch.arange(num_steps + 1, device=num_kept.device)
+    gains = log_sums.double().view(size, num_particles, -1)
+    gains = gains.masked_fill(column >= num_kept.unsqueeze(2), 0.0).sum(2, keepdim=True)
+    once = torch.ones_like(settings.num_steps)
+    cut, _, resampled = ops.reweight_and_resample(
+        population.log_weights,
+        gains,  # as one column, which is kept whatever its evidence
+        torch.zeros_like(gains),
+        torch.ones_like(gains, dtype=torch.bool),
+        once.double(),
+        weighing.WeightRules(once, rules.ess_threshold, once < 1, 0.0 * once.double()),
+        population.present,
+        settings.ess_threshold,  # as uniforms for the evidence: any will do
+        ops.uniforms(settings.seeds, batch.position, Purpose.RESAMPLE),
+        settings.scheme,
+        batch.shape.methods,
+    )
+    first = torch.arange(0, log_sums.numel(), num_steps + 1, device=num_kept.device)  # [G * N]
+    row, left, rejects = (
+        of_particles.view(size, num_particles).gather(1, resampled.ancestors)
+        for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
+    )
+    masses = None if p.log_mass is None else p.log_mass[row]
+    # A column in which all particles die is not kept, but here their tokens are.
+    weights = resampled.log_weights.masked_fill(cut.all_zero.unsqueeze(1), -torch.inf)
+    residual = TokenDistribution.of_log_probs(found.residuals.log(), left.flatten())
+    average = num_kept.sum(1) / live.sum(1).clamp_min(1)
+    return Decision(
+        cut=cut._replace(num_columns=average.round().long()),
+        num_kept=num_kept,
+        resampled=resampled._replace(log_weights=weights),
+        next_tokens=NextTokens(
+            p._replace(rows=row.flatten(), log_mass=None), masses, rejects, residual
+        ),
+        verified=torch.ones_like(cut.all_zero),
+        failure=failure,
+    )
 
 
 def log_mass_of_path(

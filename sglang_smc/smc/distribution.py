@@ -147,16 +147,15 @@ class TokenDistribution(NamedTuple):
         return self.rows, self.greedy, self.kept, self.sums
 
     def to_power(self, ops: Draws, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
-        """Return p^alpha normalised, and the log of its normaliser, for powers alpha ``[D]``.
+        """Return p^alpha normalised, and the log of its normaliser, for powers alpha ``[G]``.
 
         A token drawn from the normalised p^alpha has the normaliser as its importance weight,
         whichever token it is. The distribution is that of temperature T / alpha. Where alpha is 1
         nothing changes. The log of the normaliser is ``[D]`` float64.
         """
-        plain = of_each_draw(self.temperature, len(power))
-        raised = self._replace(temperature=(plain / power).float(), log_mass=None, sums=None)
-        if self.greedy is not None:
-            raised = raised._replace(greedy=of_each_draw(self.greedy, len(power)))
+        heat = (self.temperature / power).float()
+        raised = self._replace(temperature=heat, log_mass=None, sums=None)
+        power = of_each_draw(power, self.num_draws)
         sums = [ops.log_sums(self.scores, one.temperature, *one._cuts) for one in (raised, self)]
         log_sum = torch.addcmul(sums[0], power, sums[1], value=-1)
         log_sum = log_sum.masked_fill_(power == 1.0, 0.0)
@@ -214,8 +213,8 @@ class NextTokens(NamedTuple):
 
     law: TokenDistribution  # at rows of p
     log_masses: torch.Tensor | None  # [G, N] log of the mass masks leave of p; None: no mask
-    rejects: torch.Tensor | None = None  # [G] bool: the token is drawn from `left` instead
-    left: TokenDistribution | None = None  # the residual distribution of exact verification
+    rejects: torch.Tensor | None = None  # [G, N] bool: the token is drawn from `left` instead
+    left: TokenDistribution | None = None  # the residual distributions of verification
 
     def sample(self, ops: Draws, uniforms: torch.Tensor) -> torch.Tensor:
         """Sample the tokens ``[G, N]`` with ``uniforms`` ``[G, N]``."""
@@ -223,24 +222,42 @@ class NextTokens(NamedTuple):
         if self.left is None or self.rejects is None:
             return tokens
         others, _ = self.left.sample(ops, uniforms)
-        return torch.where(self.rejects.unsqueeze(1), others, tokens)
+        return torch.where(self.rejects, others, tokens)
 
     def unless(self, mine: torch.Tensor, other: "NextTokens") -> "NextTokens":
         """Return these distributions, with ``other`` in the groups ``mine`` ``[G]`` bool.
 
-        Both read rows of one p; ``other`` comes from groups without verification.
+        Both read rows of one p; these verify, and the others may.
         """
-        rows, others = self.law.rows, other.law.rows  # [G * N]
-        assert rows is not None and others is not None and self.rejects is not None
-        of_draws, shape = mine.unsqueeze(1), (len(mine), -1)
-        masses = self.log_masses
+        masses, rejects = self.log_masses, self.rejects
         if masses is not None and other.log_masses is not None:
-            masses = torch.where(of_draws, other.log_masses, masses)
-        return self._replace(
-            law=self.law.at(torch.where(of_draws, others.view(shape), rows.view(shape)).flatten()),
+            masses = torch.where(mine.unsqueeze(1), other.log_masses, masses)
+        if rejects is not None:
+            theirs = False if other.rejects is None else other.rejects
+            rejects = torch.where(mine.unsqueeze(1), theirs, rejects)
+        left = self.left
+        if left is not None and other.left is not None:
+            rows = _either(mine, other.left, left, first=len(left.scores))
+            both = torch.cat([left.scores, other.left.scores])
+            left = TokenDistribution.of_log_probs(both, rows)
+        return NextTokens(
+            law=self.law.at(_either(mine, other.law, self.law)),
             log_masses=masses,
-            rejects=self.rejects & ~mine,
+            rejects=rejects,
+            left=left,
         )
+
+
+def _either(
+    mine: torch.Tensor, yes: TokenDistribution, no: TokenDistribution, first: int = 0
+) -> torch.Tensor:
+    """Return the rows ``[G * N]`` of ``yes`` in the groups ``mine`` ``[G]``, else those of ``no``.
+
+    The rows of ``yes`` are counted from ``first``.
+    """
+    assert yes.rows is not None and no.rows is not None
+    rows = yes.rows.view(len(mine), -1) + first, no.rows.view(len(mine), -1)
+    return torch.where(mine.unsqueeze(1), *rows).flatten()
 
 
 def sample_and_score(

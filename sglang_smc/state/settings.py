@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     num_particles: torch.Tensor  # [G] int64 N
     num_steps: torch.Tensor  # [G] int64 K
     weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify drafts
+    extends: torch.Tensor  # [G] bool: they verify each particle's own chain, and resample
     ess_threshold: torch.Tensor  # [G] float64 tau
     scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
     resample_each_token: torch.Tensor  # [G] bool: resample at the first column with a low ESS
@@ -74,6 +75,7 @@ class Settings(NamedTuple):
             num_particles=num_particles,
             num_steps=num_steps,
             weighs=self.weighs & ~alone,
+            extends=self.extends & ~alone,
             evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
         )
 
@@ -115,7 +117,15 @@ _COLUMNS = {
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: ("greedy", "may_stop", "weighs", "resample_each_token", "heaviest", "normalized"),
+    torch.bool: (
+        "greedy",
+        "may_stop",
+        "weighs",
+        "extends",
+        "resample_each_token",
+        "heaviest",
+        "normalized",
+    ),
 }
 
 
@@ -170,6 +180,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
         "weighs": config.weighs,
+        "extends": config.extends,
         "ess_threshold": config.ess_threshold,
         "scheme": list(SCHEMES).index(config.resampling_method),
         "resample_each_token": config.resample_at == "token",
@@ -178,7 +189,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "power": config.power,
         "normalized": config.is_normalized,
         "evidence_threshold": config.effective_evidence_threshold,
-        "draft_temperature": config.draft_temperature or params.temperature,
+        "draft_temperature": config.draft_temperature or params.temperature / config.drafted_power,
     }
 
 

@@ -63,12 +63,16 @@ def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "power", "resample_at"),
-    pairwise([(1, 2, 256), (4, 1, 1), (8, 5, 256)], [0.5, 2.0, 4.0], ["block", "token"]),
+    ("sizes", "power", "advance"),
+    pairwise(
+        [(1, 2, 256), (4, 1, 1), (8, 5, 256)],
+        [0.5, 2.0, 4.0],
+        [{"resample_at": "block"}, {"resample_at": "token"}, {"proposal": "verified"}],
+    ),
     ids=str,
 )
 def test_texts_are_weighed_by_the_power_of_p(
-    sizes: tuple[int, int, int], power: float, resample_at: str
+    sizes: tuple[int, int, int], power: float, advance: dict[str, str]
 ) -> None:
     """Without the sums at the first token, at every bonus or behind an end it would be far off."""
     target, draft = languages()
@@ -78,7 +82,7 @@ def test_texts_are_weighed_by_the_power_of_p(
         num_steps=num_steps,
         max_lag=max_lag,
         power=power,
-        resample_at=resample_at,
+        **advance,
     )
     assert_properly_weighted(run(config, (target, draft)), powers_of_texts(target, power))
 

@@ -26,6 +26,7 @@ CHOICES: dict[str, Any] = {
     "num_particles": 3,
     "ess_threshold": 0.9,
     "resampling_method": "ssp",
+    "proposal": "draft",
     "resample_at": "token",
     "selection": "argmax",
     "power": 2.5,
@@ -96,6 +97,7 @@ BAD = [
     *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
+    *(("proposal", value, WORDS) for value in ("weighed", True, None)),
     *(("resample_at", value, WORDS) for value in ("round", 1, None)),
     *(("selection", value, WORDS) for value in ("best", True)),
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
@@ -115,7 +117,9 @@ def test_bad_values_are_refused_with_their_keys_and_what_is_allowed() -> None:
         assert part in message
 
 
-WEIGHING = "ess_threshold resampling_method resample_at selection max_lag return_particles power"
+WEIGHING = (
+    "proposal ess_threshold resampling_method resample_at selection max_lag return_particles power"
+)
 WITHOUT_EFFECT = [
     *((mode, name) for mode in ("exact", "mixed", "auto") for name in WEIGHING.split()),
     *((mode, "evidence_threshold") for mode in ("exact", "auto")),
@@ -150,6 +154,21 @@ def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
     for part in (f"has mode={mode!r}", "--speculative-smc-power is 2.0", "Add power=1"):
         assert part in message
     assert choose(server, mode=mode, power=1).power == 1
+
+
+def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
+    """So nothing about these is accepted and ignored, and n-gram matches may draft alone."""
+    for other in ({"evidence_threshold": 0.5}, {"resample_at": "token"}):
+        message = refusal(proposal="verified", **other)
+        assert "has proposal='verified' beside evidence_threshold=" in message
+        with pytest.raises(ValueError, match="--speculative-smc-proposal is 'verified' beside"):
+            SMCConfig(proposal="verified", **other).validate()
+    alone = SMCConfig(proposal="verified", ngram_weight=1)
+    alone.validate()
+    assert choose(alone, power=2.0).extends and not choose(alone, mode="exact").extends
+    knows_part = SMCConfig(drafts_all=False)
+    assert "proposal 'verified'" in refusal(knows_part, power=2.0)
+    assert choose(knows_part, power=2.0, proposal="verified").extends
 
 
 def test_a_power_of_p_has_no_evidence_to_measure() -> None:
@@ -265,4 +284,4 @@ def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() 
         message = refusal(server, ngram_weight=0.3)
         assert f"ngram_weight=0.3; allowed: {allowed}, since this server has no" in message
     for message in (refusal(alone, mode="smc"), refusal(SERVER, ngram_weight=1)):
-        assert "mode='smc' beside ngram_weight=1; allowed: mode 'exact'" in message
+        assert "mode='smc' beside ngram_weight=1; allowed: proposal 'verified', or mode" in message
