@@ -120,15 +120,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request"),
     ] = 8
-    # None: `verified` where a request has potentials or a grammar, else `draft`.
+    # None: `verified` where p is not all of a request's target, powers excepted, else `draft`.
     proposal: Annotated[
         str | None,
         Setting(
             one_of(PROPOSALS),
             "How particles advance in mode 'smc': 'draft' keeps draft tokens, and weighs them by "
             "target over draft. 'verified' verifies each particle's own, so that it advances by a "
-            "sample of the target, and only potentials, powers and grammars are weighed",
-            "default: 'verified' for requests with potentials or a grammar, else 'draft'",
+            "sample of the target, and only the other factors of its law are weighed",
+            "default: 'verified' for requests with potentials or structured output, else 'draft'",
             modes=_SMC,
         ),
     ] = None

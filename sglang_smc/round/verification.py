@@ -92,10 +92,10 @@ def extend_each(
 ) -> Decision:
     """Verify each particle's own chain, and resample by what the request's target has beside p.
 
-    A particle so extends by a sample of p, whatever q is: of p^alpha, renormalised at each token,
-    for powers, and of p under the mask for grammars. Its weight gains the log normaliser in front
-    of each accepted token; `Steps.add_bonus` adds that of the bonus token. Particles advance by
-    different lengths, which depend on chance and on no weight, so that E[Z-hat f] stays.
+    A particle so extends by a sample of p, whatever q is: of p^alpha, and under masks,
+    renormalised at each token. Its weight gains the log normaliser in front of each accepted
+    token; `Steps.add_bonus` adds that of the bonus token. Particles advance by different lengths,
+    which depend on chance and on no weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
     Args:
         p: ``[G, N, K + 1]`` the target distribution.

@@ -130,7 +130,7 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1530,
+    "round_lines": 1540,
     "file_changes": 72,
     "types": 30,
     "worker_imports": 13,

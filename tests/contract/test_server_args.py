@@ -49,6 +49,7 @@ GIVEN = {
     if name not in ("num_steps", "tilt", "potential", "presets")
 } | {
     "speculative_smc_mode": "smc",
+    "speculative_smc_proposal": "draft",
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
     "speculative_smc_ngram_weight": 0.25 if upstream.HAS_NGRAM_CACHE else 0.0,
@@ -61,6 +62,7 @@ OURS = GIVEN | dict.fromkeys(TILT)
 DEFAULTS = {field: getattr(server.DEFAULTS, name) for name, field in FIELDS.items()}
 HELP = {
     "evidence_threshold": EVIDENCE_THRESHOLD,
+    "proposal": "'verified' for requests with potentials or structured output, else 'draft'",
     "tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
     "draft_temperature": "the request's own",
     "max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with return_particles",

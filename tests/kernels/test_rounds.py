@@ -25,6 +25,11 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "by methods that torch draws": ({"resampling_method": "ssp", "ess_threshold": 1.0}, {}),
     "verified": ({"mode": "exact"}, {"mode": "mixed"}),
     "powered": ({"power": 2.0}, {}),
+    "each particle verified": (
+        {"proposal": "verified", "power": 2.0, "ess_threshold": 1.0},
+        {"mode": "exact"},
+        {},
+    ),
 }
 
 
@@ -75,6 +80,7 @@ def serve(
         ("at tokens, by other methods", "of changing size", ({},)),
         ("by methods that torch draws", "as asked", ({},)),
         ("verified", "of changing size", ASKED),
+        ("each particle verified", "as asked", ({},)),
         pytest.param(
             "powered", "as asked", ({"top_k": 2, "min_p": 0.3},), marks=pytest.mark.nightly
         ),

@@ -40,6 +40,7 @@ KINDS = (
     Kind({"mode": "mixed", "num_steps": 2, "evidence_threshold": 0.75}),
     Kind({"mode": "auto", "num_particles": 2, "num_steps": 1}),
     Kind({"power": 2.0, "num_particles": 3}),
+    Kind({"power": 2.0, "num_particles": 3, "num_steps": 2, "proposal": "verified"}),
     Kind({"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0}),
     Kind({"ngram_weight": 0.9}),
     Kind({"ngram_weight": 0.0}),

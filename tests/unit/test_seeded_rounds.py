@@ -32,6 +32,13 @@ SERVER = {"num_particles": 4, "num_steps": 3, "max_lag": 40}
 BLOCKS: dict[str, Any] = {"evidence_threshold": 0}
 NEVER: dict[str, Any] = {}
 
+POTENTIALS: tuple[dict[str, Any], ...] = (
+    {"potentials": [{"name": "even"}], "trace": True},
+    {"potentials": [{"name": "even", "when": {"tokens": 3}, "exponent": 2.0}]},
+    {"potentials": [{"name": "even", "when": "end"}], "selection": "argmax"},
+    {},
+)
+
 #: Keywords of the server, what requests choose in turn, their sampling parameters, and budgets.
 CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]] = {
     "smc": ({}, ({}, {"max_lag": 1}, {"num_particles": 2, "num_steps": 1}), (NEVER,)),
@@ -66,17 +73,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[st
     ),
     "budgets": ({"num_steps": 4}, ({}, {"mode": "exact"}), (NEVER,)),
     "traces": ({}, ({"trace": True}, {"trace": True, "mode": "exact"}), (NEVER,)),
-    "potentials": (
-        {},
-        (
-            {"potentials": [{"name": "even"}], "trace": True},
-            {"potentials": [{"name": "even", "when": {"tokens": 3}, "exponent": 2.0}]},
-            {"potentials": [{"name": "even", "when": "end"}], "selection": "argmax"},
-            {},
-        ),
-        (NEVER,),
-    ),
-    "grammar": ({}, ({"trace": True}, {"mode": "exact"}), (NEVER,)),
+    "potentials": ({"proposal": "draft"}, POTENTIALS, (NEVER,)),
+    "grammar": ({"proposal": "draft"}, ({"trace": True}, {"mode": "exact"}), (NEVER,)),
+    "verified": ({}, (*POTENTIALS, {"proposal": "verified", "power": 2.0}), (NEVER,)),
 }
 
 
