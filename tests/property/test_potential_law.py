@@ -18,7 +18,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.rules import potentials
 
 NUM_RUNS = 800
-VERIFIED = {"proposal": "verified"}
+WEIGHED = {"proposal": "draft"}
 TARGET, DRAFT = languages()
 
 
@@ -46,11 +46,11 @@ def asked(chosen: dict[str, Any], num_particles: int, num_steps: int, **more: An
         (4, 2, "round", {"max_lag": 2}),
         (4, 2, {"tokens": 2}, {"resample_at": "token"}),
         (4, 2, "end", {"resample_at": "token"}),
-        (1, 2, "round", VERIFIED),
-        (4, 2, "round", {**VERIFIED, "ess_threshold": 1.0}),
-        (5, 4, {"delimiter": "a"}, VERIFIED),
-        (4, 2, {"tokens": 2}, {**VERIFIED, "max_lag": 1}),
-        (3, 3, "end", {**VERIFIED, "max_lag": 2}),
+        (1, 2, "round", WEIGHED),
+        (4, 2, "round", {**WEIGHED, "ess_threshold": 1.0}),
+        (5, 4, {"delimiter": "a"}, WEIGHED),
+        (4, 2, {"tokens": 2}, {**WEIGHED, "max_lag": 1}),
+        (3, 3, "end", {**WEIGHED, "max_lag": 2}),
     ],
 )
 def test_weighted_texts_follow_p_times_phi(
@@ -78,12 +78,12 @@ def test_beside_a_power() -> None:
     powered = {text: mass**1.5 for text, mass in law([TARGET] * LENGTH).items()}
     masses = times_phi(powered, log_phi)
     assert_properly_weighted(asked({**named(), "power": 1.5}, 4, 2), masses)
-    assert_properly_weighted(asked({**named(), "power": 1.5, **VERIFIED}, 4, 2), masses)
+    assert_properly_weighted(asked({**named(), "power": 1.5, **WEIGHED}, 4, 2), masses)
 
 
 def test_beside_a_grammar() -> None:
     masses = times_phi(potential(TARGET, "(ab|b)*a?"), log_phi)
-    for chosen in (named(), {**named(), **VERIFIED}):
+    for chosen in (named(), {**named(), **WEIGHED}):
         outcome = asked(chosen, 6, 2, grammar=maker("(ab|b)*a?"))
         assert_properly_weighted(outcome, masses)
 
