@@ -10,12 +10,14 @@ from sorted_law import ALL, rules, sorted_law
 from torch import Tensor
 
 from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.smc import distribution
 from sglang_smc.smc.distribution import (
     FilterKinds,
     SamplingRules,
     TokenDistribution,
     log_probs,
     sample,
+    sample_and_score,
     token_log_probs,
 )
 from sglang_smc.smc.edits import likeliest, mix, restrict
@@ -67,6 +69,18 @@ def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
     assert torch.equal(quick, law_of(logits, rules(temperature=0.8)))
     assert quick.dtype == torch.float32
     assert torch.allclose(quick, torch.log_softmax(logits.float() / 0.8, -1), atol=1e-6)
+
+
+def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw keeps its own group's temperature and greediness."""
+    heat, greedy = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([False, False, True])
+    logits, uniforms = drawn(12, 40), torch.linspace(0.01, 0.99, 12).double()
+    once = sample_and_score(logits, heat, uniforms, None, greedy)
+    monkeypatch.setattr(distribution, "_ENTRIES", 5 * 40)
+    for whole, part in zip(
+        once, sample_and_score(logits, heat, uniforms, None, greedy), strict=True
+    ):
+        assert torch.equal(whole, part)
 
 
 # --- Draws

@@ -9,6 +9,7 @@ import torch
 from populations import population_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
+from toy_grammar import maker
 from toy_request import ToyRequest
 
 from sglang_smc import process
@@ -239,3 +240,13 @@ def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> 
     assert req.output_ids == req.logprob.output_token_logprobs_idx == [8, 6]
     assert req.logprob.output_token_logprobs_val == [-9.0, -0.25], "a settled token brings its own"
     assert quiet.output_ids == [8, 5]
+
+
+def test_a_request_whose_particles_all_weigh_zero_ends_with_an_error() -> None:
+    """It emits nothing more; the requests beside it go on."""
+    stuck, other = BookedRequest(), BookedRequest()
+    stuck.grammar = maker("ab")()
+    result, live = SMCBatchResult(accept_lens=torch.tensor([2, 2])), [True, True]
+    result._end_stuck([stuck, other], live, [[-math.inf], [0.0]])  # type: ignore[list-item]
+    assert result.accept_lens.tolist() == [0, 2] and live == [False, True]
+    assert stuck.to_finish.status_code == 400 and other.to_finish is None
