@@ -63,7 +63,7 @@ soak: venv
 	$(BIN)/python bench/soak $(SOAK_ARGS)
 
 # All that are supported, or VERSION alone. What the environment holds is read there, where there is
-# one; else any Python with pip and griffe will do. Wheels go to ~/.cache/sglang-smc.
+# one; else any Python with pip will do. Wheels go to ~/.cache/sglang-smc.
 upstream:
 	@python=$(BIN)/python; test -x $$python || python=$(PYTHON); \
 		PYTHONPATH=tests $$python -m contract.upstream $(VERSION)

@@ -1,6 +1,6 @@
 """Each test of SGLang's kits runs on an SMC server, or tests/README.md says why not.
 
-Both are read, not imported: griffe tells what our classes inherit.
+Both are read, not imported.
 """
 
 import ast
@@ -50,10 +50,11 @@ def run_tests() -> set[str]:
     for heir in ours.heirs([source]):
         nothing = (node for node in heir.node.body if isinstance(node, ast.Assign))
         off = {ast.unparse(t) for n in nothing if ast.unparse(n.value) == "None" for t in n.targets}
-        for owner in (each for base in heir.bases for each in tree.lineage(tree.find(base))):
+        bases = filter(None, map(tree.find, heir.bases))
+        for owner in (each for base in bases for each in tree.lineage(base)):
             if owner.path.startswith("sglang.test.kits."):
-                tests = {name for name in owner.members if name.startswith("test_")} - off
-                found |= {f"{owner.parent.name}.{owner.name}.{name}" for name in tests}
+                tests = {name for name in tree.names(owner) if name.startswith("test_")} - off
+                found |= {f"{owner.path.removeprefix('sglang.test.kits.')}.{n}" for n in tests}
     return found
 
 

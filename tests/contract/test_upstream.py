@@ -27,7 +27,7 @@ from contract.planted import (
 from contract.upstream import __main__ as command
 from contract.upstream import ours, release
 from contract.upstream.__main__ import everything, report
-from contract.upstream.check import SERVER_ARGS, Finding, Judged, findings, nowhere
+from contract.upstream.check import SERVER_ARGS, Judged, findings, nowhere
 from contract.upstream.sglang import Tree
 from resolved_args import field_names
 
@@ -63,7 +63,7 @@ def test_what_is_read_is_what_python_sees(installed: Tree) -> None:
     refused = [use.path for source in own for use in ours.requirement_fields(source)]
     assert sorted(refused) == sorted(requirement.field for requirement in REQUIREMENTS)
     patches = hooks.collect(*hooks.GROUPS)
-    takes = {hook.target: hook.takes for source in own for hook in ours.hooks(source)}
+    takes = {hook.target: hook.function for source in own for hook in ours.hooks(source)}
     assert takes.keys() == {patch.target for patch in patches}
     functions = {patch.target for patch in patches if not isinstance(patch.function, type)}
     assert {target for target, known in takes.items() if known is not None} == functions
@@ -116,15 +116,9 @@ def test_judged_name_of_no_release_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", BRANCHES)
 def test_a_file_is_read_as_it_runs(code: str) -> None:
     for family, expected in zip(("OLDER", "NEWER"), BRANCHES[code], strict=True):
-        read = ast.unparse(release.as_run(code, frozenset({family})))
-        assert re.sub(r"IS_NEWER (and|or) ", "", read) == ast.unparse(ast.parse(expected))
-
-
-def test_record_of_one_family_is_asked_of_no_other(tmp_path: Path) -> None:
-    gone = broken(OLDER, "srt/request.py", "leave", "go")
-    said = {(f.group, f.what) for f in found_in(tmp_path, gone, PROJECT)}
-    target = "sglang.srt.request.Retired.leave is gone"
-    assert said == {("hooks", target), ("names", target)}
+        nodes = ours.read("", code, frozenset({family})).nodes
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert "".join(sorted(name for name in used if len(name) == 1)) == expected
 
 
 def test_struct_takes_no_hook_on_its_init(tmp_path: Path) -> None:
@@ -147,51 +141,42 @@ def test_finding_says_where_and_what_to_do(tmp_path: Path) -> None:
     assert groups == command.HEADINGS.keys()
 
 
-def test_wheel_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    downloaded: list[str] = []
-
-    def download(version: str, folder: Path) -> Path:
-        downloaded.append(version)
-        with zipfile.ZipFile(folder / "it.whl", "w") as archive:
-            archive.writestr("sglang/__init__.py", "")
-            archive.writestr("sglang/kernel.so", "")
-        return folder / "it.whl"
-
-    monkeypatch.setattr(release, "_download", download)
-    for _ in range(2):
-        folder = release.unpacked("0.0.1")
-        assert [path.name for path in (folder / "sglang").iterdir()] == ["__init__.py"]
-    assert downloaded == ["0.0.1"]
-    assert [path.name for path in release.cache().iterdir()] == ["0.0.1"]
-
-
 def test_all_supported_releases_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The installed one where it is; one that cannot be had is told, and not passed over."""
+    """The installed one where it is, others from a wheel, once; one that is missing is told."""
     write(tmp_path / "sglang", {"__init__.py": "", **OLDER})
+    roots = list[Path]()
+    downloads = list[str]()
+
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+        downloads.append(command[-1])
+        if downloads[-1] == "sglang==0.5.99":
+            return subprocess.CompletedProcess(command, returncode=1)
+        with zipfile.ZipFile(Path(command[-2], "it.whl"), "w") as archive:
+            archive.writestr("sglang/_version.py", "__version__ = version = '0.2.0'")
+            archive.writestr("sglang/__init__.py", "")
+            archive.writestr("sglang/kernel.so", "")
+        return subprocess.CompletedProcess(command, returncode=0)
+
     asked = everything(upstream.release())._replace(judged=())
-    compared: list[Path] = []
-
-    def compare(tree: Tree, *_: Any) -> list[Finding]:
-        compared.append(tree.root)
-        return []
-
-    monkeypatch.setattr(command, "findings", compare)
+    monkeypatch.setattr(command, "findings", lambda tree, *_: roots.append(tree.root) or [])
     monkeypatch.setattr(command, "everything", lambda version: asked)
     monkeypatch.setattr(release, "installed", lambda: tmp_path)
-    monkeypatch.setattr(release, "supported", lambda: ("0.1.0", "0.5.99"))
+    monkeypatch.setattr(release.subprocess, "run", pip)
     monkeypatch.setattr(sys, "argv", ["upstream"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    failed = subprocess.CompletedProcess([], returncode=1)
-    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: failed)
-    assert command.main() == 1 and compared == [tmp_path]
+    wheel = release.cache() / "0.2.0"
+    for versions, status in ((("0.1.0", "0.2.0", "0.5.99"), 1), (("0.1.0", "0.2.0"), 0)):
+        monkeypatch.setattr(release, "supported", lambda versions=versions: versions)
+        assert command.main() == status
+    assert roots == [tmp_path, wheel] * 2
+    assert downloads == ["sglang==0.2.0", "sglang==0.5.99"]
+    assert {path.suffix for path in wheel.rglob("*.*")} == {".py"}
+    assert list(release.cache().iterdir()) == [wheel]
     said = capsys.readouterr().out
     assert f"SGLang 0.1.0, in {tmp_path}" in said
     assert "SGLang 0.5.99 was not compared: pip could not download sglang==0.5.99" in said
-    monkeypatch.setattr(release, "supported", lambda: ("0.1.0",))
-    assert command.main() == 0
     assert gc.isenabled()  # the command alone stops collections, at the end of its process
 
 

@@ -3,22 +3,23 @@
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from contract.upstream.release import FAMILIES, ROOT, as_run
-from contract.upstream.sglang import PACKAGE, Function, Parameters, signature
+from contract.upstream.release import FAMILIES, ROOT
+from contract.upstream.sglang import PACKAGE, Function
 
 PRODUCT = ("sglang_smc", "patches")
 FOLDERS = (*PRODUCT, "kernels", "tests", "bench", "examples")
-MENTIONS = re.compile(r"\bsglang\b")
 
 
 class Use(NamedTuple):
     path: str
     place: str
-    node: ast.AST
+    node: Any
 
 
 class Source(NamedTuple):
@@ -34,211 +35,226 @@ class Source(NamedTuple):
         """Whether it is part of the package, not a tool or a test."""
         return self.path.startswith(PRODUCT)
 
-    def place(self, node: ast.AST) -> str:
-        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+    def use(self, path: str, node: Any) -> Use:
+        return Use(path, f"{self.path}:{node.lineno}", node)
 
     def sglang_name(self, node: ast.AST) -> str | None:
         """The SGLang name that `a.b.c` stands for, if any."""
-        if isinstance(node, ast.Name):
-            return self.imported.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.sglang_name(node.value)
-            return None if owner is None else f"{owner}.{node.attr}"
-        return None
+            return owner and f"{owner}.{node.attr}"
+        return self.imported.get(node.id) if isinstance(node, ast.Name) else None
+
+    def calls(self, name: str) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
+        """The calls of what has this last name, with their keywords."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and _called(node) == name:
+                yield node, {keyword.arg or "": keyword.value for keyword in node.keywords}
 
 
 def sources(of: frozenset[str], root: Path = ROOT) -> list[Source]:
-    """Our files; links into the package are not followed, so that no file comes twice."""
-    found = []
-    for name, text in _texts(root):
-        has_branches = any(family in text for family in FAMILIES)
-        found.append(read(name, text, of if has_branches else frozenset()))
-    return found
+    """The package's files and all others that mention SGLang, each once."""
+    return [read(name, text, of) for name, text in _texts(root)]
 
 
 @cache
 def _texts(root: Path) -> list[tuple[str, str]]:
-    """The package's files and all others that mention SGLang."""
     paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
     texts = ((str(path.relative_to(root)), path.read_text("utf-8")) for path in paths)
-    return [(name, t) for name, t in texts if name.startswith(PRODUCT) or MENTIONS.search(t)]
+    return [(n, t) for n, t in texts if n.startswith(PRODUCT) or re.search(r"\bsglang\b", t)]
+
+
+def read(name: str, text: str, of: frozenset[str]) -> Source:
+    """A file as it runs on a release of some families; most run alike on all."""
+    return _read(name, text, of if any(each in text for each in FAMILIES) else frozenset(FAMILIES))
 
 
 @cache
-def read(name: str, text: str, of: frozenset[str]) -> Source:
-    body = as_run(text, of)
-    nodes = list(ast.walk(body))
-    imported = {}
+def _read(name: str, text: str, of: frozenset[str]) -> Source:
+    body = ast.parse(text)
+    keep_taken(body, of)
+    nodes, imported = list(ast.walk(body)), {}
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and is_sglang(node.module or "") and not node.level:
-            for alias in node.names:
-                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if is_sglang(alias.name):
-                    imported[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            whole = f"{_module(node)}{alias.name}"
+            if _is_sglang(whole):
+                is_package = isinstance(node, ast.Import) and not alias.asname
+                imported[alias.asname or (PACKAGE if is_package else alias.name)] = (
+                    PACKAGE if is_package else whole
+                )
     return Source(name, body, nodes, imported)
 
 
-def is_sglang(name: str) -> bool:
+def _module(node: ast.Import | ast.ImportFrom) -> str:
+    """What stands before the names of an import."""
+    return f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+
+
+def _is_sglang(name: str) -> bool:
     return name.partition(".")[0] == PACKAGE
+
+
+def keep_taken(node: ast.AST, of: frozenset[str]) -> None:
+    """Leave of a file what runs on a release of some families.
+
+    Of a branch on a release the one that is taken stays, and of records that name a family, as
+    `Patch(...)` and `Requirement(...)` may, those that are for this release.
+    """
+    for name, value in ast.iter_fields(node):
+        setattr(node, name, list(_taken(value, of)) if isinstance(value, list) else value)
+        if isinstance(value, ast.IfExp):
+            setattr(node, name, *_taken([value], of))
+    for child in ast.iter_child_nodes(node):
+        keep_taken(child, of)
+
+
+def _taken(block: list[Any], of: frozenset[str]) -> Iterator[Any]:
+    """What of a block runs, or of a list is made: a taken branch stands in its place."""
+    for each in block:
+        inner = [each]
+        if isinstance(each, ast.If | ast.IfExp) and (known := _truth(each.test, of)) is not None:
+            branch = each.body if known else each.orelse
+            inner = list(_taken(branch if isinstance(branch, list) else [branch], of))
+        yield from (one for one in inner if not (isinstance(one, ast.Call) and _is_other(one, of)))
+        if inner and _leaves(inner[-1]):
+            return
+
+
+def _truth(test: ast.expr, of: frozenset[str]) -> bool | None:
+    """Whether a condition holds; None where the release does not tell."""
+    text = ast.unparse(test)
+    if not any(name in text for name in FAMILIES):
+        return None
+    known = {f"IS_{name}": name in of for name in FAMILIES}
+    known |= {name: SimpleNamespace(is_installed=name in of) for name in FAMILIES}
+    try:
+        return bool(eval(text, {"upstream": SimpleNamespace(**known)}, known))
+    except NameError:  # it depends on something else, too
+        return None
+
+
+def _is_other(record: ast.Call, of: frozenset[str]) -> bool:
+    given = [*record.args, *(keyword.value for keyword in record.keywords)]
+    return any(ast.unparse(v).rpartition(".")[2] in {*FAMILIES} - of for v in given)
+
+
+def _leaves(statement: ast.AST) -> bool:
+    """Whether nothing behind a statement runs; a test may skip itself, or its module."""
+    skips = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("pytest.skip(")
+    return skips or isinstance(statement, ast.Return | ast.Raise)
 
 
 def names(source: Source) -> Iterator[Use]:
     """Names that are imported, that stand in strings, or that are reached through a module."""
     for node in source.nodes:
-        place = source.place(node)
-        if isinstance(node, ast.ImportFrom) and is_sglang(node.module or "") and not node.level:
-            yield from (Use(f"{node.module}.{a.name}", place, node) for a in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (Use(a.name, place, node) for a in node.names if is_sglang(a.name))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            paths = (f"{_module(node)}{alias.name}" for alias in node.names)
+            yield from (source.use(path, node) for path in paths if _is_sglang(path))
         elif isinstance(node, ast.Attribute) and (path := source.sglang_name(node)):
-            yield Use(path, place, node)
+            yield source.use(path, node)
         elif isinstance(node, ast.Constant) and _is_path(node.value):
-            yield Use(str(node.value), place, node)
+            yield source.use(str(node.value), node)
 
 
 def _is_path(value: object) -> bool:
     """Whether a string is a dotted name, of a module at least: as hooks and test doubles have."""
-    if not isinstance(value, str) or value.count(".") < 2 or not is_sglang(value):
-        return False
-    return all(part.isidentifier() for part in value.split("."))
+    return isinstance(value, str) and bool(re.fullmatch(rf"{PACKAGE}(\.[^\W\d]\w*){{2,}}", value))
 
 
 def calls(source: Source) -> Iterator[Use]:
     """Calls of SGLang's functions and classes, by the names under which they were imported."""
     for node in source.nodes:
         if isinstance(node, ast.Call) and (path := source.sglang_name(node.func)):
-            yield Use(path, source.place(node), node)
+            yield source.use(path, node)
 
 
 class Hook(NamedTuple):
     target: str
     place: str
-    takes: Parameters | None  # without `original`; None: not to be told
-    is_async: bool
+    function: Any  # its syntax; None: not to be told
     relies_on: tuple[str, ...]  # files and lines of SGLang's
 
 
 def hooks(source: Source) -> Iterator[Hook]:
-    constants = {
-        target.id: node.value
-        for node in source.body.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    functions = {node.name: node for node in source.body.body if isinstance(node, Function)}
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and _called(node) == "Patch":
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            function = _function(given["function"], functions)
-            yield Hook(
-                _text(given["target"], constants),
-                source.place(node),
-                None if function is None else signature(function)[1:],
-                isinstance(function, ast.AsyncFunctionDef),
-                tuple(re.findall(r"[\w/]+\.py:\d+", ast.unparse(given.get("relies_on", node)))),
-            )
+    functions = _functions(source.body)
+    constants: dict[str, Any] = {}
+    for node in source.body.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp):
+            with suppress(NameError):  # texts and their sums name nothing but each other
+                exec(ast.unparse(node), constants)
+    for node, given in source.calls("Patch"):
+        relies_on = ast.unparse(given.get("relies_on", ast.Tuple([])))
+        lines = re.findall(r"[\w/]+\.py:\d+", " ".join(eval(relies_on, constants)))
+        target = eval(ast.unparse(given["target"]), constants)
+        function = functions.get(ast.unparse(given["function"]))
+        if isinstance(given["function"], ast.Call):  # of a function whose last statement returns it
+            outer: Any = functions[_called(given["function"])]
+            function = _functions(outer).get(ast.unparse(outer.body[-1].value))
+        yield Hook(target, source.use("", node).place, function, tuple(lines))
+
+
+def _functions(node: Any) -> dict[str, Any]:
+    return {each.name: each for each in node.body if isinstance(each, Function)}
 
 
 def _called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
 
 
-def _text(node: ast.AST, constants: dict[str, ast.expr]) -> str:
-    """The value of strings, names of strings, and their sums."""
-    if isinstance(node, ast.BinOp):
-        return _text(node.left, constants) + _text(node.right, constants)
-    if isinstance(node, ast.Name):
-        return _text(constants[node.id], constants)
-    assert isinstance(node, ast.Constant), f"{ast.unparse(node)} is no plain text"
-    return str(node.value)
-
-
-def _function(node: ast.AST, functions: dict[str, Function]) -> Function | None:
-    """A function by its name, or the one that a call of a function of the file returns."""
-    if not isinstance(node, ast.Call):
-        return functions.get(ast.unparse(node))
-    outer = functions.get(_called(node))
-    body = [] if outer is None else outer.body
-    inner = {child.name: child for child in body if isinstance(child, Function)}
-    returned = (each.value for each in body if isinstance(each, ast.Return))
-    return next((inner.get(ast.unparse(value)) for value in returned if value), None)
-
-
 def requirement_fields(source: Source) -> Iterator[Use]:
     """Fields of ServerArgs in `Requirement(field, ...)` records."""
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and _called(node) == "Requirement" and node.args:
-            yield Use(_text(node.args[0], {}), source.place(node), node)
+    for node, _ in source.calls("Requirement"):
+        if node.args:
+            yield source.use(ast.literal_eval(node.args[0]), node)
 
 
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     """What is read or set of parameters that are annotated with a class of SGLang's."""
     for function in source.nodes:
         owners = dict(_annotated(function, source)) if isinstance(function, Function) else {}
-        if owners:
-            asked = (n for n in ast.walk(function) if isinstance(n, ast.Call))
-            narrowed = {ast.unparse(n.args[0]) for n in asked if _called(n) == "isinstance"}
-            for node in ast.walk(function):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                    owner = owners.get(node.value.id)
-                    if owner is not None and node.value.id not in narrowed:
-                        yield owner, Use(node.attr, source.place(node), node)
+        nodes = list(ast.walk(function)) if owners else []
+        asked = (n for n in nodes if isinstance(n, ast.Call) and _called(n) == "isinstance")
+        narrowed = {ast.unparse(call.args[0]) for call in asked}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = node.value.id
+                if name in owners and name not in narrowed:
+                    yield owners[name], source.use(node.attr, node)
 
 
-def _annotated(function: Function, source: Source) -> Iterator[tuple[str, str]]:
+def _annotated(function: Any, source: Source) -> Iterator[tuple[str, str]]:
+    """Parameters of `X`, `"X"` and `X | None`, with SGLang's class; `list[X]` has others."""
     args = function.args
     for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs):
-        if arg.annotation is not None:
-            named = {path for path in _classes(arg.annotation, source) if path}
-            if len(named) == 1:
-                yield arg.arg, named.pop()
-
-
-def _classes(annotation: ast.AST, source: Source) -> Iterator[str | None]:
-    """SGLang's classes in `X`, `"X"` and `X | None`; of `list[X]` none, whose attributes differ."""
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        annotation = ast.parse(annotation.value, mode="eval").body
-    if isinstance(annotation, ast.BinOp):
-        yield from _classes(annotation.left, source)
-        yield from _classes(annotation.right, source)
-    else:
-        yield source.sglang_name(annotation)
+        text = "" if arg.annotation is None else ast.unparse(arg.annotation).strip("'")
+        kinds = [kind for kind in text.split(" | ") if re.fullmatch(r"[\w.]+", kind)]
+        paths = {source.sglang_name(ast.parse(kind, mode="eval").body) for kind in kinds} - {None}
+        if len(paths) == 1:
+            yield arg.arg, str(paths.pop())
 
 
 class Heir(NamedTuple):
     source: Source
     node: ast.ClassDef
     bases: list[str]  # SGLang's, those of our own bases too
-    methods: dict[str, Function]
+    methods: dict[str, Any]
 
 
 def heirs(sources: list[Source]) -> list[Heir]:
     """All of them; our classes are known by their names alone, which are no two times there."""
-    classes = {
-        node.name: (source, node)
-        for source in sources
-        for node in source.body.body
-        if isinstance(node, ast.ClassDef)
-    }
+    tops = ((source, node) for source in sources for node in source.body.body)
+    classes = {node.name: (s, node) for s, node in tops if isinstance(node, ast.ClassDef)}
 
     def bases_of(name: str) -> Iterator[str]:
         source, node = classes[name]
         for base in node.bases:
-            path, own = source.sglang_name(base), ast.unparse(base)
-            if path is not None:
+            if path := source.sglang_name(base):
                 yield path
-            elif own in classes:
-                yield from bases_of(own)
+            elif ast.unparse(base) in classes:
+                yield from bases_of(ast.unparse(base))
 
-    found = []
-    for source, node in classes.values():
-        methods = {each.name: each for each in node.body if isinstance(each, Function)}
-        if bases := list(bases_of(node.name)):
-            found.append(Heir(source, node, bases, methods))
-    return found
+    found = (Heir(s, n, list(bases_of(n.name)), _functions(n)) for s, n in classes.values())
+    return [heir for heir in found if heir.bases]
 
 
 def super_calls(found: list[Heir]) -> Iterator[Use]:
@@ -249,4 +265,4 @@ def super_calls(found: list[Heir]) -> Iterator[Use]:
             if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("super()."):
                 name = ast.unparse(call.func).removeprefix("super().")
                 if not any((ast.unparse(base), name) in own for base in heir.node.bases):
-                    yield Use(f"{heir.bases[0]}.{name}", heir.source.place(call), call)
+                    yield heir.source.use(f"{heir.bases[0]}.{name}", call)
