@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -216,44 +215,12 @@ def test_time_is_up_where_something_waits() -> None:
 # --- Unpacking
 
 
-ASSEMBLE = """
-import pathlib, sys
-site = pathlib.Path(sys.argv[sys.argv.index("--site") + 1])
-site.mkdir(exist_ok=True)
-with (site / "calls").open("a") as file: file.write("x")
-(site / "env.sh").write_text("export FROM_PAYLOAD=1\\n")
-"""
-
-
-def make_wheel(folder: Path, name: str, content: Mapping[str, str]) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for inside, text in content.items():
-            archive.writestr(inside, text)
-    return path
-
-
 def make_tree(folder: Path, version: str = "1.0") -> Path:
     package = folder / "sglang_smc"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
     (folder / "pyproject.toml").write_text((REPOSITORY / "pyproject.toml").read_text())
     return folder
-
-
-def test_unpacking_is_done_once(tmp_path: Path) -> None:
-    site, payload, tree = tmp_path / "site", tmp_path / "payload", make_tree(tmp_path / "tree")
-    payload.mkdir()
-    (payload / "assemble.py").write_text(ASSEMBLE)
-    (payload / "part-00").write_bytes(b"1")
-    make_wheel(payload, "pytest-9.0", {"pytest/__init__.py": "", "pytest-9.0.data/scripts/x": ""})
-    for commit in ("a", "b"):
-        (payload / pack.COMMIT).write_text(commit)
-        unpack.unpack(site, payload, tree)
-    assert (site / "calls").read_text() == "x"
-    assert (site / "env.sh").read_text() == "export FROM_PAYLOAD=1\n"
-    assert (site / "pytest" / "__init__.py").exists() and not (site / "pytest-9.0.data").exists()
 
 
 def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,20 +260,6 @@ def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
         pack.summed(pack.size_of(tree), PAYLOAD_BYTES)
 
 
-def test_packing_fetches_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else but what the plugin imports, and what an earlier call fetched goes."""
-    payload, asked = tmp_path / ".sg", list[str]()
-    make_wheel(payload, "pytest-9.0", {})
-    monkeypatch.setattr(pack, "tracked", list)
-    monkeypatch.setattr(pack, "_pip", lambda *words: asked.extend(words))
-    assert "tracked files 0.0 MB" in pack.pack((), payload)
-    assert asked[-1:] == [*pack.RUN_WHEELS] and asked.count("download") == 1
-    assert [path.name for path in payload.iterdir()] == [pack.COMMIT]
-    (payload / "part-00").open("wb").truncate(pack.LIMIT)
-    with pytest.raises(BenchError, match="of 60 MiB: too much"):
-        pack.pack((), payload)
-
-
 # --- Kernels
 
 
@@ -333,10 +286,7 @@ def test_files_of_tests_run_side_by_side(
     assert three["failed"].startswith("pytest ended with 7")
 
 
-def test_what_tests_of_kernels_need_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "test_x.py"
-    path.write_text("import json, nowhere.deep\nfrom elsewhere import x\nfrom toy_laws import y\n")
-    assert kernel_tests.missing_for(path) == ["elsewhere", "nowhere"]
+def test_tests_of_kernels_that_run_on_a_gpu_need_no_more_than_is_there() -> None:
     files = kernel_tests.test_files()
     assert "tests/kernels/test_sample.py" in files
     assert not {path for path in files if Path(path).name in kernel_tests.NO_GPU}
@@ -432,15 +382,11 @@ def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
     json.dumps(found)
 
 
-def test_the_list_fits_into_the_time_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it, and the first four stages within three calls, with a minute each to unpack."""
-    assert run.main(["--list"]) == 0
-    told = capsys.readouterr().out
-    assert float(told.split()[1]) <= 28
+def test_the_first_stages_fit_into_three_calls() -> None:
+    """With a minute each to unpack."""
     first = run.stages(Places(Path(), Path()), on_gpu=True)[:4]
     assert [stage.name for stage in first] == ["smoke", "speed", "kernels", "profile"]
     assert sum(case.seconds for stage in first for case in stage.cases()) <= 3 * 8 * 60
-    assert "speculative_algorithm='SMC'" in told and "-m pytest" in told
 
 
 @pytest.mark.nightly
@@ -536,16 +482,12 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
         "| smc, whole blocks, batch 1, prompt 256: tokens/s | 617 | 640 | as expected |",
         "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | worse |",
         "| adaptive, batch 64: times AR | 1.00 |  | not measured |",
-        "One request of a chat: 20 ms to the first token, 14.5 ms a round.",
-        "- standalone-tree-b1-p256: it said no",
         "- smc-graphs kinds: top-p: 0 of 3",
         "| SMC block N=8 K=8 | 1 | 256 | 10.00 | 8.00 | 1.25 [1.25, 1.25] | 5.00 |",
         "- smc-exact-n8-k8-b1-p256: it died",
     ):
         assert line in told, line
-    for picture in ("speed.png", "rounds.png"):
-        assert (tmp_path / picture).stat().st_size > 0
-    assert "8B+1B,ar-b1-p256,200.0" in (tmp_path / "speed.csv").read_text()
+    assert (tmp_path / "speed.png").stat().st_size > 0
 
 
 def test_every_goal_is_of_something_that_is_measured() -> None:
@@ -569,13 +511,6 @@ def test_a_result_is_held_against_its_estimate() -> None:
     part = Cell(System(AR_DRAFT), 1, 256).slug
     assert drafting.found({part: a_speed(9000.0)}) == pytest.approx(8.0)
     assert drafting.found({}) is None
-
-
-def test_without_results_there_is_no_report(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run.main(["report", "--out", str(folder)]) == 1
-    assert "holds no results" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
