@@ -283,8 +283,7 @@ BREAKS: list[tuple[str, str | None, str, str, str | tuple[str | None, str | None
 CHANGES = [
     ("owner.py", "return obj", "return [obj]", "changed", "Owner.wait"),  # a hook's target
     ("owner.py", "return cls(size)", "return cls(0)", "changed", "Owner.made"),  # counted on
-    (PARALLEL, "tp_size", "x", "to judge", "no field ServerArgs.tp_size any more"),
-    (POOL, "def free", "def keep", "to judge", "no method Pool.free any"),
+    (POOL, "def free", "def keep", "overrides", "Pool.free is gone"),
 ]
 
 # A file of ours, and the names of one letter that it uses on the older and the newer release.

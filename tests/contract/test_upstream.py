@@ -14,7 +14,6 @@ from contract.planted import (
     BRANCHES,
     BREAKS,
     CHANGES,
-    JUDGED,
     NEWER,
     OLDER,
     OWNER,
@@ -27,7 +26,7 @@ from contract.planted import (
 from contract.upstream import __main__ as command
 from contract.upstream import ours, release
 from contract.upstream.__main__ import everything, report
-from contract.upstream.check import SERVER_ARGS, Judged, findings, nowhere
+from contract.upstream.check import SERVER_ARGS, findings
 from contract.upstream.sglang import Tree
 from resolved_args import field_names
 
@@ -101,16 +100,9 @@ def test_change_since_the_newest_release_is_found(
     later = {**NEWER, "_version.py": "__version__ = version = '0.3.0'\n"}
     assert found_in(tmp_path / "same", later, PROJECT, known=True) == []
     found = found_in(tmp_path / "later", broken(later, file, old, new), PROJECT, known=True)
-    (it,) = (f for f in found if f.group == group and expected in f.what)
-    assert it.ours.startswith(("patches/wait.py:", "sglang_smc/")) and it.upstream
-
-
-def test_judged_name_of_no_release_is_found(tmp_path: Path) -> None:
-    write(tmp_path / "sglang", {"__init__.py": "", **NEWER})
-    stale = Judged(SERVER_ARGS, JUDGED[0].names | {"misspelled"}, "field")
-    assert [f.what for f in nowhere([Tree(tmp_path)], (stale, JUDGED[1]))] == [
-        "ServerArgs.misspelled is in no supported release"
-    ]
+    places = [(f.ours, f.upstream) for f in found if f.group == group and expected in f.what]
+    assert places and all(here[:12] in ("patches/wait", "sglang_smc/w") for here, _ in places)
+    assert all(there for _, there in places)
 
 
 @pytest.mark.parametrize("code", BRANCHES)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from contract.upstream import ours, release
-from contract.upstream.check import SERVER_ARGS, Asked, Finding, Judged, findings, nowhere
+from contract.upstream.check import SERVER_ARGS, Asked, Finding, Judged, findings
 from contract.upstream.judged import MAY_KEEP_TABLE, METHODS
 from contract.upstream.relied import symbols
 from contract.upstream.sglang import Tree
@@ -49,10 +49,6 @@ def main() -> int:
         except release.NoWheelError as error:
             print(f"SGLang {name} was not compared: {error}\n")
     differ = [compare(name, tree) for name, tree in trees.items()]
-    if not given and trees.keys() == set(release.supported()):
-        unknown = list(nowhere(trees.values(), everything(release.supported()[-1]).judged))
-        print(*(report(unknown) if unknown else ()), sep="\n")
-        differ.append(bool(unknown))
     return int(any(differ) or len(trees) < len(given or release.supported()))
 
 

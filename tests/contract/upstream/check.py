@@ -40,14 +40,6 @@ class Judged(NamedTuple):
     names: frozenset[str]
     of: str  # "field" or "method"
 
-    def present(self, tree: Tree) -> dict[str, str]:
-        """What the class has, and where."""
-        found = tree.find(self.path)
-        if found is None or self.of == "field":
-            return {n: field.place for n, field in tree.fields(found).items()} if found else {}
-        members = ((n, found._replace(node=nodes[0])) for n, nodes in tree.names(found).items())
-        return {n: m.place for n, m in members if m.is_a(Function) and not n.startswith("__")}
-
 
 class Asked(NamedTuple):
     symbols: tuple[Symbol, ...]
@@ -71,39 +63,28 @@ def findings(tree: Tree, asked: Asked, known: Tree | None = None) -> list[Findin
         *(f for s in asked.sources if s.path not in PLANTED for f in _of_names(tree, s)),
         *(f for s in asked.sources for use in ours.calls(s) for f in _of_call(tree, use)),
         *(f for use in ours.super_calls(heirs) for f in _of_call(tree, use, of_super=True)),
-        *(f for heir in heirs for f in _of_overrides(tree, heir)),
-        *(
-            f
-            for s in own
-            for owner, use in ours.attribute_reads(s)
-            for f in _of_read(tree, owner, use)
-        ),
+        *(f for heir in heirs for f in _of_overrides(tree, heir, known)),
+        *(f for s in own for read in ours.attribute_reads(s) for f in _of_read(tree, *read)),
         *(f for judged in asked.judged for f in _unjudged(tree, judged)),
         *_table_keepers(tree, asked.may_keep_table),
     ]
     if known is not None:
-        found += _gone(tree, known, asked.judged, own)
         found += [f for hook in hooks for f in _changed(tree, known, hook)]
     return list(dict.fromkeys(found))
 
 
 def _of_symbol(tree: Tree, symbol: Symbol) -> Iterator[Finding]:
     found = tree.find(symbol.path)
-    taken = found and tree.signature(found)
-    if found is None and symbol.path.endswith(".__init__"):  # generated, or another package's
-        found = tree.own(symbol.path.removesuffix(".__init__"), ast.ClassDef)
-        made = found and tree.signature(found)
-        me = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-        taken = made and Signature([me, *made.parameters.values()], __validate_parameters__=False)
     if found is None:
         line = f"{symbol.path} is missing"
         yield Finding("relied on", line, upstream=tree.nearest(symbol.path))
     elif not found.is_a(Import):
-        for line in _breaches(tree, symbol, found, taken):
+        for line in _breaches(tree, symbol, found):
             yield Finding("relied on", f"{symbol.path} {line}", upstream=found.place)
 
 
-def _breaches(tree: Tree, symbol: Symbol, found: Thing, taken: Signature | None) -> Iterator[str]:
+def _breaches(tree: Tree, symbol: Symbol, found: Thing) -> Iterator[str]:
+    taken = tree.signature(found)
     if symbol.parameters is not None and taken is None:
         yield "is no function"
     elif symbol.parameters is not None and taken is not None:
@@ -244,16 +225,28 @@ def _of_call(tree: Tree, use: ours.Use, of_super: bool = False) -> Iterator[Find
         yield Finding("calls", f"{use.path}{taken}: {why}", use.place, found.place)
 
 
-def _of_overrides(tree: Tree, heir: ours.Heir) -> Iterator[Finding]:
-    """Methods of ours that take the place of SGLang's."""
+def _of_overrides(tree: Tree, heir: ours.Heir, known: Tree | None) -> Iterator[Finding]:
+    """Methods of ours that take the place of SGLang's, or that nobody calls any more."""
     for name, method in heir.methods.items():
-        paths = (f"{base}.{name}" for base in heir.bases if name != "__init__")
-        found = next(filter(None, (tree.find(path) for path in paths)), None)
-        if found is not None and found.is_a(Function):
+        paths = [f"{base}.{name}" for base in heir.bases if name != "__init__"]
+        found, place = _first(tree, paths), heir.source.use("", method).place
+        before = known and _first(known, paths)
+        if found is None and before:
+            yield Finding(
+                "overrides",
+                f"{before.path} is gone, and so is our method's caller",
+                place,
+                before.place,
+            )
+        elif found is not None and found.is_a(Function):
             mine, theirs = signature(method), signature(found.node)
             if not takes_all(mine, theirs, by_name=True):
                 line = f"{found.path} takes {theirs}, our method {mine}"
-                yield Finding("overrides", line, heir.source.use("", method).place, found.place)
+                yield Finding("overrides", line, place, found.place)
+
+
+def _first(tree: Tree, paths: list[str]) -> Thing | None:
+    return next(filter(None, map(tree.find, paths)), None)
 
 
 def _of_read(tree: Tree, owner: str, use: ours.Use) -> Iterator[Finding]:
@@ -270,37 +263,14 @@ def _is_ours(name: str) -> bool:
 
 
 def _unjudged(tree: Tree, judged: Judged) -> Iterator[Finding]:
-    if tree.find(judged.path) is None:
+    found = tree.find(judged.path)
+    if found is None:
         yield Finding("to judge", f"{judged.path} is gone", "", tree.nearest(judged.path))
-    owner = judged.path.rpartition(".")[2]
-    for name, place in judged.present(tree).items():
-        if name not in judged.names:
-            yield Finding("to judge", f"new {judged.of} {owner}.{name}", "", place)
-
-
-def _gone(
-    tree: Tree, known: Tree, judged: Iterable[Judged], own: list[ours.Source]
-) -> Iterator[Finding]:
-    """Fields, and methods that ours override, that the newest supported release has alone."""
-    refused = {use.path: use.place for s in own for use in ours.requirement_fields(s)}
-    for each in judged:
-        heirs = (heir for heir in ours.heirs(own) if each.path in heir.bases)
-        methods = {
-            n: heir.source.use("", m).place for heir in heirs for n, m in heir.methods.items()
-        }
-        before, mine = each.present(known), refused if each.of == "field" else methods
-        for name in sorted((before.keys() & each.names) - each.present(tree).keys()):
-            if each.of == "field" or name in mine:
-                line = f"no {each.of} {each.path.rpartition('.')[2]}.{name} any more"
-                yield Finding("to judge", line, mine.get(name, ""), before[name])
-
-
-def nowhere(trees: Iterable[Tree], judged: Iterable[Judged]) -> Iterator[Finding]:
-    """Names that somebody has judged and that are in no supported release."""
-    for each in judged:
-        for name in sorted(each.names.difference(*(each.present(tree) for tree in trees))):
-            line = f"{each.path.rpartition('.')[2]}.{name} is in no supported release"
-            yield Finding("to judge", line)
+        return
+    there = tree.fields(found) if judged.of == "field" else tree.methods(found)
+    for name in there.keys() - judged.names:
+        line = f"new {judged.of} {found.node.name}.{name}"
+        yield Finding("to judge", line, "", there[name].place)
 
 
 def _changed(tree: Tree, known: Tree, hook: ours.Hook) -> Iterator[Finding]:

@@ -54,7 +54,9 @@ class Source(NamedTuple):
 
 def sources(of: frozenset[str], root: Path = ROOT) -> list[Source]:
     """The package's files and all others that mention SGLang, each once."""
-    return [read(name, text, of) for name, text in _texts(root)]
+    every = frozenset(FAMILIES)  # most files run alike on all, and are read once
+    has_branches = re.compile("|".join(FAMILIES)).search
+    return [read(name, text, of if has_branches(text) else every) for name, text in _texts(root)]
 
 
 @cache
@@ -64,13 +66,9 @@ def _texts(root: Path) -> list[tuple[str, str]]:
     return [(n, t) for n, t in texts if n.startswith(PRODUCT) or re.search(r"\bsglang\b", t)]
 
 
-def read(name: str, text: str, of: frozenset[str]) -> Source:
-    """A file as it runs on a release of some families; most run alike on all."""
-    return _read(name, text, of if any(each in text for each in FAMILIES) else frozenset(FAMILIES))
-
-
 @cache
-def _read(name: str, text: str, of: frozenset[str]) -> Source:
+def read(name: str, text: str, of: frozenset[str]) -> Source:
+    """A file as it runs on a release of some families."""
     body = ast.parse(text)
     keep_taken(body, of)
     nodes, imported = list(ast.walk(body)), {}
@@ -78,9 +76,9 @@ def _read(name: str, text: str, of: frozenset[str]) -> Source:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             whole = f"{_module(node)}{alias.name}"
             if _is_sglang(whole):
-                is_package = isinstance(node, ast.Import) and not alias.asname
-                imported[alias.asname or (PACKAGE if is_package else alias.name)] = (
-                    PACKAGE if is_package else whole
+                first = isinstance(node, ast.Import) and not alias.asname
+                imported[PACKAGE if first else alias.asname or alias.name] = (
+                    PACKAGE if first else whole
                 )
     return Source(name, body, nodes, imported)
 

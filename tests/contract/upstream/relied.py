@@ -31,9 +31,9 @@ srt.plugins.hook_registry.HookRegistry
 srt.plugins.hook_registry.HookSource(plugin_name dist_name)
 srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map(self device req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
-srt.speculative.spec_registry.CustomSpecAlgo.__init__(self name factory * supports_overlap
+srt.speculative.spec_registry.CustomSpecAlgo(name factory * supports_overlap
         validate_server_args)
-srt.managers.overlap_utils.FutureMap.__init__(self * device spec_algo req_to_token_pool
+srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
     .__init__ | calls self._config_draft_model self._derive_model_shapes
@@ -74,8 +74,8 @@ srt.model_executor.forward_batch_info.ForwardBatch.init_new(batch model_runner *
 srt.constrained.xgrammar_backend.XGrammarGrammar: matcher accepted_tokens accept_token rollback
         is_terminated fill_vocab_mask
 srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject: grammar _thinking_match_history
-srt.managers.schedule_batch.FINISH_ABORT.__init__(self message status_code err_type)
-srt.speculative.spec_info.SpecInput.__init__(self spec_input_type)
+srt.managers.schedule_batch.FINISH_ABORT(message status_code err_type)
+srt.speculative.spec_info.SpecInput(spec_input_type)
 srt.managers.utils.GenerationBatchResult: next_token_ids accept_lens new_seq_lens next_draft_input
         speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu
         can_run_cuda_graph extra_keep_alive_refs

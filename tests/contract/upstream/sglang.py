@@ -204,6 +204,11 @@ class Tree:
                 found = (self.find(f"{module.path}.{ast.unparse(n)}") for n in names.value.elts)
                 yield from filter(None, found)
 
+    def methods(self, cls: Thing) -> dict[str, Thing]:
+        """What a class itself defines, but for what Python calls."""
+        found = {name: cls._replace(node=nodes[0]) for name, nodes in self.names(cls).items()}
+        return {n: m for n, m in found.items() if m.is_a(Function) and not n.startswith("__")}
+
     def attributes(self, cls: Thing) -> dict[str, bool]:
         """What a class and its ancestors declare and set on `self`, and whether to None."""
         generated = ("__struct_fields__", "_replace", "_asdict") if self.is_struct(cls) else ()
