@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from answers import MAX_PROBLEMS, WARM_UP, Record, Remarks, Request, grade, prompt_ids, seconds
@@ -24,7 +23,7 @@ from fidelity.scoring import (
     score_cells,
     score_of,
 )
-from intervals import Z95, paired_difference, ratio
+from intervals import Z95, paired_difference
 from pair.task import held_out
 from speed_stand_ins import graded_reply
 from study import BenchError, Log
@@ -93,11 +92,6 @@ def test_paired_interval_by_hand() -> None:
     same = paired_difference({1: True, 2: False, 3: True}, {1: True, 2: False, 4: False})
     assert same is not None and (same.mean, same.n) == (0.0, 2) and same.low < 0 < same.high
     assert paired_difference({1: True}, {2: True}) is None
-
-
-def test_a_mean_is_a_ratio_over_ones() -> None:
-    half = Z95 / math.sqrt(3)
-    assert ratio(np.array([1.0, 2.0, 3.0])) == pytest.approx((2.0, 2 - half, 2 + half, 3))
 
 
 def canned(cell: Cell, lost: int) -> list[Record]:

@@ -1,7 +1,5 @@
 """Inside the scheduler: timers, kernels of rounds, and what is made of them."""
 
-import ast
-import importlib.util
 import json
 import os
 import sys
@@ -10,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from contract.upstream import release
+from contract.upstream.sglang import Tree
 from gpu import replays, rounds
 from gpu.engines import PLUGIN, PROFILED_ROUNDS, probed, profile
 from gpu.plugin import speed_probe
@@ -18,7 +18,7 @@ from speed.grid import BLOCK, Cell, Launch, System
 from speed.presets import CPU
 from speed.remote import Sample, Work
 from speed_stand_ins import FakeEngine
-from study import BenchError
+from study import REPOSITORY, BenchError
 
 
 def test_rounds_and_steps_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,29 +58,20 @@ def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
     assert "speed_probe = speed_probe:register" in points
 
 
-def methods(package: str, path: str, name: str) -> set[str]:
-    """What a class defines, read without importing it, which would take seconds."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / path).read_text())
-    found = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    return {n.name for n in found.body if isinstance(n, ast.FunctionDef)}
-
-
 def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Red where SGLang or our worker renames it: the timers would write nothing."""
-    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target))
     hooked: list[str] = []
+    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target))
     stand_in = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=0))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", stand_in)
     monkeypatch.setenv(speed_probe.OUT, str(tmp_path / "out"))
     speed_probe.register()
-    stock = methods("sglang", "srt/managers/scheduler.py", "Scheduler")
-    assert len(hooked) == 3
-    for target in hooked:
-        owner, _, name = target.rpartition(".")
-        assert owner == "sglang.srt.managers.scheduler.Scheduler" and name in stock
-    assert "launch_round" in methods("sglang_smc", "worker.py", "SMCWorker")
+    root = release.installed()
+    assert root is not None and len(hooked) == 3
+    assert all(target.startswith(speed_probe.SCHEDULER) for target in hooked)
+    tree = Tree(root)
+    assert [target for target in hooked if tree.find(target) is None] == []
+    assert "def launch_round(" in (REPOSITORY / "sglang_smc" / "worker.py").read_text()
 
 
 class TimedEngine(FakeEngine):

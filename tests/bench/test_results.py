@@ -118,14 +118,6 @@ def test_only_a_row_that_was_tried_is_shown(tmp_path: Path) -> None:
     assert FAMILIES[2].name not in run.tables(found)
 
 
-def test_a_bare_configuration_names_its_architecture(tmp_path: Path) -> None:
-    for number, family in enumerate(one for one in FAMILIES if one.architecture is not None):
-        folder = tmp_path / str(number)
-        config = json.loads(Path(trial.save(family, folder), "config.json").read_text())
-        assert config["architectures"] == [family.architecture]
-        assert (folder / "tokenizer.json").exists()
-
-
 def test_requests_that_fit_a_gpu() -> None:
     """16.1 and 2.5 GB of weights, 160 KiB a token, 1,536 tokens and 81 slots a request."""
     room = 0.88 * 80e9 - 1.5e9 - 18.6e9

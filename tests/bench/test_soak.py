@@ -3,17 +3,16 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from soak import clients, dawdlers
+from soak import clients
 from soak import run as soak
-from soak.clients import Clients, Ending, ending, failed
-from soak.dawdlers import KINDS, Dawdlers
+from soak.clients import Ending, ending, failed
 from soak.traffic import (
     GRAMMARS,
     MAX_LAG,
@@ -217,16 +216,6 @@ def test_leaving_before_anything_has_come() -> None:
     assert (found.reason, found.problem, routes) == ("left", "", [])
 
 
-def test_a_server_that_is_gone_gets_no_more_requests() -> None:
-    """Nobody listens there; else this would go on for its hundred seconds."""
-    found: list[Ending] = []
-    crowd = Clients("http://127.0.0.1:9", 4, found.extend)
-    asyncio.run(crowd.run(requests(0, 0.0, 0.001), 100.0, lambda: None))
-    assert found and all("ConnectError" in e.problem for e in found)
-    again = asyncio.run(crowd.alone([Ending(request(), 1, "stop", [1])], lambda: None))
-    assert [(e.name, e.problem[:12]) for e in again] == [("soak-000007[1]", "ConnectError")]
-
-
 def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server whose flushes succeed, and of one that is gone."""
     assert soak.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
@@ -241,50 +230,6 @@ def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     load["num_used_tokens"] = 3
     (lost,) = soak.at_rest("http://server")
     assert "num_used_tokens is 3" in lost
-
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-BODY = {"input_ids": [5, 6]}
-
-
-def run(handle: Handler, done: Callable[[Dawdlers], bool]) -> Dawdlers:
-    """Three dawdlers, one of each kind, at a server, until they have done so much."""
-
-    async def main() -> Dawdlers:
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        slow = Dawdlers(f"http://127.0.0.1:{port}", len(KINDS), BODY)
-        async with server, slow.at_work():
-            while not done(slow):
-                await asyncio.sleep(0.01)
-        return slow
-
-    return asyncio.run(asyncio.wait_for(main(), 600))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dawdlers, "BREATH", 0.01)
-
-
-def test_each_kind_goes_on_for_ever() -> None:
-    heads: list[bytes] = []
-
-    # As a server does: it answers once all of the request has come.
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readline()
-        while (line := await reader.readline()) not in (b"", b"\r\n"):
-            head += line
-        heads.append(head)
-        await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_000)
-
-    found = run(handle, lambda slow: min((slow.moved[kind] for kind in KINDS), default=0) > 20)
-    assert not found.ended
-    # Those who drip their headers hang up in the middle of one.
-    assert len(heads) == len(KINDS)
-    assert all(b"POST /generate HTTP/1.1\r\n" in head for head in heads)
-    assert sum(b"X-A: aaa" in head for head in heads) == 1
 
 
 MIB = 1 << 20

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from speed.grid import (
 )
 from speed.measure import WARM_UP_TOKENS, CellLog, Measured, work
 from speed.presets import CPU, PRESETS
-from speed.remote import EngineError, RemoteEngine, Work, end_group, reason
+from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
 from speed.run import Speed
 from speed_stand_ins import (
@@ -151,37 +149,6 @@ def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
     assert bench(*QUICK, "--only", "smc*") == 1
     assert "Plain decoding failed" in bench.said
     assert not list((bench.folder / "cpu-quick" / "cells").glob("smc*"))
-
-
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [
-        ("x\nValueError: no\nlater\n", "ValueError: no"),
-        (
-            "ImportError: \n\n[kernel] none\n- ModuleNotFoundError: x\n",
-            "ImportError: [kernel] none",
-        ),
-        ("", "The engine ended without an error message; its last words: it said nothing"),
-    ],
-)
-def test_the_reason_is_the_engines_own_error(log: str, said: str) -> None:
-    assert reason(log) == said
-
-
-def test_a_child_that_dies_is_an_engine_error(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("RuntimeError: gone\n")
-    command = [sys.executable, "-c", "print(input())"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-    try:
-        engine = RemoteEngine(process, log)
-        assert engine.exchange({"a": 1}) == {"a": 1}
-        process.wait()
-        with pytest.raises(EngineError, match="RuntimeError: gone"):
-            engine.exchange({"a": 2})
-    finally:
-        end_group(process)
 
 
 # --- Its plan and its numbers

@@ -175,14 +175,6 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     assert summaries(shown(list(rows.values()))) in page
 
 
-def test_values_are_evaluated_once(bench: Runner) -> None:
-    """Red where what is on disk is evaluated again, or a part stops the report."""
-    assert bench("--only", "plain-draft") == 0
-    bench.stand_ins = {"opened": None}  # it would be called for values that are missing
-    assert bench("--only", "plain-draft") == 0
-    assert bench.started == []
-
-
 # --- Tables and the page
 
 

@@ -116,20 +116,6 @@ def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
     assert list(run.rows()) == ["AR draft"]
 
 
-def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--only", "ar-*", last=7)
-    assert run("--list", "--fresh", "--only", "ar-*", "exact*") == 0
-    told = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert [(slug, there, scored) for slug, there, *_, scored, _ in told] == [
-        ("ar-target-t0.7", "6", "0"),
-        ("ar-draft-t0.7", "1", "0"),
-        ("exact-t0.7", "0", "0"),
-    ]
-    assert run("--only", "three") == 1
-    assert run("--only", "exact-*") == 0
-    assert list(run.rows()) == ["exact"]  # of the others answers or scores are missing
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "models"),
     [
