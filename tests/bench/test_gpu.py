@@ -1,16 +1,14 @@
 """The command for a GPU machine, without one: what it begins, leaves, keeps, asks and reports."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dummies
@@ -31,8 +29,8 @@ from gpu.runner import (
     TimeUpError,
     read_results,
 )
-from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, Launch, System
-from speed.remote import EngineError, Sample
+from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, System
+from speed.remote import EngineError
 from speed_stand_ins import FakeEngine
 from study import REPOSITORY, BenchError
 
@@ -132,28 +130,6 @@ def test_what_has_a_result_is_not_done_again(folder: Path) -> None:
     assert asked[2:] == [["a", "b"]]
 
 
-def test_what_does_not_fit_into_the_time_is_left(folder: Path) -> None:
-    """Of the call or of the stage, a case or a part of it; and what is not asked for."""
-
-    def first(missing: Sequence[str], attempt: Attempt) -> None:
-        all_of_them(missing[:1], attempt)
-        attempt.require(1000.0)
-
-    large = a_case(all_of_them, "large", seconds=100.0, slug="large")
-    stages = (
-        stage_of(large, a_case(all_of_them, "small", slug="small")),
-        stage_of(large, minutes=0.5),
-    )
-    for minutes, stage in zip((0.5, 9.0), stages, strict=True):
-        runner = runner_of(folder, minutes)
-        runner.run(stage)
-        assert runner.left == ["speed large"]
-        assert list(runner.records.of("speed")) == ["small"]
-    runner = runner_of(folder, only=["ca*"])
-    runner.run(stage_of(a_case(first, "a", "b"), a_case(all_of_them, "c", slug="other")))
-    assert runner.left == ["speed case"] and list(runner.records.of("speed")) == ["small", "a"]
-
-
 @pytest.mark.parametrize(
     ("slug", "error", "at", "failed"),
     [
@@ -212,7 +188,7 @@ def test_time_is_up_where_something_waits() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # nothing rings later
 
 
-# --- Unpacking
+# --- What travels
 
 
 def make_tree(folder: Path, version: str = "1.0") -> Path:
@@ -243,8 +219,6 @@ def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(BenchError, match="not this tree's"):
         machine.preflight(on_gpu=False)
 
-
-# --- Packing
 
 #: Of the payload that is there: SGLang 0.5.17, trimmed.
 PAYLOAD_BYTES = 42_850_000
@@ -332,37 +306,6 @@ def test_log_probabilities_are_compared_while_texts_agree() -> None:
     assert smoke.against({"lines": reference}, known)["wrong"] == []
     assert smoke.against({"lines": [[[9, 0.0]], [[9, 0.0]]]}, known)["wrong"] != []
     assert smoke.against({"lines": found}, {}) == {}
-
-
-@pytest.mark.parametrize(("replayed", "memory", "wrong"), [(16, 1, 0), (15, 1, 1), (16, None, 1)])
-def test_a_default_server_is_looked_at(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, replayed: int, memory: Any, wrong: int
-) -> None:
-    """Its keywords are the two models and the algorithm, and dummies of them."""
-    started: list[Launch] = []
-    rounds = {"spec_smc_rounds_ct": 16, "spec_smc_replayed_ct": replayed}
-    info = {"completion_tokens": 128, "spec_verify_ct": 16, **rounds}
-    state = {"info": [{"smc": {"memory": memory and {"pool_slots": memory}}}]}
-    server = SimpleNamespace(
-        exchange=lambda asked: state if asked == {"info": True} else None,
-        ask=lambda _: Sample([0.5], [2.1], [info]),
-    )
-
-    @contextlib.contextmanager
-    def running(launch: Launch, *_: Any) -> Iterator[Any]:
-        started.append(launch)
-        yield server
-
-    monkeypatch.setattr(smoke, "running", running)
-    monkeypatch.setattr(smoke, "write_models", lambda *_: None)
-    runner = runner_of(folder)
-    case = smoke.default_case(Places(folder, folder), "cuda")
-    runner.run(Stage("smoke", 9, "", lambda: [case]))
-    found = runner.records.of("smoke")["default"]
-    assert (found["first_ms"], found["round_ms"]) == (500.0, pytest.approx(100.0))
-    assert len(found["wrong"]) == wrong
-    models = {"model_path", "speculative_draft_model_path", "load_format"}
-    assert set(started[0].arguments) == {*models, "speculative_algorithm"}
 
 
 def test_a_refused_request_is_a_fault_of_its_kind() -> None:

@@ -1,7 +1,6 @@
 """Inside the scheduler: timers, kernels of rounds, and what is made of them."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,10 @@ import pytest
 from contract.upstream import release
 from contract.upstream.sglang import Tree
 from gpu import replays, rounds
-from gpu.engines import PLUGIN, PROFILED_ROUNDS, probed, profile
+from gpu.engines import profile
 from gpu.plugin import speed_probe
-from gpu.plugin.speed_probe import SKIPPED, KernelRecorder, Probe, kernels_of
-from speed.grid import BLOCK, Cell, Launch, System
+from gpu.plugin.speed_probe import KernelRecorder, Probe, kernels_of
+from speed.grid import BLOCK, Cell, System
 from speed.presets import CPU
 from speed.remote import Sample, Work
 from speed_stand_ins import FakeEngine
@@ -45,17 +44,6 @@ def test_rounds_and_steps_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     one = {"batch": 2, "recorded": False, "round": 2.0}
     steps = [[2.25 * place, 2] for place in range(3)]
     assert json.loads(line) == {"steps": steps, "rounds": [one] * 3, "kernels": None}
-
-
-def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
-    """And SGLang finds the plugin first, beside what an engine's environment had."""
-    for device, kernels in (("cuda", PROFILED_ROUNDS), ("cpu", 0)):
-        found = probed(Launch({"device": device}, {"A": "1"}), tmp_path / "out").environment
-        assert found["PYTHONPATH"].split(os.pathsep)[0] == str(PLUGIN)
-        assert (found["A"], found[speed_probe.OUT]) == ("1", str(tmp_path / "out"))
-        assert int(found[speed_probe.KERNELS]) == kernels
-    points = (PLUGIN / "speed_probe-1.0.dist-info" / "entry_points.txt").read_text()
-    assert "speed_probe = speed_probe:register" in points
 
 
 def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,30 +199,6 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
         rounds.make_row(CELL, found)
 
 
-class FakeProfiler:
-    """torch.profiler.profile, with one kernel and what is none."""
-
-    def __init__(self, **_: Any) -> None:
-        device, host = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
-        events = [
-            event("k", 1100, device),
-            event("range", 1000, device, annotation=True),
-            event("k", 1050, device),
-            event("launch", 900, host),
-        ]
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-def event(name: str, start: int, device: Any, annotation: bool = False) -> Any:
-    said = {"name": name, "start_ns": start, "duration_ns": 7, "correlation_id": 3}
-    said |= {"device_type": device, "is_user_annotation": annotation}
-    return SimpleNamespace(**{key: lambda value=value: value for key, value in said.items()})
-
-
 def test_torchs_profiler_has_what_is_read_of_it() -> None:
     """Red where torch renames it: nothing would be known of a GPU's kernels."""
     import torch
@@ -245,20 +209,3 @@ def test_torchs_profiler_has_what_is_read_of_it() -> None:
     assert {one.device_type().name for one in events} == {"CPU"}
     assert kernels_of(events) == {"names": [], "events": []}
     assert all(one.duration_ns() >= 0 and one.correlation_id() >= 0 for one in events)
-
-
-def test_some_rounds_of_each_burst_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed_probe.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(speed_probe.torch.profiler, "profile", FakeProfiler)
-    recorder = KernelRecorder(2)
-    seen = []
-    for place in range(SKIPPED + 5):
-        recorder.before(place)
-        seen.append(recorder.is_recording)
-    assert seen == [False] * SKIPPED + [True, True] + [False] * 3
-    assert recorder.take() == {"names": ["k"], "events": [[0, 50, 7, 3], [0, 0, 7, 3]]}
-    assert recorder.take() is None
-    recorder.before(SKIPPED)  # a burst that ends too soon
-    assert recorder.is_recording and recorder.take() is None and not recorder.is_recording
-    for place in range(SKIPPED + 5):
-        KernelRecorder(0).before(place)  # asks nothing of a GPU
