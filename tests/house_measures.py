@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sglang_smc"
@@ -20,43 +20,29 @@ OWN = ("sglang_smc", "kernels", "patches")  # folders of the package
 NO_PAGES = {".venv", ".venv-oldest", ".pytest_cache", "build", "dist", "results"}  # folders
 
 
-class Measures(NamedTuple):
+def measured() -> dict[str, int | list[str]]:
     """The first three are of one round of mode smc with K = 3, by its calls."""
-
-    round_lines: int  # of the functions that are called
-    file_changes: int  # calls whose function stands in another file than the one called before
-    types: tuple[str, ...]  # of the package, that the called functions name
-    worker_imports: tuple[str, ...]  # modules of the package
-    grammar_files: tuple[str, ...]  # of the package and its hooks
-    package_lines: int  # without kernels and hooks
-    core_lines: int  # of these without tools, CPU platform and guard
-    kernel_and_hook_lines: int
-    bench_lines: int
-    test_lines: int
-    page_words: int
-    glossary: tuple[str, ...]  # words of our own
-
-
-def measured() -> Measures:
     codes = calls_of_a_round()
     files = [code.co_filename for code in codes]
     functions = list(functions_of(set(codes)))
+    package = lines_in("sglang_smc")
     beside = sum(lines_in(f"sglang_smc/{room}") for room in ("tools", "cpu", "guard"))
     pages = [path for path in ROOT.rglob("*.md") if not set(path.parts) & NO_PAGES]
-    return Measures(
-        round_lines=sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
-        file_changes=sum(here != there for here, there in pairwise(files)),
-        types=tuple(sorted(types_named(functions))),
-        worker_imports=tuple(sorted(set(own_imports(PACKAGE / "worker.py")))),
-        grammar_files=tuple(sorted(mentions("grammar"))),
-        package_lines=lines_in("sglang_smc"),
-        core_lines=lines_in("sglang_smc") - beside,
-        kernel_and_hook_lines=lines_in("kernels") + lines_in("patches"),
-        bench_lines=lines_in("bench"),
-        test_lines=lines_in("tests"),
-        page_words=sum(len(path.read_text().split()) for path in pages),
-        glossary=tuple(glossary()),
-    )
+    return {
+        "round_lines": sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
+        # Calls whose function stands in another file than the one called before.
+        "file_changes": sum(here != there for here, there in pairwise(files)),
+        "types": sorted(types_named(functions)),
+        "worker_imports": sorted(set(own_imports(PACKAGE / "worker.py"))),
+        "grammar_files": list(mentions("grammar")),
+        "package_lines": package,
+        "core_lines": package - beside,
+        "kernel_and_hook_lines": lines_in("kernels") + lines_in("patches"),
+        "bench_lines": lines_in("bench"),
+        "test_lines": lines_in("tests"),
+        "page_words": sum(len(path.read_text().split()) for path in pages),
+        "glossary": list(glossary()),  # words of our own
+    }
 
 
 def lines_in(folder: str) -> int:
@@ -155,8 +141,7 @@ def _names(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def main() -> None:
-    found = measured()
-    for name, value in found._asdict().items():
+    for name, value in measured().items():
         shown = value if isinstance(value, int) else f"{len(value)}: {', '.join(value)}"
         print(f"{name:22} {shown}")
 

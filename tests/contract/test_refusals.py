@@ -43,7 +43,10 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 
 #: Settings that do not go together, and what is said of it.
 TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"mode": "smc", "tilt": 0.1}, ("--speculative-smc-tilt is 0.1, but", "'auto'")),
+    *(
+        ({"mode": mode, "tilt": 0.1}, ("--speculative-smc-tilt is 0.1, but", repr(mode), "'auto'"))
+        for mode in ("smc", "mixed")
+    ),
     *(
         ({"mode": mode, "power": 2.0}, ("power is 2.0, but --", "-mode", repr(mode), "allowed"))
         for mode in ("exact", "mixed", "auto")

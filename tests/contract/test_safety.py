@@ -70,28 +70,24 @@ def timed(tree: ast.Module) -> Iterator[str]:
             owner = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {each.asname or each.name: owner + each.name for each in node.names}
     clocks = {name: full for name, full in names.items() if full.split(".")[0] in CLOCKS}
+    for place, node in placed(tree):
+        if isinstance(node, ast.Attribute) and dotted(node.value) in clocks:
+            yield f"{place}: {clocks[dotted(node.value)]}.{node.attr}"
+        elif isinstance(node, ast.Name) and "." in clocks.get(node.id, ""):
+            yield f"{place}: {clocks[node.id]}"
+        elif isinstance(node, ast.keyword) and "timeout" in (node.arg or ""):
+            yield f"{place}: {node.arg}="
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            yield from [f"{place}: .{node.func.attr}()"] if node.func.attr in WAITS else []
 
-    def walk(node: ast.AST, place: tuple[str, ...]) -> Iterator[str]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            place = (*place, node.name)
-        what = use(node)
-        if what is not None:
-            yield f"{'.'.join(place)}: {what}"
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, place)
 
-    def use(node: ast.AST) -> str | None:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            return f"{clocks[node.value.id]}.{node.attr}" if node.value.id in clocks else None
-        if isinstance(node, ast.Name) and "." in clocks.get(node.id, ""):
-            return clocks[node.id]
-        if isinstance(node, ast.keyword) and "timeout" in (node.arg or ""):
-            return f"{node.arg}="
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            return f".{node.func.attr}()" if node.func.attr in WAITS else None
-        return None
-
-    yield from walk(tree, ())
+def placed(node: ast.AST, place: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """All nodes, with the function or class that each stands in."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        place = f"{place}.{node.name}".lstrip(".")
+    yield place, node
+    for child in ast.iter_child_nodes(node):
+        yield from placed(child, place)
 
 
 # --- Code and paths

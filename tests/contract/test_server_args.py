@@ -206,7 +206,6 @@ def stock_args(**keywords: Any) -> ServerArgs:
 
 #: What a server does not start with, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"speculative_smc_num_particles": 4096}, "--speculative-smc-num-particles is 4096; allowed"),
     (
         {"speculative_num_steps": 4, "speculative_num_draft_tokens": 8},
         r"--speculative-num-draft-tokens is 8; allowed: .* = 5",
@@ -214,10 +213,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
-    (
-        {"speculative_smc_tilt": 0.1, "speculative_smc_mode": "mixed"},
-        r"--speculative-smc-tilt is 0.1, but .* is 'mixed'",
-    ),
 ]
 #: Environment variables likewise: no plugins would be loaded; SGLang would reserve 1.7 GB for
 #: graphs that are measured, and there are none.
