@@ -5,7 +5,6 @@ import gc
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +144,8 @@ def test_all_supported_releases_are_compared(
         downloads.append(command[-1])
         if downloads[-1] == "sglang==0.5.99":
             return subprocess.CompletedProcess(command, returncode=1)
-        with zipfile.ZipFile(Path(command[-2], "it.whl"), "w") as archive:
-            archive.writestr("sglang/_version.py", "__version__ = version = '0.2.0'")
-            archive.writestr("sglang/__init__.py", "")
-            archive.writestr("sglang/kernel.so", "")
+        newer = {"__init__.py": "", "_version.py": "__version__ = version = '0.2.0'"}
+        write(Path(command[-2], "sglang"), newer)
         return subprocess.CompletedProcess(command, returncode=0)
 
     asked = everything(upstream.release())._replace(judged=())
@@ -164,7 +161,6 @@ def test_all_supported_releases_are_compared(
         assert command.main() == status
     assert roots == [tmp_path, wheel] * 2
     assert downloads == ["sglang==0.2.0", "sglang==0.5.99"]
-    assert {path.suffix for path in wheel.rglob("*.*")} == {".py"}
     assert list(release.cache().iterdir()) == [wheel]
     said = capsys.readouterr().out
     assert f"SGLang 0.1.0, in {tmp_path}" in said

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +19,8 @@ FAMILIES = ("OLDER", "NEWER", "NEWEST")
 
 # Of the wheels of a release always the same one, on whatever machine this runs.
 _OPTIONS = (
-    *("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"),
+    *("--no-deps", "--no-compile", "--only-binary", ":all:"),
+    *("--disable-pip-version-check", "--quiet"),
     *("--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"),
     *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_17_x86_64"),
 )
@@ -82,9 +82,12 @@ def unpacked(version: str) -> Path:
         with tempfile.TemporaryDirectory(dir=cache()) as scratch:
             print(f"downloading sglang {version} (20 to 40 MB) to {folder}", file=sys.stderr)
             whole = Path(scratch, "whole")  # what is interrupted leaves no half of a release
-            with zipfile.ZipFile(_download(version, Path(scratch))) as wheel:
-                names = [n for n in wheel.namelist() if n.startswith("sglang/")]
-                wheel.extractall(whole, [name for name in names if name.endswith(".py")])
+            command = [sys.executable, "-m", "pip", "install", *_OPTIONS, "--target", str(whole)]
+            if subprocess.run([*command, f"sglang=={version}"], stdout=sys.stderr).returncode:
+                raise NoWheelError(
+                    f"pip could not download sglang=={version}. Is there such a release, and a "
+                    f"network? A wheel that is unpacked in {folder} will do as well."
+                )
             whole.rename(folder)
     return folder
 
@@ -93,14 +96,3 @@ def cache() -> Path:
     """Outside the project: the user's, as the system has it."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "sglang-smc", "upstream")
-
-
-def _download(version: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", *_OPTIONS, "--dest", str(folder)]
-    done = subprocess.run([*command, f"sglang=={version}"], stdout=sys.stderr)
-    if done.returncode:
-        raise NoWheelError(
-            f"pip could not download sglang=={version}. Is there such a release, and a network? "
-            f"A wheel that is unpacked in {cache() / version} will do as well."
-        )
-    return next(folder.glob("*.whl"))
