@@ -381,16 +381,6 @@ def a_speed(tokens: float, batch: int = 1, prompt: int = 256, system: str = AR) 
     }
 
 
-A_DEFAULT_SERVER = {
-    "start_seconds": 140.2,
-    "first_ms": 20.0,
-    "round_ms": 14.5,
-    "free_mib": 5120,
-    "memory": {"pool_bytes": 50 << 30, "pool_slots": 345_000, "beside": {"round graphs": 6 << 30}},
-    "wrong": [],
-}
-
-
 def a_profile() -> dict[str, Any]:
     """Rounds of 10 ms, 8 of them in two kernels, as the timers tell them."""
     sums = [
@@ -412,7 +402,6 @@ def canned(folder: Path) -> None:
         records.add("speed", part, CODE, a_speed(tokens, system=system.name))
         records.add("70b", part, CODE, a_speed(tokens, system=system.name))
     records.add("more", "standalone-tree-b1-p256", CODE, {"failed": "it said\nno"})
-    records.add("smoke", "default", CODE, A_DEFAULT_SERVER)
     records.add("profile", "smc-block-n8-k8-b1-p256", CODE, a_profile())
     records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
     records.add("smoke", "smc-graphs kinds", CODE, {"kinds": 3, "wrong": ["top-p: 0 of 3"]})
