@@ -46,7 +46,8 @@ class Costs:
     def __init__(self) -> None:
         self._starts = 0
         self._cpu, self._starts_before = tree_seconds(os.getpid()), 0
-        self._files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        names = ("tests", "wall_seconds", "cpu_seconds", "engine_starts")
+        self._files: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
         self._ends_file: str | None = None  # path of the test that runs, where it is the last of it
         self._long_tests: list[tuple[float, str]] = []
         self._slowness = slowness()
@@ -112,27 +113,19 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add up, in the process that prints; each report reaches it once."""
         total = self._files[report.nodeid.partition("::")[0]]
-        total[0] += report.when == "call"
-        total[1] += report.duration
+        total["tests"] += report.when == "call"
+        total["wall_seconds"] += report.duration
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name == KEY:
-                total[2] += value[1]
-                total[3] += value[2]
+                total["cpu_seconds"] += value[1]
+                total["engine_starts"] += value[2]
             elif name == LONG:
                 self._long_tests.append((value, report.nodeid))
-
-    def rows(self) -> dict[str, dict[str, float]]:
-        """Return what each file took."""
-        names = ("tests", "wall_seconds", "cpu_seconds", "engine_starts")
-        return {
-            file: dict(zip(names, map(float, row), strict=True))
-            for file, row in self._files.items()
-        }
 
     def folders(self) -> dict[str, dict[str, float]]:
         """Return what each folder took, and all of them."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for file, row in self.rows().items():
+        for file, row in self._files.items():
             for folder in (Path(file).parts[1], "all"):
                 for name, value in row.items():
                     found[folder][name] += value
@@ -176,7 +169,7 @@ class Costs:
             )
         for sentence in self.over_budget():
             terminalreporter.write_line(f"over the budget of tests/budget.toml: {sentence}")
-        Path(config.getoption("--costs")).write_text(json.dumps(self.rows(), indent=1) + "\n")
+        Path(config.getoption("--costs")).write_text(json.dumps(self._files, indent=1) + "\n")
 
 
 def slowness() -> float:
