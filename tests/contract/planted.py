@@ -82,9 +82,6 @@ OLDER = {
         class ServerArgs:
             model_path: str
             tp_size: int = 1
-
-            def check(self):
-                self.seen = True
     """,
     "srt/request.py": """
         class Request:
@@ -105,9 +102,7 @@ NEWER = {
         from sglang.srt.fields.model import Model
         from sglang.srt.fields.parallel import Parallel
 
-        class ServerArgs:
-            def check(self):
-                self.seen = True
+        class ServerArgs: ...
 
         _SPACES = [Model, Parallel]
         _annotations = collect_input_fields(_SPACES)
