@@ -74,12 +74,11 @@ def read(name: str, text: str, of: frozenset[str]) -> Source:
     nodes, imported = list(ast.walk(body)), {}
     for node in nodes:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            whole = f"{_module(node)}{alias.name}"
-            if _is_sglang(whole):
-                first = isinstance(node, ast.Import) and not alias.asname
-                imported[PACKAGE if first else alias.asname or alias.name] = (
-                    PACKAGE if first else whole
-                )
+            path = f"{_module(node)}{alias.name}"
+            if isinstance(node, ast.Import) and not alias.asname and _is_sglang(path):
+                imported[PACKAGE] = PACKAGE
+            elif _is_sglang(path):
+                imported[alias.asname or alias.name] = path
     return Source(name, body, nodes, imported)
 
 
@@ -224,7 +223,7 @@ def _annotated(function: Any, source: Source) -> Iterator[tuple[str, str]]:
     """Parameters of `X`, `"X"` and `X | None`, with SGLang's class; `list[X]` has others."""
     args = function.args
     for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs):
-        text = "" if arg.annotation is None else ast.unparse(arg.annotation).strip("'")
+        text = "" if arg.annotation is None else ast.unparse(arg.annotation).replace("'", "")
         kinds = [kind for kind in text.split(" | ") if re.fullmatch(r"[\w.]+", kind)]
         paths = {source.sglang_name(ast.parse(kind, mode="eval").body) for kind in kinds} - {None}
         if len(paths) == 1:

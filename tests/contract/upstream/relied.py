@@ -28,7 +28,6 @@ srt.entrypoints.engine.Engine._launch_subprocesses | calls load_plugins
 srt.plugins.hook_registry.HookRegistry
     .register(target hook hook_type * source)
     ._apply_target(target hooks)
-srt.plugins.hook_registry.HookSource(plugin_name dist_name)
 srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map(self device req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.speculative.spec_registry.CustomSpecAlgo(name factory * supports_overlap
@@ -127,9 +126,7 @@ srt.utils.common.get_compiler_backend | calls current_platform.get_compile_backe
 
 # On 0.5.17, whose server arguments are a dataclass that resolves as it is built; goes with it.
 OLDER = """
-srt.arg_groups.arg_utils
-    .namespace_of(cls)
-    .resolvable_fields(cls)
+srt.arg_groups.arg_utils.resolvable_fields(cls)
 srt.server_args.ServerArgs: __dataclass_fields__
     .__post_init__ | calls handle_speculative_decoding current_platform.apply_server_args_defaults
     .get_model_config(self)
