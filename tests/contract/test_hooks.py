@@ -51,35 +51,31 @@ def test_launching_smc_puts_its_hooks_in_force(smc: dict) -> None:
     assert hooks.missing(hooks.SMC) == []
 
 
-def test_arguments_resolved_elsewhere_install_them_too(
-    smc: dict, asked_for: list[hooks.Group]
-) -> None:
-    """A process may be handed its arguments by multiprocessing, and launch with them.
-
-    Where a test before has loaded SGLang's HTTP server, its routes are hooked, too.
-    """
-    pickle.loads(pickle.dumps(resolve(**smc))).check_server_args()
-    assert [group for group in asked_for if group is not hooks.ROUTES] == [hooks.DRAFTS, hooks.SMC]
-
-
-def test_launching_without_smc_installs_none(model_path: str, asked_for: list[hooks.Group]) -> None:
-    resolve(model_path=model_path).check_server_args()
-    assert asked_for == []
-
-
-def test_scheduler_installs_them_when_it_asks_for_the_worker(
-    asked_for: list[hooks.Group],
-) -> None:
-    algorithm.worker_class(ServerArgs(model_path="dummy"))
-    assert asked_for == [hooks.SMC]
-
-
 def launch(smc: dict) -> None:
     resolve(**smc).check_server_args()
 
 
 def schedule(_: dict) -> None:
     algorithm.worker_class(ServerArgs(model_path="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("act", "groups"),
+    [
+        # A process may be handed its arguments by multiprocessing, and launch with them.
+        (lambda smc: pickle.loads(pickle.dumps(resolve(**smc))).check_server_args(), "DRAFTS SMC"),
+        (lambda smc: launch({"model_path": smc["model_path"]}), ""),
+        (schedule, "SMC"),
+    ],
+    ids=["arguments resolved elsewhere", "without SMC", "a scheduler that asks for the worker"],
+)
+def test_hooks_are_installed_where_they_are_needed(
+    smc: dict, asked_for: list[hooks.Group], act: Callable[[dict], None], groups: str
+) -> None:
+    """Where a test before has loaded SGLang's HTTP server, its routes are hooked, too."""
+    act(smc)
+    wanted = [getattr(hooks, name) for name in groups.split()]
+    assert [group for group in asked_for if group is not hooks.ROUTES] == wanted
 
 
 #: What of a process notices that a hook of a group did not land; schedulers are their own.
