@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import upstream
 from sglang_smc.server.hooks import Patch
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 def adjust_config_with_unaligned_cpu_tp(
     original: Callable, model_config: "ModelConfig", load_config: "LoadConfig", tp_size: int
 ) -> "ModelConfig":
-    """Keep heads and widths as they are: layers replicate key heads for tensor parallelism."""
+    """Keep numbers of heads, and widths: layers replicate key heads for tensor parallelism."""
     return model_config
 
 
 def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> torch.nn.Module:
-    """Return the rotary embedding of other devices, created on the platform's device."""
+    """Return the rotary embedding that layers of latent attention get on a GPU."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     # All are positional, and the device is the last.
@@ -47,7 +46,7 @@ def allocate_token_bitmask(original: Callable, vocab_size: int, batch_size: int)
 def apply_vocab_mask(
     original: Callable, grammar: "XGrammarGrammar", logits: torch.Tensor, vocab_mask: torch.Tensor
 ) -> None:
-    """Apply a grammar's mask by xgrammar's own kernel, for logits on a CPU."""
+    """Apply a grammar's mask to logits that are on a CPU, by xgrammar's own kernel."""
     if logits.device.type != "cpu":
         return original(grammar, logits, vocab_mask)
     from xgrammar import apply_token_bitmask_inplace
@@ -56,7 +55,7 @@ def apply_vocab_mask(
 
 
 def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> None:
-    """Replace logits ``[rows, V]`` by cap * tanh(logit / cap)."""
+    """Cap logits ``[rows, V]`` that are on a CPU, as those of Gemma 2: cap * tanh(logit / cap)."""
     if logits.device.type != "cpu":
         return original(logits, cap)
     logits.div_(cap).tanh_().mul_(cap)
@@ -66,7 +65,7 @@ def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> No
 def attn_backend_wrapper(
     original: Callable, runner: "ModelRunner", full_attn_backend: "AttentionBackend"
 ) -> "AttentionBackend":
-    """Return a hybrid backend of this package's linear attention and the full attention."""
+    """Return a hybrid backend of torch's linear attention and the full attention."""
     if not upstream.is_gated_delta(runner.model_config):
         return original(runner, full_attn_backend)
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -84,9 +83,7 @@ def attn_backend_wrapper(
 PATCHES = (
     Patch(
         target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        hook_type=HookType.AROUND,
         function=attn_backend_wrapper,
-        what="Puts a torch backend for linear attention beside that for full attention.",
         why="Platforms and the registry of backends give the full one alone; SGLang wraps it with "
         "its own linear one, of Triton kernels.",
         relies_on=("srt/layers/attention/attention_registry.py:392 (wraps hybrid models)",),
@@ -95,9 +92,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        hook_type=HookType.AROUND,
         function=adjust_config_with_unaligned_cpu_tp,
-        what="Leaves the numbers of heads, and widths, as the model has them.",
         why="SGLang pads them for every device called cpu, and weights to match only where its own "
         "CPU engine runs (SGLANG_USE_CPU_ENGINE=1): a model with one key head would fail under "
         "--tp-size 2 as its weights are loaded. No platform is asked.",
@@ -109,9 +104,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.layers.logits_processor.fused_softcap",
-        hook_type=HookType.AROUND,
         function=softcap_in_place,
-        what="Caps logits that are on a CPU, as those of Gemma 2.",
         why="SGLang has torch's own formula where its CPU engine runs, and a Triton kernel for all "
         "other devices.",
         relies_on=("srt/layers/logits_processor.py:1066",),
@@ -119,9 +112,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
-        hook_type=HookType.AROUND,
         function=get_rope_cpu,
-        what="Gives layers of latent attention the rotary embedding that they get on a GPU.",
         why="For every device called cpu SGLang makes the one that its own CPU engine has a kernel "
         "for, and asserts that the model's is of that kind: GLM-4.7-Flash, whose positions are "
         "not scaled, would fail. No platform is asked.",
@@ -130,9 +121,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
-        hook_type=HookType.AROUND,
         function=allocate_token_bitmask,
-        what="Leaves a grammar's masks unpinned where torch has no accelerator.",
         why="Without one, pinning raises, and takes the scheduler with it. A grammar backend of "
         "our own (register_grammar_backend) would lose the reasoning parser's wrapper.",
         relies_on=("srt/constrained/xgrammar_backend.py:60",),
@@ -141,9 +130,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        hook_type=HookType.AROUND,
         function=apply_vocab_mask,
-        what="Masks logits that are on a CPU.",
         why="SGLang has kernels for accelerators alone, and raises.",
         relies_on=("srt/constrained/xgrammar_backend.py:137",),
         retire_when="A release that serves grammars on a CPU is the oldest supported.",

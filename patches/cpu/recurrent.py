@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 from torch.nn.functional import silu
 
 from sglang_smc import upstream
@@ -72,9 +71,7 @@ _RETIRE = "SGLang asks platforms, or has a torch form of the layers of Qwen3.5."
 PATCHES = (
     Patch(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.rms_norm_gated",
-        hook_type=HookType.AROUND,
         function=rms_norm_gated,
-        what="The gated norm behind linear attention, in torch.",
         why=_KERNEL,
         relies_on=("kernels/ops/attention/fla/layernorm_gated.py (RMSNorm.forward calls it)",),
         retire_when=_RETIRE,
@@ -83,9 +80,7 @@ PATCHES = (
     Patch(
         target="sglang.kernels.ops.attention.triton_gdn_fused_proj."
         "fused_qkvzba_split_reshape_cat_contiguous",
-        hook_type=HookType.AROUND,
         function=split_projections,
-        what="Cuts the projections of linear attention apart, in torch.",
         why=_KERNEL,
         relies_on=("srt/models/qwen3_5.py:1044",),
         retire_when=_RETIRE,
@@ -93,9 +88,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul",
-        hook_type=HookType.AROUND,
         function=fused_sigmoid_mul,
-        what="The gate behind full attention, in torch.",
         why=_KERNEL,
         relies_on=("srt/models/qwen3_5.py:1639",),
         retire_when=_RETIRE,

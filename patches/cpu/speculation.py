@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.platforms import current_platform
-from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import upstream
 from sglang_smc.cpu import trees
@@ -49,7 +48,11 @@ def as_written(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def samples_target(
     original: Callable, max_top_k: int | None, sampling_info: "SamplingBatchInfo"
 ) -> bool:
-    """Return True: a target token is sampled at each node unless all requests are greedy."""
+    """Return True: sample a target token at each node, and walk trees as greedy ones are walked.
+
+    So a draft's token is accepted as probably as the target has it, or else one of the target's
+    others comes: the law of SGLang's own kernel.
+    """
     return True
 
 
@@ -64,8 +67,7 @@ def sample_target(
 ) -> torch.Tensor:
     """Sample a token of the target at each node, ``[batch_size, verify_width]``.
 
-    Args:
-        next_token_logits: [batch_size * verify_width, vocabulary]
+    Logits are ``[batch_size * verify_width, vocabulary]``.
     """
 
     def each(of_request: torch.Tensor) -> torch.Tensor:
@@ -224,9 +226,7 @@ _RETIRE = "SGLang asks platforms for it, or has it in torch for those without Tr
 PATCHES = (
     Patch(
         target=_SPEC + "draft_utils.DraftBackendFactory._create_backend",
-        hook_type=HookType.AROUND,
         function=create_backend,
-        what="Gives drafts our attention.",
         why="The attention of drafts comes from a table of names without `torch_native`.",
         relies_on=("srt/speculative/draft_utils.py:63",),
         retire_when="SGLang asks platforms for it, or the registry of attention backends.",
@@ -234,9 +234,7 @@ PATCHES = (
     ),
     Patch(
         target=_SPEC + "spec_utils._select_top_k_tokens_later",
-        hook_type=HookType.AROUND,
         function=as_written,
-        what="Runs a choice among drafted tokens as it is written.",
         why="It is decorated with torch.compile, whatever a platform's `get_compile_backend` says.",
         relies_on=("srt/speculative/spec_utils.py:437",),
         retire_when="SGLang compiles it with the platform's backend.",
@@ -244,11 +242,7 @@ PATCHES = (
     ),
     Patch(
         target=_SPEC + "eagle_utils._can_use_sparse_uno_tree_target_sampling",
-        hook_type=HookType.AROUND,
         function=samples_target,
-        what="Has a token of the target drawn at each node, where not all is greedy; trees are "
-        "then walked as greedy ones are. So a draft's token is accepted as probably as the target "
-        "has it, or else one of the target's others comes: the law of SGLang's own kernel.",
         why="That kernel is None without CUDA, and a hook on None would replace every None there "
         "is. This other way of SGLang's own leads to the same law.",
         relies_on=("srt/speculative/eagle_utils.py:676",),
@@ -257,9 +251,7 @@ PATCHES = (
     ),
     Patch(
         target=_SPEC + "uno_utils.sample_uno_tree_target_tokens",
-        hook_type=HookType.AROUND,
         function=sample_target,
-        what="Draws that token.",
         why=_WHY,
         relies_on=("srt/speculative/eagle_utils.py:684 (imported at each call)",),
         retire_when=_RETIRE,
@@ -267,9 +259,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        hook_type=HookType.AROUND,
         function=row_headroom,
-        what="Makes the table of slots as wide as a round near the end of the context needs it.",
         why="With pages of one slot its rows are too short for that, by up to twice what a round "
         "drafts. Kernels write on into the next row; torch raises, and the scheduler ends.",
         relies_on=(
@@ -281,9 +271,7 @@ PATCHES = (
     ),
     Patch(
         target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
-        hook_type=HookType.AROUND,
         function=fill_table,
-        what="Writes a round's new slots into the table of slots.",
         why=_WHY,
         relies_on=("srt/mem_cache/allocation.py:755",),
         retire_when=_RETIRE,
@@ -291,9 +279,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "cache_locs.assign_draft_cache_locs_contiguous_func",
-        hook_type=HookType.AROUND,
         function=draft_slots,
-        what="Reads a draft's slots from the table of slots.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/cache_locs.py:110",),
         retire_when=_RETIRE,
@@ -301,9 +287,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "cache_locs.fill_front_out_cache_loc_func",
-        hook_type=HookType.AROUND,
         function=front_slots,
-        what="Tells where the accepted tokens of trees go.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/cache_locs.py:772",),
         retire_when=_RETIRE,
@@ -311,9 +295,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "eagle.fill_accept_out_cache_loc_func",
-        hook_type=HookType.AROUND,
         function=accepted_slots,
-        what="Tells where the accepted tokens of trees are.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/eagle.py:86",),
         retire_when=_RETIRE,
@@ -321,9 +303,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "eagle.fill_bonus_tokens_func",
-        hook_type=HookType.AROUND,
         function=last_accepted,
-        what="Finds each request's last accepted token.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/eagle.py:47",),
         retire_when=_RETIRE,
@@ -331,9 +311,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "spec_tree.build_tree_kernel_efficient_func",
-        hook_type=HookType.AROUND,
         function=build_trees,
-        what="Makes trees of drafted tokens.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/spec_tree.py:428",),
         retire_when=_RETIRE,
@@ -341,9 +319,7 @@ PATCHES = (
     ),
     Patch(
         target=_OPS + "spec_tree.verify_tree_greedy_func",
-        hook_type=HookType.AROUND,
         function=verify_trees,
-        what="Accepts what the target has chosen, too.",
         why=_WHY,
         relies_on=("kernels/ops/speculative/spec_tree.py:549",),
         retire_when=_RETIRE,
