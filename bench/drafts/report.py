@@ -16,7 +16,7 @@ from results import interval_cell, number_cell, table
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.plan import proposals, shapes
 from sglang_smc.tools.plan.devices import named
-from sglang_smc.tools.plan.roofline import ar_step, round_cost
+from sglang_smc.tools.plan.roofline import Scenario, ar_step
 
 TARGET, DEVICE, BATCH, CONTEXT = "llama-3.1-8b", "h200", 1, 2000
 #: Mean tokens of each particle's own tail, as in the planner.
@@ -32,10 +32,8 @@ def round_seconds(planned: str, num_particles: int) -> float:
     """
     target, draft = shapes.from_config(TARGET), proposals.from_config(planned)
     device = named(DEVICE, proposals.lowest_precision(target, draft))
-    sizes = {"num_particles": num_particles, "num_steps": NUM_STEPS}
-    return round_cost(
-        target, draft, device, **sizes, batch=BATCH, context=CONTEXT, tail=TAIL
-    ).seconds
+    scenario = Scenario(target, draft, device, CONTEXT, TAIL)
+    return scenario.smc(BATCH, num_particles, NUM_STEPS).seconds
 
 
 @lru_cache

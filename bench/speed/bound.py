@@ -13,7 +13,8 @@ from speed.presets import Preset
 from sglang_smc.tools.plan import devices
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.passes import Round, Rows, forward
-from sglang_smc.tools.plan.roofline import ar_step, sd_round, smc_round
+from sglang_smc.tools.plan.proposals import MODEL, Draft
+from sglang_smc.tools.plan.roofline import ar_step, smc_round
 from sglang_smc.tools.plan.shapes import ModelShape
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -40,13 +41,12 @@ def least_round(cell: Cell, preset: Preset) -> Round:
     if family in (AR, AR_STOCK):
         return ar_step(target, cell.batch, context)
     if family == CHAIN:
-        return sd_round(
-            target, draft, cell.batch, SPECULATION[CHAIN]["speculative_num_steps"], context
-        )
+        steps = SPECULATION[CHAIN]["speculative_num_steps"]
+        return smc_round(target, Draft(MODEL, draft), cell.batch, 1, steps, context)
     if family in (TREE, NGRAM):
         return _tree_round(target, draft, cell, context)
     n, k = cell.system.num_particles or 1, cell.system.num_steps or 1
-    return smc_round(target, draft, cell.batch, n, k, context)
+    return smc_round(target, Draft(MODEL, draft), cell.batch, n, k, context)
 
 
 def _tree_round(target: ModelShape, draft: ModelShape, cell: Cell, context: float) -> Round:

@@ -13,7 +13,7 @@ from sglang_smc.tools.plan import cli
 from sglang_smc.tools.plan.cli import main
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.proposals import from_config
-from sglang_smc.tools.plan.roofline import ar_step, round_cost
+from sglang_smc.tools.plan.roofline import Scenario, ar_step
 from sglang_smc.tools.plan.shapes import from_config as model_from_config
 
 Capture = pytest.CaptureFixture[str]
@@ -116,7 +116,7 @@ def test_a_row_for_each_device_batch_and_draft(capsys: Capture) -> None:
     wanted = [(*key, "N=8 K=8", draft) for key in keys for draft in DRAFTS]
     assert [tuple(row[:4]) for row in found] == wanted
     target, dflash = model_from_config("llama-3.1-8b"), from_config("dflash-8b")
-    cost = round_cost(target, dflash, named("h200"), 8, 8, context=2000)
+    cost = Scenario(target, dflash, named("h200"), 2000).smc(1, 8, 8)
     times = [f"{1e3 * value:.3g}" for value in (*cost.parts, cost.seconds)]
     assert found[2][4:8] == times
     assert found[2][-2:] == [f"{tokens / cost.seconds:,.0f}" for tokens in (5, 7)]

@@ -81,7 +81,7 @@ def test_a_round_holds_the_targets_logits_twice_and_what_was_drafted() -> None:
 def test_requests_that_a_card_holds(
     target: str, draft: str, capacity: float, fits: int | None
 ) -> None:
-    table = memory_table(BUILT_IN[target], BUILT_IN[draft], capacity, SMCConfig())
+    table = memory_table(BUILT_IN[target], DRAFTS[draft], capacity, SMCConfig())
     assert (table is None) == (fits is None), "without memory beside the models there is none"
     if table is not None:
         assert {mode.fits for mode in table.modes.values()} == {fits}
@@ -126,9 +126,11 @@ def test_states_of_all_requests_are_kept_aside() -> None:
     states = States(layers=2, key_heads=1, value_heads=3, key_dim=4, value_dim=5)
     target = replace(TARGET, states=states)
     assert states.bytes == 2 * 3 * 4 * 5 * 4
-    assert state_bytes(target, SMCConfig(num_particles=4, num_steps=7), 10) == 10 * 9 * 480
-    assert state_bytes(target, SMCConfig(num_particles=12, num_steps=7), 10) == 10 * 13 * 480
-    assert state_bytes(TARGET, SMCConfig(), 10) == 0
+    model = DRAFTS["llama-3.2-1b"]
+    for n, copies in ((4, 9), (12, 13)):
+        config = SMCConfig(num_particles=n, num_steps=7)
+        assert state_bytes(target, model, config) == copies * 480
+    assert state_bytes(TARGET, model, SMCConfig()) == 0
 
 
 def test_a_heads_states_are_kept_aside() -> None:

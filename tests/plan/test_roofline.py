@@ -8,27 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.memory import kv_slots
-from sglang_smc.tools.plan.proposals import NGRAM, Draft, Proposal
+from sglang_smc.tools.plan.proposals import MODEL, NGRAM, Draft
 from sglang_smc.tools.plan.proposals import from_config as proposal_of
 from sglang_smc.tools.plan.roofline import (
     LARGEST_BATCH,
     Scenario,
     ar_step,
-    round_cost,
-    sd_round,
-    sd_tokens,
     smc_round,
-    smc_tokens,
 )
 from sglang_smc.tools.plan.shapes import from_config
 
 #: A draft that shares nothing with the target but the vocabulary.
-SMALL = dataclasses.replace(TOY, num_heads=2, num_kv_heads=1)
+SMALL = Draft(MODEL, dataclasses.replace(TOY, num_heads=2, num_kv_heads=1))
+OWN = Draft(MODEL, TOY)
 DEVICE = Device("toy", bandwidth=100.0, flops=1000.0)
 H100, H200, B200 = named("h100"), named("h200"), named("b200")
-LLAMA = (from_config("llama-3.1-8b"), from_config("llama-3.2-1b"))
+LLAMA = (from_config("llama-3.1-8b"), proposal_of("llama-3.2-1b"))
 NAMES = ("ngram", "dflash-8b", "eagle3-8b", "llama-3.2-1b", "ngram+llama-3.2-1b")
 OF_8B = {name: proposal_of(name) for name in NAMES}
 
@@ -37,7 +35,7 @@ lengths = st.integers(0, 50_000)
 sizes = st.tuples(st.integers(1, 32), st.integers(1, 32), st.integers(1, 14), lengths)
 
 
-def toy_round(draft: Proposal, **more: Any) -> Any:
+def toy_round(draft: Draft, **more: Any) -> Any:
     """Two requests of three particles, with 10 tokens in common and 4 of their own each."""
     return smc_round(TOY, draft, 2, 3, 2, context=10, tail=4, **more)
 
@@ -55,7 +53,7 @@ def test_ar_step_by_hand() -> None:
 
 
 def test_smc_round_by_hand() -> None:
-    found = toy_round(TOY)
+    found = toy_round(OWN)
     first, second, verify = found.passes
     assert [one.weights for one in found.passes] == [400, 400, 400]
     # Read once a request, read of each particle, written.
@@ -66,7 +64,7 @@ def test_smc_round_by_hand() -> None:
     assert first.flops == 12 * 240 + 6 * (15 + 16) * 32 + 6 * 160
     assert second.flops == 6 * 240 + 6 * 17 * 32 + 6 * 160
     assert verify.flops == 18 * 240 + 6 * (15 + 16 + 17) * 32 + 18 * 160
-    apart = toy_round(TOY, shared_prefix=False)
+    apart = toy_round(OWN, shared_prefix=False)
     assert apart.bytes - found.bytes == 3 * (6 - 2) * 10 * 16
     assert apart.flops == found.flops
 
@@ -108,9 +106,9 @@ def test_dflash_round_by_hand() -> None:
 
 def test_matches_cost_the_target_alone_and_beside_a_draft_what_it_costs() -> None:
     assert [one.name for one in toy_round(Draft(NGRAM)).passes] == ["verify"]
-    assert toy_round(Draft(NGRAM, TOY)) == toy_round(TOY)
+    assert toy_round(Draft(NGRAM, TOY)) == toy_round(OWN)
     assert Draft(NGRAM).resident_bytes == Draft(NGRAM).kv_bytes_per_token == 0
-    assert kv_slots(TOY, Draft(NGRAM), TOY.resident_bytes + 160) == 10
+    assert kv_slots(TOY, Draft(NGRAM), TOY.resident_bytes + 160, SMCConfig(), 1) == 10
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
@@ -121,7 +119,7 @@ def test_passes_differ_in_what_bounds_them() -> None:
 
 
 def test_a_cost_by_part_and_at_measured_tokens() -> None:
-    cost = round_cost(LLAMA[0], OF_8B["eagle3-8b"], H200, 8, 8, batch=2, context=2000, tail=4)
+    cost = Scenario(LLAMA[0], OF_8B["eagle3-8b"], H200, 2000, 4).smc(2, 8, 8)
     assert cost.round == smc_round(LLAMA[0], OF_8B["eagle3-8b"], 2, 8, 8, 2000.0, 4.0)
     seconds = cost.round.seconds_by_pass(H200)
     assert cost.parts == tuple(seconds[name] for name in ("draft", "verify", "follow"))
@@ -137,7 +135,7 @@ def test_a_cost_by_part_and_at_measured_tokens() -> None:
 @given(sizes, st.sampled_from(NAMES))
 def test_more_of_anything_is_never_faster(of: tuple[int, int, int, int], name: str) -> None:
     def seconds(batch: int, n: int, k: int, context: int) -> float:
-        return round_cost(LLAMA[0], OF_8B[name], H200, n, k, batch=batch, context=context).seconds
+        return Scenario(LLAMA[0], OF_8B[name], H200, context).smc(batch, n, k).seconds
 
     least = seconds(*of)
     for more in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 100)):
@@ -155,28 +153,29 @@ def test_a_shared_prefix_never_costs_more_and_one_particle_what_speculation_cost
     assert (shared.bytes == apart.bytes) == (n == 1 or context == 0)
     weights = LLAMA[0].streamed_bytes + k * LLAMA[1].streamed_bytes
     assert shared.traffic["weights"] == pytest.approx(weights), "read once a pass"
-    one, other = (
-        smc_round(*LLAMA, batch, 1, k, context, tail),
-        sd_round(*LLAMA, batch, k, context + tail),
-    )
+    lengths = ((context, tail), (context + tail,))
+    one, other = (smc_round(*LLAMA, batch, 1, k, *each) for each in lengths)
     assert (one.bytes, one.flops) == pytest.approx((other.bytes, other.flops))
 
 
+IT = Scenario(TOY, OWN, DEVICE, 10)
+
+
 def test_tokens_of_a_round() -> None:
-    assert sd_tokens(0.5, 2) == 1 + 0.5 + 0.25
-    assert sd_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
-    assert (sd_tokens(1, 4), sd_tokens(0, 4)) == (5, 1)
-    assert (smc_tokens(8), smc_tokens(8, kept=6.9)) == (9, 7.9)
+    assert IT.sd(1, 2, 0.5).tokens == 1 + 0.5 + 0.25
+    assert IT.sd(1, 4, 0.8).tokens == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert (IT.sd(1, 4, 1).tokens, IT.sd(1, 4, 0).tokens) == (5, 1)
+    assert (IT.smc(1, 1, 8).tokens, IT.smc(1, 1, 8, kept=6.9).tokens) == (9, 7.9)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: sd_tokens(1.1, 8), "within 0 and 1"),
-        (lambda: smc_tokens(8, -1), "within 0 and the 8 steps"),
+        (lambda: IT.sd(1, 8, 1.1), "within 0 and 1"),
+        (lambda: IT.smc(1, 8, 8, -1), "within 0 and the 8 steps"),
         (lambda: ar_step(TOY, 0, 10), "batch is 0"),
-        (lambda: smc_round(TOY, TOY, 1, 0, 1, 10), "num_particles is 0"),
-        (lambda: sd_round(TOY, TOY, 1, 0, 10), "num_steps is 0"),
+        (lambda: smc_round(TOY, OWN, 1, 0, 1, 10), "num_particles is 0"),
+        (lambda: smc_round(TOY, OWN, 1, 1, 0, 10), "num_steps is 0"),
     ],
 )
 def test_impossible_rounds_are_refused(call: Any, said: str) -> None:
@@ -188,7 +187,7 @@ def test_one_text_has_its_tail_in_its_context() -> None:
     """All methods are compared at the same length of text."""
     scenario = Scenario(TOY, SMALL, DEVICE, context=10, tail=4, shared_prefix=False)
     assert scenario.ar(2).round == ar_step(TOY, 2, 14)
-    assert scenario.sd(2, 3, 0.5).round == sd_round(TOY, SMALL, 2, 3, 14)
+    assert scenario.sd(2, 3, 0.5).round == smc_round(TOY, SMALL, 2, 1, 3, 14)
     assert scenario.smc(2, 4, 3).round == smc_round(TOY, SMALL, 2, 4, 3, 10, 4, False)
     speculative = scenario.sd(2, 3, 0.5)
     assert speculative.tokens_per_second == pytest.approx(2 * 1.875 / speculative.seconds)
@@ -208,15 +207,15 @@ def test_best_settings() -> None:
 
 def test_plain_decoding_wins_from_just_that_batch_or_never() -> None:
     scenario = Scenario(*LLAMA, H200, 1024)
-    batch = scenario.plain_wins_from(lambda size: scenario.smc(size, 8, 8))
+    batch = scenario.smc(1, 8, 8).plain_wins_from
     assert batch is not None and batch > 1
     for size, wins in ((batch - 1, False), (batch, True)):
         ar, smc = scenario.ar(size).tokens_per_second, scenario.smc(size, 8, 8).tokens_per_second
         assert (ar >= smc) == wins
     # At a long context the KV is what is read, and SMC reads it once for many tokens.
     scenario = Scenario(*LLAMA, B200, 1e6)
-    assert scenario.plain_wins_from(lambda batch: scenario.smc(batch, 4, 8)) is None
-    assert scenario.ar(LARGEST_BATCH).bound == "memory"
+    assert scenario.smc(1, 4, 8).plain_wins_from is None
+    assert scenario.ar(LARGEST_BATCH).round.bound(B200) == "memory"
 
 
 class Published(NamedTuple):
@@ -251,7 +250,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("case", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_speeds_reach_a_plausible_share_of_the_bound(case: Published) -> None:
-    target, draft = from_config(case.target), from_config(case.draft)
+    target, draft = from_config(case.target), proposal_of(case.draft)
     scenario = Scenario(target, draft, case.device, case.context, case.tail)
     bound = scenario.smc(1, *case.setting) if case.setting else scenario.ar(1)
     assert case.speed / bound.tokens_per_second == pytest.approx(case.share, rel=0.1)

@@ -18,7 +18,7 @@ from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots
 from sglang_smc.tools.plan.proposals import HEADS, Draft
 from sglang_smc.tools.plan.report import si
-from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
+from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Estimate, Scenario
 from sglang_smc.tools.plan.shapes import ModelShape, architecture, from_config
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's token
 LAGS = (256, 128, 64, 32, 16, 8, LAG)
 #: Modes with the same number of KV slots per request are reported together.
 WEIGHING, VERIFYING = "smc", "exact"
+SETTINGS = ("num_particles", "num_steps", "max_lag")
 
 
 def findings(
@@ -53,8 +54,8 @@ def findings(
     yield pair.memory()
     if pair.slots > 0:
         yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
-    if pair.slots > 0 and most_slots is None:
-        yield pair.round_graphs()
+        if most_slots is None:
+            yield pair.round_graphs()
     yield pair.speed()
     yield pair.advice()
 
@@ -96,8 +97,7 @@ def _vocabularies(target: str, draft: str) -> Finding:
         theirs = [_vocabulary(name) for name in (target, draft)]
     except (OSError, ValueError) as error:
         return fail(about, f"a tokenizer cannot be read: {error}", "Give two model folders.")
-    found = vocabulary.problem(*theirs)
-    if found is not None:
+    if found := vocabulary.problem(*theirs):
         return fail(about, found, OTHER_DRAFT)
     size = len(theirs[0].tokens or ())
     return ok(about, f"the same {size} tokens in both", tokens=size)
@@ -125,9 +125,8 @@ def _accepted(options: argparse.Namespace) -> Finding:
 
     given = ["--model-path", options.target, "--speculative-draft-model-path", options.draft]
     given += ["--speculative-algorithm", "SMC", "--log-level", "error"]
-    given += ["--speculative-smc-num-particles", str(options.num_particles)]
-    given += ["--speculative-num-steps", str(options.num_steps)]
-    given += ["--speculative-smc-max-lag", str(options.max_lag)]
+    for name in SETTINGS:
+        given += [flag_of(name), str(getattr(options, name))]
     try:
         upstream.resolve_now(prepare_server_args(given))
     except (OSError, ValueError) as error:
@@ -156,25 +155,15 @@ class Pair(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Return the KV slots of the pool."""
+        """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
         options = self.options
         share = options.mem_fraction * (self.device.capacity or 0.0) * options.tp
-        # On this machine's CPU nothing is set aside.
-        aside = ASIDE_BYTES if self.most_slots is None else 0.0
-        states = self.draft.state_bytes(options.num_particles, options.num_steps)
-        aside += options.requests * states
-        slots = kv_slots(self.target, self.draft, share - aside)
+        share -= ASIDE_BYTES if self.most_slots is None else 0.0
+        slots = kv_slots(self.target, self.draft, share, self.settings(), options.requests)
         return slots if self.most_slots is None else min(slots, self.most_slots)
 
-    @property
-    def scenario(self) -> Scenario:
-        tail = self.options.max_lag / 2  # tokens by which a particle runs ahead on average
-        device = self.device.times(self.options.tp)
-        return Scenario(self.target, self.draft, device, self.options.context, tail)
-
     def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
-        names = ("num_particles", "num_steps", "max_lag")
-        given = {name: getattr(self.options, name) for name in names}
+        given = {name: getattr(self.options, name) for name in SETTINGS}
         return SMCConfig(**{"mode": mode, **given, **other})
 
     def fitting(self, config: SMCConfig) -> int:
@@ -184,17 +173,18 @@ class Pair(NamedTuple):
 
     def lag(self) -> int | None:
         """Return the longest lag at which the wanted number of requests fits, or None."""
-        for lag in LAGS:
-            if lag <= self.options.max_lag and self._is_enough(self.settings(max_lag=lag)):
-                return lag
-        return None
+        lags = (lag for lag in LAGS if lag <= self.options.max_lag)
+        return next((lag for lag in lags if self._is_enough(self.settings(max_lag=lag))), None)
 
     def _is_enough(self, config: SMCConfig) -> bool:
         return self.fitting(config) >= self.options.requests
 
-    def times_ar(self, num_particles: int, num_steps: int) -> float:
-        smc = self.scenario.smc(1, num_particles, num_steps)
-        return smc.tokens_per_second / self.scenario.ar(1).tokens_per_second
+    def given(self) -> Estimate:
+        """Return the speed of one request with the given N and K."""
+        tail = self.options.max_lag / 2  # tokens by which a particle runs ahead on average
+        device = self.device.times(self.options.tp)
+        scenario = Scenario(self.target, self.draft, device, self.options.context, tail)
+        return scenario.smc(1, self.options.num_particles, self.options.num_steps)
 
     def memory(self) -> Finding:
         weights = self.target.resident_bytes + self.draft.resident_bytes
@@ -213,8 +203,9 @@ class Pair(NamedTuple):
         own, fitting = arena(config, context), self.fitting(config)
         modes = [name for name in MODES if self.settings(name).weighs == config.weighs]
         about = f"mode {', '.join(modes)}"
-        found = f"{own:,} slots a request beside its {context:,} tokens; {fitting:,} such requests "
-        found += "fit"
+        found = (
+            f"{own:,} slots a request beside its {context:,} tokens; {fitting:,} such requests fit"
+        )
         numbers = {"arena": own, "requests": fitting}
         if fitting >= self.options.requests:
             return ok(about, found, **numbers)
@@ -255,29 +246,30 @@ class Pair(NamedTuple):
         return warning("round graphs", found, do, **numbers)
 
     def speed(self) -> Finding:
-        n, k = self.options.num_particles, self.options.num_steps
-        times = self.times_ar(n, k)
-        found = f"N = {n}, K = {k} at most {times:.2f} times plain decoding, one request at a time"
-        if times <= 1:
+        given = self.given()
+        found = f"N = {given.num_particles}, K = {given.num_steps} at most {given.times_ar:.2f} "
+        found += "times plain decoding, one request at a time"
+        if given.times_ar <= 1:
             do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
-            return warning("speed", f"{found}: no gain", do, times_ar=times)
-        until = self.scenario.plain_wins_from(lambda batch: self.scenario.smc(batch, n, k))
+            return warning("speed", f"{found}: no gain", do, times_ar=given.times_ar)
+        until = given.plain_wins_from
         ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
-        return ok("speed", found + ends, times_ar=times, plain_wins_from=until)
+        return ok("speed", found + ends, times_ar=given.times_ar, plain_wins_from=until)
 
     def advice(self) -> Finding:
         """Recommend the given settings if they gain time, else the fastest with fewer particles."""
-        n, k = self.options.num_particles, self.options.num_steps
-        if self.times_ar(n, k) <= 1:
-            particles = [count for count in DEFAULT_PARTICLES if count <= n] or [n]
-            best, _ = self.scenario.best(1, particles)
-            n, k = best.num_particles, best.num_steps
-        if self.times_ar(n, k) <= 1:
+        best = self.given()
+        if best.times_ar <= 1:
+            most = best.num_particles
+            particles = [count for count in DEFAULT_PARTICLES if count <= most] or [most]
+            best, _ = best.scenario.best(1, particles)
+        if best.times_ar <= 1:
             do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
             found = f"no N and K are faster than plain decoding on {self.device.name}"
             return warning("advice", found, do)
         lag = self.lag()
-        settings = {"num_particles": n, "num_steps": k, **({"max_lag": lag} if lag else {})}
+        settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
+        settings |= {"max_lag": lag} if lag else {}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
         flags += [] if lag else [f"{flag_of('mode')} auto"]
         return ok("advice", " ".join(flags), **settings)

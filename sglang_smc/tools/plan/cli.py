@@ -9,11 +9,10 @@ from pathlib import Path
 
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.commands import main_of, natural, number, positive, several
-from sglang_smc.tools.plan import compare, proposals, report
-from sglang_smc.tools.plan.compare import Comparison
+from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.proposals import BESIDE, DEFAULT_STEPS, NGRAM, Draft
-from sglang_smc.tools.plan.report import Report
+from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
 from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape, from_config
 
@@ -34,13 +33,13 @@ def _printed(arguments: argparse.Namespace) -> str:
     target = from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
-    found = (proposals.from_config(source, weight_bytes) for source in arguments.draft)
-    drafts = {name: one.on_devices(arguments.tp) for name, one in zip(names, found, strict=True)}
-    if arguments.tokens_per_pass is None:
-        module, shown = report, _report(arguments, target, drafts)
-    else:
-        module, shown = compare, _comparison(arguments, target, drafts)
-    return json.dumps(module.as_dict(shown), indent=2) if arguments.json else module.as_text(shown)
+    drafts = {
+        name: proposals.from_config(source, weight_bytes).on_devices(arguments.tp)
+        for name, source in zip(names, arguments.draft, strict=True)
+    }
+    make = _plan if arguments.tokens_per_pass is None else _comparison
+    found = make(arguments, target, drafts)
+    return json.dumps(found.as_dict(), indent=2) if arguments.json else found.as_text()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _report(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> Report:
+def _plan(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> Plan:
     """Return the plan; raise ValueError for inconsistent arguments."""
     for name in ("draft", "device", "batch"):
         if (count := len(getattr(arguments, name))) > 1:
@@ -112,33 +111,36 @@ def _report(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -
     scenario = _scenario(arguments, target, draft, device)
     particles, least = arguments.particles, arguments.min_particles
     best, grid = scenario.best(batch, particles, steps, min_particles=least, kept=kept)
-    sd = [scenario.sd(batch, k, acceptance) for k in steps]
-    names = _short(arguments.target), name
-    plan = Report(*names, scenario, batch, acceptance, kept, sd, grid, best)
+    settings = [scenario.ar(batch), *(scenario.sd(batch, k, acceptance) for k in steps), *grid]
+    plan = Plan(_short(arguments.target), name, acceptance, settings, best)
     if arguments.plot:
         _plot(plan, arguments.plot)
     return plan
 
 
 def _comparison(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> Comparison:
-    """Return the comparison; raise ValueError for inconsistent arguments."""
+    """Return a round for each device, batch, N, K and draft, whose own K are the default.
+
+    Raises ValueError for inconsistent arguments.
+    """
     for name in ("kept", "acceptance", "plot"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} is of a plan, and --tokens-per-pass of none; give one.")
     particles = [count for count in arguments.particles if count >= arguments.min_particles]
     if not particles:
         raise ValueError(f"No number of particles is {arguments.min_particles} or more.")
-    devices = _devices(arguments, target, drafts)
-    return compare.compare(
-        _short(arguments.target),
-        drafts,
-        _scenario(arguments, target, next(iter(drafts.values())), devices[0]),
-        arguments.tokens_per_pass,
-        devices,
-        arguments.batch,
-        particles,
-        arguments.steps,
+    sizes = sorted(
+        ((k, name) for name, one in drafts.items() for k in arguments.steps or one.default_steps),
+        key=lambda size: size[0],
     )
+    rows = [
+        (name, _scenario(arguments, target, drafts[name], device).smc(batch, n, k))
+        for device in _devices(arguments, target, drafts)
+        for batch in arguments.batch
+        for n in particles
+        for k, name in sizes
+    ]
+    return Comparison(_short(arguments.target), drafts, arguments.tokens_per_pass, rows)
 
 
 def _scenario(
@@ -168,11 +170,11 @@ def _short(source: str) -> str:
     return path.parent.name if path.name == "config.json" else path.name
 
 
-def _plot(plan: Report, path: Path) -> None:
+def _plot(plan: Plan, path: Path) -> None:
     if not path.resolve().parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {path.resolve().parent}.")
     try:
-        from sglang_smc.tools.plan.plot import plot_report
+        from sglang_smc.tools.plan.plot import plot_plan
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'sglang-smc[plot]'.") from error
-    plot_report(plan, path)
+    plot_plan(plan, path)

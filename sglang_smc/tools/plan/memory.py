@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_smc.kv.report import Sizes, Table
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.plan.proposals import Draft, Proposal
+from sglang_smc.tools.plan.proposals import Draft
 from sglang_smc.tools.plan.shapes import ModelShape
 
 #: Approximations of SGLang's values, which depend on the device: the default of
@@ -26,47 +26,42 @@ def reserved_bytes(capacity: float) -> int:
     return next(mib for most, mib in RESERVED if capacity < most << 20) << 20
 
 
-def kv_slots(target: ModelShape, draft: Proposal, num_bytes: float) -> int:
-    """Return the KV slots, for target and draft together, that fit beside their weights."""
+def state_bytes(target: ModelShape, draft: Draft, config: SMCConfig) -> float:
+    """Return the bytes of a request's hidden and recurrent states.
+
+    Of recurrent states these are SGLang's own, and the particles' or the columns'.
+    """
+    n, k = config.num_particles, config.num_steps
+    recurrent = target.states.bytes if target.states else 0
+    return draft.state_bytes(n, k) + (1 + max(n, k + 1)) * recurrent
+
+
+def kv_slots(
+    target: ModelShape, draft: Draft, num_bytes: float, config: SMCConfig, num_requests: int
+) -> int:
+    """Return the KV slots, for both models together, that fit beside weights and states."""
     left = num_bytes - target.resident_bytes - draft.resident_bytes
+    left -= num_requests * state_bytes(target, draft, config)
     return int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
 
 
-def state_bytes(target: ModelShape, config: SMCConfig, most_running: int) -> int:
-    """Return the bytes of recurrent states: SGLang's own, and the particles' or columns'."""
-    if target.states is None:
-        return 0
-    of_request = 1 + max(config.num_particles, config.num_steps + 1)
-    return most_running * of_request * target.states.bytes
-
-
 def memory_table(
-    target: ModelShape,
-    draft: Proposal,
-    capacity: float,
-    config: SMCConfig,
-    *,
-    most_running: int = MOST_RUNNING,
-    context_length: int = CONTEXT_LENGTH,
-    static_fraction: float = STATIC_FRACTION,
+    target: ModelShape, draft: Draft, capacity: float, config: SMCConfig
 ) -> Table | None:
     """Return the memory for requests and their use of it, or None if no memory is left.
 
     The same table that a server logs at its start, from arithmetic alone.
     """
-    slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
-    draft = Draft.of(draft)
-    hidden = most_running * draft.state_bytes(config.num_particles, config.num_steps)
-    aside = ASIDE_BYTES + state_bytes(target, config, most_running) + hidden
-    num_slots = kv_slots(target, draft, capacity * static_fraction - aside)
+    num_bytes = capacity * STATIC_FRACTION - ASIDE_BYTES
+    num_slots = kv_slots(target, draft, num_bytes, config, MOST_RUNNING)
     if num_slots < 1:
         return None
     sizes = Sizes(
         num_slots=num_slots,
-        slot_bytes=int(slot),
+        slot_bytes=int(target.kv_bytes_per_token + draft.kv_bytes_per_token),
         target_slot_bytes=int(target.kv_bytes_per_token),
         draft_weight_bytes=int(draft.resident_bytes),
-        most_running=most_running,
-        context_length=context_length,
+        most_running=MOST_RUNNING,
+        context_length=CONTEXT_LENGTH,
     )
     return Table.of(config, sizes)

@@ -37,10 +37,6 @@ class Draft:
     num_states: int = 0  # layers of the target whose concatenated hidden states ``fc`` reads
     block_size: int | None = None  # columns of a DFlash block, the last token's among them
 
-    @classmethod
-    def of(cls, draft: Proposal) -> Draft:
-        return draft if isinstance(draft, Draft) else cls(MODEL, draft)
-
     @property
     def is_head(self) -> bool:
         return self.kind in (EAGLE3, DFLASH)
@@ -124,8 +120,8 @@ class Draft:
                 f"columns, the last token's among them. Take at most {self.max_steps} steps."
             )
 
-    def passes(self, target: ModelShape, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
-        """Return a round's passes except the target's: ``draft`` before it, ``follow`` after it.
+    def passes(self, target: ModelShape, rows: Rows, num_steps: int) -> tuple[list[Pass], ...]:
+        """Return a round's passes before the target's, ``draft``, and those after it, ``follow``.
 
         Raises ValueError if the draft does not fit the target, or cannot draft K tokens.
         """
@@ -134,9 +130,9 @@ class Draft:
             return self._of_eagle3(rows, num_steps)
         if self.kind == DFLASH:
             return self._of_dflash(target, rows, num_steps)
-        return self._of_model(rows, num_steps) if self.layers.num_layers else ()
+        return (self._of_model(rows, num_steps) if self.layers.num_layers else []), []
 
-    def _of_model(self, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+    def _of_model(self, rows: Rows, num_steps: int) -> list[Pass]:
         """Return one pass per step; the first reads two tokens.
 
         They are the last round's last draft token, not yet in the draft model's KV, and the bonus
@@ -146,9 +142,9 @@ class Draft:
         for num_tokens in (2, *[1] * (num_steps - 1)):
             found.append(forward("draft", self.layers, rows, num_tokens, 1))
             rows = rows._replace(tail=rows.tail + num_tokens)
-        return tuple(found)
+        return found
 
-    def _of_eagle3(self, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+    def _of_eagle3(self, rows: Rows, num_steps: int) -> tuple[list[Pass], list[Pass]]:
         """Return a pass over N rows for each of K drafts, and one over N (K + 1) target columns.
 
         The first draft reads ``fc``'s output for the last column, later ones the head's own
@@ -163,9 +159,12 @@ class Draft:
         columns = rows.count * (num_steps + 1)
         follow = forward("follow", self.layers, rows, num_steps + 1, 0)
         follow = follow.with_weights(*entry, columns)
-        return (*found, follow.with_weights(self.fc_parameters, self.layers.head_bytes, columns))
+        fc = self.fc_parameters, self.layers.head_bytes
+        return found, [follow.with_weights(*fc, columns)]
 
-    def _of_dflash(self, target: ModelShape, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+    def _of_dflash(
+        self, target: ModelShape, rows: Rows, num_steps: int
+    ) -> tuple[list[Pass], list[Pass]]:
         """Return a pass over the last token and K masks, and one over the target's columns.
 
         The first has N K rows of logits by the target's LM head; attention is bidirectional within
@@ -183,11 +182,7 @@ class Draft:
         written = columns * self.kv_bytes_per_token
         follow = Pass("follow", weights=0.0, kv=written, logits=0.0, flops=0.0, layers=1)
         follow = follow.with_weights(self.fc_parameters, one.head_bytes, columns)
-        return draft, follow.with_weights(keys_and_values, one.weight_bytes, columns)
-
-
-Proposal = ModelShape | Draft
-"""The type of the draft in `roofline.smc_round` and its callers."""
+        return [draft], [follow.with_weights(keys_and_values, one.weight_bytes, columns)]
 
 
 def _read_eagle3(config: Config) -> Draft:

@@ -1,4 +1,4 @@
-"""Format a plan: the models, a table, the best setting, and omissions of the bound."""
+"""Format a plan for one draft, or a comparison of several, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -24,61 +24,38 @@ QUALITY = (
     "fewer particles and longer blocks are the faster ones. Choose for the quality first "
     "(--min-particles, --steps, --kept)."
 )
-TEXTS = frozenset(("setting", "bound by"))
+PARTS = (
+    "A round's time is the draft's, the target's, and the rest: what a head does with the target's "
+    "columns. Layers run one after another, each with launches that no bound counts: the more of "
+    "them, the farther a round is from its bound. AR is plain decoding of the same batch."
+)
+TEXTS = frozenset(("setting", "bound by", "device", "draft"))
 
 
-class Report(NamedTuple):
-    """All that the table, the JSON and the plot show."""
+class Plan(NamedTuple):
+    """Plain decoding, speculative decoding and SMC with one draft, at one batch."""
 
     target: str
     draft: str
-    scenario: Scenario
-    batch: int
     acceptance: float
-    kept: Mapping[int, float]
-    sd: list[Estimate]
-    smc: list[Estimate]
-    best: Estimate  # of ``smc``
-
-    @property
-    def drafted(self) -> Draft:
-        return Draft.of(self.scenario.draft)
-
-    @property
-    def ar(self) -> Estimate:
-        return self.scenario.ar(self.batch)
-
-    @property
-    def estimates(self) -> list[Estimate]:
-        return [self.ar, *self.sd, *self.smc]
-
-    def at(self, estimate: Estimate, batch: int) -> Estimate:
-        """Return the estimate at another batch, all else equal."""
-        n, k = estimate.num_particles, estimate.num_steps
-        if estimate.method == "AR":
-            return self.scenario.ar(batch)
-        if estimate.method == "SD":
-            return self.scenario.sd(batch, k, self.acceptance)
-        return self.scenario.smc(batch, n, k, self.kept.get(k))
-
-    def plain_wins_from(self, estimate: Estimate) -> int | None:
-        """Return the smallest batch at which AR is as fast; None for AR itself."""
-        if estimate.method == "AR":
-            return None
-        return self.scenario.plain_wins_from(lambda batch: self.at(estimate, batch))
-
-    def times_ar(self, estimate: Estimate) -> float:
-        return estimate.tokens_per_second / self.ar.tokens_per_second
+    settings: list[Estimate]
+    best: Estimate  # of SMC
 
     @property
     def memory(self) -> float:
         """Return the bytes of weights, KV and hidden states with the most particles in the grid."""
-        particles = max(estimate.num_particles for estimate in self.smc)
-        steps = max(estimate.num_steps for estimate in self.smc)
-        tokens = self.batch * (self.scenario.context + particles * self.scenario.tail)
-        models = (self.scenario.target, self.drafted)
+        one, batch = self.best.scenario, self.best.batch
+        particles = max(each.num_particles for each in self.settings)
+        steps = max(each.num_steps for each in self.settings if each.method == "SMC")
+        tokens = batch * (one.context + particles * one.tail)
+        models = (one.target, one.draft)
         kept = [model.resident_bytes + tokens * model.kv_bytes_per_token for model in models]
-        return sum(kept) + self.batch * self.drafted.state_bytes(particles, steps)
+        return sum(kept) + batch * one.draft.state_bytes(particles, steps)
+
+    @property
+    def fits(self) -> bool:
+        capacity = self.best.scenario.device.capacity
+        return capacity is None or self.memory <= capacity
 
     @property
     def table(self) -> Table | None:
@@ -86,145 +63,195 @@ class Report(NamedTuple):
 
         None if the device's capacity is unknown, or no memory is left.
         """
-        capacity = self.scenario.device.capacity
-        if capacity is None:
+        one, best = self.best.scenario, self.best
+        if one.device.capacity is None:
             return None
-        config = SMCConfig(num_particles=self.best.num_particles, num_steps=self.best.num_steps)
-        return memory_table(self.scenario.target, self.drafted, capacity, config)
+        config = SMCConfig(num_particles=best.num_particles, num_steps=best.num_steps)
+        return memory_table(one.target, one.draft, one.device.capacity, config)
 
-    @property
-    def fits(self) -> bool:
-        capacity = self.scenario.device.capacity
-        return capacity is None or self.memory <= capacity
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan for ``--json``, in bytes, operations and seconds."""
+        scenario, best, found = self.best.scenario, self.best, self.table
+        draft = {"proposal": scenario.draft.kind, **_sizes(scenario.draft)}
+        return {
+            "target": {"name": self.target, **_sizes(scenario.target)},
+            "draft": {"name": self.draft, **draft},
+            "device": scenario.device._asdict(),
+            "batch": best.batch,
+            **_lengths(scenario),
+            "acceptance": self.acceptance,
+            "memory_bytes": self.memory,
+            "fits": self.fits,
+            "memory": None if found is None else found.as_dict(),
+            "largest_batch": LARGEST_BATCH,
+            "settings": [_setting(one) for one in self.settings],
+            "best": {"num_particles": best.num_particles, "num_steps": best.num_steps},
+            "notes": [LEFT_OUT, QUALITY],
+        }
+
+    def as_text(self) -> str:
+        scenario, best = self.best.scenario, self.best
+        device, target = scenario.device, scenario.target
+        # At two operations per weight.
+        rows = device.ridge * target.streamed_bytes / target.flops_per_token(0)
+        wins = best.plain_wins_from
+        crossing = f"From batch {wins} on AR is as fast."
+        if wins is None:
+            crossing = f"AR never catches up, up to batch {LARGEST_BATCH}."
+        draft, verify, rest = (f"{seconds * 1e3:.3g} ms" for seconds in best.parts)
+        sizes = best.num_particles, best.num_steps
+        lines = [
+            f"target  {self.target}: {_model_line(target)}",
+            f"draft   {_draft_line(self.draft, scenario.draft, *sizes)}",
+            f"device  {device.name}: {si(device.bandwidth)}B/s, {si(device.flops)}FLOP/s",
+            f"load    batch {best.batch}, {_length_line(scenario)}; SD accepts a draft at "
+            f"{self.acceptance:g}",
+            "",
+            *table([self._cells(one) for one in self.settings], TEXTS),
+            "",
+            f"Best: {best.label}, at most {best.tokens_per_second:,.0f} tokens/s, "
+            f"{best.times_ar:.2f} times AR. {crossing}",
+            f"Of its round the draft takes {draft}, the target {verify}, and the rest, what a head "
+            f"does with the target's columns, {rest}; {best.round.layers} layers run one after "
+            "another.",
+            f"A pass of the target is bound by memory up to about {rows:.0f} token rows: requests "
+            "x N x (K + 1).",
+            QUALITY,
+            LEFT_OUT,
+        ]
+        if (found := self.table) is not None:
+            lines += [
+                "",
+                f"Memory for requests with {best.label}, if weights and KV get "
+                f"{STATIC_FRACTION:.0%} of all (--mem-fraction-static), less 1.5 GB:",
+                *(f"  {line}" for line in found.lines()),
+                *([found.advice] if found.advice else []),
+            ]
+        if not self.fits:
+            lines.append(
+                f"It does not fit: weights and KV take {si(self.memory)}B, {device.name} has "
+                f"{si(device.capacity or 0.0)}B. See --tp, --dtype, --batch."
+            )
+        return "\n".join(lines)
+
+    def _cells(self, one: Estimate) -> dict[str, str]:
+        never = "" if one.method == "AR" else "never"
+        return {
+            "setting": one.label + (" *" if one is self.best else ""),
+            "tokens a round": f"{one.tokens:.2f}",
+            "ms a round": f"{one.seconds * 1e3:.3g}",
+            "moved": si(one.round.bytes) + "B",
+            "computed": si(one.round.flops) + "FLOP",
+            "bound by": one.round.bound(one.scenario.device),
+            "tokens/s": f"{one.tokens_per_second:,.0f}",
+            "x AR": f"{one.times_ar:.2f}",
+            "AR wins from batch": str(one.plain_wins_from or never),
+        }
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """Return the report for ``--json``, in bytes, operations and seconds."""
-    scenario, best, found = report.scenario, report.best, report.table
-    proposal = {"proposal": report.drafted.kind, **sizes(report.drafted)}
-    return {
-        "target": {"name": report.target, **sizes(scenario.target)},
-        "draft": {"name": report.draft, **proposal},
-        "device": scenario.device._asdict(),
-        "batch": report.batch,
-        **lengths(scenario),
-        "acceptance": report.acceptance,
-        "memory_bytes": report.memory,
-        "fits": report.fits,
-        "memory": None if found is None else found.as_dict(),
-        "largest_batch": LARGEST_BATCH,
-        "settings": [_setting(report, one) for one in report.estimates],
-        "best": {"num_particles": best.num_particles, "num_steps": best.num_steps},
-        "notes": [LEFT_OUT, QUALITY],
-    }
-
-
-def sizes(shape: ModelShape | Draft) -> dict[str, Any]:
-    """Return the sizes of a target or a draft, in bytes."""
-    names = ("num_parameters", "weight_bytes", "streamed_bytes", "kv_bytes_per_token")
-    return {name: getattr(shape, name) for name in names}
-
-
-def lengths(scenario: Scenario) -> dict[str, Any]:
-    return {name: getattr(scenario, name) for name in ("context", "tail", "shared_prefix")}
-
-
-def _setting(report: Report, one: Estimate) -> dict[str, Any]:
+def _setting(one: Estimate) -> dict[str, Any]:
+    device = one.scenario.device
     return {
         "method": one.method,
         "num_particles": one.num_particles,
         "num_steps": one.num_steps,
         "tokens_per_round": one.tokens,
         "seconds": one.seconds,
-        "seconds_by_pass": one.round.seconds_by_pass(one.device),
+        "seconds_by_pass": one.round.seconds_by_pass(device),
         "layers": one.round.layers,
         "bytes": one.round.bytes,
         "traffic": one.round.traffic,
         "flops": one.round.flops,
-        "bound": one.bound,
+        "bound": one.round.bound(device),
         "tokens_per_second": one.tokens_per_second,
-        "speedup": report.times_ar(one),
-        "plain_wins_from": report.plain_wins_from(one),
+        "speedup": one.times_ar,
+        "plain_wins_from": one.plain_wins_from,
     }
 
 
-def as_text(report: Report) -> str:
-    scenario, best = report.scenario, report.best
-    device, target = scenario.device, scenario.target
-    # At two operations per weight.
-    rows = device.ridge * target.streamed_bytes / target.flops_per_token(0)
-    cells = [_cells(report, estimate) for estimate in report.estimates]
-    lines = [
-        f"target  {report.target}: {model_line(target)}",
-        f"draft   {draft_line(report.draft, report.drafted, best.num_particles, best.num_steps)}",
-        f"device  {device.name}: {si(device.bandwidth)}B/s, {si(device.flops)}FLOP/s",
-        f"load    batch {report.batch}, {length_line(scenario)}; SD accepts a draft at "
-        f"{report.acceptance:g}",
-        "",
-        *table(cells, TEXTS),
-        "",
-        f"Best: {best.label}, at most {best.tokens_per_second:,.0f} tokens/s, "
-        f"{report.times_ar(best):.2f} times AR. {_crossing(report)}",
-        _of_round(best),
-        f"A pass of the target is bound by memory up to about {rows:.0f} token rows: requests x N "
-        "x (K + 1).",
-        QUALITY,
-        LEFT_OUT,
-        *_memory_lines(report),
-    ]
-    return "\n".join(lines)
+class Comparison(NamedTuple):
+    """Rounds of several drafts, and their speed at measured tokens per pass."""
 
+    target: str
+    drafts: Mapping[str, Draft]
+    tokens: tuple[float, ...]  # per pass of the target
+    rows: list[tuple[str, Estimate]]  # a draft's name, and a round of it
 
-def _cells(report: Report, one: Estimate) -> dict[str, str]:
-    wins = report.plain_wins_from(one)
-    never = "" if one.method == "AR" else "never"
-    return {
-        "setting": one.label + (" *" if one is report.best else ""),
-        "tokens a round": f"{one.tokens:.2f}",
-        "ms a round": f"{one.seconds * 1e3:.3g}",
-        "moved": si(one.round.bytes) + "B",
-        "computed": si(one.round.flops) + "FLOP",
-        "bound by": one.bound,
-        "tokens/s": f"{one.tokens_per_second:,.0f}",
-        "x AR": f"{report.times_ar(one):.2f}",
-        "AR wins from batch": never if wins is None else str(wins),
-    }
+    def as_dict(self) -> dict[str, Any]:
+        """Return the comparison for ``--json``, in bytes and seconds."""
+        load = self.rows[0][1].scenario
+        return {
+            "target": {"name": self.target, **_sizes(load.target)},
+            "drafts": [{"name": name, **_sizes(draft)} for name, draft in self.drafts.items()],
+            **_lengths(load),
+            "rows": [self._row(*row) for row in self.rows],
+            "notes": [PARTS, LEFT_OUT],
+        }
 
+    def _row(self, draft: str, one: Estimate) -> dict[str, Any]:
+        names = ("draft_seconds", "target_seconds", "rest_seconds")
+        return {
+            "device": one.scenario.device.name,
+            "num_particles": one.num_particles,
+            "draft": draft,
+            **dict(zip(names, one.parts, strict=True)),
+            "seconds": one.seconds,
+            "layers": one.round.layers,
+            "batch": one.batch,
+            "num_steps": one.num_steps,
+            "tokens_per_second": {
+                f"{each:g}": one.measured(each).tokens_per_second for each in self.tokens
+            },
+            "ar_tokens_per_second": one.scenario.ar(one.batch).tokens_per_second,
+        }
 
-def _crossing(report: Report) -> str:
-    batch = report.plain_wins_from(report.best)
-    if batch is None:
-        return f"AR never catches up, up to batch {LARGEST_BATCH}."
-    return f"From batch {batch} on AR is as fast."
-
-
-def _of_round(best: Estimate) -> str:
-    draft, target, rest = (f"{seconds * 1e3:.3g} ms" for seconds in best.parts)
-    return (
-        f"Of its round the draft takes {draft}, the target {target}, and the rest, what a head "
-        f"does with the target's columns, {rest}; {best.round.layers} layers run one after another."
-    )
-
-
-def _memory_lines(report: Report) -> list[str]:
-    found, device, lines = report.table, report.scenario.device, []
-    if found is not None:
-        lines = [
-            "",
-            f"Memory for requests with {report.best.label}, if weights and KV get "
-            f"{STATIC_FRACTION:.0%} of all (--mem-fraction-static), less 1.5 GB:",
-            *(f"  {line}" for line in found.lines()),
-            *([found.advice] if found.advice else []),
-        ]
-    if not report.fits:
-        lines.append(
-            f"It does not fit: weights and KV take {si(report.memory)}B, {device.name} has "
-            f"{si(device.capacity or 0.0)}B. See --tp, --dtype, --batch."
+    def as_text(self) -> str:
+        load = self.rows[0][1].scenario
+        sizes = [(one.num_particles, one.num_steps) for _, one in self.rows]
+        largest = max(sizes, key=lambda size: size[0] * (size[1] + 1))
+        return "\n".join(
+            [
+                f"target  {self.target}: {_model_line(load.target)}",
+                *(f"draft   {_draft_line(*one, *largest)}" for one in self.drafts.items()),
+                f"load    {_length_line(load)}",
+                "",
+                *table([self._cells(self._row(*row)) for row in self.rows], TEXTS),
+                "",
+                PARTS,
+                LEFT_OUT,
+            ]
         )
-    return lines
+
+    def _cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        times = {"draft ms": "draft_seconds", "target ms": "target_seconds"}
+        times |= {"rest ms": "rest_seconds", "ms a round": "seconds"}
+        speeds = row["tokens_per_second"].items()
+        return {
+            "device": row["device"],
+            "batch": str(row["batch"]),
+            "setting": f"N={row['num_particles']} K={row['num_steps']}",
+            "draft": row["draft"],
+            **{name: f"{1e3 * row[key]:.3g}" for name, key in times.items()},
+            "layers": str(row["layers"]),
+            "AR tokens/s": f"{row['ar_tokens_per_second']:,.0f}",
+            **{f"tokens/s at {tokens}": f"{speed:,.0f}" for tokens, speed in speeds},
+        }
 
 
-def length_line(scenario: Scenario) -> str:
+# --- Sizes
+
+
+def _sizes(shape: ModelShape | Draft) -> dict[str, Any]:
+    """Return the sizes of a target or a draft, in bytes."""
+    names = ("num_parameters", "weight_bytes", "streamed_bytes", "kv_bytes_per_token")
+    return {name: getattr(shape, name) for name in names}
+
+
+def _lengths(scenario: Scenario) -> dict[str, Any]:
+    return {name: getattr(scenario, name) for name in ("context", "tail", "shared_prefix")}
+
+
+def _length_line(scenario: Scenario) -> str:
     shared = "read once a request" if scenario.shared_prefix else "read by each particle"
     return (
         f"{scenario.context:g} tokens of context ({shared}) and {scenario.tail:g} of each "
@@ -232,21 +259,21 @@ def length_line(scenario: Scenario) -> str:
     )
 
 
-def model_line(shape: ModelShape | Draft) -> str:
+def _model_line(shape: ModelShape | Draft) -> str:
     return (
         f"{si(shape.num_parameters)} parameters, {si(shape.streamed_bytes)}B read a pass, "
         f"{si(shape.kv_bytes_per_token)}B of KV a token"
     )
 
 
-def draft_line(name: str, draft: Draft, num_particles: int, num_steps: int) -> str:
+def _draft_line(name: str, draft: Draft, num_particles: int, num_steps: int) -> str:
     """Return the draft's kind, ``name`` and sizes, and its hidden states in a round of N and K."""
     line = f"{name} ({draft.kind}): "
     if draft.kind == NGRAM:
         line += "matches, found on the host in microseconds, which are left out; "
     if draft.weight_bytes is None:
         return line + "in modes that verify: exact, mixed and auto"
-    line += model_line(draft)
+    line += _model_line(draft)
     if draft.kind == DFLASH:
         line += "; a pass reads the target's LM head, too"
     if draft.is_head:

@@ -8,12 +8,13 @@ results are bounds, not predictions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.passes import Round, Rows, forward
-from sglang_smc.tools.plan.proposals import Draft, Proposal
+from sglang_smc.tools.plan.proposals import Draft
 from sglang_smc.tools.plan.shapes import ModelShape
 
 DEFAULT_PARTICLES = (4, 8, 16)
@@ -28,16 +29,9 @@ def ar_step(target: ModelShape, batch: int, context: float) -> Round:
     return Round((forward("decode", target, rows, 1, 1),))
 
 
-def sd_round(
-    target: ModelShape, draft: Proposal, batch: int, num_steps: int, context: float
-) -> Round:
-    """Return a round of speculative decoding with one chain: an SMC round of one particle."""
-    return smc_round(target, draft, batch, 1, num_steps, context)
-
-
 def smc_round(
     target: ModelShape,
-    draft: Proposal,
+    draft: Draft,
     batch: int,
     num_particles: int,
     num_steps: int,
@@ -48,16 +42,14 @@ def smc_round(
     """Return the draft's passes over all particles, and a target pass over K + 1 tokens of each.
 
     ``context`` tokens are common to a request's particles, ``tail`` are each particle's own when
-    the round starts.
+    the round starts. With one particle it is a round of speculative decoding with one chain.
 
     Raises ValueError for sizes below 1, and for a draft that does not fit.
     """
     _require_positive(batch=batch, num_particles=num_particles, num_steps=num_steps)
     rows = Rows(batch, num_particles, context, tail, shared_prefix)
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
-    beside = Draft.of(draft).passes(target, rows, num_steps)
-    before = [one for one in beside if one.name == "draft"]
-    after = [one for one in beside if one.name == "follow"]
+    before, after = draft.passes(target, rows, num_steps)
     return Round((*before, verify, *after))
 
 
@@ -67,47 +59,37 @@ def _require_positive(**values: int) -> None:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
 
 
-def sd_tokens(acceptance: float, num_steps: int) -> float:
-    """Return the tokens per round of speculative decoding at this probability of acceptance.
+@dataclass(frozen=True)
+class Estimate:
+    """An upper bound of one setting's speed."""
 
-    1 + a + ... + a^K: the drafts before the first rejected one, and one of the target's own
-    (Leviathan et al., arXiv 2211.17192, equation 1).
-    """
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance is {acceptance}; it must lie within 0 and 1.")
-    return sum(acceptance**accepted for accepted in range(num_steps + 1))
-
-
-def smc_tokens(num_steps: int, kept: float | None = None) -> float:
-    """Return the tokens per SMC round: the bonus and ``kept`` drafts on average, K by default.
-
-    Keeping all K is the paper's rule; cutting blocks at low evidence keeps fewer.
-    """
-    kept = num_steps if kept is None else kept
-    if not 0 <= kept <= num_steps:
-        raise ValueError(f"kept is {kept}; it must lie within 0 and the {num_steps} steps.")
-    return kept + 1
-
-
-class Estimate(NamedTuple):
-    """An upper bound of one setting's speed on a device."""
-
+    scenario: Scenario
     method: str  # AR, SD or SMC
     num_particles: int
     num_steps: int
     batch: int
     tokens: float  # per request and round
-    round: Round
-    device: Device
 
-    @property
+    @cached_property
+    def round(self) -> Round:
+        one = self.scenario
+        if self.method == "SMC":
+            texts = one.context, one.tail, one.shared_prefix
+        else:
+            texts = (one.context + one.tail,)
+        if self.method == "AR":
+            return ar_step(one.target, self.batch, *texts)
+        sizes = self.batch, self.num_particles, self.num_steps
+        return smc_round(one.target, one.draft, *sizes, *texts)
+
+    @cached_property
     def seconds(self) -> float:
-        return self.round.seconds(self.device)
+        return self.round.seconds(self.scenario.device)
 
     @property
     def parts(self) -> tuple[float, float, float]:
         """Return the seconds of the draft, the target, and a head's pass over its columns."""
-        found = self.round.seconds_by_pass(self.device)
+        found = self.round.seconds_by_pass(self.scenario.device)
         return found.get("draft", 0.0), found["verify"], found.get("follow", 0.0)
 
     @property
@@ -116,15 +98,29 @@ class Estimate(NamedTuple):
         return self.batch * self.tokens / self.seconds
 
     @property
-    def bound(self) -> str:
-        return self.round.bound(self.device)
-
-    @property
     def label(self) -> str:
         if self.method == "AR":
             return self.method
         particles = f" N={self.num_particles}" if self.method == "SMC" else ""
         return f"{self.method}{particles} K={self.num_steps}"
+
+    @cached_property
+    def times_ar(self) -> float:
+        """Return the speed relative to plain decoding of the same batch."""
+        return self.tokens_per_second / self.scenario.ar(self.batch).tokens_per_second
+
+    @cached_property
+    def plain_wins_from(self) -> int | None:
+        """Return the smallest batch at which plain decoding is at least as fast.
+
+        None if there is none up to `LARGEST_BATCH`, and for plain decoding itself.
+        """
+        batches = range(1, LARGEST_BATCH + 1) if self.method != "AR" else ()
+        return next((batch for batch in batches if self.at(batch).times_ar <= 1), None)
+
+    def at(self, batch: int) -> Estimate:
+        """Return the estimate at another batch, all else equal."""
+        return replace(self, batch=batch)
 
     def measured(self, tokens: float) -> Estimate:
         """Return the estimate at the mean number of tokens that a request commits in a round."""
@@ -133,43 +129,47 @@ class Estimate(NamedTuple):
                 f"tokens per pass are {tokens:g}; {self.num_steps} steps yield 1 to "
                 f"{self.num_steps + 1}."
             )
-        return self._replace(tokens=tokens)
+        return replace(self, tokens=tokens)
 
 
-class Scenario(NamedTuple):
-    """A target and its draft on a device, and the length of their requests."""
+@dataclass(frozen=True)
+class Scenario:
+    """A target and its draft on a device, and the length of their requests.
+
+    The device should compute at `proposals.lowest_precision`.
+    """
 
     target: ModelShape
-    draft: Proposal
+    draft: Draft
     device: Device
     context: float
     tail: float = 0.0
     shared_prefix: bool = True
 
     def ar(self, batch: int) -> Estimate:
-        step = ar_step(self.target, batch, self.context + self.tail)
-        return Estimate("AR", 1, 0, batch, 1.0, step, self.device)
+        """Return plain decoding."""
+        return Estimate(self, "AR", 1, 0, batch, 1.0)
 
     def sd(self, batch: int, num_steps: int, acceptance: float) -> Estimate:
-        context = self.context + self.tail
-        one = sd_round(self.target, self.draft, batch, num_steps, context)
-        tokens = sd_tokens(acceptance, num_steps)
-        return Estimate("SD", 1, num_steps, batch, tokens, one, self.device)
+        """Return speculative decoding with this probability that a draft is accepted.
+
+        A round has 1 + a + ... + a^K tokens: the drafts before the first rejected one, and one of
+        the target's own (Leviathan et al., arXiv 2211.17192, equation 1).
+        """
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance is {acceptance}; it must lie within 0 and 1.")
+        tokens = sum(acceptance**accepted for accepted in range(num_steps + 1))
+        return Estimate(self, "SD", 1, num_steps, batch, tokens)
 
     def smc(self, batch: int, n: int, k: int, kept: float | None = None) -> Estimate:
-        lengths = self.context, self.tail, self.shared_prefix
-        one = smc_round(self.target, self.draft, batch, n, k, *lengths)
-        return Estimate("SMC", n, k, batch, smc_tokens(k, kept), one, self.device)
+        """Return SMC; a round has the bonus token and ``kept`` drafts on average, K by default.
 
-    def plain_wins_from(self, at: Callable[[int], Estimate]) -> int | None:
-        """Return the smallest batch at which plain decoding is at least as fast as ``at(batch)``.
-
-        None if there is none up to `LARGEST_BATCH`.
+        Keeping all K is the paper's rule; cutting blocks at low evidence keeps fewer.
         """
-        for batch in range(1, LARGEST_BATCH + 1):
-            if self.ar(batch).tokens_per_second >= at(batch).tokens_per_second:
-                return batch
-        return None
+        kept = k if kept is None else kept
+        if not 0 <= kept <= k:
+            raise ValueError(f"kept is {kept}; it must lie within 0 and the {k} steps.")
+        return Estimate(self, "SMC", n, k, batch, kept + 1)
 
     def best(
         self,
@@ -186,29 +186,9 @@ class Scenario(NamedTuple):
         smallest N that the quality allows. ``kept`` holds the mean number of kept drafts by K; all
         K without it. ``steps`` defaults to the draft's own.
         """
-        steps = Draft.of(self.draft).default_steps if steps is None else steps
+        steps = self.draft.default_steps if steps is None else steps
         allowed = [n for n in particles if n >= min_particles]
         if not allowed:
             raise ValueError(f"No number of particles is {min_particles} or more.")
         grid = [self.smc(batch, n, k, (kept or {}).get(k)) for k in steps for n in allowed]
         return max(grid, key=lambda estimate: estimate.tokens_per_second), grid
-
-
-def round_cost(
-    target: ModelShape,
-    draft: Proposal,
-    device: Device,
-    num_particles: int,
-    num_steps: int,
-    *,
-    batch: int = 1,
-    context: float,
-    tail: float = 0.0,
-    shared_prefix: bool = True,
-) -> Estimate:
-    """Return the cost of a round of N particles and K steps; see `Scenario`.
-
-    The device should compute at `proposals.lowest_precision`.
-    """
-    scenario = Scenario(target, draft, device, context, tail, shared_prefix)
-    return scenario.smc(batch, num_particles, num_steps)
