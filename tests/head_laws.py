@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_smc.tools.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import load_head, new_dflash, new_eagle3
 
 EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
 KINDS = (EAGLE3, HOT, DFLASH)
@@ -40,8 +39,7 @@ class Draft:
 
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        load: Callable[..., Any] = load_dflash if kind == DFLASH else load_eagle3
-        self.head = load(folder, target).double().eval()
+        self.head: Any = load_head(folder, target).double().eval()
         self.is_block, self.num_steps = kind == DFLASH, num_steps
 
     def probs(self, text: list[int], anchor: int) -> torch.Tensor:
@@ -55,7 +53,7 @@ class Draft:
         A chain's, given those in the text. The target has read what stands before the anchor.
         """
         states = self.model(texts, output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer + 1] for layer in self.head.shape.layer_ids], -1)
+        features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
         if self.is_block:
             mask = embed(torch.tensor(self.head.mask_token_id))

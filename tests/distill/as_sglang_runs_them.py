@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from sglang_smc.tools.distill.checkpoints import DFLASH, load_dflash, load_eagle3, read_settings
+from sglang_smc.tools.distill.checkpoints import DFLASH, load_head, read_settings
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model
 from sglang_smc.tools.distill.texts import Text, collate
 from sglang_smc.upstream import IS_NEWER
@@ -101,7 +101,7 @@ def loaded(folder: str) -> tuple[Any, list[str]]:
 def eagle3(folder: str, target: str, teacher: Teacher, lesson: Lesson) -> tuple[Found, list[str]]:
     """Logits of `DEPTH` columns: ours, and SGLang's, a pass over the text and one for each more."""
     model, bare = loaded(folder)
-    head, embedded = load_eagle3(folder, target), teacher.embed(lesson.batch.ids)
+    head, embedded = load_head(folder, target), teacher.embed(lesson.batch.ids)
     ours = head(embedded, lesson.features, torch.tensor([[ANCHOR]]), DEPTH)[0, 0]
     hot = model.get_hot_token_id()
     assert head.hot.tolist() == (list(range(24)) if hot is None else hot.tolist())
@@ -126,7 +126,7 @@ def eagle3(folder: str, target: str, teacher: Teacher, lesson: Lesson) -> tuple[
 def dflash(folder: str, target: str, teacher: Teacher, lesson: Lesson) -> tuple[Found, list[str]]:
     """Normed states of a block's masks: ours, and SGLang's."""
     model, bare = loaded(folder)
-    head, embedded = load_dflash(folder, target), teacher.embed(lesson.batch.ids)
+    head, embedded = load_head(folder, target), teacher.embed(lesson.batch.ids)
     mask = teacher.embed(torch.tensor(head.mask_token_id))
     anchors = torch.tensor([[ANCHOR]])
     ours = head(embedded[:, [ANCHOR]], mask, lesson.features, anchors)[0, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from sglang_smc.tools.distill.teacher import Sampling, Teacher, load_model, sample_answers
+from sglang_smc.tools.distill.teacher import Teacher, load_model, sample_answers
 from sglang_smc.tools.distill.texts import Text
 
 CPU = torch.device("cpu")
@@ -34,6 +34,6 @@ def teacher(target: Path) -> Teacher:
 def texts(teacher: Teacher) -> list[Text]:
     """Sixty answers of the target to prompts of 1 to 4 tokens."""
     prompts = [[2 + i % 20] * (1 + i % 4) for i in range(60)]
-    settings = Sampling(1.0, 20, 30, frozenset([1]))
-    rng = torch.Generator().manual_seed(0)
-    return sample_answers(teacher.model, prompts, settings, rng)
+    torch.manual_seed(0)
+    how = {"temperature": 1.0, "max_new_tokens": 20, "batch": 30}
+    return sample_answers(teacher.model, prompts, ends=frozenset([1]), **how)

@@ -6,23 +6,20 @@ EAGLE-3 heads use those of `LlamaForCausalLMEagle3`, DFlash heads those of `DFla
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglang_smc.tools.distill.heads import DFlash, Eagle3, HeadShape
+from sglang_smc.tools.distill.heads import DFlash, Eagle3, flattened
 
-AnyHead = TypeVar("AnyHead", Eagle3, DFlash)
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTS = "model.safetensors"
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 #: Configuration keys of variants that these heads do not implement.
 UNSUPPORTED = {
     EAGLE3: ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias"),
@@ -73,8 +70,7 @@ def new_eagle3(
         "draft_vocab_size": config.vocab_size if hot is None else len(hot),
         "eagle_config": {LAYER_IDS: list(layer_ids)},
     }
-    head = Eagle3(_shape(settings, layer_ids), _rotary(settings, folder), hot)
-    return _written(head, settings, folder, dtype, seed, scale)
+    return _written(Eagle3(settings, layer_ids, hot), folder, dtype, seed, scale)
 
 
 def new_dflash(
@@ -120,89 +116,75 @@ def new_dflash(
         "num_target_layers": config.num_hidden_layers,
         "dflash_config": {"target_layer_ids": list(layer_ids), "mask_token_id": mask},
     }
-    head = DFlash(_shape(settings, layer_ids), _rotary(settings, folder), mask, block_size)
-    return _written(head, settings, folder, dtype, seed, scale)
+    return _written(DFlash(settings, layer_ids), folder, dtype, seed, scale)
 
 
-def load_eagle3(folder: str | Path, target: str | Path) -> Eagle3:
-    """Return an EAGLE-3 head in float32; raise ValueError unless it is one and fits this target."""
-    settings, config = _settings_of(folder, EAGLE3, target)
-    default = [1, config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 4]
-    ids = (settings.get("eagle_config") or {}).get(LAYER_IDS) or default
-    shape = _shape(settings, _layer_ids(ids, config.num_hidden_layers))
-    tensors = _tensors(folder)
-    shifts = tensors.get("d2t")  # [draft vocabulary]: the target's id less the head's own
-    hot = None if shifts is None else shifts.long() + torch.arange(len(shifts))
-    return _filled(Eagle3(shape, _rotary(settings, folder), hot), tensors, folder)
-
-
-def load_dflash(folder: str | Path, target: str | Path) -> DFlash:
-    """Return a DFlash head in float32; raise ValueError unless it is one and fits this target."""
-    settings, config = _settings_of(folder, DFLASH, target)
-    both = {**settings, **(settings.get("dflash_config") or {})}
-    for name in ("target_layer_ids", "mask_token_id", "block_size"):
-        if both.get(name) is None:
-            raise ValueError(f"{folder}: config.json has no {name}, which training has to know.")
-    shape = _shape(settings, _layer_ids(both["target_layer_ids"], config.num_hidden_layers))
-    head = DFlash(shape, _rotary(settings, folder), both["mask_token_id"], both["block_size"])
-    return _filled(head, _tensors(folder), folder)
-
-
-def save_head(
-    head: Eagle3 | DFlash, settings: Mapping[str, Any], folder: str | Path, dtype: torch.dtype
-) -> None:
-    """Write ``head`` with the configuration ``settings``; the head itself keeps its dtype."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: w.detach().to("cpu", dtype).contiguous() for name, w in head.named_parameters()
-    }
-    if isinstance(head, Eagle3) and len(head.hot) < head.shape.vocab_size:
-        hot = head.hot.cpu()
-        drafted = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
-        drafted[hot] = True
-        tensors |= {"d2t": hot - torch.arange(len(hot)), "t2d": drafted}
-    # `save_file` creates a file that only its owner can read.
-    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-    text = json.dumps({**settings, "dtype": _DTYPES[dtype]}, indent=2, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n")
-
-
-def _written(
-    head: Eagle3 | DFlash,
-    settings: dict[str, Any],
-    folder: str | Path,
-    dtype: torch.dtype,
-    seed: int,
-    scale: float,
-) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    for weight in head.parameters():
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5, generator=generator)
-    save_head(head, settings, folder, dtype)
-    return Path(folder)
-
-
-def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def _filled(head: AnyHead, tensors: Mapping[str, torch.Tensor], folder: str | Path) -> AnyHead:
-    """Return ``head`` with a checkpoint's weights; others, such as an embedding, are ignored."""
-    plain = {name.removeprefix("model."): weight for name, weight in tensors.items()}
-    if isinstance(head, Eagle3):
-        plain = {name.replace("layers.0.", "midlayer."): w for name, w in plain.items()}
+def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
+    """Return a head in float32; raise ValueError unless it is one and fits this target."""
+    settings, config = _settings_of(folder, target)
+    flat, tensors = flattened(settings), _tensors(folder)
+    if settings["architectures"][0] == EAGLE3:
+        default = [1, config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 4]
+        layer_ids = _layer_ids(flat.get(LAYER_IDS) or default, config.num_hidden_layers)
+        shifts = tensors.get("d2t")  # [draft vocabulary]: the target's id less the head's own
+        hot = None if shifts is None else shifts.long() + torch.arange(len(shifts))
+        head = Eagle3(settings, layer_ids, hot)
+    else:
+        for name in ("target_layer_ids", "mask_token_id", "block_size"):
+            if flat.get(name) is None:
+                raise ValueError(
+                    f"{folder}: config.json has no {name}, which training has to know."
+                )
+        head = DFlash(settings, _layer_ids(flat["target_layer_ids"], config.num_hidden_layers))
     for name, weight in head.named_parameters():
-        found = plain.get(name)
+        found = tensors.get(name)
         if found is None or found.shape != weight.shape:
             had = "is missing" if found is None else f"has the shape {list(found.shape)}"
             raise ValueError(f"{folder}: {name} {had}; wanted: {list(weight.shape)}.")
         weight.data.copy_(found)
     return head
+
+
+def save_head(head: Eagle3 | DFlash, folder: str | Path, dtype: torch.dtype) -> None:
+    """Write ``head`` and its configuration; the head itself keeps its dtype."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: w.detach().to("cpu", dtype).contiguous() for name, w in head.named_parameters()
+    }
+    if isinstance(head, Eagle3) and head.is_hot:
+        hot = head.hot.cpu()
+        drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+        drafted[hot] = True
+        tensors |= {"d2t": hot - torch.arange(len(hot)), "t2d": drafted}
+    # `save_file` creates a file that only its owner can read.
+    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+    settings = {**head.settings, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _written(
+    head: Eagle3 | DFlash, folder: str | Path, dtype: torch.dtype, seed: int, scale: float
+) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5, generator=generator)
+    save_head(head, folder, dtype)
+    return Path(folder)
+
+
+def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights, under the names that heads have here."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
+    is_eagle3 = kind_of(folder) == "eagle3"
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    plain = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    if not is_eagle3:
+        return plain
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in plain.items()}
 
 
 # --- Configurations
@@ -289,16 +271,11 @@ def _layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, .
     return ids
 
 
-def _settings_of(
-    folder: str | Path, architecture: str, target: str | Path
-) -> tuple[dict[str, Any], Any]:
+def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any], Any]:
     """Return the config.json of a head and its target's; raise ValueError if they do not fit."""
     settings = read_settings(folder)
-    found = settings.get("architectures")
-    if found != [architecture]:
-        raise ValueError(f"{folder} is {found}; this kind of draft is [{architecture!r}].")
-    flat = {**settings, **(settings.get("eagle_config") or {})}
-    flat |= settings.get("dflash_config") or {}
+    architecture = settings["architectures"][0]
+    flat = flattened(settings)
     given = [name for name in UNSUPPORTED[architecture] if flat.get(name) not in (None, False, 0)]
     if set(settings.get("layer_types") or ()) - {"full_attention"}:
         given.append("layer_types")
@@ -320,27 +297,3 @@ def _settings_of(
                 "embedding it reads. Give a head that was made for this target."
             )
     return settings, config
-
-
-def _shape(settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> HeadShape:
-    heads = settings["num_attention_heads"]
-    return HeadShape(
-        vocab_size=settings["vocab_size"],
-        hidden_size=settings["hidden_size"],
-        num_layers=settings["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-        intermediate_size=settings["intermediate_size"],
-        rms_norm_eps=settings["rms_norm_eps"],
-        layer_ids=layer_ids,
-    )
-
-
-def _rotary(settings: Mapping[str, Any], folder: str | Path) -> LlamaRotaryEmbedding:
-    """Return the rotary embedding that transformers computes for this configuration."""
-    config: Any = AutoConfig.for_model(**settings)
-    try:
-        return LlamaRotaryEmbedding(config)
-    except KeyError as error:
-        raise ValueError(f"{folder}: rotary embedding {error} is not known.") from error

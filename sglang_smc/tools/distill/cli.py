@@ -18,19 +18,13 @@ from sglang_smc.tools.commands import main_of, number, positive, several, table
 from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
-from sglang_smc.tools.distill.teacher import (
-    Sampling,
-    Teacher,
-    load_model,
-    load_tokenizer,
-    sample_answers,
-)
+from sglang_smc.tools.distill.teacher import Teacher, load_model, load_tokenizer, sample_answers
 from sglang_smc.tools.distill.texts import Text, read_prompts, read_texts, write_texts
 from sglang_smc.tools.distill.train import Course, products_of, train
 from sglang_smc.tools.distill.validate import Worth, validate
 
 REPORT = "distill.json"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float16", "float32")
 NEW = {"eagle3": new_eagle3, "dflash": new_dflash}
 _BOTH = ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 #: Size options of a new head, by its kind.
@@ -80,20 +74,12 @@ def parser() -> argparse.ArgumentParser:
     add("--anchors", type=positive, default=16, help="heads: blocks a text and step; default 16")
     add("--depth", type=positive, default=8, help="tokens a block: K; default 8")
     decay = "heads: a column's weight, of the one before it"
-    add("--decay", type=_weight, default=1.0, help=decay)
+    add("--decay", type=number(float, 0, 1), default=1.0, help=decay)
     add("--learning-rate", type=above_0, default=1e-3, help="the peak; default 0.001")
     add("--seed", type=int, default=0)
     cpu = torch.device("cpu")
     add("--device", type=torch.device, default=cpu, help="cpu, cuda, cuda:1 ...")
     return result
-
-
-def _weight(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0, up to 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -116,7 +102,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = train(draft, teacher, learned, LOSSES[arguments.loss], course)
     seconds = time.monotonic() - began
     arguments.out.mkdir(parents=True, exist_ok=True)
-    draft.save(arguments.out, DTYPES[arguments.dtype])
+    draft.save(arguments.out, getattr(torch, arguments.dtype))
     # Measure the checkpoint as written, rounded to its dtype.
     written = load_draft(arguments.out, arguments.target, arguments.device)
     after = _measure(arguments, written, teacher, held_out)
@@ -196,12 +182,16 @@ def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Text]:
     if arguments.prompts is None:
         raise ValueError("give --prompts, or --texts with a file that an earlier run wrote.")
     prompts = read_prompts(arguments.prompts, load_tokenizer(arguments.target))
-    rng = torch.Generator(arguments.device).manual_seed(arguments.seed)
     wanted = [prompt for prompt in prompts for _ in range(arguments.answers)]
     ends = teacher.model.generation_config.eos_token_id  # one, several or None
-    ends = frozenset([ends] if isinstance(ends, int) else ends or ())
-    settings = Sampling(temperature, arguments.max_new_tokens, 8 * arguments.batch, ends)
-    texts = sample_answers(teacher.model, wanted, settings, rng)
+    texts = sample_answers(
+        teacher.model,
+        wanted,
+        temperature=temperature,
+        max_new_tokens=arguments.max_new_tokens,
+        batch=8 * arguments.batch,
+        ends=frozenset([ends] if isinstance(ends, int) else ends or ()),
+    )
     if path is not None:
         write_texts(path, texts, temperature)
     return texts

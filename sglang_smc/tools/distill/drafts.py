@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.tools.distill import checkpoints
-from sglang_smc.tools.distill.checkpoints import kind_of, read_settings
+from sglang_smc.tools.distill.checkpoints import kind_of, load_head, read_settings, save_head
 from sglang_smc.tools.distill.heads import Eagle3, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
 
@@ -50,11 +49,10 @@ class HeadDraft(Draft):
 
     def __init__(self, module: Any, folder: Path) -> None:
         super().__init__(module, folder)
-        self.settings = read_settings(folder)
-        self.layer_ids = module.shape.layer_ids
+        self.layer_ids = module.layer_ids
         if not isinstance(module, Eagle3):
             self.longest = module.block_size - 1
-        elif len(module.hot) < module.shape.vocab_size:
+        elif module.is_hot:
             self.hot = module.hot
 
     def logits(
@@ -71,7 +69,7 @@ class HeadDraft(Draft):
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the head, see `Draft.save`."""
-        checkpoints.save_head(self.module, self.settings, folder, dtype)
+        save_head(self.module, folder, dtype)
 
 
 def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
@@ -80,10 +78,8 @@ def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
     Raises:
         ValueError: ``folder`` has no draft, or one that does not fit this target.
     """
-    kind = kind_of(folder)
-    if kind != "model":
-        load = checkpoints.load_eagle3 if kind == "eagle3" else checkpoints.load_dflash
-        return HeadDraft(load(folder, target).to(device), folder)
+    if kind_of(folder) != "model":
+        return HeadDraft(load_head(folder, target).to(device), folder)
     model = load_model(folder, torch.float32, device)
     check_vocabulary(folder, target)
     return Draft(model, folder)

@@ -15,31 +15,15 @@ distributions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-
-class HeadShape(msgspec.Struct, frozen=True):
-    """Sizes of a head, and the target's layers that it reads hidden states of."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    layer_ids: tuple[int, ...]
-
-    def norm(self) -> nn.RMSNorm:
-        return nn.RMSNorm(self.hidden_size, self.rms_norm_eps)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 
 class Rotation(NamedTuple):
@@ -62,31 +46,19 @@ class KeysValues(NamedTuple):
     values: torch.Tensor
 
 
-class Mlp(nn.Module):
-    """Llama's gated MLP, with silu."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class Projections(nn.Module):
     """Four projection matrices of an attention, with query and key norms if the head has them."""
 
-    def __init__(self, shape: HeadShape, read_size: int, norms: bool) -> None:
+    def __init__(self, config: Any, read_size: int, norms: bool) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(read_size, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(read_size, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(read_size, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if norms else nn.Identity()
-        self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if norms else nn.Identity()
+        size = self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(read_size, heads * size, bias=False)
+        self.k_proj = nn.Linear(read_size, kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(read_size, kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if norms else nn.Identity()
 
     def queries(self, read: torch.Tensor, at: Rotation) -> torch.Tensor:
         """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
@@ -104,12 +76,12 @@ class Projections(nn.Module):
 class Layer(nn.Module):
     """A decoder layer; its attention reads ``read_size`` numbers a column."""
 
-    def __init__(self, shape: HeadShape, read_size: int, norms: bool) -> None:
+    def __init__(self, config: Any, read_size: int, norms: bool) -> None:
         super().__init__()
-        self.input_layernorm = shape.norm()
-        self.self_attn = Projections(shape, read_size, norms)
-        self.post_attention_layernorm = shape.norm()
-        self.mlp = Mlp(shape)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Projections(config, read_size, norms)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config)  # Llama's, without biases
 
     def finish(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output ``[B, T, D]`` from the attention output."""
@@ -120,9 +92,9 @@ class Layer(nn.Module):
 class Midlayer(Layer):
     """EAGLE-3's layer, which reads token and state side by side."""
 
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape, 2 * shape.hidden_size, norms=False)
-        self.hidden_norm = shape.norm()
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, 2 * config.hidden_size, norms=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the attention input ``[B, T, 2 D]`` from tokens and states ``[B, T, D]``."""
@@ -130,13 +102,23 @@ class Midlayer(Layer):
 
 
 class Head(nn.Module):
-    """The parts that both kinds have."""
+    """The parts that both kinds have, by the ``settings`` of a config.json.
 
-    def __init__(self, shape: HeadShape, rotary: LlamaRotaryEmbedding) -> None:
+    Args:
+        layer_ids: of the target's layers whose hidden states the head reads.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.shape, self._rotary = shape, [rotary]  # in a list, so that it is no submodule
-        self.fc = nn.Linear(len(shape.layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = shape.norm()
+        self.settings, self.layer_ids = settings, layer_ids
+        config: Any = AutoConfig.for_model(**settings)
+        try:
+            self._rotary = [LlamaRotaryEmbedding(config)]  # in a list, so that it is no submodule
+        except KeyError as error:
+            raise ValueError(f"config.json: rotary embedding {error} is not known.") from error
+        size, self.config = config.hidden_size, config
+        self.fc = nn.Linear(len(layer_ids) * size, size, bias=False)
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
 
     def rotation(self, states: torch.Tensor, positions: torch.Tensor | None = None) -> Rotation:
         """Return the rotation at ``positions`` ``[B, T]``, those from 0 on for None."""
@@ -151,13 +133,21 @@ class Eagle3(Head):
     hot: torch.Tensor
 
     def __init__(
-        self, shape: HeadShape, rotary: LlamaRotaryEmbedding, hot: torch.Tensor | None = None
+        self,
+        settings: Mapping[str, Any],
+        layer_ids: tuple[int, ...],
+        hot: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(shape, rotary)
-        whole = torch.arange(shape.vocab_size)
+        super().__init__(settings, layer_ids)
+        whole = torch.arange(self.config.vocab_size)
         self.register_buffer("hot", whole if hot is None else hot, persistent=False)
-        self.midlayer = Midlayer(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, len(self.hot), bias=False)
+        self.midlayer = Midlayer(self.config)
+        self.lm_head = nn.Linear(self.config.hidden_size, len(self.hot), bias=False)
+
+    @property
+    def is_hot(self) -> bool:
+        """Return whether the head drafts some of the target's tokens alone."""
+        return len(self.hot) < self.config.vocab_size
 
     def forward(
         self, embedded: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor, depth: int
@@ -213,8 +203,8 @@ class Eagle3(Head):
 class DFlashLayer(Layer):
     """A DFlash layer; the context's keys and values are computed from the target's states."""
 
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__(shape, shape.hidden_size, norms=True)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.hidden_size, norms=True)
 
     def forward(
         self, hidden: torch.Tensor, at: Rotation, context: KeysValues, seen: torch.Tensor
@@ -237,13 +227,12 @@ class DFlashLayer(Layer):
 class DFlash(Head):
     """A DFlash head; the target embeds its tokens and turns its states into logits."""
 
-    def __init__(
-        self, shape: HeadShape, rotary: LlamaRotaryEmbedding, mask_token_id: int, block_size: int
-    ) -> None:
-        super().__init__(shape, rotary)
-        self.mask_token_id, self.block_size = mask_token_id, block_size
-        self.hidden_norm = shape.norm()
-        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.num_layers))
+    def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
+        super().__init__(settings, layer_ids)
+        flat, config = flattened(settings), self.config
+        self.mask_token_id, self.block_size = flat["mask_token_id"], flat["block_size"]
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
 
     def forward(
         self,
@@ -272,6 +261,12 @@ class DFlash(Head):
         for layer in cast("Sequence[DFlashLayer]", self.layers):
             hidden = layer(hidden, near, layer.self_attn.keys_values(read, far), seen)
         return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
+
+
+def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of a head's own section among them."""
+    sections = (settings.get(name) or {} for name in ("eagle_config", "dflash_config"))
+    return dict(settings) | {key: value for one in sections for key, value in one.items()}
 
 
 def attend(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sglang_smc.tools.distill.checkpoints import target_config
 from sglang_smc.tools.distill.texts import Batch, Text
@@ -67,70 +67,42 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(f"{folder} holds no tokenizer, which prompts need: {error}") from error
 
 
-class Sampling(NamedTuple):
-    """Sampling settings: ``batch`` at a time, up to ``max_new_tokens`` or a token of ``ends``."""
-
-    temperature: float
-    max_new_tokens: int
-    batch: int
-    ends: frozenset[int]
-
-
-def sample_answers(
-    target: Any, prompts: Sequence[list[int]], settings: Sampling, rng: torch.Generator
-) -> list[Text]:
-    """Sample an answer to each prompt, in their order; ``rng`` is on the target's device."""
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    found: list[Text | None] = [None] * len(prompts)
-    with tqdm(total=len(prompts), desc="sampling", unit="text", mininterval=2) as bar:
-        for start in range(0, len(order), settings.batch):
-            chunk = order[start : start + settings.batch]
-            texts = _answer(target, [prompts[place] for place in chunk], settings, rng)
-            for place, text in zip(chunk, texts, strict=True):
-                found[place] = text
-            bar.update(len(chunk))
-    return [text for text in found if text is not None]
-
-
 @torch.no_grad()
-def _answer(
-    target: Any, prompts: list[list[int]], settings: Sampling, rng: torch.Generator
+def sample_answers(
+    target: Any,
+    prompts: Sequence[list[int]],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    batch: int,
+    ends: frozenset[int],
 ) -> list[Text]:
-    """Sample one batch; rows that have ended leave it once they are half of all."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))  # indices of the answers that have a cache row
-    cache = DynamicCache(config=target.config)
-    length = max(map(len, prompts))
-    padded = [[0] * (length - len(prompt)) + prompt for prompt in prompts]
-    kept = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    unread = torch.tensor(padded, device=target.device)  # [B, T] int64
-    mask = torch.tensor(kept, device=target.device)  # [B, L] int64: 0 on padding
+    """Sample an answer to each prompt from the target's own distribution, in their order.
 
-    def goes_on(row: int) -> bool:
-        return not answers[row] or answers[row][-1] not in settings.ends
-
-    for _ in range(settings.max_new_tokens):
-        logits = target(
-            input_ids=unread,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -unread.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        law = (logits.float() / settings.temperature).softmax(-1)
-        unread = torch.multinomial(law, 1, generator=rng)  # [B, 1]
-        mask = torch.cat([mask, torch.ones_like(unread)], 1)
-        for row, token in zip(rows, unread[:, 0].tolist(), strict=True):
-            if goes_on(row):
-                answers[row].append(token)
-        going = [place for place, row in enumerate(rows) if goes_on(row)]
-        if not going:
-            break
-        if len(going) <= len(rows) // 2:
-            places = torch.tensor(going, device=mask.device)
-            cache.batch_select_indices(places)
-            mask, unread = mask[places], unread[places]
-            rows = [rows[place] for place in going]
-    pairs = zip(prompts, answers, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
+    By torch's global generator, ``batch`` at a time, each up to a token of ``ends``.
+    """
+    target.generation_config = GenerationConfig()  # of a checkpoint: its filters and penalties
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=0,
+    )
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    found = dict.fromkeys(range(len(prompts)), Text([], 0))
+    for start in tqdm(range(0, len(order), batch), desc="sampling", unit="batch", mininterval=2):
+        chunk = order[start : start + batch]
+        length = len(prompts[chunk[-1]])
+        ids = [[0] * (length - len(prompts[place])) + prompts[place] for place in chunk]
+        read = [[0] * (length - len(prompts[place])) + [1] * len(prompts[place]) for place in chunk]
+        told = target.generate(
+            input_ids=torch.tensor(ids, device=target.device),
+            attention_mask=torch.tensor(read, device=target.device),
+            generation_config=settings,
+        )
+        for place, row in zip(chunk, told[:, length:].tolist(), strict=True):
+            end = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
+            found[place] = Text(prompts[place] + row[:end], len(prompts[place]))
+    return list(found.values())

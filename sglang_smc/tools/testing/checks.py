@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sglang_smc.tools.testing import statistics
-from sglang_smc.tools.testing.model import Answer, Model, Position
+from sglang_smc.tools.testing.model import Answer, Model
 from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Fit, Mean, Text
 
@@ -54,27 +54,26 @@ def check_evidence(
     seed: int = 0,
 ) -> Result:
     """Check that E[Z] = 1 in mode smc with evidence threshold 0, for any N and K."""
-    known = {
-        "check": "evidence",
-        "proves": "weights are p over q and resampling keeps them proper: E[Z] = 1",
-        "statistic": "mean of exp(log evidence)",
-        "expected": 1.0,
-        "alpha": alpha,
-    }
+    result = Result(
+        "evidence",
+        "weights are p over q and resampling keeps them proper: E[Z] = 1",
+        statistic="mean of exp(log evidence)",
+        expected=1.0,
+        alpha=alpha,
+    )
     if smc.settings["adaptive"]:
-        return Result(**known, verdict=Verdict.NOT_APPLICABLE, note=_ADAPTIVE)
+        return result._replace(note=_ADAPTIVE)
     texts = _token_ids(smc, prompts, seed)
     settings = {"mode": "smc", "evidence_threshold": 0, "num_steps": _two_steps(smc)}
     temperature = _mildest(smc, texts, settings)
     evidence = _evidence(smc, _repeated(texts, num_answers), settings, temperature)
     mean = statistics.mean_of(evidence)
     p_value = statistics.p_value_of_mean(evidence, 1.0)
-    known |= {**_of_mean(mean), "p_value": p_value, "num_answers": num_answers}
-    missing = _missing_of(evidence, mean, smc.same_models)
-    if missing:
-        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=missing)
+    result = result._replace(**mean._asdict(), p_value=p_value, num_answers=num_answers)
+    if missing := _missing_of(evidence, mean, smc.same_models):
+        return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=missing)
     note = f"At temperature {temperature:g}, where the two models overlap enough."
-    return _by_p_value(known, note, f"Weights or resampling are wrong: {SWITCHES}.")
+    return _by_p_value(result, note, f"Weights or resampling are wrong: {SWITCHES}.")
 
 
 def check_exact_answers(
@@ -88,14 +87,15 @@ def check_exact_answers(
     """Compare short answers of mode exact with the target's distribution, by a chi-square test."""
     settings = {"mode": "exact", "num_steps": _two_steps(smc)}
     length = settings["num_steps"] + 2  # the prefill's token, a round, and the next round's first
-    size, fits = num_answers // len(prompts), []
-    for prompt in _token_ids(smc, prompts, seed):
-        law = short_law([smc] * length, prompt, statistics.SMALLEST_CELL / size)
-        answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
-        fits.append(statistics.goodness_of_fit([answer.text for answer in answers], law))
-    advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
     proves = "answers of mode exact follow the target's own law"
-    return _by_fits("exact-answers", proves, fits, alpha, num_answers, advice)
+    result = Result("exact-answers", proves, alpha=alpha, num_answers=num_answers)
+
+    def law(prompt: Text, answers: Sequence[Answer]) -> Law:
+        return short_law([smc] * length, prompt, statistics.SMALLEST_CELL / len(answers))
+
+    advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
+    texts = _token_ids(smc, prompts, seed)
+    return _by_chi_square(result, smc, texts, length, settings, law, advice)
 
 
 def check_draft_law(
@@ -113,12 +113,10 @@ def check_draft_law(
         draft: the draft model; q is then its own distribution. Without it q follows from the
             answers' weights, and must equal the distribution that they were sampled from.
     """
-    proves = "drafted tokens follow the law they are weighed by"
-    if draft is not None:
-        proves = "drafted tokens follow the draft's own law"
+    whose = "the law they are weighed by" if draft is None else "the draft's own law"
+    result = Result("draft-law", f"drafted tokens follow {whose}")
     if smc.settings["adaptive"]:
-        note = "This server has --speculative-smc-adaptive, and verifies single particles. "
-        return Result("draft-law", proves, Verdict.NOT_APPLICABLE, note + "Start one without it.")
+        return result._replace(note=_ADAPTIVE)
     num_steps = 1 if draft is None else _two_steps(smc)
     settings = {
         "mode": "smc",
@@ -127,16 +125,17 @@ def check_draft_law(
         "evidence_threshold": 0,
         "draft_temperature": 1.0,
     }
-    size, fits = num_answers // len(prompts), []
-    for prompt in _token_ids(smc, prompts, seed):
-        answers = smc.answers([prompt] * size, 1 + num_steps, settings, ignore_eos=True)
+
+    def law(prompt: Text, answers: Sequence[Answer]) -> Law:
         if draft is None:
-            law = claimed_law(smc, prompt, answers)
-        else:
-            law = short_law([smc, *[draft] * num_steps], prompt, statistics.SMALLEST_CELL / size)
-        fits.append(statistics.goodness_of_fit([answer.text for answer in answers], law))
+            return claimed_law(smc, prompt, answers)
+        models = [smc, *[draft] * num_steps]
+        return short_law(models, prompt, statistics.SMALLEST_CELL / len(answers))
+
+    result = result._replace(alpha=alpha, num_answers=num_answers)
     advice = f"Drafts do not follow the draft model, or are weighed by another law: {SWITCHES}."
-    return _by_fits("draft-law", proves, fits, alpha, num_answers, advice)
+    texts = _token_ids(smc, prompts, seed)
+    return _by_chi_square(result, smc, texts, 1 + num_steps, settings, law, advice)
 
 
 def check_equal_models(
@@ -148,25 +147,25 @@ def check_equal_models(
     seed: int = 40_000_000,
 ) -> Result:
     """Check a draft that is the target: evidence is 1 up to rounding, without resampling."""
-    known = {
-        "check": "equal-models",
-        "proves": "drafting and scoring give one model the same numbers, so weights stay equal",
-        "statistic": "largest |log evidence| a token",
-        "expected": 0.0,
-    }
+    result = Result(
+        "equal-models",
+        "drafting and scoring give one model the same numbers, so weights stay equal",
+        statistic="largest |log evidence| a token",
+        expected=0.0,
+    )
     if not smc.same_models:
         note = "The draft is another model. --target DIR --draft DIR makes a server for this check."
-        return Result(**known, verdict=Verdict.NOT_APPLICABLE, note=note)
+        return result._replace(note=note)
     asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = smc.answers(asked, length, {"mode": "smc", "evidence_threshold": 0})
     worst = max(abs(answer.log_evidence) / len(answer.text) for answer in answers)
     resamplings = sum(answer.meta["spec_smc_resample_ct"] for answer in answers)
-    known |= {"estimate": worst, "num_answers": num_answers}
+    verdict = Verdict.PASS
     note = f"{resamplings} resamplings; rounding allows {smc.rounding:g} nats a token."
     if resamplings or worst > smc.rounding:
+        verdict = Verdict.FAIL
         note += f" The same text is scored differently in drafting and in verification: {SWITCHES}."
-        return Result(**known, verdict=Verdict.FAIL, note=note)
-    return Result(**known, verdict=Verdict.PASS, note=note)
+    return result._replace(verdict=verdict, note=note, estimate=worst, num_answers=num_answers)
 
 
 def check_mode(
@@ -189,65 +188,92 @@ def check_mode(
     """
     asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = [answer.text for answer in smc.answers(asked, length, {"mode": mode})]
-    of_draft = draft.score(asked, answers) if draft else None
-    found = _differences(smc.score(asked, answers), of_draft, seed)
-    shown = found.innovation if found.tilt is None else found.tilt
-    known = {
-        "check": f"law-of-{mode}",
-        "statistic": "log p + H a token" if found.tilt is None else "log q/p a token",
-        "expected": 0.0,
-        **_of_mean(shown),
-        "num_answers": num_answers,
-    }
-    note = _in_words(found)
+    scored, uniforms = smc.score(asked, answers), random.Random(seed)
+    places = [place for positions in scored for place in positions]
+    ranks = statistics.uniformity(
+        [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in places]
+    )
+    gaps = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
+    p_values = [ranks, statistics.p_value_of_mean(gaps, 0.0)]
+    lengths = [len(positions) for positions in scored]
+    shown, statistic = statistics.per_token(gaps, lengths), "log p + H a token"
+    note = _gap("log p + H", shown, "sharper than the target", "flatter than the target")
+    if draft is not None:
+        gaps = [
+            math.fsum(statistics.tilt(x.token, x.top, y.top) for x, y in zip(xs, ys, strict=True))
+            for xs, ys in zip(scored, draft.score(asked, answers), strict=True)
+        ]
+        p_values.append(statistics.p_value_of_mean(gaps, 0.0))
+        shown, statistic = statistics.per_token(gaps, lengths), "log q/p a token"
+        towards = _gap("log q/p", shown, "nearer to the draft", "further from the draft")
+        note = f"{towards}; {note}"
+    note += f"; ranks p = {ranks:.2g}."
+    result = Result(
+        f"law-of-{mode}",
+        "how far an approximate mode is from the target, token by token",
+        Verdict.MEASURED,
+        note,
+        statistic,
+        expected=0.0,
+        num_answers=num_answers,
+        **shown._asdict(),
+    )
     if mode != "exact":
-        proves = "how far an approximate mode is from the target, token by token"
-        return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=note)
-    known |= {
-        "proves": "tokens of mode exact are as likely as the target's own, in long answers too",
-        "alpha": alpha,
-        "p_value": found.p_value,
-    }
-    if shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
+        return result
+    result = result._replace(
+        proves="tokens of mode exact are as likely as the target's own, in long answers too",
+        alpha=alpha,
+        p_value=min(1.0, len(p_values) * min(p_values)),  # Bonferroni's
+    )
+    if shown.standard_error > _WIDEST_LAW and not result.is_rejected:
         note += " Ask for more answers with --scale."
-        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=note)
-    return _by_p_value(known, note, f"Mode exact is not lossless: {SWITCHES}.")
+        return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
+    return _by_p_value(result, note, f"Mode exact is not lossless: {SWITCHES}.")
+
+
+def _gap(name: str, mean: Mean, above: str, below: str) -> str:
+    gap, error = mean
+    side = f" ({above if gap > 0 else below})" if abs(gap) > 2 * error else ""
+    return f"{name} {gap:+.3f} ± {2 * error:.3f} nats a token{side}"
 
 
 # --- Verdicts
 
 
-def _by_p_value(known: dict[str, Any], note: str, advice: str) -> Result:
+def _by_p_value(result: Result, note: str, advice: str) -> Result:
     """Return PASS, or FAIL with advice, by the p-value."""
-    if known["p_value"] < known["alpha"]:
-        return Result(**known, verdict=Verdict.FAIL, note=f"{note} {advice}".strip())
-    return Result(**known, verdict=Verdict.PASS, note=note)
+    if result.is_rejected:
+        return result._replace(verdict=Verdict.FAIL, note=f"{note} {advice}".strip())
+    return result._replace(verdict=Verdict.PASS, note=note)
 
 
-def _by_fits(
-    check: str, proves: str, fits: Iterable[Fit], alpha: float, num_answers: int, advice: str
+def _by_chi_square(
+    result: Result,
+    smc: Model,
+    prompts: Sequence[Text],
+    length: int,
+    settings: dict[str, Any],
+    law: Callable[[Text, Sequence[Answer]], Law],
+    advice: str,
 ) -> Result:
-    """Return the verdict on a sum of chi-squares; with fewer than two cells it is inconclusive."""
+    """Compare answers of ``length`` tokens with ``law``, over all prompts together."""
+    size, fits = result.num_answers // len(prompts), []
+    for prompt in prompts:
+        answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
+        texts = [answer.text for answer in answers]
+        fits.append(statistics.goodness_of_fit(texts, law(prompt, answers)))
     fit = Fit(*map(sum, zip(*fits, strict=True)))
-    known = {
-        "check": check,
-        "proves": proves,
-        "statistic": f"chi-square, {fit.df} df",
-        "estimate": fit.statistic,
-        "expected": float(fit.df),
-        "standard_error": math.sqrt(2 * fit.df),
-        "p_value": fit.p_value,
-        "alpha": alpha,
-        "num_answers": num_answers,
-    }
+    result = result._replace(
+        statistic=f"chi-square, {fit.df} df",
+        estimate=fit.statistic,
+        expected=float(fit.df),
+        standard_error=math.sqrt(2 * fit.df),
+        p_value=fit.p_value,
+    )
     if fit.df:
-        return _by_p_value(known, "", advice)
+        return _by_p_value(result, "", advice)
     note = "Each prompt has one likely answer only. Ask for more answers with --scale, or --prompts"
-    return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=f"{note} that leave a choice.")
-
-
-def _of_mean(mean: Mean) -> dict[str, float]:
-    return {"estimate": mean.estimate, "standard_error": mean.standard_error}
+    return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=f"{note} that leave a choice.")
 
 
 # --- Answers
@@ -305,59 +331,6 @@ def _missing_of(evidence: Sequence[float], mean: Mean, same_models: bool) -> str
     if mean.standard_error == 0.0 and not same_models:
         return "No answer was weighed: the evidence is always 1. Is the draft a copy of the target?"
     return ""
-
-
-class _Differences(NamedTuple):
-    """Differences between answers and the target's distribution."""
-
-    innovation: Mean
-    tilt: Mean | None
-    ranks: float
-    """The p-value of the tokens' ranks."""
-    p_value: float
-    """The combined p-value: the smallest one times their number (Bonferroni)."""
-
-
-def _differences(
-    scored: list[list[Position]], of_draft: list[list[Position]] | None, seed: int
-) -> _Differences:
-    uniforms = random.Random(seed)
-    lengths = [len(positions) for positions in scored]
-    ranks = statistics.uniformity(
-        [
-            statistics.rank_uniform(x.token, x.top, uniforms.random())
-            for positions in scored
-            for x in positions
-        ]
-    )
-    innovations = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
-    p_values = [ranks, statistics.p_value_of_mean(innovations, 0.0)]
-    tilt = None
-    if of_draft is not None:
-        tilts = [
-            math.fsum(statistics.tilt(x.token, x.top, y.top) for x, y in zip(xs, ys, strict=True))
-            for xs, ys in zip(scored, of_draft, strict=True)
-        ]
-        p_values.append(statistics.p_value_of_mean(tilts, 0.0))
-        tilt = statistics.per_token(tilts, lengths)
-    p_value = min(1.0, len(p_values) * min(p_values))
-    return _Differences(statistics.per_token(innovations, lengths), tilt, ranks, p_value)
-
-
-def _in_words(found: _Differences) -> str:
-    words = _gap(
-        "log p + H", found.innovation, "sharper than the target", "flatter than the target"
-    )
-    if found.tilt is not None:
-        towards = _gap("log q/p", found.tilt, "nearer to the draft", "further from the draft")
-        words = f"{towards}; {words}"
-    return f"{words}; ranks p = {found.ranks:.2g}."
-
-
-def _gap(name: str, mean: Mean, above: str, below: str) -> str:
-    gap, error = mean
-    side = f" ({above if gap > 0 else below})" if abs(gap) > 2 * error else ""
-    return f"{name} {gap:+.3f} ± {2 * error:.3f} nats a token{side}"
 
 
 # --- Distributions of short texts

@@ -19,43 +19,13 @@ They need no server::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from sglang_smc.potentials.base import Potential, Text
 from sglang_smc.tools.testing.report import Result, Verdict
 
 _SHOWN = 40  # characters of a text that a note shows
-
-
-class _Values(NamedTuple):
-    """One method's values of texts, all from one call."""
-
-    name: str
-    method: Callable[[Sequence[Text]], Sequence[float]]
-    texts: Sequence[Text]
-    values: list[float]
-
-    def differing(self, others: Sequence[float], tolerance: float) -> Iterator[tuple[str, float]]:
-        """Yield a description of each value that another one differs from, and the other one."""
-        for text, value, other in zip(self.texts, self.values, others, strict=True):
-            if not math.isclose(value, other, rel_tol=tolerance, abs_tol=tolerance):
-                yield f"of {_shown(text)} {self.name} is {value:g}", other
-
-
-class _Asked(NamedTuple):
-    """The values of a potential on some texts."""
-
-    potential: Potential
-    series: Sequence[Sequence[Text]]  # the prefixes of each text
-    prefixes: _Values
-    wholes: _Values
-    tolerance: float
-
-    @property
-    def both(self) -> tuple[_Values, _Values]:
-        return self.prefixes, self.wholes
 
 
 def check_potential(
@@ -81,25 +51,79 @@ def check_potential(
     """
     if not texts:
         raise ValueError("check_potential was given no texts; needed: one or more.")
-    series = [_beginnings(text, most_beginnings) for text in texts]
-    every = [beginning for of_text in series for beginning in of_text]
-    prefix, complete = potential.prefix, potential.complete
-    prefixes = _Values("prefix", prefix, every, list(prefix(every)))
-    wholes = _Values("complete", complete, texts, list(complete(texts)))
-    asked = _Asked(potential, series, prefixes, wholes, tolerance)
+    values = _Values(potential, texts, most_beginnings, tolerance)
     results: list[Result] = []
     for name, proves, remedy, check in _CHECKS:
         if results and results[0].failed:
             verdict, note = Verdict.NOT_APPLICABLE, "Its values are unusable."
-        elif check is _unlike_whole and not potential.prefix_is_complete:
+        elif name == "whole" and not potential.prefix_is_complete:
             verdict, note = Verdict.NOT_APPLICABLE, "It does not set prefix_is_complete."
-        elif found := list(check(asked)):
+        elif found := list(check(values)):
             more = f" ({len(found)} such)" if len(found) > 1 else ""
             verdict, note = Verdict.FAIL, f"{found[0]}{more}. {remedy}"
         else:
             verdict, note = Verdict.PASS, f"On {len(texts)} texts."
         results.append(Result(f"potential-{name}", proves, verdict, note, num_answers=len(texts)))
     return results
+
+
+class _Values:
+    """The values of a potential on texts and their prefixes; each check yields what it finds."""
+
+    def __init__(
+        self, potential: Potential, texts: Sequence[Text], most: int, tolerance: float
+    ) -> None:
+        self.tolerance = tolerance
+        self.series = [_beginnings(text, most) for text in texts]
+        self.methods = {"prefix": potential.prefix, "complete": potential.complete}
+        self.texts = {"prefix": list(chain(*self.series)), "complete": list(texts)}
+        self.values = {name: self.again(name) for name in self.methods}
+
+    def again(self, name: str) -> list[float]:
+        return list(self.methods[name](self.texts[name]))
+
+    def unusable(self) -> Iterator[str]:
+        for name, texts in self.texts.items():
+            values = self.values[name]
+            if len(values) != len(texts):
+                yield f"{name} gave {len(values)} values for {len(texts)} texts"
+                continue
+            for text, value in zip(texts, values, strict=True):
+                if math.isnan(value) or value == math.inf:
+                    yield f"{name} of {_shown(text)} is {value}"
+
+    def differing(self, name: str, others: Iterable[float], form: str) -> Iterator[str]:
+        """Yield each value that another one differs from, which ``form`` describes."""
+        near = {"rel_tol": self.tolerance, "abs_tol": self.tolerance}
+        for text, value, other in zip(self.texts[name], self.values[name], others, strict=True):
+            if not math.isclose(value, other, **near):
+                yield f"of {_shown(text)} {name} is {value:g}{form.format(other)}"
+
+    def unlike_alone(self) -> Iterator[str]:
+        for name, method in self.methods.items():
+            alone = [next(iter(method([text]))) for text in self.texts[name]]
+            yield from self.differing(name, alone, " among others, {:g} alone")
+
+    def unlike_again(self) -> Iterator[str]:
+        for name in self.methods:
+            yield from self.differing(name, self.again(name), ", then {:g}")
+
+    def unlike_whole(self) -> Iterator[str]:
+        of_prefix = self.methods["prefix"](self.texts["complete"])
+        yield from self.differing("complete", of_prefix, ", and prefix {:g}")
+
+    def allowed_again(self) -> Iterator[str]:
+        """Yield prefixes of value -inf with an extension of another value."""
+        values = iter(self.values["prefix"])
+        for of_text, whole in zip(self.series, self.values["complete"], strict=True):
+            forbidden = None
+            for text, value in zip(of_text, islice(values, len(of_text)), strict=True):
+                if forbidden is None:
+                    forbidden = text if value == -math.inf else None
+                elif value > -math.inf:
+                    yield f"prefix of {_shown(forbidden)} is -inf, of {_shown(text)} {value:g}"
+            if forbidden is not None and whole > -math.inf:
+                yield f"prefix of {_shown(forbidden)} is -inf, complete of the whole text {whole:g}"
 
 
 def _beginnings(text: Text, most: int) -> list[Text]:
@@ -110,80 +134,37 @@ def _beginnings(text: Text, most: int) -> list[Text]:
     return [text.beginning(some) for some in sorted(lengths)]
 
 
-def _unusable(asked: _Asked) -> Iterator[str]:
-    for one in asked.both:
-        if len(one.values) != len(one.texts):
-            yield f"{one.name} gave {len(one.values)} values for {len(one.texts)} texts"
-            continue
-        for text, value in zip(one.texts, one.values, strict=True):
-            if math.isnan(value) or value == math.inf:
-                yield f"{one.name} of {_shown(text)} is {value}"
-
-
-def _unlike_alone(asked: _Asked) -> Iterator[str]:
-    for one in asked.both:
-        alone = [next(iter(one.method([text]))) for text in one.texts]
-        for told, other in one.differing(alone, asked.tolerance):
-            yield f"{told} among others, {other:g} alone"
-
-
-def _unlike_again(asked: _Asked) -> Iterator[str]:
-    for one in asked.both:
-        for told, other in one.differing(one.method(one.texts), asked.tolerance):
-            yield f"{told}, then {other:g}"
-
-
-def _allowed_again(asked: _Asked) -> Iterator[str]:
-    """Yield prefixes of value -inf with an extension of another value."""
-    values = iter(asked.prefixes.values)
-    for of_text, whole in zip(asked.series, asked.wholes.values, strict=True):
-        forbidden = None
-        for text, value in zip(of_text, islice(values, len(of_text)), strict=True):
-            if forbidden is None:
-                forbidden = text if value == -math.inf else None
-            elif value > -math.inf:
-                yield f"prefix of {_shown(forbidden)} is -inf, of {_shown(text)} {value:g}"
-        if forbidden is not None and whole > -math.inf:
-            yield f"prefix of {_shown(forbidden)} is -inf, complete of the whole text {whole:g}"
-
-
-def _unlike_whole(asked: _Asked) -> Iterator[str]:
-    of_prefix = asked.potential.prefix(asked.wholes.texts)
-    for told, other in asked.wholes.differing(of_prefix, asked.tolerance):
-        yield f"{told}, and prefix {other:g}"
-
-
 #: Each check's name, what a pass proves, the remedy, and the function that yields findings.
-_CHECKS: tuple[tuple[str, str, str, Callable[[_Asked], Iterator[str]]], ...] = (
+_CHECKS: tuple[tuple[str, str, str, Callable[[_Values], Iterator[str]]], ...] = (
     (
         "values",
         "prefix and complete give one value for each text: a finite logarithm, or -inf",
         "Give a float for each text; log 0 is float('-inf').",
-        _unusable,
+        _Values.unusable,
     ),
     (
         "batched",
         "a text's value does not depend on what else is asked about",
         "Let the texts of a call not influence each other: of a model, look at padding and masks.",
-        _unlike_alone,
+        _Values.unlike_alone,
     ),
     (
         "repeated",
         "the same text has the same value when it is asked about again",
         "Draw no random numbers, and keep nothing from one call to the next.",
-        _unlike_again,
+        _Values.unlike_again,
     ),
     (
         "forbidden",
         "no text goes on from a beginning that was forbidden",
         "Give -inf only where no continuation can mend it; else a large finite cost.",
-        _allowed_again,
+        _Values.allowed_again,
     ),
     (
         "whole",
         "prefix of a whole text is complete of it, as it claims",
         "Let it not set prefix_is_complete, or let prefix and complete agree.",
-        _unlike_whole,
+        _Values.unlike_whole,
     ),
 )
 

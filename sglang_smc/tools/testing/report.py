@@ -29,8 +29,8 @@ class Result(NamedTuple):
     check: str
     proves: str
     """The property that a pass demonstrates, in one sentence."""
-    verdict: Verdict
-    note: str
+    verdict: Verdict = Verdict.NOT_APPLICABLE
+    note: str = ""
     """The finding, and for a failure the remedy."""
     statistic: str = ""
     estimate: float | None = None
@@ -40,6 +40,11 @@ class Result(NamedTuple):
     alpha: float | None = None
     """The probability that this check fails on a correct implementation."""
     num_answers: int = 0
+
+    @property
+    def is_rejected(self) -> bool:
+        """Return whether the p-value is below the level of the check."""
+        return self.p_value is not None and self.p_value < (self.alpha or 0.0)
 
     @property
     def failed(self) -> bool:
