@@ -9,9 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class ScriptError(RuntimeError):
@@ -73,6 +76,17 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, old in handled.items():
             signal.signal(number, old)
+
+
+def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
+    """Return an HTTP client of a running server."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # The environment's proxies cannot reach this machine's own ports.
+    is_here = any(f"//{name}" in url for name in ("localhost", "127.", "[::1]"))
+    base = url.rstrip("/")
+    return httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=not is_here)
 
 
 def number(

@@ -7,74 +7,42 @@ the server is its replies. A terminal shows a line for each replica, and below f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_smc.printable import printable
-from sglang_smc.tools.commands import number
+from sglang_smc.tools.commands import client_of, main_of, number
 
 TIMEOUT = 30.0
 CLEAR = "\033[H\033[2J"
 _ID_LENGTH = 12
-_FORM = "{:>4}{:>9}{:>9}{:>10}{:>13}{:>9}{:>11}{:>8}{:>7}  {:7}{:>5}{:>5}{:>9}"
-HEADER = _FORM.format(
-    *("rank", "running", "waiting", "tokens/s", "tokens/pass", "ESS / N", "resampled", "silent"),
-    "tilt",
-    *("mode", "N", "K", "KV free"),
-)
-# Fields of both tables share their columns.
-_REQUEST_FORM = "{:>4}  {:12}{:>14}{:>13}{:>9}{:>11}{:>15}  {:7}{:>5}{:>5}"
-REQUEST_HEADER = _REQUEST_FORM.format(
-    *("rank", "request", "tokens", "tokens/pass", "ESS / N", "resampled", "", "mode", "N", "K")
-)
-
-
-class WatchError(RuntimeError):
-    """An error that ends the display; the message gives the reason and the remedy."""
+#: Columns of both tables, which share places.
+_REPLICA = "{:>4}{:>9}{:>9}{:>10}{:>13}{:>9}{:>11}{:>8}{:>7}  {:7}{:>5}{:>5}{:>9}"
+_REQUEST = "{:>4}  {:12}{:>14}{:>13}{:>9}{:>11}{:>15}  {:7}{:>5}{:>5}"
+_SIZES = ("mode", "N", "K")
+_RATES = ("tokens/pass", "ESS / N", "resampled")
+REPLICA = ("rank", "running", "waiting", "tokens/s", *_RATES, "silent", "tilt", *_SIZES, "KV free")
+REQUEST = ("rank", "request", "tokens", *_RATES, "", *_SIZES)
+HEADER, REQUEST_HEADER = _REPLICA.format(*REPLICA), _REQUEST.format(*REQUEST)
+NUMBERS = {"tokens/s": ".1f", "tokens/pass": ".2f", "ESS / N": ".2f", "resampled": ".0%"}
+NUMBERS |= {"silent": ".0%", "tilt": ".2f", "KV free": ".0%"}
 
 
 class Snapshot(NamedTuple):
-    """A sample of one replica's counters."""
+    """A sample of one replica."""
 
     at: float  # seconds, monotonic
-    totals: Mapping[str, Any]  # since the server's start
-    in_force: Mapping[str, Any]  # mode, N and K
-    load: Mapping[str, Any]  # requests, and KV slots
-    fidelity: Mapping[str, Any]  # of the last answers
-    requests: Sequence[Mapping[str, Any]]  # running, those with most rounds first
-
-
-class Row(NamedTuple):
-    """Values of a replica's line; None if no round yields them."""
-
-    running: int
-    waiting: int
-    tokens_per_second: float
-    tokens_per_pass: float | None
-    ess: float | None  # as a share of N, over the weighted rounds
-    resampled: float | None  # share of rounds
-    silent: float | None
-    tilt: float | None  # of the last answers: 0 is the target, 1 about the draft
-    mode: str
-    num_particles: int
-    num_steps: int
-    free: float | None  # share of the KV slots
-    requests: Sequence[Mapping[str, Any]] = ()  # running, those with most rounds first
+    smc: Mapping[str, Any]  # of /server_info
+    load: Mapping[str, Any]  # of /v1/loads: requests, and KV slots
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if there is no SMC server; Ctrl-C ends the display."""
     options = parser().parse_args(argv)
-    try:
-        run(options)
-    except WatchError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        pass
-    return 0
+    return main_of(lambda: run(options), refused=(ValueError,), status=1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,82 +67,71 @@ def run(options: argparse.Namespace) -> None:
     renews = sys.stdout.isatty() and not options.once
     if not renews:
         print(HEADER, flush=True)
-    before = snapshot(options.url, options.api_key)
-    while True:
-        time.sleep(options.interval)
-        now = snapshot(options.url, options.api_key)
-        lines = lines_of(list(between(before, now)))
-        if renews:
-            print(f"{CLEAR}{options.url}, every {options.interval:g} s; Ctrl-C ends\n\n{HEADER}")
-        print("\n".join(lines), flush=True)
-        if options.once:
-            return
-        before = now
-
-
-# --- Samples
+    with contextlib.suppress(KeyboardInterrupt):
+        before = snapshot(options.url, options.api_key)
+        while True:
+            time.sleep(options.interval)
+            now = snapshot(options.url, options.api_key)
+            if renews:
+                every = f"{options.url}, every {options.interval:g} s; Ctrl-C ends"
+                print(f"{CLEAR}{every}\n\n{HEADER}")
+            print("\n".join(lines_of(before, now)), flush=True)
+            if options.once:
+                return
+            before = now
 
 
 def snapshot(url: str, api_key: str | None = None) -> list[Snapshot]:
     """Sample each replica of the server at ``url``.
 
-    Raises WatchError if there is no server, or it does not run SMC.
+    Raises ValueError if there is no server, or it does not run SMC.
     """
     states = _get(url, "/server_info", api_key).get("internal_states") or ()
     if not all("smc" in state for state in states) or not states:
-        raise WatchError(f"the server at {url} does not run SMC: /server_info has no `smc`.")
+        raise ValueError(
+            printable(f"the server at {url} does not run SMC: /server_info has no `smc`.")
+        )
     loads = {one["dp_rank"]: one for one in _get(url, "/v1/loads?include=core", api_key)["loads"]}
     at = time.monotonic()
-    found = []
-    for rank, state in enumerate(states):
-        smc = state["smc"]
-        shown = smc["in_force"], loads.get(rank, {}), smc["fidelity"]["all"], smc["running"]
-        found.append(Snapshot(at, smc["since_start"], *shown))
-    return found
+    return [Snapshot(at, one["smc"], loads.get(rank, {})) for rank, one in enumerate(states)]
 
 
 def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
     import httpx
 
-    address = url.rstrip("/") + route
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # The environment's proxies cannot reach this machine's own ports.
-    is_here = any(f"//{name}" in url for name in ("localhost", "127.", "[::1]"))
     try:
-        answer = httpx.get(address, headers=headers, timeout=TIMEOUT, trust_env=not is_here)
+        answer = client_of(url, api_key, TIMEOUT).get(route)
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise WatchError(f"{address}: {error or type(error).__name__}") from error
+        told = f"{url.rstrip('/')}{route}: {error or type(error).__name__}"
+        raise ValueError(printable(told)) from error
 
 
-def between(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> Iterator[Row]:
-    """Yield each replica's rates between two samples."""
-    for first, last in zip(before, now, strict=False):
-        yield _row(first, last)
+def rates(first: Snapshot, last: Snapshot) -> dict[str, Any]:
+    """Return a replica's values between two samples, by column; None if no round yields one.
 
-
-def _row(first: Snapshot, last: Snapshot) -> Row:
+    ``ESS / N`` is over the weighted rounds, ``resampled`` and ``silent`` are shares of all rounds,
+    and ``tilt`` is of the last answers: 0 is the target, 1 about the draft.
+    """
+    totals, load, in_force = last.smc["since_start"], last.load, last.smc["in_force"]
     # A server that restarted in between counts from its start.
-    began_anew = last.totals["rounds"] < first.totals["rounds"]
-    earlier: Mapping[str, Any] = {} if began_anew else first.totals
-    gained = {name: (last.totals[name] or 0) - (earlier.get(name) or 0) for name in last.totals}
-    rounds, slots = gained["rounds"], last.load.get("max_total_num_tokens", 0)
-    return Row(
-        running=last.load.get("num_running_reqs", 0),
-        waiting=last.load.get("num_waiting_reqs", 0),
-        tokens_per_second=gained["emitted_tokens"] / max(last.at - first.at, 1e-9),
-        tokens_per_pass=_share(gained["kept_columns"] + rounds, rounds),
-        ess=_share(_ess_sum(last.totals) - _ess_sum(earlier), gained["weighed_rounds"]),
-        resampled=_share(gained["resamplings"], rounds),
-        silent=_share(gained["silent_rounds"], rounds),
-        tilt=last.fidelity["tilt"],
-        mode=last.in_force["mode"],
-        num_particles=last.in_force["num_particles"],
-        num_steps=last.in_force["num_steps"],
-        free=_share(slots - last.load.get("num_used_tokens", 0), slots),
-        requests=last.requests,
-    )
+    began_anew = totals["rounds"] < first.smc["since_start"]["rounds"]
+    earlier: Mapping[str, Any] = {} if began_anew else first.smc["since_start"]
+    gained = {name: (totals[name] or 0) - (earlier.get(name) or 0) for name in totals}
+    rounds, slots = gained["rounds"], load.get("max_total_num_tokens", 0)
+    return {
+        "running": load.get("num_running_reqs", 0),
+        "waiting": load.get("num_waiting_reqs", 0),
+        "tokens/s": gained["emitted_tokens"] / max(last.at - first.at, 1e-9),
+        "tokens/pass": _share(gained["kept_columns"] + rounds, rounds),
+        "ESS / N": _share(_ess_sum(totals) - _ess_sum(earlier), gained["weighed_rounds"]),
+        "resampled": _share(gained["resamplings"], rounds),
+        "silent": _share(gained["silent_rounds"], rounds),
+        "tilt": last.smc["fidelity"]["all"]["tilt"],
+        **_sizes(in_force),
+        "KV free": _share(slots - load.get("num_used_tokens", 0), slots),
+    }
 
 
 def _ess_sum(totals: Mapping[str, Any]) -> float:
@@ -185,61 +142,44 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-# --- Lines
+def _sizes(of: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mode": of["mode"], "N": of["num_particles"], "K": of["num_steps"]}
 
 
-def lines_of(replicas: Sequence[Row]) -> list[str]:
-    """Return the lines below `HEADER`: one for each replica, then one for each request."""
-    found = [printable(line_of(rank, row)) for rank, row in enumerate(replicas)]
+def lines_of(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> list[str]:
+    """Return the lines below `HEADER`: one for each replica, then one for each request.
+
+    Of a replica's requests the server tells those with most rounds; their values are over all their
+    rounds so far.
+    """
+    rows = [rates(*both) for both in zip(before, now, strict=False)]
+    replicas = [_line(_REPLICA, REPLICA, {"rank": n, **row}) for n, row in enumerate(rows)]
     requests = [
-        printable(request_line(rank, one))
-        for rank, row in enumerate(replicas)
-        for one in row.requests
+        {
+            "rank": rank,
+            "request": printable(one["rid"])[:_ID_LENGTH],
+            "tokens": one["output_tokens"],
+            "tokens/pass": one["tokens_per_pass"],
+            "ESS / N": one["ess_ratio"],
+            "resampled": one["resample_rate"],
+            "": "",
+            **_sizes(one),
+        }
+        for rank, replica in enumerate(now)
+        for one in replica.smc["running"]
     ]
     if not requests:
-        return found
-    running = max(sum(row.running for row in replicas), len(requests))
-    rest = [f"{'':6}and {running - len(requests)} more"] if running > len(requests) else []
-    return [*found, "", REQUEST_HEADER, *requests, *rest]
+        return replicas
+    more = sum(row["running"] for row in rows) - len(requests)
+    rest = [f"{'':6}and {more} more"] if more > 0 else []
+    return [*replicas, "", REQUEST_HEADER, *(_line(_REQUEST, REQUEST, r) for r in requests), *rest]
 
 
-def line_of(rank: int, row: Row) -> str:
-    """Return a replica's line, with a dash for missing numbers."""
-    return _FORM.format(
-        rank,
-        row.running,
-        row.waiting,
-        f"{row.tokens_per_second:.1f}",
-        _cell(row.tokens_per_pass, ".2f"),
-        _cell(row.ess, ".2f"),
-        _cell(row.resampled, ".0%"),
-        _cell(row.silent, ".0%"),
-        _cell(row.tilt, ".2f"),
-        row.mode,
-        row.num_particles,
-        row.num_steps,
-        _cell(row.free, ".0%"),
-    )
-
-
-def request_line(rank: int, request: Mapping[str, Any]) -> str:
-    """Return a request's line below `REQUEST_HEADER`, over all its rounds so far."""
-    return _REQUEST_FORM.format(
-        rank,
-        printable(request["rid"])[:_ID_LENGTH],
-        request["output_tokens"],
-        _cell(request["tokens_per_pass"], ".2f"),
-        _cell(request["ess_ratio"], ".2f"),
-        _cell(request["resample_rate"], ".0%"),
-        "",
-        request["mode"],
-        request["num_particles"],
-        request["num_steps"],
-    )
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _line(form: str, columns: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return a line of a table, with a dash for missing numbers."""
+    cells = ((values[name], NUMBERS.get(name, "")) for name in columns)
+    told = ("-" if value is None else format(value, number) for value, number in cells)
+    return printable(form.format(*told))
 
 
 if __name__ == "__main__":

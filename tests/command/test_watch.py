@@ -9,15 +9,7 @@ from hostile import HOSTILE
 from little_server import answering
 
 from sglang_smc.tools import watch
-from sglang_smc.tools.watch import (
-    HEADER,
-    REQUEST_HEADER,
-    Snapshot,
-    between,
-    line_of,
-    lines_of,
-    request_line,
-)
+from sglang_smc.tools.watch import HEADER, REQUEST_HEADER, Snapshot, lines_of, rates
 
 KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
 KEYS += ("resamplings", "silent_rounds")
@@ -49,37 +41,40 @@ REQUEST = {
 SILENT = {**REQUEST, "rid": "b", "tokens_per_pass": None, "ess_ratio": None, "resample_rate": None}
 
 
-def snapshot(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Snapshot:
-    return Snapshot(at, totals, IN_FORCE, LOAD, FIDELITY, requests)
+def state(totals: dict[str, Any], *requests: dict[str, Any], **in_force: Any) -> dict[str, Any]:
+    fidelity = {"all": FIDELITY, "exact": {"tilt": 0.0}}
+    smc = {"since_start": totals, "in_force": {**IN_FORCE, **in_force}, "fidelity": fidelity}
+    return {"smc": {**smc, "running": requests}}
 
 
-def shown(before: dict[str, Any], after: dict[str, Any], *requests: dict[str, Any]) -> Any:
-    (found,) = between([snapshot(10, before)], [snapshot(12, after, *requests)])
-    return found
+def snapshot(at: float, *of: dict[str, Any], **in_force: Any) -> Snapshot:
+    return Snapshot(at, state(*of, **in_force)["smc"], LOAD)
+
+
+def lines(before: dict[str, Any], *after: dict[str, Any], **in_force: Any) -> list[str]:
+    return lines_of([snapshot(10, before)], [snapshot(12, *after, **in_force)])
 
 
 def test_an_interval_is_the_difference_of_two_looks() -> None:
-    found = shown(BEFORE, AFTER)
-    assert found.tokens_per_second == 50
-    assert found.tokens_per_pass == 6  # 100 columns in 20 rounds, and the bonus token
-    assert found.ess == pytest.approx(0.8)
-    assert (found.resampled, found.silent, found.free) == (0.25, 0.1, 0.75)
-    assert (found.running, found.waiting, found.num_particles, found.num_steps) == (3, 1, 8, 4)
-    without = shown(AFTER, AFTER)
-    assert (without.tokens_per_pass, without.ess, without.resampled, without.silent) == (None,) * 4
+    found = rates(snapshot(10, BEFORE), snapshot(12, AFTER))
+    assert found["tokens/s"] == 50
+    assert found["tokens/pass"] == 6  # 100 columns in 20 rounds, and the bonus token
+    assert found["ESS / N"] == pytest.approx(0.8)
+    assert (found["resampled"], found["silent"], found["KV free"]) == (0.25, 0.1, 0.75)
+    assert [found[name] for name in ("running", "waiting", "N", "K")] == [3, 1, 8, 4]
     cells = ["0", "3", "1", "0.0", "-", "-", "-", "-", "0.31", "smc", "8", "4", "75%"]
-    assert line_of(0, without).split() == cells
-    anew = shown(AFTER, {**BEFORE, "rounds": 20})  # a server that began again
-    assert anew.tokens_per_second == 300 and anew.ess == pytest.approx(0.5)
+    assert lines(AFTER, AFTER)[0].split() == cells, "without a round"
+    anew = rates(snapshot(10, AFTER), snapshot(12, {**BEFORE, "rounds": 20}))  # restarted
+    assert anew["tokens/s"] == 300 and anew["ESS / N"] == pytest.approx(0.5)
 
 
 def test_cells_stand_below_their_names() -> None:
-    line = line_of(0, shown(BEFORE, AFTER))
+    line, _, _, request, *_ = lines(BEFORE, AFTER, REQUEST)
     for name, cell in (("tokens/pass", "6.00"), ("resampled", "25%"), ("KV free", "75%")):
         assert line[: HEADER.index(name) + len(name)].endswith(cell)
     for name, cell in (("tokens", "42"), ("ESS / N", "0.46"), ("K", "2")):
         end = f"{REQUEST_HEADER} ".index(f" {name} ") + 1 + len(name)
-        assert request_line(0, REQUEST)[:end].split()[-1] == cell
+        assert request[:end].split()[-1] == cell
     for name in ("tokens/pass", "ESS / N", "resampled", "mode", "N", "K"):  # in both
         assert f" {HEADER} ".index(f" {name} ") == f" {REQUEST_HEADER} ".index(f" {name} ")
 
@@ -87,22 +82,21 @@ def test_cells_stand_below_their_names() -> None:
 def test_requests_that_run_stand_below_their_replica() -> None:
     """Of two replicas, each in its own row; and how many more there are."""
     pair = [snapshot(10, BEFORE)] * 2, [snapshot(12, AFTER, REQUEST), snapshot(12, AFTER, SILENT)]
-    lines = lines_of(list(between(*pair)))
-    assert lines[2:4] == ["", REQUEST_HEADER]
-    assert lines[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
-    assert lines[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
-    assert lines[6].split() == ["and", "4", "more"], "each replica has three"
-    alone = [snapshot(10, BEFORE)], [snapshot(12, AFTER)]
-    assert len(lines_of(list(between(*alone)))) == 1
+    found = lines_of(*pair)
+    assert found[2:4] == ["", REQUEST_HEADER]
+    assert found[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
+    assert found[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
+    assert found[6].split() == ["and", "4", "more"], "each replica has three"
+    assert len(lines(BEFORE, AFTER)) == 1
 
 
 def test_text_of_clients_is_shown_in_escapes() -> None:
     """Whatever field has it, and in its own column."""
     hostile = {**REQUEST, "rid": HOSTILE, "mode": HOSTILE, "output_tokens": HOSTILE}
-    lines = lines_of([shown(BEFORE, AFTER, hostile)._replace(mode=HOSTILE)])
-    assert all(line.isprintable() for line in lines)
-    one = {**REQUEST, "rid": "\a\x1b[2J"}
-    assert len(request_line(0, one)) == len(request_line(0, REQUEST))
+    found = lines(BEFORE, AFTER, hostile, mode=HOSTILE)
+    assert all(line.isprintable() for line in found)
+    one, plain = (lines(BEFORE, AFTER, {**REQUEST, "rid": rid}) for rid in ("\a\x1b[2J", "b"))
+    assert len(one[3]) == len(plain[3])
 
 
 @pytest.fixture
@@ -124,12 +118,6 @@ def server() -> Iterator[Callable[..., str]]:
             return running.enter_context(answering(answer))
 
         yield start
-
-
-def state(totals: dict[str, Any]) -> dict[str, Any]:
-    fidelity = {"all": FIDELITY, "exact": {"tilt": 0.0}}
-    smc = {"since_start": totals, "in_force": IN_FORCE, "fidelity": fidelity, "running": []}
-    return {"smc": smc}
 
 
 def test_once_prints_one_line(

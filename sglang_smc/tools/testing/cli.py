@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.tools.commands import main_of, number, positive
+from sglang_smc.tools.commands import bar, main_of, number, positive
 from sglang_smc.tools.testing import checks, connection, report
 from sglang_smc.tools.testing.checks import FEW, PROMPTS
 from sglang_smc.tools.testing.connection import Pair
@@ -76,18 +76,13 @@ def run(
     seed: int = 0,
 ) -> list[Result]:
     """Run the checks ``only``, in the order of `NAMES`, with a progress bar on a terminal."""
-    from tqdm import tqdm
-
-    chosen = [name for name in NAMES if name in only]
     results = []
-    with tqdm(total=len(chosen), unit="check", disable=None, leave=False) as bar:
-        count = _counter(bar)
+    with bar(unit=" answers", disable=None, leave=False) as line:
         for model in filter(None, pair):
-            model.on_answers = count
-        for name in chosen:
-            bar.set_description(name)
+            model.on_answers = line.update
+        for name in (name for name in NAMES if name in only):
+            line.set_description(name)
             results.append(_result(name, pair, prompts, scale, seed))
-            bar.update()
     return results
 
 
@@ -121,13 +116,10 @@ def _models(arguments: argparse.Namespace) -> Iterator[Pair]:
             draft = connection.connect(url, api_key=key, needs_smc=False)
         yield Pair(smc, draft)
         return
-    given = {
-        "device": arguments.device,
-        "dtype": arguments.dtype,
-        "tp_size": arguments.tp_size,
-        "speculative_num_steps": arguments.num_steps,
-        "speculative_smc_num_particles": arguments.num_particles,
-    }
+    names = ("device", "dtype", "tp_size")
+    given = {name: getattr(arguments, name) for name in names}
+    given["speculative_num_steps"] = arguments.num_steps
+    given["speculative_smc_num_particles"] = arguments.num_particles
     with connection.started(arguments.target, arguments.draft, **given) as pair:
         yield pair
 
@@ -155,17 +147,6 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     if not found:
         raise ValueError(f"--prompts {path}: no prompt in there; needed: one a line, 1 or more.")
     return found
-
-
-def _counter(bar: Any) -> Callable[[int], None]:
-    total = 0
-
-    def count(answers: int) -> None:
-        nonlocal total
-        total += answers
-        bar.set_postfix_str(f"{total} answers")
-
-    return count
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_smc.tools.commands import client_of
 from sglang_smc.tools.testing.model import Model, RefusedError
 
 TIMEOUT = 600.0
@@ -41,28 +42,25 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
     Raises:
         ValueError: there is no server, or it does not run SMC.
     """
-    import requests
+    import httpx
 
-    session = requests.Session()
-    if api_key:
-        session.headers["Authorization"] = f"Bearer {api_key}"
-    address = url.rstrip("/")
+    client = client_of(url, api_key, TIMEOUT)
 
     def send(body: dict[str, Any]) -> list[dict[str, Any]]:
         try:
-            reply = session.post(f"{address}/generate", json=body, timeout=TIMEOUT)
-        except requests.RequestException as error:
+            reply = client.post("/generate", json=body)
+        except httpx.HTTPError as error:
             raise ValueError(
                 f"--url {url}: the server stopped answering ({type(error).__name__}). Its own log "
                 "says why."
             ) from error
         if reply.status_code != 200:
-            raise RefusedError(f"{address} answered HTTP {reply.status_code}: {reply.text[:500]}")
+            raise RefusedError(f"{url} answered HTTP {reply.status_code}: {reply.text[:500]}")
         return reply.json()
 
     try:
-        reply = session.get(f"{address}/server_info", timeout=30)
-    except requests.RequestException as error:
+        reply = client.get("/server_info", timeout=30)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(
             f"--url {url}: no server answers there ({type(error).__name__}). Start one with "
             "python -m sglang.launch_server --speculative-algorithm SMC, or check host and port."
@@ -116,7 +114,10 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
         _check_folder(flag, path)
     settings = _SETTINGS | arguments
     settings |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": draft}
-    flags = list(_flags(settings))
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     with tempfile.TemporaryDirectory(prefix="smc-check-") as logs:
         launches = [
             Launch(f"--target {model}", Path(model), Path(logs) / name, _CONCURRENCY, flags=flags)
@@ -127,13 +128,6 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
                 yield Pair(*(connect(server.url) for server in servers))
         except ServerError as error:
             raise ValueError(str(error)) from error
-
-
-def _flags(settings: dict[str, Any]) -> Iterator[str]:
-    for name, value in settings.items():
-        if value is not False and value is not None:
-            yield f"--{name.replace('_', '-')}"
-            yield from () if value is True else (str(value),)
 
 
 def _check_folder(flag: str, path: str) -> None:

@@ -73,7 +73,7 @@ class Model:
         self.settings = settings
         self.same_models = same_models
         self.rounding = rounding
-        self.on_answers: Callable[[int], None] = lambda count: None
+        self.on_answers: Callable[[int], Any] = lambda count: None
         self._send = send
         self._top = TOP
         self._seeds = itertools.count()
