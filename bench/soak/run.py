@@ -110,10 +110,10 @@ def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
     os.environ.update(ENVIRONMENT)
     log, target = options.output_dir / "server.log", PAIR / "target"
     launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
-    with running(launch) as (server,):
-        found = soak(server.url, options)
-        alone = [] if found.lost else verify(server.url, found.endings, options)
-        lost = found.lost or at_rest(server.url)
+    with running(launch) as (url,):
+        found = soak(url, options)
+        alone = [] if found.lost else verify(url, found.endings, options)
+        lost = found.lost or at_rest(url)
     if lost:
         lost.append(describe_log(log))
     return judge(found.endings, alone, found.watch.loaded_usage, found.rests, lost), found

@@ -1,24 +1,18 @@
-"""The servers of the demo and of the soak: their flags, their records, and that all end."""
+"""The servers of the demo and of the soak: their flags, their answers, and that all end."""
 
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from pair.task import held_out
 
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
-from sglang_smc.tools.demo import serving
-from sglang_smc.tools.demo.serving import (
-    Launch,
-    Server,
-    ServerError,
-    read_records,
-    running,
-    smc_flags,
-    wait_for_records,
-)
+from sglang_smc.tools.demo import cli, serving
+from sglang_smc.tools.demo.serving import Launch, ServerError, running, smc_flags
 
 
 def test_smc_flags_exist(tmp_path: Path) -> None:
@@ -28,16 +22,45 @@ def test_smc_flags_exist(tmp_path: Path) -> None:
     assert flags - known == {"--speculative-algorithm", "--speculative-draft-model-path"}
 
 
-def test_records_are_of_all_files_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
-    lines = {key: f'{{"id": "{key}", "request_parameters": "{{}}", "n": 1}}\n' for key in "abc"}
-    (tmp_path / "10.log").write_text(lines["a"] + lines["b"])
-    (tmp_path / "11.log").write_text(lines["c"] + '{"id": "d", ')  # half a line
-    assert read_records(tmp_path) == {key: {"id": key, "n": 1} for key in "abc"}
+STREAM = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        asked = body["sampling_params"]
+        if asked["custom_params"]["smc"]["mode"] == "wrong":
+            self.wfile.write(b'data: {"error": {"message": "no such mode"}}\\n\\n')
+            return
+        for text, ends in (("It", None), (f"It is\\n#### {asked['sampling_seed']}", "stop")):
+            reason = ends and {"type": ends}
+            told = {"text": text, "meta_info": {"finish_reason": reason, "asked": asked}}
+            self.wfile.write(f"data: {json.dumps(told)}\\n\\n".encode())
+        self.wfile.write(b"data: [DONE]\\n\\n")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 
-    server = Server("http://nowhere", tmp_path)
-    assert wait_for_records(server, ["a"]).keys() == {"a"}
-    with pytest.raises(ServerError, match="no record of 1 of 2"):
-        wait_for_records(server, ["a", "z"], timeout=0.0)
+
+def test_an_answer_is_streamed_and_checked(stand_in: Callable[[str], None], tmp_path: Path) -> None:
+    """Red where pieces are shown twice, or a seed or a mode does not arrive."""
+    stand_in(STREAM)
+    item = held_out(7)
+    asked = cli.parser().parse_args(["--seed", str(item.number - 7)])
+    launch, tokenizer = Launch("it", Path("m"), tmp_path / "log", 1), SimpleNamespace()
+    tokenizer.apply_chat_template = lambda chat, **_: chat[0]["content"]
+    pieces: list[str] = []
+    with running(launch) as (url,):
+        party = cli.Party(launch, url, asked, tokenizer)
+        answer = party.ask(7, {"mode": "auto"}, pieces.append)
+        with pytest.raises(ServerError, match=r"(?s)it: .*no such mode.*The last lines of"):
+            party.ask(7, {"mode": "wrong"})
+    assert answer.right and pieces == ["It", f" is\n#### {item.number}"]
+    assert 0 < answer.seconds_to_first < answer.seconds
+    assert answer.info["asked"]["custom_params"] == {"smc": {"mode": "auto"}}
 
 
 @pytest.fixture
@@ -48,7 +71,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(
             serving,
             "server_command",
-            lambda _, port, __: [sys.executable, "-c", program, str(port)],
+            lambda _, port: [sys.executable, "-c", program, str(port)],
         )
 
     return use
@@ -83,10 +106,9 @@ def test_no_process_is_left(
 
     stand_in(SERVE)
     try:
-        with running(Launch("it", Path("m"), tmp_path / "log", 1)) as (server,):
-            child = int(httpx.get(f"{server.url}/health", trust_env=False).text)
+        with running(Launch("it", Path("m"), tmp_path / "log", 1)) as (url,):
+            child = int(httpx.get(f"{url}/health", trust_env=False).text)
             assert is_alive(child)
-            assert server.records.is_dir()
             if error:
                 raise error
     except KeyboardInterrupt:
@@ -95,7 +117,6 @@ def test_no_process_is_left(
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
-    assert not server.records.exists()
 
 
 def test_a_server_that_dies_shows_its_log(stand_in: Callable[[str], None], tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import httpx
-from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, SMCConfig
@@ -29,13 +28,11 @@ from sglang_smc.pair.task import check, held_out, messages
 from sglang_smc.tools.commands import bar, main_of, positive, table
 from sglang_smc.tools.demo.serving import (
     Launch,
-    Server,
     ServerError,
     describe_log,
     running,
     smc_flags,
     tokens_per_pass,
-    wait_for_records,
 )
 
 #: The model pair that is shipped with the package, trained on `pair.task`.
@@ -57,6 +54,15 @@ So few problems tell nothing about accuracy: docs/fidelity.md has 2,000. Your ow
 sglang-smc doctor --target DIR --draft DIR."""
 
 
+class Answer(NamedTuple):
+    """An answer, with a client's measurements in seconds since its request was sent."""
+
+    right: bool
+    seconds_to_first: float
+    seconds: float
+    info: dict[str, Any]  # the server's meta_info
+
+
 class Row(NamedTuple):
     """A decoding method and its answers."""
 
@@ -64,15 +70,6 @@ class Row(NamedTuple):
     server: str  # "smc" or "target"
     smc: dict[str, Any] | None  # SMC request fields; the server fills in the rest
     answers: list[Answer]
-
-
-class Answer(NamedTuple):
-    """A client's measurements of one request, in seconds since it was sent."""
-
-    request_id: str
-    right: bool
-    seconds_to_first: float
-    seconds: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +109,7 @@ def demo(options: argparse.Namespace) -> None:
             *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
         ]
         _ask(rows, both, QUICK if options.quick else options.problems)
-        numbers = [numbers_of(row, both[row.server].infos(row.answers)) for row in rows]
+        numbers = [numbers_of(row) for row in rows]
     shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
     print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
@@ -142,26 +139,12 @@ def _logs(folder: Path | None) -> Iterator[Path]:
 
 
 class Party(NamedTuple):
-    """A running server and its client, which fails at the first error: a retry would take time."""
+    """A running server, and what its answers are asked with."""
 
     launch: Launch
-    server: Server
-    client: OpenAI
+    url: str
     options: argparse.Namespace
-
-    @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Convert errors of the ``with`` block to ServerError, with the end of the server's log."""
-        try:
-            yield
-        except (OpenAIError, httpx.HTTPError, ServerError) as error:
-            told = describe_log(self.launch.log)
-            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
-
-    def infos(self, answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
-        """Return the server's ``meta_info`` of these answers, by request id."""
-        with self.blamed():
-            return wait_for_records(self.server, [answer.request_id for answer in answers])
+    tokenizer: Any
 
     def ask(
         self,
@@ -169,53 +152,64 @@ class Party(NamedTuple):
         smc: dict[str, Any] | None = None,
         on_text: Callable[[str], None] = lambda _: None,
     ) -> Answer:
-        """Stream the answer to held-out problem ``index``; call ``on_text`` with each piece."""
-        with self.blamed():
-            return self._ask(index, smc, on_text)
+        """Stream the answer to held-out problem ``index``; call ``on_text`` with each piece.
 
-    def _ask(
-        self, index: int, smc: dict[str, Any] | None, on_text: Callable[[str], None]
-    ) -> Answer:
+        Raises ServerError with the end of the server's log.
+        """
         item, start = held_out(index), time.perf_counter()
-        stream: Iterable[Any] = self.client.chat.completions.create(
-            model="default",
-            messages=messages(item),  # type: ignore[arg-type]
-            temperature=self.options.temperature,
-            max_tokens=MAX_TOKENS,
-            seed=self.options.seed + index,
-            stream=True,
-            extra_body=None if smc is None else {"custom_params": {"smc": smc}},
-        )
-        text, first, request_id, finish_reason = "", None, "", None
-        for chunk in stream:
-            request_id = chunk.id
-            for choice in chunk.choices:
-                finish_reason = choice.finish_reason or finish_reason
-                if choice.delta.content:
-                    first = first or time.perf_counter()
-                    text += choice.delta.content
-                    on_text(choice.delta.content)
+        text, first, info = "", 0.0, {}
+        try:
+            for told in self._stream(index, messages(item), smc):
+                piece, text, info = told["text"][len(text) :], told["text"], told["meta_info"]
+                first = first or time.perf_counter()
+                on_text(piece)
+        except (httpx.HTTPError, ServerError) as error:
+            told = describe_log(self.launch.log)
+            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
         end = time.perf_counter()
         # An answer cut off by the length limit may end in a right number by chance.
-        right = finish_reason == "stop" and check(text, item)
-        return Answer(request_id, right, (first or end) - start, end - start)
+        right = info["finish_reason"]["type"] == "stop" and check(text, item)
+        return Answer(right, first - start, end - start, info)
+
+    def _stream(
+        self, index: int, chat: list[dict[str, str]], smc: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the answer so far and its ``meta_info``, as they come."""
+        prompt = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=False
+        )
+        sampling = {
+            "temperature": self.options.temperature,
+            "max_new_tokens": MAX_TOKENS,
+            "sampling_seed": self.options.seed + index,
+            **({} if smc is None else {"custom_params": {"smc": smc}}),
+        }
+        body = {"text": prompt, "sampling_params": sampling, "stream": True}
+        # The environment's proxies cannot reach this machine's own ports.
+        how = {"timeout": REQUEST_TIMEOUT, "trust_env": False}
+        with httpx.stream("POST", f"{self.url}/generate", json=body, **how) as reply:
+            if not reply.is_success:
+                raise ServerError(f"HTTP {reply.status_code}: {reply.read().decode()}")
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    told = json.loads(line.removeprefix("data: "))
+                    if "error" in told:
+                        raise ServerError(str(told["error"]))
+                    yield told
 
 
 @contextlib.contextmanager
 def started(options: argparse.Namespace, logs: Path) -> Iterator[dict[str, Party]]:
-    """Start both servers for the ``with`` block; yield each with a client."""
+    """Start both servers for the ``with`` block."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.pair / "target")
     by_name = launches(options, logs)
-    with running(*by_name.values()) as servers:
+    with running(*by_name.values()) as urls:
         yield {
-            name: Party(launch, server, _client(server.url), options)
-            for (name, launch), server in zip(by_name.items(), servers, strict=True)
+            name: Party(launch, url, options, tokenizer)
+            for (name, launch), url in zip(by_name.items(), urls, strict=True)
         }
-
-
-def _client(url: str) -> OpenAI:
-    # Ignore the environment's proxies, which cannot reach this machine's own ports.
-    transport = DefaultHttpxClient(trust_env=False, timeout=REQUEST_TIMEOUT)
-    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport)
 
 
 def launches(options: argparse.Namespace, logs: Path) -> dict[str, Launch]:
@@ -267,14 +261,15 @@ def _ask(rows: Sequence[Row], both: Mapping[str, Party], count: int) -> None:
                 line.update()
 
 
-def numbers_of(row: Row, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def numbers_of(row: Row) -> dict[str, Any]:
     """Return the summary of a row's answers; seconds are the client's."""
-    tokens = sum(info["completion_tokens"] for info in infos.values())
+    infos = [answer.info for answer in row.answers]
+    tokens = sum(info["completion_tokens"] for info in infos)
     return {
         "row": row.name,
         "problems": len(row.answers),
         "right": sum(answer.right for answer in row.answers),
-        "tokens_per_target_pass": tokens_per_pass(list(infos.values())),
+        "tokens_per_target_pass": tokens_per_pass(infos),
         "tokens_per_second": tokens / sum(answer.seconds for answer in row.answers),
         "seconds_to_first": fmean(answer.seconds_to_first for answer in row.answers),
     }

@@ -124,8 +124,8 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
             for name, model in (("pair.log", target), ("draft.log", draft))
         ]
         try:
-            with running(*launches) as servers:
-                yield Pair(*(connect(server.url) for server in servers))
+            with running(*launches) as urls:
+                yield Pair(*map(connect, urls))
         except ServerError as error:
             raise ValueError(str(error)) from error
 
