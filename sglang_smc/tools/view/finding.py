@@ -1,6 +1,6 @@
 """Find a trace in saved JSON: alone, in an answer of any route, or in a list."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +25,45 @@ def load(path: Path, index: int | None = None) -> Trace:
         ValueError: no such file, no JSON, no trace, several of them, or an invalid one.
     """
     try:
-        found = list(traces_in(msgspec.json.decode(path.read_bytes())))
+        value = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path} has no trace: its JSON is nested too deep") from error
-    return checked(chosen(found, index, str(path)))
-
-
-def traces_in(value: Any) -> Iterator[Any]:
-    """Yield all traces, unvalidated, in document order."""
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending += reversed(value)
-        elif isinstance(value, dict):
-            if "rounds" in value and "num_particles" in value:
-                yield value
-            elif value.get(KEY) is not None:
-                yield value[KEY]
-            else:
-                pending += reversed(value.values())
-
-
-def chosen(found: list[Any], index: int | None, where: str) -> Any:
-    """Return the trace at `index`; raise ValueError if there is none."""
+    found = list(values_in(value, _trace))
     if not found:
         raise ValueError(
-            f"{where} has no trace: ask for one with custom_params={{'smc': {{'trace': true}}}}, "
+            f"{path} has no trace: ask for one with custom_params={{'smc': {{'trace': true}}}}, "
             f"and save the whole answer, or its meta_info['{KEY}']"
         )
     if index is None and len(found) > 1:
         raise ValueError(
-            f"{where} has {len(found)} traces: choose one with --index, 0 to {len(found) - 1}"
+            f"{path} has {len(found)} traces: choose one with --index, 0 to {len(found) - 1}"
         )
     if not 0 <= (index or 0) < len(found):
-        raise ValueError(f"--index is {index}, but {where} has 0 to {len(found) - 1}")
-    return found[index or 0]
+        raise ValueError(f"--index is {index}, but {path} has 0 to {len(found) - 1}")
+    return checked(found[index or 0])
+
+
+def _trace(value: Mapping[str, Any]) -> Any:
+    return value if "rounds" in value and "num_particles" in value else value.get(KEY)
+
+
+def values_in(value: Any, pick: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
+    """Yield what ``pick`` returns of objects at any depth, in document order; None goes deeper."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            found = pick(value)
+            if found is not None:
+                yield found
+                continue
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            pending += reversed(value)
 
 
 def checked(value: Any) -> Trace:

@@ -5,7 +5,7 @@ parent up to the segment's start, and so on. `tests/view` compares this with a r
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from sglang_smc.state.record import RoundRecord, Trace
 FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Segment(msgspec.Struct, kw_only=True, array_like=True):
     """Tokens that one particle appends in one step, in its lane.
 
     A ``fate`` is the reason why no segment continues this one to its end: `dead` (weight 0),
@@ -115,8 +115,6 @@ class _Growth:
         self.wrote: list[int] = []  # of each segment: the last one of its text that has a token
         self.steps: list[Step] = []
         self.heads: list[int] = []
-        self.fates: dict[int, str] = {}
-        self.log_potentials: dict[int, float | None] = {}
         self.emitted: list[int] = []
 
     @property
@@ -133,8 +131,9 @@ class _Growth:
         if record.resized_from is not None:
             self.descend(record.resized_from, "resized")
         if record.log_potentials is not None:
-            told = zip(self.heads, record.log_potentials, strict=True)
-            self.log_potentials |= {self.wrote[head]: value for head, value in told if value != 0}
+            for head, value in zip(self.heads, record.log_potentials, strict=True):
+                if value != 0:
+                    self.segments[self.wrote[head]].log_potential = value
         weights = shares(record.log_weights)
         start = min(self.ends)
         self.draft(number, record, weights)
@@ -167,7 +166,7 @@ class _Growth:
     def begin(self, number: int, tokens: list[int]) -> None:
         """Start all particles anew behind a prefill, after the emitted tokens."""
         start, parent = len(self.emitted), None
-        self.fates |= dict.fromkeys(self.heads, "retracted")
+        self.end(self.heads, "retracted")
         if self.heads and start:
             line = lineage(self.heads[0], self.segments)
             parent = next(at for at in line if self.segments[at].start < start)
@@ -210,11 +209,12 @@ class _Growth:
 
     def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
         if record.cut == "failure":
-            self.fates |= dict.fromkeys(self.heads, "failure")
+            self.end(self.heads, "failure")
         dead = {head for head, weight in zip(self.heads, weights, strict=True) if weight == 0}
-        self.descend(record.ancestors, "verification" if self.verifies else "resampled")
-        for head in dead & self.fates.keys():
-            self.fates[head] = "dead" if self.fates[head] == "resampled" else self.fates[head]
+        fate = "verification" if self.verifies else "resampled"
+        kept = {self.heads[ancestor] for ancestor in record.ancestors}
+        self.end(dead - kept, "dead" if fate == "resampled" else fate)
+        self.descend(record.ancestors, fate)
 
     def add_bonus(self, number: int, record: RoundRecord, weights: list[float]) -> None:
         if record.resampled:
@@ -247,9 +247,13 @@ class _Growth:
     def descend(self, by: list[int], fate: str) -> None:
         """Replace particles by copies of their ancestors; those without a copy end."""
         heads = [self.heads[who] for who in by]
-        for gone in set(self.heads) - set(heads):
-            self.fates.setdefault(gone, fate)
+        self.end(set(self.heads) - set(heads), fate)
         self.heads = heads
+
+    def end(self, heads: Iterable[int], fate: str) -> None:
+        """Set the fate of segments that have none."""
+        for head in heads:
+            self.segments[head].fate = self.segments[head].fate or fate
 
     def add(self, segment: Segment) -> int:
         at, parent = len(self.segments), segment.parent
@@ -258,35 +262,20 @@ class _Growth:
         return at
 
     def result(self) -> Genealogy:
-        for head in self.heads:
-            self.fates.setdefault(head, "end")
-        counts = self.surviving()
-        for at in list(counts)[1:]:  # except the youngest, which no segment continues
-            if counts[at] == len(self.segments[at].tokens):
-                self.fates.pop(at, None)
-        segments = [
-            msgspec.structs.replace(
-                here,
-                fate=self.fates.get(at),
-                surviving=counts.get(at, 0),
-                log_potential=self.log_potentials.get(at, 0.0),
-            )
-            for at, here in enumerate(self.segments)
-        ]
+        self.end(self.heads, "end")
+        end = len(self.emitted)
+        for at in lineage(self.heads[0], self.segments):
+            here = self.segments[at]
+            here.surviving = max(0, min(end, here.end) - here.start)
+            end = min(end, here.start)
+            # Except of the youngest, which no segment continues.
+            if at != self.heads[0] and here.surviving == len(here.tokens):
+                here.fate = None
         return Genealogy(
-            num_lanes=max(here.lane for here in segments) + 1,
-            length=max(here.end + len(here.rejected) for here in segments),
-            segments=segments,
+            num_lanes=max(here.lane for here in self.segments) + 1,
+            length=max(here.end + len(here.rejected) for here in self.segments),
+            segments=self.segments,
             steps=self.steps,
             heads=self.heads,
             answer=self.emitted,
         )
-
-    def surviving(self) -> dict[int, int]:
-        """Return the number of each segment's tokens in the answer, the youngest segment first."""
-        end, counts = len(self.emitted), {}
-        for at in lineage(self.heads[0], self.segments):
-            here = self.segments[at]
-            counts[at] = max(0, min(end, here.end) - here.start)
-            end = min(end, here.start)
-        return counts

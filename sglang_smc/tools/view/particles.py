@@ -2,12 +2,12 @@
 
 import html
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.state.record import Trace
-from sglang_smc.tools.view.finding import checked
+from sglang_smc.tools.view.finding import checked, values_in
 from sglang_smc.tools.view.genealogy import Genealogy, genealogy
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Particles(NamedTuple):
             ValueError: no particles, those of several answers, or an invalid trace.
         """
         plain = answer.model_dump() if hasattr(answer, "model_dump") else answer
-        found = list(_infos_in(plain))
+        found = list(values_in(plain, lambda info: info if info.get(KEY) is not None else None))
         if len(found) != 1:
             raise ValueError(_SEVERAL.format(count=len(found)) if found else _NONE)
         info = found[0]
@@ -138,18 +138,6 @@ class Particles(NamedTuple):
             f"<p>{html.escape(repr(self))}</p>"
             f"<table><tr><th>share</th><th>text</th></tr>{rows}</table>"
         )
-
-
-def _infos_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield each `meta_info` with particles, at any depth."""
-    if isinstance(value, Mapping):
-        if value.get(KEY) is not None:
-            yield value
-            return
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _infos_in(each)
 
 
 def _particle(given: Mapping[str, Any]) -> Particle:
