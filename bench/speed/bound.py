@@ -12,8 +12,7 @@ from speed.presets import Preset
 
 from sglang_smc.tools.plan import devices
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.passes import Round, Rows, forward
-from sglang_smc.tools.plan.proposals import MODEL, Draft
+from sglang_smc.tools.plan.proposals import MODEL, Draft, Round, Rows, forward
 from sglang_smc.tools.plan.roofline import ar_step, smc_round
 from sglang_smc.tools.plan.shapes import ModelShape
 

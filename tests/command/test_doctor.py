@@ -14,8 +14,8 @@ import pytest
 
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.command import doctor, findings, machine, pair
-from sglang_smc.tools.command.findings import FAIL, OK, WARNING, Finding
+from sglang_smc.tools.command import doctor, machine, pair
+from sglang_smc.tools.command.machine import FAIL, OK, WARNING, Finding
 from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.shapes import BUILT_IN
@@ -58,7 +58,7 @@ def test_faults_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugin.SKIP_VERSION_ENV, raising=False)
     monkeypatch.setattr(plugin, "release", lambda: "0.5.19")
     version = machine._version("sglang") or ""
-    assert machine._release() == findings.fail("sglang", version, plugin.problem() or "")
+    assert machine._release() == machine.fail("sglang", version, plugin.problem() or "")
     monkeypatch.setattr(machine, "_version", lambda name: None if name == "sglang" else "1")
     *_, last = machine.findings()
     assert (last.level, last.about) == (FAIL, "packages")
@@ -228,7 +228,7 @@ def test_a_head_is_not_asked_for_a_tokenizer(
     config = json.loads((PAIR / "target" / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(pair, "_accepted", lambda asked: findings.ok("server arguments", "yes"))
+    monkeypatch.setattr(pair, "_accepted", lambda asked: machine.ok("server arguments", "yes"))
     for draft, expected in ((str(tmp_path), False), (DRAFT, True)):
         found = findings_of("h100", "--target", TARGET, "--draft", draft)
         assert "memory" in found and ("vocabulary" in found) == expected
@@ -276,5 +276,5 @@ def test_it_fails_where_something_does(
         assert doctor.main([]) == status
         assert capsys.readouterr().out.startswith(level)
         assert doctor.main(["--json"]) == status
-        assert json.loads(capsys.readouterr().out) == [findings.as_dict(one)]
+        assert json.loads(capsys.readouterr().out) == [doctor.as_dict(one)]
     assert [one.about for one in doctor.examine(options())] == ["it", "pair"]

@@ -139,7 +139,7 @@ LISTED: Listed = {
     # What trains drafts: prompts, samples and checkpoints where its user says.
     "tools/distill/checkpoints.py": {"mkdir", "read_text", "write_bytes", "write_text"},
     "tools/distill/cli.py": {"mkdir", "write_text"},
-    "tools/distill/texts.py": {"mkdir", "read_text", "write_text"},
+    "tools/distill/teacher.py": {"mkdir", "read_text", "write_text"},
     # The checks of a user's own pair: prompts and a report where its user says.
     "tools/testing/cli.py": {"read_text", "write_text"},
 }

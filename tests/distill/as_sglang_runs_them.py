@@ -21,8 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
 from sglang_smc.tools.distill.checkpoints import DFLASH, load_head, read_settings
-from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model
-from sglang_smc.tools.distill.texts import Text, collate
+from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate, load_model
 from sglang_smc.upstream import IS_NEWER
 
 ANCHOR, DEPTH = 12, 4

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from sglang_smc.tools.distill.teacher import Teacher, load_model, sample_answers
-from sglang_smc.tools.distill.texts import Text
+from sglang_smc.tools.distill.teacher import Teacher, Text, load_model, sample_answers
 
 CPU = torch.device("cpu")
 

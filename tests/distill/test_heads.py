@@ -15,8 +15,7 @@ from sglang_smc.tools.distill.checkpoints import (
     new_eagle3,
 )
 from sglang_smc.tools.distill.drafts import Draft, load_draft
-from sglang_smc.tools.distill.teacher import Lesson, Teacher
-from sglang_smc.tools.distill.texts import Text, collate
+from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate
 
 CPU = torch.device("cpu")
 DEPTH = 3

@@ -16,10 +16,22 @@ from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.tools.distill.cli import main
 from sglang_smc.tools.distill.drafts import Blocks, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import forward_kl
-from sglang_smc.tools.distill.teacher import Teacher, sample_answers
-from sglang_smc.tools.distill.texts import Text, collate, read_prompts, write_texts
-from sglang_smc.tools.distill.train import Course, Float32Muon, draw_anchors, train
-from sglang_smc.tools.distill.validate import accepted, validate
+from sglang_smc.tools.distill.teacher import (
+    Teacher,
+    Text,
+    collate,
+    read_prompts,
+    sample_answers,
+    write_texts,
+)
+from sglang_smc.tools.distill.train import (
+    Course,
+    Float32Muon,
+    accepted,
+    draw_anchors,
+    train,
+    validate,
+)
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")

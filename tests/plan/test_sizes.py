@@ -8,8 +8,7 @@ import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
 from sglang_smc.tools.plan import proposals
-from sglang_smc.tools.plan.passes import Rows, forward
-from sglang_smc.tools.plan.proposals import NGRAM, Draft
+from sglang_smc.tools.plan.proposals import NGRAM, Draft, Rows, forward
 from sglang_smc.tools.plan.proposals import from_config as proposal_of
 from sglang_smc.tools.plan.shapes import BUILT_IN, from_config
 

@@ -14,7 +14,7 @@ from little_server import answering
 
 from sglang_smc.tools.testing import Model, cli, connect, report
 from sglang_smc.tools.testing.cli import read_prompts
-from sglang_smc.tools.testing.connection import Pair
+from sglang_smc.tools.testing.model import Pair
 from sglang_smc.tools.testing.report import Result, Verdict
 
 MakeModel = Callable[..., Model]

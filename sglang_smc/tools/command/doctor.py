@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
-from sglang_smc.tools.command import findings, machine
-from sglang_smc.tools.command.findings import Finding
+from sglang_smc.tools.command import machine
+from sglang_smc.tools.command.machine import FAIL, Finding, fail, warning
 from sglang_smc.tools.commands import main_of, number, positive
 from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
@@ -35,10 +37,10 @@ def _run(options: argparse.Namespace) -> int:
         for finding in examine(options):
             found.append(finding)
             if not options.json:
-                print(findings.as_text(finding), flush=True)
+                print(as_text(finding), flush=True)
     if options.json:
-        print(json.dumps([findings.as_dict(finding) for finding in found], indent=2))
-    return int(any(finding.level == findings.FAIL for finding in found))
+        print(json.dumps([as_dict(finding) for finding in found], indent=2))
+    return int(any(finding.level == FAIL for finding in found))
 
 
 @contextmanager
@@ -52,6 +54,23 @@ def _without_log() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def as_text(finding: Finding) -> str:
+    """Return the level and the finding, and the remedy below."""
+    marked = [("", line) for line in f"{finding.about}: {finding.found}".splitlines()]
+    marked += [("-> ", line) for line in finding.do.splitlines()]
+    whole = {"break_long_words": False, "break_on_hyphens": False}  # paths
+    blocks = [
+        textwrap.wrap(line, 90, initial_indent=mark, subsequent_indent=" " * len(mark), **whole)
+        for mark, line in marked
+    ]
+    text = textwrap.indent("\n".join("\n".join(block) for block in blocks), " " * 10)
+    return f"{finding.level:10}{text.lstrip()}"
+
+
+def as_dict(finding: Finding) -> dict[str, Any]:
+    return {name: value for name, value in finding._asdict().items() if value not in ("", None)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,12 +126,12 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         return
     failed = False
     for finding in machine.findings():
-        failed = failed or finding.level == findings.FAIL
+        failed = failed or finding.level == FAIL
         yield finding
     if not options.target:
         return
     if failed:
-        yield findings.warning("pair", "not looked at", "Fix what failed above first.")
+        yield warning("pair", "not looked at", "Fix what failed above first.")
         return
     yield from pair_findings(options)
 
@@ -125,7 +144,7 @@ def pair_findings(options: argparse.Namespace) -> Iterator[Finding]:
     try:
         device, on_cpu = _device(options)
     except ValueError as error:
-        yield findings.fail("device of the pair", options.device, str(error))
+        yield fail("device of the pair", options.device, str(error))
         return
     if options.mem_fraction is None:
         kept = reserved_bytes(device.capacity or 0.0)

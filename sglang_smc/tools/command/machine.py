@@ -7,10 +7,9 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc import __version__
-from sglang_smc.tools.command.findings import Finding, fail, ok, warning
 
 if TYPE_CHECKING:
     from sglang_smc.ops.check_inputs import Sizes
@@ -22,6 +21,29 @@ ENTRY_POINTS = (
     ("sglang.srt.platforms", "smc_cpu", None),
 )
 GIB = 1 << 30
+OK, WARNING, FAIL = "ok", "warning", "fail"
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    level: str  # OK, WARNING or FAIL
+    about: str
+    found: str
+    do: str = ""  # how to fix it, if needed
+    numbers: dict[str, Any] | None = None  # for --json
+
+
+def ok(about: str, found: str, **numbers: Any) -> Finding:
+    return Finding(OK, about, found, numbers=numbers or None)
+
+
+def warning(about: str, found: str, do: str, **numbers: Any) -> Finding:
+    return Finding(WARNING, about, found, do, numbers or None)
+
+
+def fail(about: str, found: str, do: str, **numbers: Any) -> Finding:
+    return Finding(FAIL, about, found, do, numbers or None)
 
 
 def findings() -> Iterator[Finding]:

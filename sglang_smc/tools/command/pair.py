@@ -12,7 +12,7 @@ from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
-from sglang_smc.tools.command.findings import Finding, fail, ok, warning
+from sglang_smc.tools.command.machine import Finding, fail, ok, warning
 from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots

@@ -18,10 +18,17 @@ from sglang_smc.tools.commands import main_of, number, positive, several, table
 from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
-from sglang_smc.tools.distill.teacher import Teacher, load_model, load_tokenizer, sample_answers
-from sglang_smc.tools.distill.texts import Text, read_prompts, read_texts, write_texts
-from sglang_smc.tools.distill.train import Course, products_of, train
-from sglang_smc.tools.distill.validate import Worth, validate
+from sglang_smc.tools.distill.teacher import (
+    Teacher,
+    Text,
+    load_model,
+    load_tokenizer,
+    read_prompts,
+    read_texts,
+    sample_answers,
+    write_texts,
+)
+from sglang_smc.tools.distill.train import Course, Worth, products_of, train, validate
 
 REPORT = "distill.json"
 DTYPES = ("bfloat16", "float16", "float32")

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.passes import Round, Rows, forward
-from sglang_smc.tools.plan.proposals import Draft
+from sglang_smc.tools.plan.proposals import Draft, Round, Rows, forward
 from sglang_smc.tools.plan.shapes import ModelShape
 
 DEFAULT_PARTICLES = (4, 8, 16)

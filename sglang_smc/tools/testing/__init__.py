@@ -16,8 +16,7 @@ from sglang_smc.tools.testing.checks import (
     check_exact_answers,
     check_mode,
 )
-from sglang_smc.tools.testing.connection import connect, started
-from sglang_smc.tools.testing.model import Answer, Model, Position
+from sglang_smc.tools.testing.model import Answer, Model, Position, connect, started
 from sglang_smc.tools.testing.potential_checks import check_potential
 from sglang_smc.tools.testing.report import Result, Verdict
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smc.tools.commands import bar, main_of, number, positive
-from sglang_smc.tools.testing import checks, connection, report
+from sglang_smc.tools.testing import checks, report
 from sglang_smc.tools.testing.checks import FEW, PROMPTS
-from sglang_smc.tools.testing.connection import Pair
+from sglang_smc.tools.testing.model import Pair, connect, started
 from sglang_smc.tools.testing.report import Result
 
 TOTAL_ALPHA = 1e-3
@@ -110,17 +110,17 @@ def _result(name: str, pair: Pair, prompts: Sequence[str], scale: float, seed: i
 @contextlib.contextmanager
 def _models(arguments: argparse.Namespace) -> Iterator[Pair]:
     if arguments.url:
-        smc, draft = connection.connect(arguments.url, api_key=arguments.api_key), None
+        smc, draft = connect(arguments.url, api_key=arguments.api_key), None
         if arguments.draft_url:
             url, key = arguments.draft_url, arguments.api_key
-            draft = connection.connect(url, api_key=key, needs_smc=False)
+            draft = connect(url, api_key=key, needs_smc=False)
         yield Pair(smc, draft)
         return
     names = ("device", "dtype", "tp_size")
     given = {name: getattr(arguments, name) for name in names}
     given["speculative_num_steps"] = arguments.num_steps
     given["speculative_smc_num_particles"] = arguments.num_particles
-    with connection.started(arguments.target, arguments.draft, **given) as pair:
+    with started(arguments.target, arguments.draft, **given) as pair:
         yield pair
 
 
