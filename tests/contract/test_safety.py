@@ -128,9 +128,8 @@ LISTED: Listed = {
     "tools/view/cli.py": {"write_text"},
     "tools/view/page.py": {"importlib", "read_text"},
     "tools/view/particles.py": {"importlib"},
-    # The doctor: versions of packages, and the tokenizers that its user names.
+    # The doctor: versions of packages.
     "tools/command/machine.py": {"importlib"},
-    "tools/command/pair.py": {"read_text"},
     # The commands' own modules; the demo, which starts servers of the pair in the package, and
     # keeps their logs where its user says.
     "tools/command/cli.py": {"importlib"},

@@ -7,13 +7,9 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_smc import __version__
-
-if TYPE_CHECKING:
-    from sglang_smc.ops.check_inputs import Sizes
-    from sglang_smc.server.hooks import Group
 
 #: Entry points of the package: group, name, and the variable that restricts the names loaded.
 ENTRY_POINTS = (
@@ -150,8 +146,14 @@ def _hooks() -> Finding:
 
     on_cpu = not torch.accelerator.is_available()
     groups = [hooks.FLAGS, hooks.SMC, *([hooks.CPU_PLATFORM] if on_cpu else [])]
-    problems = [problem for group in groups if (problem := _not_in_force(group))]
-    count = len(hooks.collect(*groups))
+    count, problems = len(hooks.collect(*groups)), []
+    for group in groups:
+        # The plugin applies the first when it is loaded.
+        apply = hooks.verify_installed if group is hooks.FLAGS else hooks.install
+        try:
+            apply(group)
+        except (RuntimeError, ImportError, AttributeError) as error:
+            problems.append(str(error))
     if problems:
         return fail(
             "hooks",
@@ -159,19 +161,6 @@ def _hooks() -> Finding:
             "Install a release of SGLang that is supported; another plugin may hook the same.",
         )
     return ok("hooks", f"all {count} land", count=count)
-
-
-def _not_in_force(group: Group) -> str | None:
-    from sglang_smc.server import hooks
-
-    try:
-        if group is hooks.FLAGS:  # applied by the plugin when it is loaded
-            hooks.verify_installed(group)
-        else:
-            hooks.install(group)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        return str(error)
-    return None
 
 
 # --- Kernels
@@ -190,7 +179,9 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
     """
     import torch
 
+    from sglang_smc.models.softmax import Heads
     from sglang_smc.ops import check
+    from sglang_smc.ops.check_inputs import Sizes
     from sglang_smc.ops.select import ops_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,7 +198,12 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
     except ImportError as error:
         yield fail("kernels", f"cannot be imported: {error}", _OF_KERNEL)
         return
-    for found in check.findings(kernels, device, _sizes(num_particles, num_steps, device)):
+    # Of Llama 3 8B and DeepSeek-V2-Lite; small ones for the interpreter.
+    heads = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
+    if device == "cpu":
+        heads = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
+    sizes = Sizes(num_particles, num_steps, heads, gated_delta=True)
+    for found in check.findings(kernels, device, sizes):
         if found.problem:
             yield fail(found.name, found.problem, _OF_KERNEL)
         else:
@@ -216,17 +212,3 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
         if found.is_fatal:
             yield fail("device", "stopped by this kernel", "The others cannot be checked.")
             return
-
-
-def _sizes(num_particles: int, num_steps: int, device: str) -> Sizes:
-    """Return input sizes: heads of Llama 3 8B and DeepSeek-V2-Lite; small for the interpreter."""
-    import torch
-
-    from sglang_smc.models.softmax import Heads
-    from sglang_smc.ops.check_inputs import Sizes
-
-    if device == "cpu":
-        heads = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
-    else:
-        heads = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
-    return Sizes(num_particles, num_steps, heads, gated_delta=True)

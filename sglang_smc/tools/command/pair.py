@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
@@ -19,10 +17,7 @@ from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHAR
 from sglang_smc.tools.plan.proposals import HEADS, Draft
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Estimate, Scenario
-from sglang_smc.tools.plan.shapes import ModelShape, architecture, from_config
-
-if TYPE_CHECKING:
-    from sglang_smc.models.vocabulary import Vocabulary
+from sglang_smc.tools.plan.shapes import ModelShape, architecture, contents, from_config
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -71,8 +66,8 @@ def _has_name(options: argparse.Namespace) -> bool:
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
     try:
-        return architecture(_config(draft)) in HEADS
-    except (OSError, ValueError):  # reported by other findings
+        return architecture(contents(draft)) in HEADS
+    except ValueError:  # reported by other findings
         return False
 
 
@@ -89,32 +84,25 @@ def _misfit(target: ModelShape, draft: Draft, options: argparse.Namespace) -> Fi
     return fail("vocabulary", f"vocab_size is {sizes[0]} and {sizes[1]}", OTHER_DRAFT)
 
 
-def _vocabularies(target: str, draft: str) -> Finding:
-    from sglang_smc.models import vocabulary
-
-    about = "vocabulary"
-    try:
-        theirs = [_vocabulary(name) for name in (target, draft)]
-    except (OSError, ValueError) as error:
-        return fail(about, f"a tokenizer cannot be read: {error}", "Give two model folders.")
-    if found := vocabulary.problem(*theirs):
-        return fail(about, found, OTHER_DRAFT)
-    size = len(theirs[0].tokens or ())
-    return ok(about, f"the same {size} tokens in both", tokens=size)
-
-
-def _vocabulary(name: str) -> Vocabulary:
+def _vocabularies(*folders: str) -> Finding:
+    """Compare the tokenizers of a target and a draft model."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from sglang_smc.models.vocabulary import Vocabulary
+    from sglang_smc.models import vocabulary
 
-    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    config = AutoConfig.from_pretrained(name, local_files_only=True)
-    return Vocabulary.of(tokenizer, config.get_text_config().vocab_size)
-
-
-def _config(folder: str) -> dict[str, Any]:
-    return json.loads((Path(folder) / "config.json").read_text())
+    found, how = [], {"local_files_only": True}
+    try:
+        for folder in folders:
+            config = AutoConfig.from_pretrained(folder, **how).get_text_config()
+            tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+            found.append(vocabulary.Vocabulary.of(tokenizer, config.vocab_size))
+    except (OSError, ValueError) as error:
+        told = f"a tokenizer cannot be read: {error}"
+        return fail("vocabulary", told, "Give two model folders.")
+    if problem := vocabulary.problem(*found):
+        return fail("vocabulary", problem, OTHER_DRAFT)
+    size = len(found[0].tokens or ())
+    return ok("vocabulary", f"the same {size} tokens in both", tokens=size)
 
 
 def _accepted(options: argparse.Namespace) -> Finding:
@@ -138,7 +126,7 @@ def _context(target: str) -> int:
     """Return the tokens of a request: `CONTEXT`, or fewer if the model's maximum is lower."""
     if proposals.is_name(target):
         return CONTEXT
-    return min(CONTEXT, _config(target).get("max_position_embeddings") or CONTEXT)
+    return min(CONTEXT, contents(target).get("max_position_embeddings") or CONTEXT)
 
 
 # --- Memory and speed

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import sys
 import tempfile
 import textwrap
 import time
@@ -46,7 +44,6 @@ MAX_TOKENS = 160
 #: Bound on the tokens of a problem and its answer.
 TEXT_TOKENS = 1024
 REQUEST_TIMEOUT = 120.0
-BOLD, GREEN, RED = "1", "32", "31"
 READING = """\
 Tokens per target pass carries over to other machines, tokens per second does not: on a CPU each
 particle costs its full price, on a GPU the target's passes are bound by reading its weights.
@@ -102,14 +99,17 @@ def demo(options: argparse.Namespace) -> None:
     """Show an answer of each server, run all rows, and print a table."""
     check_pair(options.pair)
     began = time.monotonic()
-    with _logs(options.logs) as logs, started(options, logs) as both:
-        _show(both)
-        rows = [
-            Row("AR, target alone", "target", None, []),
-            *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
-        ]
-        _ask(rows, both, QUICK if options.quick else options.problems)
-        numbers = [numbers_of(row) for row in rows]
+    rows = [
+        Row("AR, target alone", "target", None, []),
+        *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
+    ]
+    with tempfile.TemporaryDirectory(prefix="sglang-smc-demo-") as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        with started(options, logs) as both:
+            _show(both)
+            _ask(rows, both, QUICK if options.quick else options.problems)
+    numbers = [numbers_of(row) for row in rows]
     shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
     print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
@@ -122,17 +122,6 @@ def check_pair(folder: Path) -> None:
     for model in (folder / "target", folder / "draft"):
         if not list(model.glob("*.safetensors")):
             raise ServerError(f"{model} holds no checkpoint; see bench/pair/ for how to train one.")
-
-
-@contextlib.contextmanager
-def _logs(folder: Path | None) -> Iterator[Path]:
-    """Yield the folder of the servers' logs: ``folder``, or a temporary one for None."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="sglang-smc-demo-") as name:
-        yield Path(name)
 
 
 # --- Servers and their clients
@@ -234,22 +223,16 @@ def _show(both: Mapping[str, Party]) -> None:
     for party in both.values():  # the first answer of a process is slow
         party.ask(SHOWN + 1)
     item = held_out(SHOWN)
-    print(f"\n{painted(item.question, BOLD)}", flush=True)
+    print(f"\n{item.question}", flush=True)
     for name, title in (("target", "The target alone:"), ("smc", "The target with SMC:")):
         print(f"\n{title}", flush=True)
         answer = both[name].ask(SHOWN, on_text=lambda text: print(text, end="", flush=True))
-        verdict = painted("right", GREEN) if answer.right else painted("wrong", RED)
+        verdict = "right" if answer.right else "wrong"
         print(
             f"\n-> {verdict} (the answer is {item.number}); first token after "
             f"{1000 * answer.seconds_to_first:.0f} ms, all after {answer.seconds:.2f} s"
         )
     print()
-
-
-def painted(text: str, code: str) -> str:
-    """Return the text in a colour, or plain if stdout is no terminal or NO_COLOR is set."""
-    is_plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
-    return text if is_plain else f"\033[{code}m{text}\033[0m"
 
 
 def _ask(rows: Sequence[Row], both: Mapping[str, Party], count: int) -> None:

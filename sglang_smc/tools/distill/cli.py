@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -233,8 +234,12 @@ def as_text(report: dict[str, Any], out: Path) -> str:
         "rejection, one draft": "rejection",
         f"rejection, {report['particles']} drafts, at best": "rejection_of_all",
     }
+
+    def mean(value: float | list[float]) -> float:
+        return fmean(value) if isinstance(value, list) else value
+
     rows = [
-        {"": words, **{when: _mean(report[when][name]) for when in ("before", "after")}}
+        {"": words, **{when: f"{mean(report[when][name]):.4f}" for when in ("before", "after")}}
         for words, name in metrics.items()
     ]
     after = report["after"]
@@ -245,7 +250,3 @@ def as_text(report: dict[str, Any], out: Path) -> str:
             f"and by column in {out / REPORT}",
         ]
     )
-
-
-def _mean(value: float | list[float]) -> str:
-    return f"{sum(value) / len(value) if isinstance(value, list) else value:.4f}"

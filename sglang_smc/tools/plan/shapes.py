@@ -351,7 +351,7 @@ def built_in(source: Source, known: Mapping[str, Any]) -> Any:
     return None if isinstance(source, Mapping) else known.get(str(source).lower())
 
 
-def contents(source: Source, known: Iterable[str]) -> Config:
+def contents(source: Source, known: Iterable[str] = ()) -> Config:
     """Return a configuration's contents; raise ValueError, naming the ``known``, without one."""
     if isinstance(source, Mapping):
         return source

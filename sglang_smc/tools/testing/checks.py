@@ -186,13 +186,14 @@ def check_mode(
         draft: the draft model; with it the distance is measured towards the draft.
         length: maximum tokens of an answer.
     """
+    from scipy.stats import kstest  # half a second, which --help skips
+
     asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = [answer.text for answer in smc.answers(asked, length, {"mode": mode})]
     scored, uniforms = smc.score(asked, answers), random.Random(seed)
     places = [place for positions in scored for place in positions]
-    ranks = statistics.uniformity(
-        [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in places]
-    )
+    shares = [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in places]
+    ranks = float(kstest(shares, "uniform").pvalue)
     gaps = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
     p_values = [ranks, statistics.p_value_of_mean(gaps, 0.0)]
     lengths = [len(positions) for positions in scored]

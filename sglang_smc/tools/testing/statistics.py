@@ -101,13 +101,6 @@ def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:
     return next((prefix for prefix in prefixes if prefix in law), None)
 
 
-def uniformity(values: Sequence[float]) -> float:
-    """Return the p-value of Kolmogorov and Smirnov's test of uniform values in [0, 1]."""
-    from scipy.stats import kstest
-
-    return float(kstest(values, "uniform").pvalue)
-
-
 def innovation(token: int, top: Mapping[int, float]) -> float:
     """Return log p(token) minus its mean under p: mean 0 under p, positive if texts are too likely.
 

@@ -145,21 +145,18 @@ class _Growth:
             gone = len(record.narrowed_to) - len(set(record.narrowed_to))
             self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
         self.emitted += record.emitted
+        same = ("ess", "log_block_evidence", "log_evidence", "cut", "resampled")
         self.steps.append(
             Step(
                 start=start,
                 kept_to=kept_to,
                 end=end,
                 num_particles=len(weights),
-                ess=record.ess,
-                log_block_evidence=record.log_block_evidence,
-                log_evidence=record.log_evidence,
-                cut=record.cut,
-                resampled=record.resampled,
                 gone=gone,
                 resized=record.resized_from is not None,
                 retracted=retracted,
                 emitted_to=len(self.emitted),
+                **{name: getattr(record, name) for name in same},
             )
         )
 
@@ -171,21 +168,10 @@ class _Growth:
             line = lineage(self.heads[0], self.segments)
             parent = next(at for at in line if self.segments[at].start < start)
         share = 1 / len(tokens)
+        fields = {"parent": parent, "start": start, "kind": FIRST, "round": number}
+        fields |= {"before": share, "after": share, "log_weight": 0.0}
         self.heads = [
-            self.add(
-                Segment(
-                    parent=parent,
-                    lane=lane,
-                    start=start,
-                    tokens=[token],
-                    kind=FIRST,
-                    round=number,
-                    before=share,
-                    after=share,
-                    log_weight=0.0,
-                )
-            )
-            for lane, token in enumerate(tokens)
+            self.add(lane=lane, tokens=[token], **fields) for lane, token in enumerate(tokens)
         ]
         if len(set(tokens)) == 1:
             self.emitted.append(tokens[0])
@@ -240,9 +226,8 @@ class _Growth:
         head = self.heads[lane]
         here = self.segments[head]
         if tokens or rejected or here.lane != lane:
-            place = {"parent": head, "lane": lane, "start": here.end}
-            segment = Segment(tokens=tokens, rejected=list(rejected), **place, **fields)
-            self.heads[lane] = self.add(segment)
+            fields |= {"parent": head, "lane": lane, "start": here.end}
+            self.heads[lane] = self.add(tokens=tokens, rejected=list(rejected), **fields)
 
     def descend(self, by: list[int], fate: str) -> None:
         """Replace particles by copies of their ancestors; those without a copy end."""
@@ -255,10 +240,11 @@ class _Growth:
         for head in heads:
             self.segments[head].fate = self.segments[head].fate or fate
 
-    def add(self, segment: Segment) -> int:
-        at, parent = len(self.segments), segment.parent
+    def add(self, **fields: Any) -> int:
+        at, segment = len(self.segments), Segment(**fields)
         self.segments.append(segment)
-        self.wrote.append(at if segment.tokens or parent is None else self.wrote[parent])
+        is_own = segment.tokens or segment.parent is None
+        self.wrote.append(at if is_own else self.wrote[segment.parent or 0])
         return at
 
     def result(self) -> Genealogy:
