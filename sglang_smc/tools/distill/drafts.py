@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.tools.distill.checkpoints import kind_of, load_head, read_settings, save_head
-from sglang_smc.tools.distill.heads import Eagle3, at_columns
+from sglang_smc.tools.distill.heads import DFlash, Eagle3, Head, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
 
 
 class Draft:
-    """A trainable draft: here a causal language model, loaded from ``folder``."""
-
-    layer_ids: tuple[int, ...] = ()  # of the target, whose hidden states the draft reads
-    hot: torch.Tensor | None = None  # [draft vocabulary]: the target's ids; None if it drafts all
-    longest: int | None = None  # tokens that it can draft behind an anchor; None for any number
+    """A trainable draft, loaded from ``folder``: a causal language model, or a head."""
 
     def __init__(self, module: Any, folder: Path) -> None:
         self.module, self.folder = module, folder  # the module in float32
+        # Of the target, whose hidden states the draft reads; none for a model.
+        self.layer_ids = module.layer_ids if isinstance(module, Head) else ()
+        # The longest block; None for any. The target's ids of the drafted tokens; None for all.
+        self.longest = module.block_size - 1 if isinstance(module, DFlash) else None
+        self.hot = module.hot if isinstance(module, Eagle3) and module.is_hot else None
 
     def logits(
         self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
@@ -34,42 +35,24 @@ class Draft:
             anchors: ``[B, A]`` int64, positions of the last kept tokens, from 1 on.
             depth: 1 or more.
         """
-        found = self.module(input_ids=lesson.batch.ids, use_cache=False).logits
-        return behind(found, anchors, depth)
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write a checkpoint that SGLang loads."""
-        # Copy the model as a whole, so that tied weights stay tied.
-        deepcopy(self.module).to(dtype).save_pretrained(folder)
-        load_tokenizer(self.folder).save_pretrained(folder)
-
-
-class HeadDraft(Draft):
-    """An EAGLE-3 or DFlash head."""
-
-    def __init__(self, module: Any, folder: Path) -> None:
-        super().__init__(module, folder)
-        self.layer_ids = module.layer_ids
-        if not isinstance(module, Eagle3):
-            self.longest = module.block_size - 1
-        elif module.is_hot:
-            self.hot = module.hot
-
-    def logits(
-        self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
-    ) -> torch.Tensor:
-        """Return the logits, see `Draft.logits`."""
         ids = lesson.batch.ids
         if isinstance(self.module, Eagle3):
             return self.module(teacher.embed(ids), lesson.features, anchors, depth)
-        mask = teacher.embed(anchors.new_full((), self.module.mask_token_id))
-        tokens = teacher.embed(ids.gather(1, anchors))
-        states = self.module(tokens, mask, lesson.features, anchors)
-        return teacher.head(states[:, :, :depth])
+        if isinstance(self.module, DFlash):
+            mask = teacher.embed(anchors.new_full((), self.module.mask_token_id))
+            tokens = teacher.embed(ids.gather(1, anchors))
+            states = self.module(tokens, mask, lesson.features, anchors)
+            return teacher.head(states[:, :, :depth])
+        return behind(self.module(input_ids=ids, use_cache=False).logits, anchors, depth)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the head, see `Draft.save`."""
-        save_head(self.module, folder, dtype)
+        """Write a checkpoint that SGLang loads."""
+        if isinstance(self.module, Eagle3 | DFlash):
+            save_head(self.module, folder, dtype)
+            return
+        # Copy the model as a whole, so that tied weights stay tied.
+        deepcopy(self.module).to(dtype).save_pretrained(folder)
+        load_tokenizer(self.folder).save_pretrained(folder)
 
 
 def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
@@ -79,7 +62,7 @@ def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
         ValueError: ``folder`` has no draft, or one that does not fit this target.
     """
     if kind_of(folder) != "model":
-        return HeadDraft(load_head(folder, target).to(device), folder)
+        return Draft(load_head(folder, target).to(device), folder)
     model = load_model(folder, torch.float32, device)
     check_vocabulary(folder, target)
     return Draft(model, folder)

@@ -11,8 +11,6 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from sglang_smc.tools.distill.checkpoints import target_config
-
 
 class Text(NamedTuple):
     """Token ids of a prompt and its answer, and the prompt's length."""
@@ -51,26 +49,24 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
 
 
 def _prompt(path: Path, number: int, line: str, tokenizer: Any) -> list[int]:
+    where = f"--prompts {path}, line {number}"
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--prompts {path}, line {number} is not JSON: {error}.") from error
+        raise ValueError(f"{where} is not JSON: {error}.") from error
     found = entry if isinstance(entry, dict) else {}
     if isinstance(found.get("prompt"), str):
         return tokenizer(found["prompt"])["input_ids"]
-    if isinstance(found.get("messages"), list):
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                f"--prompts {path}, line {number} has messages, but the target's tokenizer has no "
-                "chat template; give it as a prompt."
-            )
-        text = tokenizer.apply_chat_template(
-            found["messages"], add_generation_prompt=True, tokenize=False
+    if not isinstance(found.get("messages"), list):
+        raise ValueError(f'{where} has neither "prompt", a string, nor "messages", a list.')
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} has messages, but the target's tokenizer has no chat template; give it as a "
+            "prompt."
         )
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    raise ValueError(
-        f'--prompts {path}, line {number} has neither "prompt", a string, nor "messages", a list.'
-    )
+    how = {"add_generation_prompt": True, "tokenize": False}
+    text = tokenizer.apply_chat_template(found["messages"], **how)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def write_texts(path: Path, texts: Sequence[Text], temperature: float) -> None:
@@ -154,11 +150,10 @@ class Teacher:
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:
     """Load a causal language model with transformers; raise ValueError if it cannot be loaded."""
-    target_config(folder)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be loaded: {error}") from error
+        raise ValueError(f"{folder} holds no model that transformers can load: {error}") from error
     return model.to(device)
 
 
