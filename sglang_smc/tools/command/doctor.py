@@ -60,7 +60,7 @@ def as_text(finding: Finding) -> str:
     """Return the level and the finding, and the remedy below."""
     marked = [("", line) for line in f"{finding.about}: {finding.found}".splitlines()]
     marked += [("-> ", line) for line in finding.do.splitlines()]
-    whole = {"break_long_words": False, "break_on_hyphens": False}  # paths
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths
     blocks = [
         textwrap.wrap(line, 90, initial_indent=mark, subsequent_indent=" " * len(mark), **whole)
         for mark, line in marked

@@ -283,19 +283,15 @@ def attend(
     Returns:
         ``[B, A * S, H * head_dim]``.
     """
-    size, heads, blocks, width, head_dim = queries.shape
-    kv_heads = context.keys.shape[1]
-    # Query heads that share a key head are adjacent.
-    grouped = queries.reshape(size, kv_heads, heads // kv_heads, blocks, width, head_dim)
-    grouped = grouped * head_dim**-0.5
-    far = torch.einsum("bkgasd,bkld->bkgasl", grouped, context.keys)
-    far = far.masked_fill(~seen[:, None, None, :, None], float("-inf"))
-    near = torch.einsum("bkgasd,bkatd->bkgast", grouped, own.keys)
-    weights = torch.cat([far, near], -1).float().softmax(-1).to(context.values.dtype)
-    length = context.keys.shape[2]
-    found = torch.einsum("bkgasl,bkld->bkgasd", weights[..., :length], context.values)
-    found = found + torch.einsum("bkgast,bkatd->bkgasd", weights[..., length:], own.values)
-    found = found.reshape(size, heads, blocks * width, head_dim)
+    _, _, blocks, width, _ = queries.shape
+    both = zip(context, own, strict=True)
+    keys, values = (torch.cat([far, near.flatten(2, 3)], 2) for far, near in both)
+    itself = torch.eye(blocks, dtype=torch.bool, device=seen.device)
+    itself = itself.repeat_interleave(own.keys.shape[3], 1)  # [A, A * T]
+    mask = torch.cat([seen, itself.expand(len(seen), -1, -1)], 2)
+    mask = mask.repeat_interleave(width, 1).unsqueeze(1)  # [B, 1, A * S, L + A * T]
+    queries = queries.flatten(2, 3)
+    found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     return found.transpose(1, 2).flatten(2)
 
 

@@ -72,14 +72,14 @@ class Estimate:
     @cached_property
     def round(self) -> Round:
         one = self.scenario
-        if self.method == "SMC":
-            texts = one.context, one.tail, one.shared_prefix
-        else:
-            texts = (one.context + one.tail,)
+        length = one.context + one.tail  # of a method's single text
         if self.method == "AR":
-            return ar_step(one.target, self.batch, *texts)
+            return ar_step(one.target, self.batch, length)
         sizes = self.batch, self.num_particles, self.num_steps
-        return smc_round(one.target, one.draft, *sizes, *texts)
+        if self.method == "SD":
+            return smc_round(one.target, one.draft, *sizes, length)
+        lengths = one.context, one.tail
+        return smc_round(one.target, one.draft, *sizes, *lengths, one.shared_prefix)
 
     @cached_property
     def seconds(self) -> float:
