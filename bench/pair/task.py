@@ -152,7 +152,7 @@ def _collection(rng: random.Random) -> Story:
     wanted = rng.randint(2, 4)
     while len(steps) < wanted:
         event = rng.choice(_events_that_fit(have, wanted - len(steps), bool(steps)))
-        sentence, new_steps = event(have, unit, who, rng)
+        sentence, new_steps = _happen(event, have, unit, who, rng)
         sentences.append(sentence)
         steps += new_steps
         have = steps[-1].result
@@ -162,62 +162,48 @@ def _collection(rng: random.Random) -> Story:
     return Story(sentences, steps, who)
 
 
-_Event = Callable[[int, str, dict[str, str], random.Random], tuple[str, list[Step]]]
-
-
-def _events_that_fit(have: int, room: int, begun: bool) -> list[_Event]:
-    events: list[_Event] = [_gain]
-    if have > 15:
-        events.append(_lose)
-    if have <= 60:
-        events.append(_multiply)
-    if room >= 2:
-        events.append(_buy_packs)
-    if room == 1 and begun and _divisors(have):
-        events.append(_share)
-    return events
+def _events_that_fit(have: int, room: int, begun: bool) -> list[str]:
+    """Return the operations of the events, or `PACKS`."""
+    fitting = {
+        "+": True,
+        "-": have > 15,
+        "x": have <= 60,
+        PACKS: room >= 2,
+        "/": room == 1 and begun and bool(_divisors(have)),
+    }
+    return [event for event, fits in fitting.items() if fits]
 
 
 def _divisors(have: int) -> list[int]:
     return [parts for parts in range(2, 7) if have % parts == 0 and 2 <= have // parts <= 40]
 
 
-def _gain(have: int, unit: str, who: dict[str, str], rng: random.Random) -> tuple[str, list[Step]]:
-    count = rng.randint(5, 60)
-    text = _ask("{Pronoun} [buys|finds|gets|wins] {n} more.", rng, **who, n=count)
-    return text, [Step("+", have, count, unit)]
-
-
-def _lose(have: int, unit: str, who: dict[str, str], rng: random.Random) -> tuple[str, list[Step]]:
-    count = rng.randint(3, min(have - 5, 60))
-    text = _ask("{Pronoun} [gives away|loses|sells] {n}.", rng, **who, n=count)
-    return text, [Step("-", have, count, unit)]
-
-
-def _multiply(
-    have: int, unit: str, who: dict[str, str], rng: random.Random
+def _happen(
+    event: str, have: int, unit: str, who: dict[str, str], rng: random.Random
 ) -> tuple[str, list[Step]]:
-    factor = rng.randint(2, 4)
-    text = _ask("A trick makes it {n} times as many.", rng, n=factor)
-    return text, [Step("x", have, factor, unit)]
+    """Return the sentence of an event, and its steps of arithmetic."""
+    if event == PACKS:
+        packs, size, kind = rng.randint(2, 9), rng.randint(2, 12), rng.choice(_PACKS)
+        fields: dict[str, object] = {"packs": packs, "size": size, "kind": kind}
+        text = _ask("{Pronoun} [buys|gets] {packs} {kind} of {size}.", rng, **who, **fields)
+        bought = Step("x", packs, size, unit)
+        return text, [bought, Step("+", have, bought.result, unit)]
+    template, draw = _EVENTS[event]
+    count = draw(have, rng)
+    return _ask(template, rng, **who, n=count), [Step(event, have, count, unit)]
 
 
-def _buy_packs(
-    have: int, unit: str, who: dict[str, str], rng: random.Random
-) -> tuple[str, list[Step]]:
-    packs, size = rng.randint(2, 9), rng.randint(2, 12)
-    text = _ask(
-        "{Pronoun} [buys|gets] {packs} {kind} of {size}.",
-        rng, **who, packs=packs, size=size, kind=rng.choice(_PACKS),
-    )  # fmt: skip
-    bought = Step("x", packs, size, unit)
-    return text, [bought, Step("+", have, bought.result, unit)]
-
-
-def _share(have: int, unit: str, who: dict[str, str], rng: random.Random) -> tuple[str, list[Step]]:
-    friends = rng.choice(_divisors(have))
-    text = _ask("{Pronoun} shares all with {n} friends.", rng, **who, n=friends)
-    return text, [Step("/", have, friends, unit)]
+PACKS = "packs"
+#: By operation: the sentence, and the number in it.
+_EVENTS: dict[str, tuple[str, Callable[[int, random.Random], int]]] = {
+    "+": ("{Pronoun} [buys|finds|gets|wins] {n} more.", lambda _, rng: rng.randint(5, 60)),
+    "-": (
+        "{Pronoun} [gives away|loses|sells] {n}.",
+        lambda have, rng: rng.randint(3, min(have - 5, 60)),
+    ),
+    "x": ("A trick makes it {n} times as many.", lambda _, rng: rng.randint(2, 4)),
+    "/": ("{Pronoun} shares all with {n} friends.", lambda have, rng: rng.choice(_divisors(have))),
+}
 
 
 def _compare(rng: random.Random) -> Story:
