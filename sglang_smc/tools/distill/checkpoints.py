@@ -54,8 +54,7 @@ def new_eagle3(
             of layers - 2; None for an early, the middle and a late one. And ``num_heads``,
             ``num_kv_heads``, ``head_dim``, ``intermediate_size``; None for the target's.
 
-    Raises:
-        ValueError: the folder has no configuration, or sizes are inconsistent.
+    Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
     config, hot = target_config(target), None
     if hot_tokens is not None:
@@ -94,8 +93,7 @@ def new_dflash(
             target's padding token.
         target, folder, dtype, seed, scale, sizes: as in `new_eagle3`.
 
-    Raises:
-        ValueError: the folder has no configuration, or sizes are inconsistent.
+    Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
     config = target_config(target)
     if block_size < 2:
@@ -193,8 +191,7 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 def target_config(folder: str | Path) -> Any:
     """Return the language model's part of a target's configuration.
 
-    Raises:
-        ValueError: ``folder`` has no configuration that transformers can read.
+    Raises ValueError if ``folder`` has none that transformers can read.
     """
     try:
         return AutoConfig.from_pretrained(str(folder)).get_text_config()

@@ -93,8 +93,7 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the distillation; return the report that is written beside the checkpoint.
 
-    Raises:
-        ValueError: files or settings are missing or inconsistent.
+    Raises ValueError if files or settings are missing or inconsistent.
     """
     torch.manual_seed(arguments.seed)
     sizes = _sizes(arguments)
@@ -168,8 +167,7 @@ def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
 
     Its logits at a position are the same at any depth.
 
-    Raises:
-        ValueError: the depth exceeds the block.
+    Raises ValueError if the depth exceeds the block.
     """
     course = Course(**{name: getattr(arguments, name) for name in Course.__struct_fields__})
     if not draft.layer_ids:

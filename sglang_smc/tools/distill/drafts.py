@@ -58,8 +58,7 @@ class Draft:
 def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
     """Return the draft in ``folder`` in float32, of the kind given by its config.json.
 
-    Raises:
-        ValueError: ``folder`` has no draft, or one that does not fit this target.
+    Raises ValueError if ``folder`` has no draft, or one that does not fit this target.
     """
     if kind_of(folder) != "model":
         return Draft(load_head(folder, target).to(device), folder)

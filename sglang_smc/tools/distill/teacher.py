@@ -35,8 +35,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
             ``messages`` (a chat to answer); any other suffix: one prompt per line.
         tokenizer: the target's.
 
-    Raises:
-        ValueError: the file or a line has no prompt.
+    Raises ValueError if the file or a line has no prompt.
     """
     if not path.is_file():
         raise ValueError(f"--prompts {path}: there is no such file.")

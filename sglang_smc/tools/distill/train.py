@@ -186,8 +186,7 @@ def validate(
 ) -> Worth:
     """Measure ``draft`` on ``texts``, with ``anchors`` blocks of ``depth`` tokens of each.
 
-    Raises:
-        ValueError: no answer is as long as a block.
+    Raises ValueError if no answer is as long as a block.
     """
     texts = sorted((t for t in texts if len(t.ids) - t.prompt >= depth), key=lambda t: len(t.ids))
     if not texts:

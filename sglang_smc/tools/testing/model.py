@@ -202,8 +202,7 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
     Args:
         needs_smc: False for a server of the draft, which may be any SGLang server.
 
-    Raises:
-        ValueError: there is no server, or it does not run SMC.
+    Raises ValueError if there is no server, or it does not run SMC.
     """
     import httpx
 
@@ -268,8 +267,7 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
     Args:
         arguments: of the servers, by `sglang.Engine`'s keywords, such as ``device`` and ``dtype``.
 
-    Raises:
-        ValueError: a folder has no model, or a server does not start.
+    Raises ValueError if a folder has no model, or a server does not start.
     """
     from sglang_smc.tools.demo.serving import Launch, ServerError, running
 

@@ -46,8 +46,7 @@ def check_potential(
     Returns:
         Results of five checks. If values are unusable, the other four are not applicable.
 
-    Raises:
-        ValueError: there are no texts.
+    Raises ValueError if there are no texts.
     """
     if not texts:
         raise ValueError("check_potential was given no texts; needed: one or more.")

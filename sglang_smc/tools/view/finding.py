@@ -21,8 +21,7 @@ def load(path: Path, index: int | None = None) -> Trace:
     Args:
         index: which of several, from 0: answers of a list, or choices of an answer.
 
-    Raises:
-        ValueError: no such file, no JSON, no trace, several of them, or an invalid one.
+    Raises ValueError without a file, its JSON or one trace in it, and if that is invalid.
     """
     try:
         value = msgspec.json.decode(path.read_bytes())
@@ -69,8 +68,7 @@ def values_in(value: Any, pick: Callable[[Mapping[str, Any]], Any]) -> Iterator[
 def checked(value: Any) -> Trace:
     """Validate a trace, and return it as a record with lists and indices that fit their rounds.
 
-    Raises:
-        ValueError: another version, another type, or an inconsistent round.
+    Raises ValueError for another version, another type, or an inconsistent round.
     """
     version = value.get("version", VERSION) if isinstance(value, Mapping) else VERSION
     if isinstance(version, int) and version != VERSION:
@@ -94,8 +92,7 @@ def checked_size(record: RoundRecord, size: int, where: str) -> int:
     Args:
         size: the number after the previous round; 0 before the first.
 
-    Raises:
-        ValueError: a list has another length, or an index is out of range.
+    Raises ValueError if a list has another length, or an index is out of range.
     """
     if record.begins is not None:
         size = len(record.begins)

@@ -74,8 +74,7 @@ class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
 def genealogy(trace: Trace) -> Genealogy:
     """Build the genealogy that a trace records.
 
-    Raises:
-        ValueError: the trace has no round.
+    Raises ValueError if the trace has no round.
     """
     if not trace.rounds:
         raise ValueError("the trace has no round: the answer was prefill's token alone")

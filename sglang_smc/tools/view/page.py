@@ -16,8 +16,7 @@ SCRIPTS = ("picture.js", "page.js")
 def page_of(trace: Trace, title: str = "Particles of one answer") -> str:
     """Return a complete HTML document.
 
-    Raises:
-        ValueError: the trace has no round.
+    Raises ValueError if the trace has no round.
     """
     data = {
         "mode": trace.mode,

@@ -50,8 +50,7 @@ class Particles(NamedTuple):
     def of(cls, answer: Any) -> "Particles":
         """Return the particles of an answer.
 
-        Raises:
-            ValueError: no particles, those of several answers, or an invalid trace.
+        Raises ValueError without particles, for those of several answers, and for an invalid trace.
         """
         plain = answer.model_dump() if hasattr(answer, "model_dump") else answer
         found = list(values_in(plain, lambda info: info if info.get(KEY) is not None else None))
@@ -99,8 +98,7 @@ class Particles(NamedTuple):
     def plot(self, axes: "Axes | None" = None) -> "Axes":
         """Draw the particles' genealogy over output tokens, the answer's lineage in bold.
 
-        Raises:
-            ValueError: the answer has no trace.
+        Raises ValueError if the answer has no trace.
         """
         trace = self._required_trace()
         if axes is None:
@@ -112,8 +110,7 @@ class Particles(NamedTuple):
     def page(self) -> str:
         """Return the HTML page of `python -m sglang_smc.tools.view`.
 
-        Raises:
-            ValueError: the answer has no trace.
+        Raises ValueError if the answer has no trace.
         """
         from sglang_smc.tools.view.page import page_of
 
