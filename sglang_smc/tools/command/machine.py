@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NamedTuple
 
@@ -30,16 +31,7 @@ class Finding(NamedTuple):
     numbers: dict[str, Any] | None = None  # for --json
 
 
-def ok(about: str, found: str, **numbers: Any) -> Finding:
-    return Finding(OK, about, found, numbers=numbers or None)
-
-
-def warning(about: str, found: str, do: str, **numbers: Any) -> Finding:
-    return Finding(WARNING, about, found, do, numbers or None)
-
-
-def fail(about: str, found: str, do: str, **numbers: Any) -> Finding:
-    return Finding(FAIL, about, found, do, numbers or None)
+ok, warning, fail = (partial(Finding, level) for level in (OK, WARNING, FAIL))
 
 
 def findings() -> Iterator[Finding]:
@@ -116,7 +108,8 @@ def _device() -> Finding:
         name = f"{count} x {properties.name}, {memory / GIB:.0f} GiB each"
         if torch.version.hip:
             return warning("device", name, "It has been tried on NVIDIA's GPUs and CPUs alone.")
-        return ok("device", name, name=properties.name, count=count, bytes=memory)
+        numbers = {"name": properties.name, "count": count, "bytes": memory}
+        return ok("device", name, numbers=numbers)
     if torch.accelerator.is_available():
         name = str(torch.accelerator.current_accelerator())
         return fail("device", name, "Supported are NVIDIA's GPUs and x86-64 CPUs.")
@@ -131,9 +124,9 @@ def _cpu() -> Finding:
     found = f"no GPU; {os.cpu_count()} CPUs, {memory / GIB:.0f} GiB, which serve in {dtype}"
     numbers = {"name": "cpu", "count": os.cpu_count(), "bytes": memory, "dtype": dtype}
     if dtype == "bfloat16":
-        return ok("device", f"{found} (avx512_bf16)", **numbers)
+        return ok("device", f"{found} (avx512_bf16)", numbers=numbers)
     do = "Nothing to mend: without avx512_bf16 a pass takes two to five times as long."
-    return warning("device", found, do, **numbers)
+    return warning("device", found, do, numbers)
 
 
 def _hooks() -> Finding:
@@ -160,7 +153,7 @@ def _hooks() -> Finding:
             f"not all of {count} hooks on SGLang land\n" + "\n".join(problems),
             "Install a release of SGLang that is supported; another plugin may hook the same.",
         )
-    return ok("hooks", f"all {count} land", count=count)
+    return ok("hooks", f"all {count} land", numbers={"count": count})
 
 
 # --- Kernels
@@ -208,7 +201,7 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
             yield fail(found.name, found.problem, _OF_KERNEL)
         else:
             told = f"agrees with torch, within {found.deviation:.1g}"
-            yield ok(found.name, told, deviation=found.deviation)
+            yield ok(found.name, told, numbers={"deviation": found.deviation})
         if found.is_fatal:
             yield fail("device", "stopped by this kernel", "The others cannot be checked.")
             return

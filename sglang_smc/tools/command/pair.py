@@ -102,7 +102,7 @@ def _vocabularies(*folders: str) -> Finding:
     if problem := vocabulary.problem(*found):
         return fail("vocabulary", problem, OTHER_DRAFT)
     size = len(found[0].tokens or ())
-    return ok("vocabulary", f"the same {size} tokens in both", tokens=size)
+    return ok("vocabulary", f"the same {size} tokens in both", numbers={"tokens": size})
 
 
 def _accepted(options: argparse.Namespace) -> Finding:
@@ -184,7 +184,7 @@ class Pair(NamedTuple):
             do += "(--mem-fraction, --mem-fraction-static of the server)."
             return fail("memory", found, do)
         numbers = {"weight_bytes": weights, "bytes_per_slot": slot, "slots": self.slots}
-        return ok("memory", f"{found}: {self.slots:,} KV slots", **numbers)
+        return ok("memory", f"{found}: {self.slots:,} KV slots", numbers=numbers)
 
     def requests(self, mode: str) -> Finding:
         config, context = self.settings(mode), self.options.context
@@ -196,7 +196,7 @@ class Pair(NamedTuple):
         )
         numbers = {"arena": own, "requests": fitting}
         if fitting >= self.options.requests:
-            return ok(about, found, **numbers)
+            return ok(about, found, numbers=numbers)
         lag = self.lag()
         if lag is not None and lag < self.options.max_lag:
             remedy = f"With --speculative-smc-max-lag {lag} they fit."
@@ -205,7 +205,7 @@ class Pair(NamedTuple):
         else:
             remedy = "Texts as long as --context are too long for this device, or N is too large."
         do = f"Fewer than --requests {self.options.requests}. {remedy}"
-        return (warning if fitting else fail)(about, found, do, **numbers)
+        return (warning if fitting else fail)(about, found, do, numbers)
 
     def round_graphs(self) -> Finding:
         """Report how many requests' rounds are captured as CUDA graphs in the free memory."""
@@ -228,10 +228,10 @@ class Pair(NamedTuple):
         )
         numbers = {"recorded": most, "launched": weighed.launched}
         if min(most) >= options.requests:
-            return ok("round graphs", found, **numbers)
+            return ok("round graphs", found, numbers=numbers)
         do = f"Fewer than --requests {options.requests}: larger batches play in slices, which "
         do += "takes longer. A smaller --mem-fraction leaves more free."
-        return warning("round graphs", found, do, **numbers)
+        return warning("round graphs", found, do, numbers)
 
     def speed(self) -> Finding:
         given = self.given()
@@ -239,10 +239,11 @@ class Pair(NamedTuple):
         found += "times plain decoding, one request at a time"
         if given.times_ar <= 1:
             do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
-            return warning("speed", f"{found}: no gain", do, times_ar=given.times_ar)
+            return warning("speed", f"{found}: no gain", do, {"times_ar": given.times_ar})
         until = given.plain_wins_from
         ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
-        return ok("speed", found + ends, times_ar=given.times_ar, plain_wins_from=until)
+        numbers = {"times_ar": given.times_ar, "plain_wins_from": until}
+        return ok("speed", found + ends, numbers=numbers)
 
     def advice(self) -> Finding:
         """Recommend the given settings if they gain time, else the fastest with fewer particles."""
@@ -260,4 +261,4 @@ class Pair(NamedTuple):
         settings |= {"max_lag": lag} if lag else {}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
         flags += [] if lag else [f"{flag_of('mode')} auto"]
-        return ok("advice", " ".join(flags), **settings)
+        return ok("advice", " ".join(flags), numbers=settings)
