@@ -5,6 +5,7 @@ Every field of `Ops` is checked; checks of `kind` are of the models' kernels.
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -294,18 +295,16 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
 
 
 def _particle_attention(ops: Ops, of: Inputs) -> Any:
-    return _attended(ops, of, has_latents=False)
+    return [_attend(ops, of, *each) for each in _attending(of) if not each[0].rank]
 
 
 def _latent_attention(ops: Ops, of: Inputs) -> Any:
-    return _attended(ops, of, has_latents=True)
+    return [_attend(ops, of, *each) for each in _attending(of) if each[0].rank]
 
 
-def _attended(ops: Ops, of: Inputs, *, has_latents: bool) -> Any:
-    """Run attention of the models of this kind, for one new token per particle and for a block."""
-    models = [heads for heads in of.sizes.heads if bool(heads.rank) == has_latents]
-    several = (1, of.sizes.num_steps + 1)
-    return [_attend(ops, of, heads, columns) for heads in models for columns in several]
+def _attending(of: Inputs) -> list[tuple[Heads, int]]:
+    """Return each model's heads, with one new token per particle and with a block of them."""
+    return list(product(of.sizes.heads, (1, of.sizes.num_steps + 1)))
 
 
 def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tensor:
@@ -326,9 +325,14 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
     shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
     of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
     query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
+    scaling = heads.head_dim**-0.5
     if ops.kind == "triton":
-        places |= {"max_prefix": PREFIX, **locations._asdict()}
-        return _by_kernel(query, keys, values, heads, places)
+        from sglang_smc.kernels.attention import latent, particle_attention
+
+        places |= {"max_prefix": PREFIX, "scaling": scaling, **locations._asdict()}
+        if heads.rank:
+            return latent.latent_attention(query, keys, rank=heads.rank, **places)
+        return particle_attention.particle_attention(query, keys, values, **places)
     plan = plan_shared_prefix(
         **places,
         locations=locations,
@@ -337,26 +341,9 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
         dtype=heads.dtype,
         cache=keys,
     )
-    scaling = heads.head_dim**-0.5
     if heads.rank:
         return latent_attention(query, keys, plan, heads.rank, scaling)
     return shared_prefix_attention(query, keys, values, plan, Softmax(scaling))
-
-
-def _by_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    heads: Heads,
-    places: dict[str, Any],
-) -> torch.Tensor:
-    from sglang_smc.kernels.attention import latent, particle_attention
-
-    scaling = heads.head_dim**-0.5
-    if heads.rank:
-        return latent.latent_attention(query, keys, rank=heads.rank, scaling=scaling, **places)
-    of_heads = query, keys, values
-    return particle_attention.particle_attention(*of_heads, scaling=scaling, **places)
 
 
 def _gated_delta(ops: Ops, of: Inputs) -> Any:
@@ -377,31 +364,21 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
     return gated_delta(states, source, past, num_past, new)
 
 
-CHECKS = {
-    "uniforms": Check(("uniforms",), _uniforms),
-    "round_seeds": Check(("round_seeds",), _round_seeds),
-    "same_text": Check(("same_text",), _same_text),
-    "stratify": Check(("stratify",), _stratify),
-    "edit_logits": Check(("edit_logits",), _edit_logits),
-    "count_tokens": Check(("count_tokens",), _count_tokens),
-    "keep_tokens": Check(("keep_tokens",), _keep_tokens),
-    "sample_and_score": Check(("sample_and_score",), _sample_and_score),
-    "score_tokens": Check(("score_tokens", "row_sums"), _score_tokens),
-    "log_probs": Check(("log_probs",), _log_probs),
-    "log_sums": Check(("log_sums",), _log_sums),
-    "reweight_and_resample": Check(("reweight_and_resample",), _reweight_and_resample),
-    "narrow": Check(("narrow",), _narrow),
-    "common_tail": Check(("common_tail",), _common_tail),
-    "num_distinct": Check(("num_distinct",), _num_distinct),
-    "tally": Check(("tally",), _tally),
+_PLAYS: tuple[Callable[[Ops, Inputs], Any], ...] = (
+    *(_uniforms, _round_seeds, _same_text, _stratify, _edit_logits, _count_tokens, _keep_tokens),
+    *(_sample_and_score, _score_tokens, _log_probs, _log_sums, _reweight_and_resample, _narrow),
+    *(_common_tail, _num_distinct, _tally, _walk, _keep, _keep_column, _watch, _ledger),
+    *(_particle_attention, _latent_attention, _gated_delta),
+)
+_FIELDS = {
+    "score_tokens": ("score_tokens", "row_sums"),
     # One allocates the tensors that the other writes.
-    "walk": Check(("begin_walk", "walk_on"), _walk),
-    "keep": Check(("keep",), _keep),
-    "keep_column": Check(("keep_column",), _keep_column),
-    "watch": Check(("watch",), _watch),
-    "ledger": Check(("ledger",), _ledger),
-    "particle_attention": Check(("kind",), _particle_attention),
-    "latent_attention": Check(("kind",), _latent_attention),
-    "gated_delta": Check(("kind",), _gated_delta),
+    "walk": ("begin_walk", "walk_on"),
+    **dict.fromkeys(("particle_attention", "latent_attention", "gated_delta"), ("kind",)),
+}
+CHECKS = {
+    name: Check(_FIELDS.get(name, (name,)), play)
+    for play in _PLAYS
+    for name in [play.__name__.removeprefix("_")]
 }
 """Checks by the operation's name, which is that of its field of `Ops` where it has one."""
