@@ -108,7 +108,7 @@ class Model:
         found: list[Answer] = []
         for chunk in _chunks(prompts):
             sampling = [{**common, "sampling_seed": next(self._seeds)} for _ in chunk]
-            replies = self._ask({"input_ids": _lists(chunk), "sampling_params": sampling})
+            replies = self._ask({"input_ids": chunk, "sampling_params": sampling})
             found += [Answer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies]
         return found
 
@@ -131,10 +131,8 @@ class Model:
 
     def _scored(self, texts: Sequence[Text], starts: Sequence[int]) -> Iterator[dict[str, Any]]:
         for chunk in _chunks(list(zip(texts, starts, strict=True))):
-            body = {
-                "input_ids": _lists(text for text, _ in chunk),
-                "logprob_start_len": [start for _, start in chunk],
-            }
+            ids, places = zip(*chunk, strict=True)
+            body = {"input_ids": ids, "logprob_start_len": places}
             yield from (reply["meta_info"] for reply in self._ask_for_top(body))
 
     def _ask_for_top(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,10 +174,6 @@ def _positions(text: Text, meta: dict[str, Any]) -> list[Position]:
 
 def _top(entries: list[list[Any]]) -> dict[int, float]:
     return {token: logprob for logprob, token, _ in entries}
-
-
-def _lists(texts: Any) -> list[list[int]]:
-    return [list(text) for text in texts]
 
 
 def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
