@@ -13,7 +13,7 @@ from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.proposals import BESIDE, DEFAULT_STEPS, NGRAM, Draft
 from sglang_smc.tools.plan.report import Comparison, Plan
-from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
+from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
 from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape, from_config
 
 ACCEPTANCE = 0.8
@@ -126,9 +126,6 @@ def _comparison(arguments: argparse.Namespace, target: ModelShape, drafts: Draft
     for name in ("kept", "acceptance", "plot"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} is of a plan, and --tokens-per-pass of none; give one.")
-    particles = [count for count in arguments.particles if count >= arguments.min_particles]
-    if not particles:
-        raise ValueError(f"No number of particles is {arguments.min_particles} or more.")
     sizes = sorted(
         ((k, name) for name, one in drafts.items() for k in arguments.steps or one.default_steps),
         key=lambda size: size[0],
@@ -137,7 +134,7 @@ def _comparison(arguments: argparse.Namespace, target: ModelShape, drafts: Draft
         (name, _scenario(arguments, target, drafts[name], device).smc(batch, n, k))
         for device in _devices(arguments, target, drafts)
         for batch in arguments.batch
-        for n in particles
+        for n in at_least(arguments.min_particles, arguments.particles)
         for k, name in sizes
     ]
     return Comparison(_short(arguments.target), drafts, arguments.tokens_per_pass, rows)

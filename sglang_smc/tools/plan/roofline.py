@@ -52,6 +52,14 @@ def smc_round(
     return Round((*before, verify, *after))
 
 
+def at_least(least: int, particles: Iterable[int]) -> list[int]:
+    """Return the numbers of particles that are ``least`` or more; raise ValueError without any."""
+    allowed = [n for n in particles if n >= least]
+    if not allowed:
+        raise ValueError(f"No number of particles is {least} or more.")
+    return allowed
+
+
 def _require_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
@@ -186,8 +194,6 @@ class Scenario:
         K without it. ``steps`` defaults to the draft's own.
         """
         steps = self.draft.default_steps if steps is None else steps
-        allowed = [n for n in particles if n >= min_particles]
-        if not allowed:
-            raise ValueError(f"No number of particles is {min_particles} or more.")
-        grid = [self.smc(batch, n, k, (kept or {}).get(k)) for k in steps for n in allowed]
+        counts = at_least(min_particles, particles)
+        grid = [self.smc(batch, n, k, (kept or {}).get(k)) for k in steps for n in counts]
         return max(grid, key=lambda estimate: estimate.tokens_per_second), grid
