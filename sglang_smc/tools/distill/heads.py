@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 
 class Rotation(NamedTuple):
@@ -46,54 +46,37 @@ class KeysValues(NamedTuple):
     values: torch.Tensor
 
 
-class Projections(nn.Module):
-    """Four projection matrices of an attention, with query and key norms if the head has them."""
-
-    def __init__(self, config: Any, read_size: int, norms: bool) -> None:
-        super().__init__()
-        size = self.head_dim = config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(read_size, heads * size, bias=False)
-        self.k_proj = nn.Linear(read_size, kv_heads * size, bias=False)
-        self.v_proj = nn.Linear(read_size, kv_heads * size, bias=False)
-        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if norms else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if norms else nn.Identity()
-
-    def queries(self, read: torch.Tensor, at: Rotation) -> torch.Tensor:
-        """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
-        return at.of(self.q_norm(self._by_head(self.q_proj(read))))
-
-    def keys_values(self, read: torch.Tensor, at: Rotation) -> KeysValues:
-        """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, read size]``."""
-        keys = self.k_norm(self._by_head(self.k_proj(read)))
-        return KeysValues(at.of(keys), self._by_head(self.v_proj(read)))
-
-    def _by_head(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+def queries_of(attention: Any, read: torch.Tensor, at: Rotation) -> torch.Tensor:
+    """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
+    return at.of(attention.q_norm(_by_head(attention, attention.q_proj(read))))
 
 
-class Layer(nn.Module):
-    """A decoder layer; its attention reads ``read_size`` numbers a column."""
-
-    def __init__(self, config: Any, read_size: int, norms: bool) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Projections(config, read_size, norms)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)  # Llama's, without biases
-
-    def finish(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output ``[B, T, D]`` from the attention output."""
-        states = states + self.self_attn.o_proj(attended)
-        return states + self.mlp(self.post_attention_layernorm(states))
+def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> KeysValues:
+    """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, read size]``."""
+    keys = attention.k_norm(_by_head(attention, attention.k_proj(read)))
+    return KeysValues(at.of(keys), _by_head(attention, attention.v_proj(read)))
 
 
-class Midlayer(Layer):
+def _by_head(attention: Any, projected: torch.Tensor) -> torch.Tensor:
+    return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+
+def output_of(layer: Any, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output ``[B, T, D]`` from the attention output."""
+    states = states + layer.self_attn.o_proj(attended)
+    return states + layer.mlp(layer.post_attention_layernorm(states))
+
+
+class Midlayer(LlamaDecoderLayer):
     """EAGLE-3's layer, which reads token and state side by side."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, 2 * config.hidden_size, norms=False)
+        super().__init__(config, layer_idx=0)
+        attention: Any = self.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            size = attention.get_submodule(name).out_features
+            setattr(attention, name, nn.Linear(2 * config.hidden_size, size, bias=False))
+        attention.q_norm = attention.k_norm = nn.Identity()
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -177,10 +160,10 @@ class Eagle3(Head):
         """Run all columns on the target's states: outputs ``[B, L - 1, D]``, keys and values."""
         states, layer = self.fc(features), self.midlayer
         read, at = layer.read(embedded, states), self.rotation(states)
-        context = layer.self_attn.keys_values(read, at)
-        queries = layer.self_attn.queries(read, at)
+        context = keys_values_of(layer.self_attn, read, at)
+        queries = queries_of(layer.self_attn, read, at)
         attended = scaled_dot_product_attention(queries, *context, is_causal=True, enable_gqa=True)
-        return layer.finish(attended.transpose(1, 2).flatten(2), states), context
+        return output_of(layer, attended.transpose(1, 2).flatten(2), states), context
 
     def _next(
         self,
@@ -194,19 +177,16 @@ class Eagle3(Head):
         """Return one more column ``[B, A, D]`` behind each anchor, and append its KV to ``own``."""
         layer, at = self.midlayer, self.rotation(states, positions)
         read = layer.read(embedded, states)
-        own.append(layer.self_attn.keys_values(read, at))
+        own.append(keys_values_of(layer.self_attn, read, at))
         remembered = KeysValues(*(torch.stack(parts, 3) for parts in zip(*own, strict=True)))
-        queries = layer.self_attn.queries(read, at).unsqueeze(3)
-        return layer.finish(attend(queries, context, seen, remembered), states)
+        queries = queries_of(layer.self_attn, read, at).unsqueeze(3)
+        return output_of(layer, attend(queries, context, seen, remembered), states)
 
 
-class DFlashLayer(Layer):
+class DFlashLayer(Qwen3DecoderLayer):
     """A DFlash layer; the context's keys and values are computed from the target's states."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, config.hidden_size, norms=True)
-
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- of blocks
         self, hidden: torch.Tensor, at: Rotation, context: KeysValues, seen: torch.Tensor
     ) -> torch.Tensor:
         """Return the layer's output ``[B, A * S, D]`` for A blocks of S columns.
@@ -219,9 +199,9 @@ class DFlashLayer(Layer):
         """
         attention, blocks = self.self_attn, (seen.shape[1], -1)
         read = self.input_layernorm(hidden)
-        own = [part.unflatten(2, blocks) for part in attention.keys_values(read, at)]
-        queries = attention.queries(read, at).unflatten(2, blocks)
-        return self.finish(attend(queries, context, seen, KeysValues(*own)), hidden)
+        own = [part.unflatten(2, blocks) for part in keys_values_of(attention, read, at)]
+        queries = queries_of(attention, read, at).unflatten(2, blocks)
+        return output_of(self, attend(queries, context, seen, KeysValues(*own)), hidden)
 
 
 class DFlash(Head):
@@ -232,7 +212,7 @@ class DFlash(Head):
         flat, config = flattened(settings), self.config
         self.mask_token_id, self.block_size = flat["mask_token_id"], flat["block_size"]
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DFlashLayer(config, n) for n in range(config.num_hidden_layers))
 
     def forward(
         self,
@@ -259,7 +239,7 @@ class DFlash(Head):
         far = self.rotation(read)
         seen = torch.arange(read.shape[1], device=anchors.device) < anchors.unsqueeze(2)
         for layer in cast("Sequence[DFlashLayer]", self.layers):
-            hidden = layer(hidden, near, layer.self_attn.keys_values(read, far), seen)
+            hidden = layer(hidden, near, keys_values_of(layer.self_attn, read, far), seen)
         return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
 
 
