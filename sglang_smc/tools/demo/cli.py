@@ -150,15 +150,16 @@ class Party(NamedTuple):
         try:
             for told in self._stream(index, messages(item), smc):
                 piece, text, info = told["text"][len(text) :], told["text"], told["meta_info"]
-                first = first or time.perf_counter()
-                on_text(piece)
+                if piece:
+                    first = first or time.perf_counter()
+                    on_text(piece)
         except (httpx.HTTPError, ServerError) as error:
             told = describe_log(self.launch.log)
             raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
         end = time.perf_counter()
         # An answer cut off by the length limit may end in a right number by chance.
         right = info["finish_reason"]["type"] == "stop" and check(text, item)
-        return Answer(right, first - start, end - start, info)
+        return Answer(right, (first or end) - start, end - start, info)
 
     def _stream(
         self, index: int, chat: list[dict[str, str]], smc: dict[str, Any] | None
