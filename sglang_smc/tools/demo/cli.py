@@ -23,7 +23,7 @@ import httpx
 from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.pair.task import check, held_out, messages
-from sglang_smc.tools.commands import bar, main_of, positive, table
+from sglang_smc.tools.commands import bar, client_of, main_of, positive, table
 from sglang_smc.tools.demo.serving import (
     Launch,
     ServerError,
@@ -154,8 +154,8 @@ class Party(NamedTuple):
                     first = first or time.perf_counter()
                     on_text(piece)
         except (httpx.HTTPError, ServerError) as error:
-            told = describe_log(self.launch.log)
-            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
+            log = describe_log(self.launch.log)
+            raise ServerError(f"{self.launch.label}: {error}\n{log}") from error
         end = time.perf_counter()
         # An answer cut off by the length limit may end in a right number by chance.
         right = info["finish_reason"]["type"] == "stop" and check(text, item)
@@ -175,9 +175,8 @@ class Party(NamedTuple):
             **({} if smc is None else {"custom_params": {"smc": smc}}),
         }
         body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        # The environment's proxies cannot reach this machine's own ports.
-        how = {"timeout": REQUEST_TIMEOUT, "trust_env": False}
-        with httpx.stream("POST", f"{self.url}/generate", json=body, **how) as reply:
+        client = client_of(self.url, None, REQUEST_TIMEOUT)
+        with client.stream("POST", "/generate", json=body) as reply:
             if not reply.is_success:
                 raise ServerError(f"HTTP {reply.status_code}: {reply.read().decode()}")
             for line in reply.iter_lines():
