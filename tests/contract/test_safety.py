@@ -125,8 +125,7 @@ LISTED: Listed = {
     # The viewer: traces that its user names, pages where he says, its own parts; pandas and
     # matplotlib, where a notebook asks for them.
     "tools/view/finding.py": {"read_bytes"},
-    "tools/view/cli.py": {"write_text"},
-    "tools/view/page.py": {"importlib", "read_text"},
+    "tools/view/page.py": {"importlib", "read_text", "write_text"},
     "tools/view/particles.py": {"importlib"},
     # The doctor: versions of packages.
     "tools/command/machine.py": {"importlib"},

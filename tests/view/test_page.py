@@ -15,8 +15,7 @@ import pytest
 from matplotlib import image as images
 from simulated_trace import simulated
 
-from sglang_smc.tools.view.cli import main
-from sglang_smc.tools.view.page import page_of
+from sglang_smc.tools.view.page import main, page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "demo": Command(f"{TOOLS}.demo.cli", "SMC and plain decoding on servers of the shipped pair"),
     "plan": Command(f"{TOOLS}.plan.cli", "upper bounds on speed, and the fastest N and K"),
     "check": Command(f"{TOOLS}.testing.cli", "whether a server's answers follow their laws"),
-    "view": Command(f"{TOOLS}.view.cli", "what the particles of one answer did, as a page"),
+    "view": Command(f"{TOOLS}.view.page", "what the particles of one answer did, as a page"),
     "watch": Command(f"{TOOLS}.watch", "a running server, live"),
 }
 

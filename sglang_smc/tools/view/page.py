@@ -1,16 +1,64 @@
-"""Write a trace's genealogy and its drawing script as one self-contained HTML file."""
+"""Run ``sglang-smc view trace.json -o trace.html``: write a page of the particles, as one file."""
 
+from __future__ import annotations
+
+import argparse
 import html
+import sys
+from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
 import msgspec
 
 from sglang_smc.state.record import Trace
+from sglang_smc.tools.commands import main_of
+from sglang_smc.tools.view.finding import load
 from sglang_smc.tools.view.genealogy import genealogy
 
 SCRIPTS = ("picture.js", "page.js")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0, or 1 if there is no valid trace or the page cannot be written."""
+    options = parser().parse_args(argv)
+    return main_of(lambda: _run(options), refused=(ValueError, OSError), status=1)
+
+
+def _run(options: argparse.Namespace) -> None:
+    page = page_of(load(options.trace, options.index), options.title)
+    output: Path = options.output or options.trace.with_suffix(".html")
+    if output.is_file() and not options.force:
+        ask_to_overwrite(output)
+    output.write_text(page, encoding="utf-8")
+    print(output)
+
+
+def ask_to_overwrite(output: Path) -> None:
+    """Prompt the user to overwrite a file; raise ValueError without a terminal or a yes."""
+    if not (sys.stdin and sys.stdin.isatty()):  # None if it is closed
+        raise ValueError(f"{output} exists: --force overwrites it, -o names another file")
+    print(f"{output} exists. Overwrite it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ValueError(f"{output} stays as it is")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc view",
+        description="Writes a page that shows what the particles of one answer did: who descends "
+        "from whom, weights, resampling, cuts, ESS and log Z. The request asks for it with "
+        '"trace": true in custom_params["smc"].',
+    )
+    add = result.add_argument
+    add("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
+    add("-o", "--output", type=Path, help="the page; default: TRACE.html")
+    add("--force", action="store_true", help="overwrite the page that exists")
+    add("--index", type=int, help="which trace, from 0, where there are several")
+    add("--title", default="Particles of one answer", help="of the page")
+    return result
 
 
 def page_of(trace: Trace, title: str = "Particles of one answer") -> str:
