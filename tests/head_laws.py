@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_smc.tools.distill.checkpoints import load_head, new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
 KINDS = (EAGLE3, HOT, DFLASH)
@@ -20,11 +20,11 @@ def make_head(
     """An untrained head; of hot tokens it has three of four."""
     given: dict[str, Any] = {"dtype": torch.float32, "scale": scale, "seed": seed}
     if kind == DFLASH:
-        made = new_dflash(target, folder, num_layers=2, block_size=num_steps + 1, **given)
+        made = new_head("dflash", target, folder, num_layers=2, block_size=num_steps + 1, **given)
     else:
         vocab_size = AutoModelForCausalLM.from_pretrained(target).config.vocab_size
         hot = [token for token in range(vocab_size) if token % 4 != 2]
-        made = new_eagle3(target, folder, hot_tokens=hot if kind == HOT else None, **given)
+        made = new_head("eagle3", target, folder, hot_tokens=hot if kind == HOT else None, **given)
     return str(made)
 
 

@@ -150,7 +150,7 @@ def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
     presets.write_models(pair, models)
     folder = models / pair.name
     if has_head and not (folder / HEAD / "model.safetensors").exists():
-        from sglang_smc.tools.distill.checkpoints import new_eagle3  # imports torch
+        from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
 
         hot = range(min(HOT_TOKENS, pair.target.vocab_size))
-        new_eagle3(folder / TARGET, folder / HEAD, hot_tokens=hot)
+        new_head("eagle3", folder / TARGET, folder / HEAD, hot_tokens=hot)

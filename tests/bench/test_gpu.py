@@ -338,7 +338,7 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, cases.PROFILE_8B), (LARGE, SPEED_70B))
     for pair in (SPEED_8B.pair, SPEED_70B.pair):
         cases.write_models(pair, tmp_path)
-        head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_eagle3` writes it
+        head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_head` writes it
         head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": cases.HOT_TOKENS}
         dummies.write_model(tmp_path / pair.name / HEAD, head)
     every = ((case, preset) for found, preset in lists for case in found)

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from sglang_smc.tools.distill.checkpoints import (
     kind_of,
     load_head,
-    new_dflash,
-    new_eagle3,
+    new_head,
 )
 from sglang_smc.tools.distill.drafts import Draft, load_draft
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate
@@ -21,11 +20,11 @@ CPU = torch.device("cpu")
 DEPTH = 3
 ANCHORS = torch.tensor([[4, 7]])
 WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
-MAKE = {"eagle3": new_eagle3, "dflash": new_dflash}
+KINDS = ("eagle3", "dflash")
 
 
 def head(kind: str, target: Path, folder: Path) -> Draft:
-    MAKE[kind](target, folder, layer_ids=(0, 2), dtype=torch.float32)
+    new_head(kind, target, folder, layer_ids=(0, 2), dtype=torch.float32)
     return load_draft(folder, target, CPU)
 
 
@@ -38,7 +37,7 @@ def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> 
 TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_behind_an_anchor_is_read(
     kind: str, target: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
@@ -57,7 +56,7 @@ def test_nothing_behind_an_anchor_is_read(
         assert torch.allclose(before, draft.logits(teacher, changed, ANCHORS, DEPTH)[:, row])
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_before_it_is_read(kind: str, target: Path, teacher: Teacher, tmp_path: Path) -> None:
     """The last kept token, the state before it, and the first one."""
     draft, given = head(kind, target, tmp_path), lesson(teacher, TEXT)
@@ -74,7 +73,7 @@ def test_all_before_it_is_read(kind: str, target: Path, teacher: Teacher, tmp_pa
     assert ((before - after)[:, 0].abs().amax(2) > 1e-4).all()
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_stands_beside_a_text_changes_nothing(
     kind: str, target: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
@@ -92,7 +91,7 @@ def test_an_unrolled_column_is_the_next_one_on_own_states(
     """An EAGLE-3 head that is handed its own output as the target's state: through `fc`, which
     hands it on, it says the same a column later. Red for a position or a mask that is off by one.
     """
-    new_eagle3(target, tmp_path, layer_ids=(0,), dtype=torch.float32)
+    new_head("eagle3", target, tmp_path, layer_ids=(0,), dtype=torch.float32)
     eagle = load_head(tmp_path, target)
     eagle.fc.weight.data.copy_(torch.eye(32))
     given = teacher.teach(collate([Text(TEXT, 2)], CPU), (0,))
@@ -109,14 +108,14 @@ def test_an_unrolled_column_is_the_next_one_on_own_states(
 
 def test_a_head_of_some_tokens(target: Path, tmp_path: Path) -> None:
     hot = [2, 3, 5, 8, 13, 21]
-    new_eagle3(target, tmp_path, hot_tokens=hot, num_heads=2, num_kv_heads=1, head_dim=8)
+    new_head("eagle3", target, tmp_path, hot_tokens=hot, num_heads=2, num_kv_heads=1, head_dim=8)
     stored = load_file(tmp_path / "model.safetensors")
     assert (stored["d2t"] + torch.arange(6)).tolist() == hot
     assert stored["t2d"].nonzero()[:, 0].tolist() == hot
     assert load_head(tmp_path, target).hot.tolist() == hot
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
     """Under the names of public checkpoints, which may begin with `model.`; others are left."""
     draft = head(kind, target, tmp_path)
@@ -136,26 +135,26 @@ def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "said"),
+    ("kind", "given", "said"),
     [
         # The last of four layers cannot be had, and SGLang hands layers out in ascending order.
-        *((new_eagle3, {"layer_ids": ids}, "allowed: 0 to 2 .*ascending") for ids in WRONG_LAYERS),
-        (new_dflash, {"block_size": 1}, "block_size is 1; allowed: 2 or more"),
-        (new_dflash, {"mask_token_id": 24}, "mask_token_id is 24; allowed: 0 to 23"),
-        (new_eagle3, {"num_kv_heads": 3}, "4 heads cannot share 3"),
-        (new_eagle3, {"hot_tokens": [5, 4]}, "hot_tokens must be ascending ids, 0 to 23"),
+        *(("eagle3", {"layer_ids": ids}, "allowed: 0 to 2 .*ascending") for ids in WRONG_LAYERS),
+        ("dflash", {"block_size": 1}, "block_size is 1; allowed: 2 or more"),
+        ("dflash", {"mask_token_id": 24}, "mask_token_id is 24; allowed: 0 to 23"),
+        ("eagle3", {"num_kv_heads": 3}, "4 heads cannot share 3"),
+        ("eagle3", {"hot_tokens": [5, 4]}, "hot_tokens must be ascending ids, 0 to 23"),
     ],
 )
 def test_refusals_of_sizes(
-    make: Any, given: dict[str, Any], said: str, target: Path, tmp_path: Path
+    kind: str, given: dict[str, Any], said: str, target: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        make(target, tmp_path, **given)
+        new_head(kind, target, tmp_path, **given)
 
 
 def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
     """Red where a head is run as if it were a simpler one."""
-    new_eagle3(target, tmp_path)
+    new_head("eagle3", target, tmp_path)
     edits = [
         ({"norm_output": True}, r"sets norm_output in config\.json"),
         ({"num_hidden_layers": 2}, "sets num_hidden_layers in config"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.upstream import IS_NEWER
 
 SCRIPT = Path(__file__).with_name("as_sglang_runs_them.py")
@@ -21,11 +21,17 @@ def test_heads_compute_what_sglang_computes(target: Path, tmp_path: Path) -> Non
     """Red for a name, a shape, a norm's place, a mask, a position or a token that is off by one."""
     how = {"layer_ids": (0, 2), "dtype": torch.float32}
     folders = [
-        new_eagle3(target, tmp_path / "eagle3", **how),
-        new_eagle3(
-            target, tmp_path / "hot", hot_tokens=range(3, 19), num_kv_heads=1, head_dim=16, **how
+        new_head("eagle3", target, tmp_path / "eagle3", **how),
+        new_head(
+            "eagle3",
+            target,
+            tmp_path / "hot",
+            hot_tokens=range(3, 19),
+            num_kv_heads=1,
+            head_dim=16,
+            **how,
         ),
-        new_dflash(target, tmp_path / "dflash", num_layers=2, block_size=5, **how),
+        new_head("dflash", target, tmp_path / "dflash", num_layers=2, block_size=5, **how),
     ]
     found = subprocess.run(
         [sys.executable, str(SCRIPT), str(target), *map(str, folders)],

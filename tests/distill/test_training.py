@@ -12,7 +12,7 @@ from tiny_models import make_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.cli import main
 from sglang_smc.tools.distill.drafts import Blocks, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import forward_kl
@@ -35,7 +35,7 @@ from sglang_smc.tools.distill.train import (
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")
-MAKE = {"eagle3": new_eagle3, "dflash": new_dflash}
+KINDS = ("eagle3", "dflash")
 
 
 # --- Samples
@@ -81,16 +81,16 @@ def test_anchors_lie_before_answers() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["model", *MAKE])
+@pytest.mark.parametrize("kind", ["model", *KINDS])
 def test_a_draft_learns(
     kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
     """Red where the loss is not between laws of the same token."""
-    folder = MAKE[kind](target, tmp_path, dtype=torch.float32) if kind in MAKE else draft
+    folder = new_head(kind, target, tmp_path, dtype=torch.float32) if kind in KINDS else draft
     learner = load_draft(folder, target, CPU)
     how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
     before = validate(learner, teacher, texts, **how)
-    depth = 3 if kind in MAKE else 1
+    depth = 3 if kind in KINDS else 1
     course = Course(
         steps=60, batch=12, anchors=6, depth=depth, decay=0.9, learning_rate=0.01, seed=0
     )
@@ -103,7 +103,7 @@ def test_a_draft_learns(
 
 def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_path: Path) -> None:
     """Its own rows of the LM head, the last norm, and a state that passes through."""
-    new_eagle3(target, tmp_path, hot_tokens=[4, 9, 16], dtype=torch.float32)
+    new_head("eagle3", target, tmp_path, hot_tokens=[4, 9, 16], dtype=torch.float32)
     head = load_draft(tmp_path, target, CPU)
     begin_as_target(head, teacher)
     last = teacher.model.lm_head.weight[[4, 9, 16]]

@@ -31,32 +31,49 @@ UNSUPPORTED = {
 }
 
 
-def new_eagle3(
+def new_head(
+    kind: str,
     target: str | Path,
     folder: str | Path,
     *,
-    hot_tokens: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     scale: float = 1.0,
     **sizes: Any,
 ) -> Path:
-    """Write an untrained EAGLE-3 head for a Llama-like target into ``folder``; return the folder.
+    """Write an untrained head for a Llama-like target into ``folder``; return the folder.
 
     Args:
+        kind: ``eagle3`` or ``dflash``.
         target: the target's folder.
         folder: created if it is missing.
-        hot_tokens: the target's ids of the tokens that the head can draft, ascending; None for all.
         dtype: of the weights.
         seed: of the weights.
         scale: of the weights: 1 keeps activations' size; more gives peaked distributions.
         sizes: ``layer_ids``, of the target's layers that the head reads, ascending, 0 to its number
             of layers - 2; None for an early, the middle and a late one. And ``num_heads``,
-            ``num_kv_heads``, ``head_dim``, ``intermediate_size``; None for the target's.
+            ``num_kv_heads``, ``head_dim``, ``intermediate_size``; None for the target's. Then those
+            of `_new_eagle3` or `_new_dflash`.
 
     Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
-    config, hot = target_config(target), None
+    make = {"eagle3": _new_eagle3, "dflash": _new_dflash}[kind]
+    head = make(target_config(target), **sizes)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5, generator=generator)
+    save_head(head, folder, dtype)
+    return Path(folder)
+
+
+def _new_eagle3(config: Any, *, hot_tokens: Sequence[int] | None = None, **sizes: Any) -> Eagle3:
+    """Return an EAGLE-3 head.
+
+    Args:
+        hot_tokens: the target's ids of the tokens that the head can draft, ascending; None for all.
+    """
+    hot = None
     if hot_tokens is not None:
         ids, most = list(hot_tokens), config.vocab_size - 1
         if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= most:
@@ -69,33 +86,25 @@ def new_eagle3(
         "draft_vocab_size": config.vocab_size if hot is None else len(hot),
         "eagle_config": {LAYER_IDS: list(layer_ids)},
     }
-    return _written(Eagle3(settings, layer_ids, hot), folder, dtype, seed, scale)
+    return Eagle3(settings, layer_ids, hot)
 
 
-def new_dflash(
-    target: str | Path,
-    folder: str | Path,
+def _new_dflash(
+    config: Any,
     *,
     num_layers: int = 1,
     block_size: int = 9,
     mask_token_id: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    scale: float = 1.0,
     **sizes: Any,
-) -> Path:
-    """Write an untrained DFlash head for a Llama-like target into ``folder``; return the folder.
+) -> DFlash:
+    """Return a DFlash head.
 
     Args:
         num_layers: of the head.
         block_size: the last kept token and the drafted tokens behind it, 2 or more.
         mask_token_id: the input where a token is drafted; no text contains it; None for the
             target's padding token.
-        target, folder, dtype, seed, scale, sizes: as in `new_eagle3`.
-
-    Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
-    config = target_config(target)
     if block_size < 2:
         raise ValueError(f"block_size is {block_size}; allowed: 2 or more, one of them kept.")
     mask = config.pad_token_id if mask_token_id is None else mask_token_id
@@ -114,7 +123,7 @@ def new_dflash(
         "num_target_layers": config.num_hidden_layers,
         "dflash_config": {"target_layer_ids": list(layer_ids), "mask_token_id": mask},
     }
-    return _written(DFlash(settings, layer_ids), folder, dtype, seed, scale)
+    return DFlash(settings, layer_ids)
 
 
 def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
@@ -159,17 +168,6 @@ def save_head(head: Eagle3 | DFlash, folder: str | Path, dtype: torch.dtype) -> 
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     settings = {**head.settings, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def _written(
-    head: Eagle3 | DFlash, folder: str | Path, dtype: torch.dtype, seed: int, scale: float
-) -> Path:
-    generator = torch.Generator().manual_seed(seed)
-    for weight in head.parameters():
-        if weight.ndim == 2:
-            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5, generator=generator)
-    save_head(head, folder, dtype)
-    return Path(folder)
 
 
 def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from sglang_smc.tools.commands import main_of, number, positive, several, table
-from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.teacher import (
@@ -33,7 +33,6 @@ from sglang_smc.tools.distill.train import Course, Worth, products_of, train, va
 
 REPORT = "distill.json"
 DTYPES = ("bfloat16", "float16", "float32")
-NEW = {"eagle3": new_eagle3, "dflash": new_dflash}
 _BOTH = ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 #: Size options of a new head, by its kind.
 SIZES = {"eagle3": _BOTH, "dflash": (*_BOTH, "num_layers", "block_size", "mask_token_id")}
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     begun = result.add_mutually_exclusive_group(required=True)
     kinds = "go on from this: a model, an EAGLE-3 head or a DFlash head"
     begun.add_argument("--draft", type=Path, help=kinds)
-    begun.add_argument("--new", choices=tuple(NEW), help="begin a head of this kind")
+    begun.add_argument("--new", choices=tuple(SIZES), help="begin a head of this kind")
     layers = "new heads: layers of the target, from 0, that it reads; default: an early, the "
     add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}middle and a late one")
     add("--num-layers", type=positive, help="new DFlash heads; default 1")
@@ -156,7 +155,8 @@ def _begin(arguments: argparse.Namespace, sizes: dict[str, Any], teacher: Teache
     if arguments.draft is not None:
         return load_draft(arguments.draft, target, device)
     with tempfile.TemporaryDirectory() as folder:
-        NEW[arguments.new](target, folder, dtype=torch.float32, seed=arguments.seed, **sizes)
+        how = {"dtype": torch.float32, "seed": arguments.seed}
+        new_head(arguments.new, target, folder, **how, **sizes)
         draft = load_draft(Path(folder), target, device)
     begin_as_target(draft, teacher)
     return draft
