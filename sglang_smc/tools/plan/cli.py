@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_smc.options.server import LAG
@@ -14,7 +15,7 @@ from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.proposals import BESIDE, DEFAULT_STEPS, NGRAM, Draft
 from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
-from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape, from_config
+from sglang_smc.tools.plan.shapes import BUILT_IN, from_config
 
 ACCEPTANCE = 0.8
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
@@ -37,8 +38,14 @@ def _printed(arguments: argparse.Namespace) -> str:
         name: proposals.from_config(source, weight_bytes).on_devices(arguments.tp)
         for name, source in zip(names, arguments.draft, strict=True)
     }
+    weight_bytes = proposals.lowest_precision(target, *drafts.values())
+    lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
+    loads = [
+        Scenario(target, next(iter(drafts.values())), device.times(arguments.tp), *lengths)
+        for device in (_device(name, weight_bytes) for name in arguments.device)
+    ]
     make = _plan if arguments.tokens_per_pass is None else _comparison
-    found = make(arguments, target, drafts)
+    found = make(arguments, loads, drafts)
     return json.dumps(found.as_dict(), indent=2) if arguments.json else found.as_text()
 
 
@@ -90,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _plan(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> Plan:
+def _plan(arguments: argparse.Namespace, loads: list[Scenario], drafts: Drafts) -> Plan:
     """Return the plan; raise ValueError for inconsistent arguments."""
     for name in ("draft", "device", "batch"):
         if (count := len(getattr(arguments, name))) > 1:
@@ -99,7 +106,7 @@ def _plan(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> 
                 "tokens a pass of the target was measured to yield: --tokens-per-pass 5,6,7."
             )
     ((name, draft),) = drafts.items()
-    (device,), (batch,) = _devices(arguments, target, drafts), arguments.batch
+    (scenario,), (batch,) = loads, arguments.batch
     steps = arguments.steps or draft.default_steps
     acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
     if arguments.kept is not None and len(arguments.kept) != len(steps):
@@ -108,7 +115,6 @@ def _plan(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> 
             "each."
         )
     kept = dict(zip(steps, arguments.kept or (), strict=False))
-    scenario = _scenario(arguments, target, draft, device)
     particles, least = arguments.particles, arguments.min_particles
     best, grid = scenario.best(batch, particles, steps, min_particles=least, kept=kept)
     settings = [scenario.ar(batch), *(scenario.sd(batch, k, acceptance) for k in steps), *grid]
@@ -118,7 +124,7 @@ def _plan(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> 
     return plan
 
 
-def _comparison(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> Comparison:
+def _comparison(arguments: argparse.Namespace, loads: list[Scenario], drafts: Drafts) -> Comparison:
     """Return a round for each device, batch, N, K and draft, whose own K are the default.
 
     Raises ValueError for inconsistent arguments.
@@ -131,25 +137,13 @@ def _comparison(arguments: argparse.Namespace, target: ModelShape, drafts: Draft
         key=lambda size: size[0],
     )
     rows = [
-        (name, _scenario(arguments, target, drafts[name], device).smc(batch, n, k))
-        for device in _devices(arguments, target, drafts)
+        (name, replace(load, draft=drafts[name]).smc(batch, n, k))
+        for load in loads
         for batch in arguments.batch
         for n in at_least(arguments.min_particles, arguments.particles)
         for k, name in sizes
     ]
     return Comparison(_short(arguments.target), drafts, arguments.tokens_per_pass, rows)
-
-
-def _scenario(
-    arguments: argparse.Namespace, target: ModelShape, draft: Draft, device: Device
-) -> Scenario:
-    shared = not arguments.no_shared_prefix
-    return Scenario(target, draft, device, arguments.context, arguments.tail, shared)
-
-
-def _devices(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -> list[Device]:
-    weight_bytes = proposals.lowest_precision(target, *drafts.values())
-    return [_device(name, weight_bytes).times(arguments.tp) for name in arguments.device]
 
 
 def _device(name: str, weight_bytes: float) -> Device:
