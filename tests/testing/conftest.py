@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -97,14 +98,12 @@ class Toy:
 
     def _answer(self, prompt: tuple[int, ...], params: dict[str, Any]) -> dict[str, Any]:
         source = random.Random(params["sampling_seed"])
-        smc = params["custom_params"]["smc"]
-        length, temperature = params["max_new_tokens"], params["temperature"]
+        smc, length = params["custom_params"]["smc"], params["max_new_tokens"]
         if smc["mode"] == "exact":
-            text, log_evidence = self._walk(prompt, length, [self.drawn] * length, source), 0.0
+            text, log_evidence = walk(prompt, [self.drawn] * length, source), 0.0
         else:
-            text, log_evidence = self._weighed(prompt, length, smc, temperature, source)
-        log_evidence *= self.weighs
-        meta = {"spec_smc_log_evidence": log_evidence, "spec_smc_resample_ct": 0}
+            text, log_evidence = self._weighed(prompt, length, smc, params["temperature"], source)
+        meta = {"spec_smc_log_evidence": log_evidence * self.weighs, "spec_smc_resample_ct": 0}
         return {"output_ids": list(text), "meta_info": meta}
 
     def _weighed(
@@ -116,31 +115,28 @@ class Toy:
         source: random.Random,
     ) -> tuple[tuple[int, ...], float]:
         """Importance sampling: no resampling, one particle drawn by weight."""
-        p, q = warmed(self.p, temperature), warmed(self.q, temperature)
-        of_target = [
-            index % (smc.get("num_steps", SETTINGS["num_steps"]) + 1) == 0
-            for index in range(length)
+        p, q, drafted = (warmed(law, temperature) for law in (self.p, self.q, self.drafted))
+        settings = SETTINGS | smc
+        block = settings["num_steps"] + 1
+        laws = [drafted if index % block else p for index in range(length)]
+        texts = [walk(prompt, laws, source) for _ in range(settings["num_particles"])]
+        weights = [
+            math.prod(
+                self.factor * p[last][token] / q[last][token]
+                for index, (last, token) in enumerate(itertools.pairwise((prompt[-1], *text)))
+                if index % block
+            )
+            for text in texts
         ]
-        drafted = warmed(self.drafted, temperature)
-        laws = [p if from_target else drafted for from_target in of_target]
-        texts, weights = [], []
-        for _ in range(smc.get("num_particles", SETTINGS["num_particles"])):
-            text = self._walk(prompt, length, laws, source)
-            texts.append(text)
-            weight = 1.0
-            for last, token, known in zip((prompt[-1], *text), text, of_target, strict=False):
-                weight *= 1.0 if known else self.factor * p[last][token] / q[last][token]
-            weights.append(weight)
         (chosen,) = source.choices(texts, weights)
         return chosen, math.log(math.fsum(weights) / len(weights))
 
-    def _walk(
-        self, prompt: tuple[int, ...], length: int, laws: list[Table], source: random.Random
-    ) -> tuple[int, ...]:
-        text = prompt
-        for law in laws:
-            text += tuple(source.choices(range(VOCAB), law[text[-1]]))
-        return text[len(prompt) :][:length]
+
+def walk(prompt: tuple[int, ...], laws: list[Table], source: random.Random) -> tuple[int, ...]:
+    text = prompt
+    for law in laws:
+        text += tuple(source.choices(range(VOCAB), law[text[-1]]))
+    return text[len(prompt) :]
 
 
 def warmed(table: Table, temperature: float) -> Table:
