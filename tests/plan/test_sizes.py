@@ -72,8 +72,8 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     # A layer: 4 x (8 query + 8 output + 4 key + 4 value) + 3 x 4 x 2 = 120. A table: 20 x 4.
     assert (TOY.layer_parameters, TOY.num_parameters) == (120, 200)
     assert (TOY.streamed_bytes, TOY.kv_bytes_per_token) == (400, 2 * 4 * 2)
-    # 8 numbers of a query against 10 keys and 10 values, 2 operations each.
-    assert TOY.flops_per_token(10) == 2 * 200 + 2 * 2 * 8 * 10
+    # 8 numbers of a query against a key and its value, 2 operations each.
+    assert (TOY.active_parameters, TOY.attention_flops) == (120, 2 * 2 * 8)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     for source in (LLAMA_CONFIG, tmp_path, str(tmp_path / "config.json")):
         assert from_config(source) == TOY

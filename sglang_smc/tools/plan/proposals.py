@@ -24,7 +24,7 @@ MODEL, EAGLE3, DFLASH, NGRAM = KINDS = ("model", "eagle3", "dflash", "ngram")
 BESIDE = "ngram+"
 DEFAULT_STEPS = (4, 8, 16)
 #: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
-#: reads, and columns of a DFlash block.
+#: reads, and columns of a DFlash block, the last token's among them.
 EAGLE3_STATES = 3
 BLOCK_SIZE = 16
 #: Features of newer blocks; each adds a step after the pass; its cost is not modelled.
@@ -169,16 +169,11 @@ class Draft:
     kind: str  # one of `KINDS`
     layers: ModelShape = NO_LAYERS  # of n-gram matches: the draft model beside them, if any
     num_states: int = 0  # layers of the target whose concatenated hidden states ``fc`` reads
-    block_size: int | None = None  # columns of a DFlash block, the last token's among them
+    max_steps: int | None = None  # the largest K; None for any
 
     @property
     def is_head(self) -> bool:
         return self.kind in (EAGLE3, DFLASH)
-
-    @property
-    def max_steps(self) -> int | None:
-        """Return the largest K; None for any."""
-        return None if self.block_size is None else self.block_size - 1
 
     @property
     def default_steps(self) -> tuple[int, ...]:
@@ -352,7 +347,7 @@ def _read_dflash(config: Config) -> Draft:
         layers = replace(layers, windowed_layers=windowed, window=window)
     ids = options.get("target_layer_ids")
     num_states = len(ids) if ids else layers.num_layers
-    return Draft(DFLASH, layers, num_states, options.get("block_size") or BLOCK_SIZE)
+    return Draft(DFLASH, layers, num_states, (options.get("block_size") or BLOCK_SIZE) - 1)
 
 
 def _layers_of(config: Config, vocab_key: str | None, needs: str) -> ModelShape:
@@ -373,7 +368,7 @@ def _layers(count: int, mlp: int, vocab_size: int) -> ModelShape:
 #: As published for Llama 3.1 8B and for Qwen3 8B; both fit any target of their hidden size.
 BUILT_IN: Mapping[str, Any] = {
     "eagle3-8b": Draft(EAGLE3, _layers(1, 14336, 32000), EAGLE3_STATES),
-    "dflash-8b": Draft(DFLASH, _layers(5, 12288, 0), 5, BLOCK_SIZE),
+    "dflash-8b": Draft(DFLASH, _layers(5, 12288, 0), 5, BLOCK_SIZE - 1),
     **{name: Draft(MODEL, shape) for name, shape in shapes.BUILT_IN.items()},
     NGRAM: Draft(NGRAM),
 }

@@ -93,7 +93,8 @@ class Plan(NamedTuple):
         scenario, best = self.best.scenario, self.best
         device, target = scenario.device, scenario.target
         # At two operations per weight.
-        rows = device.ridge * target.streamed_bytes / target.flops_per_token(0)
+        flops = 2 * (target.active_parameters + target.head_parameters)
+        rows = device.ridge * target.streamed_bytes / flops
         wins = best.plain_wins_from
         crossing = f"From batch {wins} on AR is as fast."
         if wins is None:

@@ -202,12 +202,6 @@ class ModelShape:
         within = min(context, self.window)
         return (self.windowed_layers * within + whole * context) / self.num_layers
 
-    def flops_per_token(self, context: float) -> float:
-        """Return the operations to decode one token that attends to ``context`` tokens."""
-        weights = self.active_parameters + self.head_parameters
-        states = self.states.flops if self.states else 0
-        return 2 * weights + self.attention_flops * self.seen(context) + states
-
     def on_devices(self, count: int) -> ModelShape:
         """Return the model on ``count`` devices that split every pass; latents are replicated."""
         if self.latents is None:
