@@ -136,7 +136,7 @@ MOST = {
     "worker_imports": 13,
     "grammar_files": 10,
     "package_lines": 27_160,
-    "core_lines": 18_360,
+    "core_lines": 18_500,
     "kernel_and_hook_lines": 6_260,
     "bench_lines": 9_260,
     "test_lines": 36_690,
