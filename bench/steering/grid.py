@@ -35,7 +35,7 @@ class Cell(answers.Cell):
 
     @property
     def slug(self) -> str:
-        """Return the name for files and patterns: ``smc-draft-judge-n4``."""
+        """Return the name for files and patterns: ``smc-target-judge-n8``."""
         return answers.slug_of(self.label)
 
 

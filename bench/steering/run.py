@@ -2,7 +2,7 @@
 
     make steering                                        # everything, resumable at any point
     .venv/bin/python bench/steering --list               # lists the cells
-    .venv/bin/python bench/steering --only 'smc-draft-*' # a part of it
+    .venv/bin/python bench/steering --only 'smc-target-*' # a part of it
     .venv/bin/python bench/steering --problems 20        # a quick run, in another --output-dir
 
 The shipped pair answers held-out problems. A rule that checks each step of arithmetic, and the
