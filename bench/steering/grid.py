@@ -15,7 +15,8 @@ PARTICLES = (4, 8, 16)
 SAMPLES = max(PARTICLES)
 #: Models. For the target the draft proposes, weighed or verified, or the target itself, so that
 #: particles are sampled from it.
-DRAFT, TARGET, VERIFIED, ITSELF = MODELS = ("draft", "target", "target verified", "target itself")
+TARGET, VERIFIED, ITSELF = MODELS = ("target", "target verified", "target itself")
+DRAFT = "draft"
 #: The potentials' names, with the arguments of requests.
 POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
 #: The last line of an answer.
@@ -34,7 +35,7 @@ class Cell(answers.Cell):
 
     @property
     def slug(self) -> str:
-        """Return the name for files and patterns: ``smc-draft-judge-n4``."""
+        """Return the name for files and patterns: ``smc-target-judge-n8``."""
         return answers.slug_of(self.label)
 
 

@@ -191,7 +191,6 @@ def summaries(rows: Sequence[Row]) -> str:
 
 
 TITLES = {
-    "draft": "The draft as the model",
     "target": "The target, drafted for by the draft",
     "target verified": "The target, drafted for by the draft, verified",
     "target itself": "The target, drafted for by itself",

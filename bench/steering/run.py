@@ -2,11 +2,11 @@
 
     make steering                                        # everything, resumable at any point
     .venv/bin/python bench/steering --list               # lists the cells
-    .venv/bin/python bench/steering --only 'smc-draft-*' # a part of it
+    .venv/bin/python bench/steering --only 'smc-target-*' # a part of it
     .venv/bin/python bench/steering --problems 20        # a quick run, in another --output-dir
 
-The shipped pair answers held-out problems: the draft alone as the model, and the target. A rule
-that checks each step of arithmetic, and the trained reward model, score lines and answers.
+The shipped pair answers held-out problems. A rule that checks each step of arithmetic, and the
+trained reward model, score lines and answers.
 """
 
 from __future__ import annotations
