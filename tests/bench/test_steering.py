@@ -156,7 +156,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Ru
 def test_a_whole_run_is_published(bench: Runner) -> None:
     """Red where cells are lost, samples share a seed, or some tokens are not counted."""
     assert bench("--publish") == 0
-    engines = ["plain draft", "smc draft", "plain target", "smc target", "smc target itself"]
+    engines = ["plain target", "smc target", "smc target itself"]
     assert bench.started == engines
     first = [entry for engine, entry in bench.asked if engine == engines[0]]
     seeds = [entry.sampling_params["sampling_seed"] for entry in first]
@@ -165,8 +165,8 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     rows = bench.rows()
     of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
     of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
-    assert len(rows) == 2 * of_samples + 4 * of_particles
-    majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
+    assert len(rows) == of_samples + 3 * of_particles
+    majority, steered = rows["target: majority, N=8"], rows["target: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
     assert bench.published() == set(Steering.report.files)
@@ -181,7 +181,7 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
 def row(method: str, count: int, mean: float) -> Row:
     accuracy = Interval(mean, mean - 0.125, mean + 0.125, 200)
     potential = "steps" if method == SMC_VOTE else ""
-    return Row("draft", potential, method, count, accuracy, 100.0, 12.0)
+    return Row("target", potential, method, count, accuracy, 100.0, 12.0)
 
 
 def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
     text = Steering.report.write(tmp_path, rows, {"problems": 200}, note)
     assert Steering.report.read(tmp_path) == rows
     assert "0 to 199" in text
-    table = summary(rows, "draft").splitlines()
+    table = summary(rows, "target").splitlines()
     assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"
     assert table[3] == "| SMC, vote by steps |  | 75.0 [62.5, 87.5] |"
     assert (tmp_path / "steering.png").stat().st_size > 10_000
