@@ -69,6 +69,8 @@ def merge_rows(slots: torch.Tensor, *, last: bool) -> MergedRows | None:
         last: whether only results of particles' last rows are used: others are left out if their
             slot is 0, which means that their KV exists.
     """
+    if slots.shape[1] == 1 and not last:
+        return None
     num_columns, flat = slots.shape[2], slots.flatten()
     row = torch.arange(len(flat), device=slots.device)
     alone = flat == 0

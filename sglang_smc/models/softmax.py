@@ -164,7 +164,8 @@ class SharedPrefixPlan(NamedTuple):
     slots: torch.Tensor
     # Added to the scores: [G, 1, 1, P], with a window [G, 1, N * C * group, P].
     prefix_mask: torch.Tensor
-    tail_mask: torch.Tensor  # [G * N, 1, C * group, T], the same
+    # [G * N, 1, C * group, T], the same. None for single particles, whose prefix and tail are one.
+    tail_mask: torch.Tensor | None
     # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
     key_scratch: torch.Tensor  # [G * P + G * N * T, kv_heads, head_dim]
     value_scratch: torch.Tensor
@@ -204,6 +205,17 @@ def plan_shared_prefix(
             of queries before it is undefined.
     """
     assert window is None or not sees_block, "checked with the layers"
+    if starts.shape[1] == 1 and window is None and not sees_block:
+        slots, hidden = _whole_sequences(
+            req_to_token, tails, locations, starts, num_columns, first_key
+        )
+        return SharedPrefixPlan(
+            slots=slots.flatten().long(),
+            prefix_mask=_of_heads(hidden, group, dtype),
+            tail_mask=None,
+            key_scratch=cache.new_empty(slots.numel(), *cache.shape[1:]),
+            value_scratch=cache.new_empty(slots.numel(), *cache.shape[1:]),
+        )
     rows, committed, particle_rows, _ = locations
     column = torch.arange(num_columns, device=rows.device)
     begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
@@ -252,6 +264,29 @@ def plan_shared_prefix(
     )
 
 
+def _whole_sequences(
+    req_to_token: torch.Tensor,
+    tails: torch.Tensor,
+    locations: KVLocations,
+    starts: torch.Tensor,
+    num_columns: int,
+    first_key: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return slots ``[G, L]`` of requests of one particle, and the hidden keys ``[G, C, L]``.
+
+    Arguments as for `plan_shared_prefix`.
+    """
+    rows, committed, particle_rows, _ = locations
+    end = starts + num_columns  # [G, 1]
+    position = torch.arange(first_key, max(int(end.max()), first_key + 1), device=rows.device)
+    in_row = position.minimum(committed.unsqueeze(1) - 1)  # [G, L]
+    in_tail = tails[particle_rows, position & (tails.shape[1] - 1)]
+    slots = torch.where(position > in_row, in_tail, req_to_token[rows.unsqueeze(1), in_row])
+    slots = torch.where((position >= end) | (slots == 0), slots[:, :1], slots)
+    column = torch.arange(num_columns, device=rows.device)
+    return slots, position > (starts + column).unsqueeze(2)
+
+
 def shared_prefix_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -274,8 +309,6 @@ def shared_prefix_attention(
     kv_heads, num_prefix = keys.shape[1], size * plan.prefix_mask.shape[-1]
     grouped = query.view(size, num_particles, num_columns, kv_heads, -1, head_dim)
     folded = grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)  # [G, kv_heads, N * C * group, dim]
-    per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
-
     keys = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
     if values is None:
         values = keys
@@ -288,6 +321,14 @@ def shared_prefix_attention(
         plan.prefix_mask,
         softmax,
     )
+    if plan.tail_mask is None:
+        if softmax.sinks is not None:  # [kv_heads, C * group], as queries are folded
+            of_heads = softmax.sinks.view(kv_heads, -1).repeat(1, num_columns)
+            softmax = softmax._replace(sinks=of_heads)
+        output = finish(prefix, softmax)  # [G, kv_heads, C * group, dim]
+        unfolded = output.unflatten(2, (num_particles, num_columns, -1))
+        return unfolded.permute(0, 2, 3, 1, 4, 5).reshape(query.shape)
+    per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
     tails = attend(
         per_particle,  # [G * N, kv_heads, C * group, dim]
         _by_head(keys[num_prefix:], size * num_particles),

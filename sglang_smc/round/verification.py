@@ -12,6 +12,8 @@ from sglang_smc.smc.distribution import NextTokens, TokenDistribution, of_each_d
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
 
+_MOST_AT_ONCE = 1 << 20  # logits
+
 
 def verify(
     batch: RoundBatch,
@@ -38,16 +40,13 @@ def verify(
         found = verification.nothing(settings.num_steps)
     else:
         positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-        found = verification.verify(
-            ops,
-            drafts.tokens,
-            drafts.ends,
-            p,
-            drafts.q,
-            ops.uniforms(settings.seeds, positions, Purpose.ACCEPT),
-            num_chains=settings.num_particles,
-            num_steps=settings.num_steps,
-        )
+        uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
+        chains, steps = (drafts.tokens, drafts.ends, p, drafts.q, uniforms), settings.num_steps
+        if _verifies_at_once(drafts, p, ops):
+            found = verification.verify_one(ops, *chains, steps)
+        else:
+            particles = settings.num_particles
+            found = verification.verify(ops, *chains, num_chains=particles, num_steps=steps)
     kept = ops.keep(
         found,
         log_p,
@@ -158,6 +157,15 @@ def extend_each(
         verified=torch.ones_like(cut.all_zero),
         failure=failure,
     )
+
+
+def _verifies_at_once(drafts: Drafts, p: TokenDistribution, ops: Ops) -> bool:
+    """Return whether all requests verify one chain, few enough that all columns fit the cache.
+
+    In torch the calls of a walk, column by column, take longer than their work; kernels walk.
+    """
+    is_single = drafts.tokens.shape[1] == 1
+    return ops.kind == "torch" and is_single and p.scores.numel() <= _MOST_AT_ONCE
 
 
 def log_mass_of_path(

@@ -82,6 +82,9 @@ def narrow(
         uniforms: ``[G]`` float64, to draw the particle that gives the tokens.
         heaviest: ``[G]`` bool: the heaviest particle gives them instead, which is not proper.
     """
+    if log_weights.shape[1] == 1:
+        none = torch.zeros_like(lengths)
+        return Narrowed(none, log_weights, log_weights[:, 0], none[:, 0])
     weights = Weights.of(log_weights, present.sum(1))
     drawn = torch.where(heaviest, log_weights.argmax(1), draw(weights.shares, uniforms))
     stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present

@@ -125,8 +125,10 @@ def same_text(
         lengths: ``[G, N]`` of the tails.
         may_stratify: ``[G, N]`` bool; the others are siblings of themselves only.
     """
-    same = equal_texts(texts, lengths + 1)
     itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
+    if len(itself) == 1:
+        return itself.expand(len(texts), 1, 1)
+    same = equal_texts(texts, lengths + 1)
     return itself | (same & may_stratify.unsqueeze(2) & may_stratify.unsqueeze(1))
 
 
@@ -160,6 +162,8 @@ def stratify(
     Returns:
         Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
     """
+    if uniforms.shape[1] == 1:
+        return uniforms, same_text
     if tokens is not None:
         same_text = still_same(same_text, tokens)
     return stratified(uniforms, same_text), same_text
