@@ -142,6 +142,8 @@ class Ledger:
             ancestors: ``[G, N]`` int64.
             max_tail: the longest tail.
         """
+        if ancestors.shape[1] == 1:
+            return
         where = self._tail_index(rows, committed, ancestors.shape[1], max_tail)
         tails = self.tails[where]
         self.tails[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))

@@ -36,7 +36,8 @@ COSTS_ENV = "SGLANG_SMC_ADAPTIVE_COSTS"
 _PERIOD = 8  # rounds for which a budget stays before another is considered
 _TAKEN = 0.98  # share of the best rate: of budgets with at least this, that of most particles wins
 _LEFT = 1 / 1.05  # share of the new rate above which a budget stays, unless particles are gained
-_PRIOR = 0.8  # prior probability that a draft token is kept
+_PRIOR = 0.8  # prior probability that a draft token is kept by one particle
+_FEWER = 0.8  # factor of rejections for twice the particles, in modes that verify (docs/drafts.md)
 _PRIOR_TOKENS = 32.0  # weight of the prior, in tokens
 _MEMORY = 0.98  # decay of counts per round
 
@@ -74,7 +75,6 @@ class Costs(NamedTuple):
     draft: Curve
     target: Curve
     overhead: float = 0.0  # of a round of any size
-    at_once: bool = False  # the draft runs one pass over K + 1 tokens per chain, not K over one
 
     def __str__(self) -> str:
         return f"passes by tokens: draft {self.draft}; target {self.target}"
@@ -104,15 +104,12 @@ class Costs(NamedTuple):
         """
         num_particles, num_steps = budget.within(widest)
         chains = batch_size * num_particles
-        if self.at_once:
-            drafts = self.draft.at(chains * (num_steps + 1)) if num_steps else 0.0
-        else:
-            drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
+        drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
         return drafts + self.target.at(chains * (num_steps + 1)) + self.overhead
 
 
 class RoundCosts(NamedTuple):
-    """Costs of whole rounds, in seconds, where they are replayed as CUDA graphs."""
+    """Costs of whole rounds, in seconds, as measured."""
 
     rounds: dict[Budget, Curve]  # by the number of requests
 
@@ -136,30 +133,43 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Kept:
-    """Estimate of the draft tokens that rounds keep, as a probability per token.
+    """Estimate of the draft tokens that rounds keep, as a probability per token, for each N.
 
-    There is one probability for several particles, and one for a single particle, which is
-    verified. Old counts decay towards the prior: a server that has stopped drafting tries again.
+    The probability that a token is not kept falls by `_FEWER` with each doubling of N: what is
+    counted at one N is the prior of the others. Old counts decay towards `_PRIOR`: a server that
+    has stopped drafting tries again.
     """
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys((False, True), (0.0, 0.0))  # N = 1 -> tokens kept, tried
+        self._counts: dict[int, tuple[float, float]] = {}  # N -> tokens kept, tried
 
     def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; tokens behind the first rejected one do not count as tried."""
-        kept, tried = self._counts[budget.num_particles == 1]
+        kept, tried = self._counts.get(budget.num_particles, (0.0, 0.0))
         tried += min(num_kept + 1, budget.num_steps)
-        self._counts[budget.num_particles == 1] = kept + num_kept, tried
+        self._counts[budget.num_particles] = kept + num_kept, tried
 
     def fade(self) -> None:
         """Decay the counts, once per round."""
-        self._counts = {one: (k * _MEMORY, t * _MEMORY) for one, (k, t) in self._counts.items()}
+        self._counts = {n: (k * _MEMORY, t * _MEMORY) for n, (k, t) in self._counts.items()}
 
     def tokens(self, budget: Budget) -> float:
         """Return the expected tokens of a round, the target's own included."""
-        kept, tried = self._counts[budget.num_particles == 1]
-        chance = (kept + _PRIOR_TOKENS * _PRIOR) / (tried + _PRIOR_TOKENS)
+        chance = self._chance(budget.num_particles)
         return (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance)
+
+    def _chance(self, num_particles: int) -> float:
+        """Return the probability that a token is kept by rounds of N particles."""
+        lost, tried = _PRIOR_TOKENS * (1.0 - _PRIOR), _PRIOR_TOKENS
+        for n, (kept, of) in self._counts.items():
+            lost, tried = lost + (of - kept) / _fewer(n), tried + of
+        prior = 1.0 - min(lost / tried * _fewer(num_particles), 1.0)
+        kept, tried = self._counts.get(num_particles, (0.0, 0.0))
+        return (kept + _PRIOR_TOKENS * prior) / (tried + _PRIOR_TOKENS)
+
+
+def _fewer(num_particles: int) -> float:
+    return _FEWER ** math.log2(num_particles)
 
 
 class Policy:

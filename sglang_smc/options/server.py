@@ -301,11 +301,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_particles, self.num_steps, self.is_exact
 
     @property
-    def tokens_of_round(self) -> int:
-        """Return the tokens that the target reads for one request in a round: N (K + 1)."""
-        return self.num_particles * (self.num_steps + 1)
-
-    @property
     def weighs(self) -> bool:
         """Return whether rounds weigh and resample particles; else they verify drafts."""
         return self.mode == "smc"

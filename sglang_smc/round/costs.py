@@ -3,18 +3,20 @@
 Sequences are short: the cost of reading the KV cache of long ones is not included.
 """
 
+import itertools
 import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_smc.models.chains import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
+from sglang_smc.options.request import Budget, budgets
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.play import Steps
@@ -23,8 +25,10 @@ from sglang_smc.smc.distribution import TokenDistribution
 logger = logging.getLogger(__name__)
 
 AnyCosts = Costs | RoundCosts
+T = TypeVar("T")
 
-_LARGEST = 2048  # tokens of a pass; far beyond the memory-bound region, where costs are linear
+# Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
+_MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
 _REPEATS = 3
 
 
@@ -75,17 +79,41 @@ def _cure(error: Exception) -> str:
     return "Choose another model or another --speculative-algorithm."
 
 
-def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
-    """Return the costs of passes over up to ``most_tokens``."""
-    passes = _Passes(steps)
-    sizes = list(_sizes(min(most_tokens, _LARGEST)))
-    at_once = steps.draft.at_once
-    if at_once:  # two tokens per particle: the last, and a mask
-        draft = Curve.of((2 * size, cost) for size, cost in passes.measure(sizes, passes.block))
-    else:
-        draft = Curve.of(passes.measure(sizes, passes.draft, passes.begin))
-    target = Curve.of(passes.measure(sizes, passes.target))
-    return Costs(draft, target, at_once=at_once)
+def costs_of_rounds(
+    play: Callable[[Budget, int], object], top: Budget, most_requests: int, device: str
+) -> RoundCosts:
+    """Measure rounds that are launched from the host, over padding.
+
+    Particles with equal texts, which plain torch computes once, count as different ones.
+
+    Args:
+        play: plays a round on a budget with so many requests.
+        top: the server's N and K.
+        most_requests: that run at a time.
+    """
+    most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
+
+    def sizes(budget: Budget) -> Iterator[int]:
+        rows = budget.num_particles * (budget.num_steps + 1)
+        most = max(min(most_rows // rows, most_requests), 1)
+        yield from itertools.takewhile(lambda size: size <= most, (4**i for i in itertools.count()))
+
+    points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
+    runs = {point: partial(play, *point) for point in points}
+    with torch.no_grad():
+        found = _seconds_of(runs, device)
+
+    def least(budget: Budget, size: int) -> float:
+        """Return the seconds without the noise, which no larger round goes without."""
+        return min(
+            seconds
+            for (other, its_size), seconds in found.items()
+            if other.within(budget) == budget and its_size >= size
+        )
+
+    return RoundCosts(
+        {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
+    )
 
 
 def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
@@ -116,29 +144,10 @@ class _Passes:
         self._ops = steps.ops
         self._device = steps.ledger.device
 
-    def measure(
-        self,
-        sizes: list[int],
-        run: Callable[[int], object],
-        before: Callable[[int], object] | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """Yield sizes in tokens with the seconds of a pass over them; ``before`` is not timed."""
-        with torch.no_grad():
-            for size in sizes:
-                if before is not None:
-                    before(size)
-                yield size, _seconds(partial(run, size), self._device.type)
-
     def begin(self, num_tokens: int) -> object:
         """Run the draft's first pass, after which others can follow."""
         at = self._slots(num_tokens)
         return self._steps.draft.first_logits(at.slots[:2].permute(1, 2, 0), at)
-
-    def block(self, num_particles: int) -> object:
-        """Run the single pass of a block head for one draft token each, and the draw."""
-        at = self._slots(num_particles, num_steps=1)
-        logits = self._steps.draft.first_logits(at.slots[:2].permute(1, 2, 0), at)
-        return _distribution(logits).sample(self._ops, self._zeros(num_particles).double())
 
     def draft(self, num_tokens: int) -> object:
         """Run a later pass of the draft, and the draw of the next token of each."""
@@ -167,25 +176,25 @@ class _Passes:
 
 def _seconds(run: Callable[[], object], device: str) -> float:
     """Return the seconds of the fastest run but the first, which may compile and allocate."""
-    times = []
+    return _seconds_of({None: run}, device)[None]
+
+
+def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:
+    """Return the seconds of the fastest of each but the first, run in turns.
+
+    The first may compile and allocate; what else the machine does may slow down others.
+    """
+    times: dict[T, list[float]] = {key: [] for key in runs}
     for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
-        run()
-        if device != "cpu":
-            torch.get_device_module(device).synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        for key, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if device != "cpu":
+                torch.get_device_module(device).synchronize()
+            times[key].append(time.perf_counter() - start)
+    return {key: min(of[1:]) for key, of in times.items()}
 
 
 def _distribution(logits: torch.Tensor) -> TokenDistribution:
     logits = logits.flatten(0, -2)
     return TokenDistribution(logits, torch.ones(1, device=logits.device))
-
-
-def _sizes(most: int) -> Iterator[int]:
-    """Yield powers of two, up to the first that is not below ``most``."""
-    size = 1
-    yield size
-    while size < most:
-        size *= 2
-        yield size

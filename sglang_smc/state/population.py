@@ -335,6 +335,8 @@ class Population(NamedTuple):
 
     def descend(self, ancestors: torch.Tensor) -> "Population":
         """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
+        if ancestors.shape[1] == 1:
+            return self
         return self._replace(
             texts=self.texts.gather(1, ancestors.unsqueeze(2).expand_as(self.texts)),
             lengths=self.lengths.gather(1, ancestors),

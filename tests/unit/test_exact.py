@@ -6,7 +6,9 @@ from exact_tables import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import verification
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import OFFSETS
 
 VOCAB = 4
@@ -47,6 +49,32 @@ def test_one_chain_is_block_verification() -> None:
         for row in range(size)
     ]
     assert found.num_columns.tolist() == wanted
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_one_chain_at_once_is_the_walk(spread: float) -> None:
+    """Whatever ends it, its number of columns, and the tokens that either law forbids."""
+    generator = torch.Generator().manual_seed(0)
+    size, num_steps = 400, 6
+    logits = torch.randn(size, num_steps + 1, VOCAB, generator=generator)
+    others = logits + spread * torch.randn(logits.shape, generator=generator)
+    logits[::3, :, 0] = others[::3, :, 1] = -torch.inf if spread else 0.0
+    p = TokenDistribution.of_log_probs(logits.log_softmax(-1).flatten(0, 1))
+    q = [TokenDistribution.of_log_probs(of.log_softmax(-1)) for of in others.unbind(1)[:-1]]
+    numbers = torch.rand(2, size, num_steps, generator=generator, dtype=torch.float64)
+    drawn = [law.sample(TORCH, number)[0] for law, number in zip(q, numbers[0].unbind(1), strict=True)]
+    tokens = torch.stack(drawn, 1).unsqueeze(1)
+    ends = torch.rand(tokens.shape, generator=generator) < 0.1
+    columns = torch.arange(size) % num_steps + 1
+    given = TORCH, tokens, ends, p, q, numbers[1].unsqueeze(1)
+    found, wanted = (
+        verification.verify_one(*given, columns),
+        verification.verify(*given, num_steps=columns),
+    )
+    for name in ("num_columns", "winner", "rejects"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    left = wanted.rejects
+    assert torch.allclose(found.residuals[left], wanted.residuals[left], rtol=0, atol=1e-6)
 
 
 def expected_output(
