@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 Implementation = Literal["torch", "triton"]
 
 
+class KeysWritten(Exception):  # noqa: N818 -- no error
+    """The keys of a pass are written, and the rest of it is not needed."""
+
+
 class ParticleAttention(AttentionBackend):
     """Attention of particles over their shared prefix and their tails.
 
@@ -59,6 +63,8 @@ class ParticleAttention(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    ends_at: int | None = None
+    """The layer at whose keys the running pass ends, by `KeysWritten`; None for a whole pass."""
 
     def __init__(
         self,
@@ -127,6 +133,8 @@ class ParticleAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             store(pool, layer, forward_batch.out_cache_loc, k, v)
+            if layer.layer_id == self.ends_at:
+                raise KeysWritten
         attend = self._attend_over(window_of(layer), sees_block(layer))
         softmax = softmax_of(layer, sinks, self._is_scaled)
         output = attend(self._queries(q, layer), *self._caches(layer.layer_id), softmax=softmax)

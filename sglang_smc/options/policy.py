@@ -1,8 +1,7 @@
 """Choose N and K by the load, and the evidence threshold by a given tilt, without SGLang.
 
-*N and K* (`Policy`). A round of B requests costs K draft passes over B N tokens (the first reads
-two per particle), one target pass over B N (K + 1), and an overhead; it yields B (1 + E[kept])
-tokens. The costs of passes are measured when the server starts, the kept tokens while it runs.
+*N and K* (`Policy`). A round of B requests yields B (1 + E[kept]) tokens. Its seconds are measured
+when the server starts, the kept tokens while it runs.
 
 *The evidence threshold* (`Dial`). The tilt of an answer measures how far its distribution leans
 from the target to the draft: 0 is the target's (docs/fidelity.md). In modes that verify it falls
@@ -70,7 +69,10 @@ class Curve(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Costs of the parts of a round, in seconds; passes by their number of tokens."""
+    """Costs of the parts of a round, in seconds, as given; passes by their number of tokens.
+
+    K draft passes read B N tokens (the first two per particle), a target pass B N (K + 1).
+    """
 
     draft: Curve
     target: Curve

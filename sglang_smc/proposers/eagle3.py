@@ -12,6 +12,7 @@ have different slots there, and a cached prefix is valid for any continuation. T
 sequence has no hidden state before it and therefore no key, and attention skips its position.
 """
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
+from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, KVLocations, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
@@ -75,8 +77,11 @@ class EagleForward(ParticleForward):
         self._pairs = PairStates(states.flatten(0, 2))
         merged = merge_rows(chains.slots, last=False) if self._merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
-        with self._attending(chains, merged):
+        pool = self.attn_backend.token_to_kv_pool
+        self.attn_backend.ends_at = pool.start_layer + pool.layer_num - 1
+        with suppress(KeysWritten), self._attending(chains, merged):
             self.read_batch(batch)
+        self.attn_backend.ends_at = None
 
     def read_batch(self, batch: ForwardBatch) -> None:
         """Run the layers over a batch of pairs, to write their keys alone."""

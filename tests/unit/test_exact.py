@@ -62,7 +62,9 @@ def test_one_chain_at_once_is_the_walk(spread: float) -> None:
     p = TokenDistribution.of_log_probs(logits.log_softmax(-1).flatten(0, 1))
     q = [TokenDistribution.of_log_probs(of.log_softmax(-1)) for of in others.unbind(1)[:-1]]
     numbers = torch.rand(2, size, num_steps, generator=generator, dtype=torch.float64)
-    drawn = [law.sample(TORCH, number)[0] for law, number in zip(q, numbers[0].unbind(1), strict=True)]
+    drawn = [
+        law.sample(TORCH, number)[0] for law, number in zip(q, numbers[0].unbind(1), strict=True)
+    ]
     tokens = torch.stack(drawn, 1).unsqueeze(1)
     ends = torch.rand(tokens.shape, generator=generator) < 0.1
     columns = torch.arange(size) % num_steps + 1
