@@ -15,13 +15,11 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.options.policy import RoundCosts
-from sglang_smc.options.request import Budget
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
-from sglang_smc.round.batch import RoundInputs, Tables, shape_of, shape_of_server
+from sglang_smc.round.batch import RoundInputs, Tables, shape_of
 from sglang_smc.round.parts import assemble, memory_of, operations
-from sglang_smc.round.result import Outcome, SMCBatchResult
+from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, state_of
 
@@ -177,22 +175,13 @@ class SMCWorker(WeightUpdates):
         if self._recordings is not None:
             measure = partial(costs.costs_of_recordings, self._recordings, self.device)
         else:
-            measure = self._measured_rounds
+            assert self.req_to_token_pool is not None, "pools are built before rounds"
+            padding = self._states.padding(), self.config.num_particles, self.device
+            self._tables.begin_padding(*padding)
+            sizes = self.config, self.req_to_token_pool.size, self.device
+            measure = partial(costs.costs_of_launched, self._round.play, *sizes)
         found = costs.costs_of(measure, get_parallel().tp_group)
         process.adapt(self.config, found)
-
-    def _measured_rounds(self) -> RoundCosts:
-        """Measure rounds that are launched from the host, on SGLang's padding row."""
-        config, device = self.config, self.device
-        assert self.req_to_token_pool is not None, "pools are built before rounds"
-        self._tables.begin_padding(self._states.padding(), config.num_particles, device)
-
-        def play(budget: Budget, size: int) -> Outcome:
-            inputs = RoundInputs.of_padding(config, budget, size, device)
-            return self._round.play(inputs, shape_of_server(config, budget))
-
-        top = Budget(config.num_particles, config.num_steps)
-        return costs.costs_of_rounds(play, top, self.req_to_token_pool.size, device)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

@@ -17,7 +17,9 @@ import torch
 from sglang_smc.models.chains import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import Budget, budgets
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.play import Steps
 from sglang_smc.smc.distribution import TokenDistribution
@@ -77,6 +79,27 @@ def _cure(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "Pass a smaller --mem-fraction-static, or a smaller --max-running-requests."
     return "Choose another model or another --speculative-algorithm."
+
+
+def costs_of_launched(
+    play: Callable[[RoundInputs, RoundShape], object],
+    config: SMCConfig,
+    most_requests: int,
+    device: str,
+) -> RoundCosts:
+    """Measure rounds that are launched from the host, on SGLang's padding row.
+
+    Args:
+        play: plays a round.
+        most_requests: that run at a time.
+    """
+
+    def launch(budget: Budget, size: int) -> object:
+        inputs = RoundInputs.of_padding(config, budget, size, device)
+        return play(inputs, shape_of_server(config, budget))
+
+    top = Budget(config.num_particles, config.num_steps)
+    return costs_of_rounds(launch, top, most_requests, device)
 
 
 def costs_of_rounds(

@@ -41,12 +41,8 @@ def verify(
     else:
         positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
         uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
-        chains, steps = (drafts.tokens, drafts.ends, p, drafts.q, uniforms), settings.num_steps
-        if _verifies_at_once(drafts, p, ops):
-            found = verification.verify_one(ops, *chains, steps)
-        else:
-            particles = settings.num_particles
-            found = verification.verify(ops, *chains, num_chains=particles, num_steps=steps)
+        chains = drafts.tokens, drafts.ends, p, drafts.q, uniforms
+        found = _verified(ops, chains, settings.num_steps, settings.num_particles)
     kept = ops.keep(
         found,
         log_p,
@@ -109,15 +105,10 @@ def extend_each(
         law = law.summed(ops)
     positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
     alone = size * num_particles, 1, num_steps
-    found = verification.verify(
-        ops,
-        drafts.tokens.reshape(alone),
-        drafts.ends.reshape(alone),
-        law,
-        drafts.q,
-        ops.uniforms(settings.seeds, positions, Purpose.ACCEPT).reshape(alone),
-        num_steps=of_each_draw(settings.num_steps, size * num_particles),
-    )
+    uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
+    tokens, ends, uniforms = (one.reshape(alone) for one in (drafts.tokens, drafts.ends, uniforms))
+    each_steps = of_each_draw(settings.num_steps, size * num_particles)
+    found = _verified(ops, (tokens, ends, law, drafts.q, uniforms), each_steps)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
     column = torch.arange(num_steps + 1, device=num_kept.device)
@@ -159,13 +150,23 @@ def extend_each(
     )
 
 
-def _verifies_at_once(drafts: Drafts, p: TokenDistribution, ops: Ops) -> bool:
-    """Return whether all requests verify one chain, few enough that all columns fit the cache.
+def _verified(
+    ops: Ops,
+    chains: tuple[
+        torch.Tensor, torch.Tensor, TokenDistribution, list[TokenDistribution], torch.Tensor
+    ],
+    num_steps: torch.Tensor,
+    num_chains: torch.Tensor | None = None,
+) -> verification.Verified:
+    """Verify chains; single ones in torch at once, if all their columns fit the cache.
 
-    In torch the calls of a walk, column by column, take longer than their work; kernels walk.
+    There the calls of a walk, column by column, take longer than their work; kernels walk.
+    Arguments as for `verification.verify`: ``chains`` are tokens, ends, p, q and uniforms.
     """
-    is_single = drafts.tokens.shape[1] == 1
-    return ops.kind == "torch" and is_single and p.scores.numel() <= _MOST_AT_ONCE
+    tokens, _, p, *_ = chains
+    if ops.kind == "torch" and tokens.shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
+        return verification.verify_one(ops, *chains, num_steps)
+    return verification.verify(ops, *chains, num_chains=num_chains, num_steps=num_steps)
 
 
 def log_mass_of_path(

@@ -130,16 +130,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1540,
+    "round_lines": 1555,
     "file_changes": 72,
     "types": 30,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_160,
-    "core_lines": 18_500,
+    "package_lines": 27_320,
+    "core_lines": 18_660,
     "kernel_and_hook_lines": 6_260,
     "bench_lines": 9_260,
-    "test_lines": 36_690,
+    "test_lines": 36_745,
     "page_words": 28_000,
     "glossary": 30,
 }

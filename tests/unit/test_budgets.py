@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from sglang_smc.options.request import (
     request_config,
 )
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.round import costs
 from sglang_smc.round.batch import RoundInputs
 from sglang_smc.round.costs import costs_of_rounds
 from sglang_smc.state.request import RequestState
@@ -171,18 +171,22 @@ def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
     assert kept.tokens(Budget(1, 1)) == pytest.approx(2.0, abs=0.02), "until they are counted"
 
 
-def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed() -> None:
+def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     played: list[tuple[Budget, int]] = []
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(costs, "time", clock)
 
     def play(budget: Budget, size: int) -> None:
         played.append((budget, size))
-        time.sleep(0.02 if budget == OFF else 0.002)  # the smallest round is disturbed
+        clock.now += 0.02 if budget == OFF else 0.002  # the smallest round is disturbed
 
     found = costs_of_rounds(play, Budget(8, 8), most_requests=20, device="cpu")
     sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
     assert sizes[Budget(8, 8)] == [1, 4] and sizes[OFF] == [1, 4, 16]
     assert len(played) == 4 * sum(map(len, sizes.values()))
-    assert found.round(16, OFF, TOP) < 0.01
+    assert found.round(16, OFF, TOP) == pytest.approx(0.002)
 
 
 def test_costs_are_read_from_json() -> None:
