@@ -120,13 +120,13 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def effective_evidence_threshold(self) -> float:
-        """Return the evidence threshold in force; infinite in mode exact, 0 at temperature 0.
+        """Return the evidence threshold in force; infinite where all is verified, 0 for trees.
 
         Only this property resolves `auto`.
         """
         if self.branches:
             return 0.0
-        if self.is_exact:
+        if self.is_exact or self.extends:
             return float("inf")
         if self.mode == "auto":
             own = self.threshold_in_force

@@ -344,7 +344,8 @@ class Steps:
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all draft tokens but its last one, if K > 0.
-        unread = decision.num_kept.amax(1) == (num_steps or -1)
+        num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.cut.num_columns
+        unread = num_kept == (num_steps or -1)
         resampled = decision.resampled
         self.ledger.descend(
             batch.rows,

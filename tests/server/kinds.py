@@ -52,9 +52,9 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 PROCESSORS = {"disallowed": Disallowed, "no repeats": NoRepeat}
 POTENTIALS: dict[str, dict[str, Any]] = {
-    "each round": {"name": "count", "args": {"token": 417}},
-    "at a delimiter": {"name": "offset", "args": {"token": 417}, "when": {"delimiter": "t"}},
-    "at the end": {"name": "count", "args": {"token": 417}, "when": "end"},
+    "each round": {"name": "count", "args": {"token": 271}},
+    "at a delimiter": {"name": "offset", "args": {"token": 271}, "when": {"delimiter": "t"}},
+    "at the end": {"name": "count", "args": {"token": 271}, "when": "end"},
 }
 
 

@@ -122,20 +122,20 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
         server.post("/continue_generation")
         for _ in chunks:
             pass
-    (shown,) = watch.between(before, now)
-    assert (shown.mode, shown.num_particles, shown.num_steps) == ("smc", 4, 4)
-    (one,) = [request for request in shown.requests if request["rid"] == "watched-one"]
+    shown = watch.rates(before[0], now[0])
+    assert (shown["mode"], shown["N"], shown["K"]) == ("smc", 4, 4)
+    (one,) = [request for request in now[0].smc["running"] if request["rid"] == "watched-one"]
     assert one["output_tokens"] >= 40 and one["rounds"] > 5
     assert one["output_tokens"] == pytest.approx(one["tokens_per_pass"] * one["rounds"])
     assert (one["mode"], one["num_particles"], one["num_steps"]) == ("exact", 3, 4)
     assert one["ess_ratio"] is None and one["resample_rate"] == 0, "it verifies"
-    lines = watch.lines_of([shown])
+    lines = watch.lines_of(before, now)
     assert lines[2] == watch.REQUEST_HEADER and any("watched-one" in line for line in lines)
     before = watch.snapshot(server.url, server.key)
     server.post("/generate", input_ids=PROMPT, sampling_params=sampling)
-    (shown,) = watch.between(before, watch.snapshot(server.url, server.key))
-    assert shown.tokens_per_pass is not None and 1 < shown.tokens_per_pass <= 5
-    assert shown.ess is not None and 0.25 <= shown.ess <= 1
-    assert shown.free is not None and 0.5 < shown.free <= 1
+    shown = watch.rates(before[0], watch.snapshot(server.url, server.key)[0])
+    assert 1 < shown["tokens/pass"] <= 5
+    assert 0.25 <= shown["ESS / N"] <= 1
+    assert 0.5 < shown["KV free"] <= 1
     assert watch.main([server.url, "--once", "--interval", "0.1", "--api-key", server.key]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
