@@ -142,11 +142,13 @@ def test_what_the_server_has_not_is_refused(asked: PotentialSpec, told: str) -> 
 
 
 def test_potentials_make_another_target() -> None:
-    """Kept whole blocks, a first token of each particle's own."""
+    """A first token of each particle's own; tokens are verified, or whole blocks are kept."""
     plain = request_config(SMCConfig(), None)
-    found = request_config(SMCConfig(), {"smc": {"potentials": [{"name": "count"}]}})
-    assert plain.is_normalized and not found.is_normalized
-    assert (plain.effective_evidence_threshold, found.effective_evidence_threshold) == (0.5, 0.0)
+    assert plain.is_normalized and plain.effective_evidence_threshold == 0.5
+    asked = {"potentials": [{"name": "count"}]}
+    for more, threshold in ({}, math.inf), ({"proposal": "draft"}, 0.0):
+        found = request_config(SMCConfig(), {"smc": {**asked, **more}})
+        assert not found.is_normalized and found.effective_evidence_threshold == threshold
 
 
 # Who asks.
