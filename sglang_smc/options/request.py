@@ -84,7 +84,7 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def _has_factors(self) -> bool:
-        """Return whether p is multiplied by a grammar's mask or by potentials, in mode smc."""
+        """Return whether a grammar or potentials would multiply p in mode smc."""
         return self.constrained or bool(self.potentials)
 
     @property

@@ -79,9 +79,11 @@ class EagleForward(ParticleForward):
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
         pool = self.attn_backend.token_to_kv_pool
         self.attn_backend.ends_at = pool.start_layer + pool.layer_num - 1
-        with suppress(KeysWritten), self._attending(chains, merged):
-            self.read_batch(batch)
-        self.attn_backend.ends_at = None
+        try:
+            with suppress(KeysWritten), self._attending(chains, merged):
+                self.read_batch(batch)
+        finally:  # memory that runs out is tried again, by whole passes too
+            self.attn_backend.ends_at = None
 
     def read_batch(self, batch: ForwardBatch) -> None:
         """Run the layers over a batch of pairs, to write their keys alone."""

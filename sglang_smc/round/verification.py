@@ -3,6 +3,8 @@
 Modes exact, mixed and auto do the former, mode smc with verified proposals the latter.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_smc.ops.interface import Ops
@@ -39,10 +41,8 @@ def verify(
     if drafts.q is None:
         found = verification.nothing(settings.num_steps)
     else:
-        positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-        uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
-        chains = drafts.tokens, drafts.ends, p, drafts.q, uniforms
-        found = _verified(ops, chains, settings.num_steps, settings.num_particles)
+        sizes = drafts.tokens.shape, settings.num_steps, settings.num_particles
+        found = _verified(batch, drafts, p, *sizes, ops)
     kept = ops.keep(
         found,
         log_p,
@@ -98,22 +98,16 @@ def extend_each(
         failure: ``[G]`` int64 `Failure`.
     """
     settings, (size, num_particles, num_steps) = batch.settings, drafts.tokens.shape
-    assert drafts.q is not None
     law, log_sums = p, p.log_masses()
     if batch.shape.powered:
-        law, log_sums = p.to_power(ops, settings.power)
-        law = law.summed(ops)
-    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-    alone = size * num_particles, 1, num_steps
-    uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
-    tokens, ends, uniforms = (one.reshape(alone) for one in (drafts.tokens, drafts.ends, uniforms))
-    each_steps = of_each_draw(settings.num_steps, size * num_particles)
-    found = _verified(ops, (tokens, ends, law, drafts.q, uniforms), each_steps)
+        raised, log_sums = p.to_power(ops, settings.power)
+        law = raised.summed(ops)
+    steps = of_each_draw(settings.num_steps, size * num_particles)
+    found = _verified(batch, drafts, law, (len(steps), 1, num_steps), steps, None, ops)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
-    column = torch.arange(num_steps + 1, device=num_kept.device)
-    gains = log_sums.double().view(size, num_particles, -1)
-    gains = gains.masked_fill(column >= num_kept.unsqueeze(2), 0.0).sum(2, keepdim=True)
+    rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_kept.unsqueeze(2)
+    gains = log_sums.double().view(rest.shape).masked_fill(rest, 0.0).sum(2, keepdim=True)
     once = torch.ones_like(settings.num_steps)
     cut, _, resampled = ops.reweight_and_resample(
         population.log_weights,
@@ -137,9 +131,9 @@ def extend_each(
     # A column in which all particles die is not kept, but here their tokens are.
     weights = resampled.log_weights.masked_fill(cut.all_zero.unsqueeze(1), -torch.inf)
     residual = TokenDistribution.of_log_probs(found.residuals.log(), left.flatten())
-    average = num_kept.sum(1) / live.sum(1).clamp_min(1)
+    mean = (num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long()
     return Decision(
-        cut=cut._replace(num_columns=average.round().long()),
+        cut=cut._replace(num_columns=mean),
         num_kept=num_kept,
         resampled=resampled._replace(log_weights=weights),
         next_tokens=NextTokens(
@@ -151,22 +145,26 @@ def extend_each(
 
 
 def _verified(
-    ops: Ops,
-    chains: tuple[
-        torch.Tensor, torch.Tensor, TokenDistribution, list[TokenDistribution], torch.Tensor
-    ],
+    batch: RoundBatch,
+    drafts: Drafts,
+    p: TokenDistribution,
+    shape: Sequence[int],
     num_steps: torch.Tensor,
-    num_chains: torch.Tensor | None = None,
+    num_chains: torch.Tensor | None,
+    ops: Ops,
 ) -> verification.Verified:
-    """Verify chains; single ones in torch at once, if all their columns fit the cache.
+    """Verify the drafted chains, as the groups, chains and columns of ``shape``.
 
-    There the calls of a walk, column by column, take longer than their work; kernels walk.
-    Arguments as for `verification.verify`: ``chains`` are tokens, ends, p, q and uniforms.
+    In torch single ones are verified at once where all fit the cache: a walk's calls take longer.
     """
-    tokens, _, p, *_ = chains
-    if ops.kind == "torch" and tokens.shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
-        return verification.verify_one(ops, *chains, num_steps)
-    return verification.verify(ops, *chains, num_chains=num_chains, num_steps=num_steps)
+    assert drafts.q is not None, "kept where some group verifies"
+    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
+    uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
+    tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
+    if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
+        return verification.verify_one(ops, tokens, ends, p, drafts.q, uniforms, num_steps)
+    own = {"num_steps": num_steps, "num_chains": num_chains}
+    return verification.verify(ops, tokens, ends, p, drafts.q, uniforms, **own)
 
 
 def log_mass_of_path(
