@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,25 +17,13 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from pair.task import Problem, check, held_out, messages
 from results import Report
-from study import (
-    PAIR,
-    REPOSITORY,
-    BenchError,
-    Log,
-    Study,
-    bar,
-    code_fingerprint,
-    digest,
-    slug_of,
-)
+from study import PAIR, REPOSITORY, BenchError, Log, Study, bar, code_fingerprint, digest, slug_of
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
 #: Problems below this belong to the tables, each with its number as the seed; all others, such as
 #: the demos', are larger.
 MAX_PROBLEMS = 10_000
-#: The warm-up problem, beyond all measured ones.
-WARM_UP = 1_000_000
 #: What is kept of ``meta_info``.
 KEPT, KEPT_PREFIX = ("completion_tokens", "spec_verify_ct"), "spec_smc_"
 CONCURRENCY = 64
@@ -62,13 +49,6 @@ def at_least_two(text: str) -> int:
     if not 2 <= value <= MAX_PROBLEMS:
         raise argparse.ArgumentTypeError(f"{value} is not from 2 to {MAX_PROBLEMS}")
     return value
-
-
-def fingerprint(pair: Path = PAIR) -> dict[str, Any]:
-    """Return the fingerprint of the code and models that answers depend on."""
-    models = [path for name in ("target", "draft") for path in (pair / name).iterdir()]
-    task = REPOSITORY / "bench" / "pair" / "task.py"
-    return {**code_fingerprint(), "pair": digest([*models, task])}
 
 
 # --- Engines
@@ -152,27 +132,6 @@ class EngineAsker:
         return Reply(request.index, answer["text"], answer["output_ids"], answer["meta_info"])
 
 
-@contextlib.contextmanager
-def started(
-    settings: dict[str, Any], target: str, draft: str | None = None
-) -> Iterator[EngineAsker]:
-    """Start an engine with these settings and models of the pair for the ``with`` block."""
-    # Dozens of warnings about missing hardware would break the progress bars; child processes
-    # inherit the second setting.
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    import sglang  # the import takes seconds, which --list and --help skip
-
-    models = {"model_path": str(PAIR / target)}
-    if draft is not None:
-        models["speculative_draft_model_path"] = str(PAIR / draft)
-    engine = sglang.Engine(**settings, **models)
-    try:
-        yield EngineAsker(engine)
-    finally:
-        engine.shutdown()
-
-
 # --- Cells and stored answers
 
 
@@ -205,21 +164,12 @@ class Record:
 
     index: int
     right: bool
-    part: int  # number of the run that measured it; above 0 after an interruption
-    at: float  # seconds since that run began
     output_ids: list[int]  # including EOS
     info: dict[str, Any]
+    sample: int = 0
 
 
-def seconds(records: Sequence[Record]) -> float:
-    """Return the wall time of all runs; of an interrupted one, up to its last answer."""
-    ends: dict[int, float] = {}
-    for record in records:
-        ends[record.part] = max(record.at, ends.get(record.part, 0.0))
-    return sum(ends.values())
-
-
-def grade(reply: Reply, *, part: int = 0, at: float = 0.0) -> Record:
+def grade(reply: Reply) -> Record:
     """Return the record of a reply; raise BenchError if some of its tokens are missing."""
     info = reply.meta_info
     if len(reply.output_ids) != info["completion_tokens"]:
@@ -233,77 +183,31 @@ def grade(reply: Reply, *, part: int = 0, at: float = 0.0) -> Record:
     if "spec_smc_rounds_ct" in kept:  # each is one target pass
         kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
     right = ended and check(reply.text, held_out(reply.index))
-    return Record(reply.index, right, part, round(at, 3), reply.output_ids, kept)
+    return Record(reply.index, right, reply.output_ids, kept)
 
 
 C = TypeVar("C", bound=Cell)
 A = TypeVar("A")
 
 
-@dataclass(frozen=True)
-class Answers(Generic[A]):
-    """The answers of a cell, ``samples`` for each problem."""
-
-    log: Log
-    kind: type[A]
-    problems: int
-    samples: int = 1
-
-    def read(self) -> list[A]:
-        """Return the stored answers to the requested problems, by problem and sample."""
-        found: list[Any] = [self.kind(**entry) for entry in self.log.read()]
-        found.sort(key=lambda one: (one.index, _sample(one)))
-        return [one for one in found if one.index < self.problems]
-
-    def missing(self) -> list[tuple[int, int]]:
-        """Return the (sample, problem) pairs without an answer, sample by sample."""
-        there = {(_sample(one), one.index) for one in self.read()}
-        wanted = ((s, index) for s in range(self.samples) for index in range(self.problems))
-        return [pair for pair in wanted if pair not in there]
-
-
-def _sample(one: Any) -> int:
-    return getattr(one, "sample", 0)
-
-
-@dataclass(frozen=True)
-class Remarks(Generic[A]):
-    """Evaluations of a cell's answers, in a file of their own.
-
-    Args:
-        names: the fields of an entry that tell which answer it is of.
-        key: returns the same of an answer.
-    """
-
-    log: Log
-    names: tuple[str, ...]
-    key: Callable[[A], tuple]
-
-    def read(self) -> dict[tuple, dict[str, Any]]:
-        """Return the entries by answer."""
-        return {tuple(entry[name] for name in self.names): entry for entry in self.log.read()}
-
-    def missing(self, answers: Sequence[A]) -> list[A]:
-        """Return the answers without an evaluation."""
-        there = self.read()
-        return [one for one in answers if self.key(one) not in there]
-
-
-Todo = Sequence[tuple[C, list[A], Remarks[A]]]
-
-
 class AnswersStudy(Study, Generic[C, A]):
-    """A study of answers to held-out problems.
+    """A study of answers to held-out problems, and of evaluations of these, if any.
 
     Args:
         start: starts the engine with the given name, or a stand-in.
+
+    Attributes:
+        kind: the dataclass of a stored answer, with its ``index`` and ``sample``.
+        note: returns the text above the report's tables, by its provenance.
+        remark_key: the fields of a stored evaluation that name its answer, see `key_of`.
     """
 
     problems: ClassVar[int] = 200
     first_problem: ClassVar[int] = 0
     kind: ClassVar[type] = Record
     report: ClassVar[Report]
-    note: ClassVar[Callable[[Mapping[str, Any]], str]]  # above the report's tables, by its origin
+    note: ClassVar[Callable[[Mapping[str, Any]], str]]
+    remark_key: ClassVar[tuple[str, str]] = ("index", "sample")
 
     def __init__(self, options: argparse.Namespace, start: Start | None = None) -> None:
         super().__init__(options)
@@ -311,17 +215,9 @@ class AnswersStudy(Study, Generic[C, A]):
         self.code = self.fingerprint()
         self.cells: list[C] = self.grid()
         self.selected = self.select(self.cells)
-        self.answers: dict[C, Answers[A]] = {
-            cell: Answers(
-                Log(self.path("answers", cell), self.identity(cell)),
-                self.kind,
-                options.problems,
-                cell.samples,
-            )
-            for cell in self.cells
-        }
+        self.answers = {c: Log(self.path("answers", c), self.identity(c)) for c in self.cells}
         remarks = {cell: self.remarks_on(cell) for cell in self.cells}
-        self.remarks = {cell: found for cell, found in remarks.items() if found is not None}
+        self.remarks = {cell: log for cell, log in remarks.items() if log is not None}
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -349,8 +245,10 @@ class AnswersStudy(Study, Generic[C, A]):
         """Return the rows of all complete cells."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the code and models that answers depend on."""
-        return fingerprint()
+        """Return the fingerprint of the code and models that answers depend on."""
+        models = [path for name in ("target", "draft") for path in (PAIR / name).iterdir()]
+        task = REPOSITORY / "bench" / "pair" / "task.py"
+        return {**code_fingerprint(), "pair": digest([*models, task])}
 
     def identity(self, cell: C) -> dict[str, Any]:
         """Return the settings and code that the answers of a cell depend on."""
@@ -363,25 +261,25 @@ class AnswersStudy(Study, Generic[C, A]):
             "max_new_tokens": MAX_TOKENS,
         }
 
-    def remarks_on(self, cell: C) -> Remarks[A] | None:
-        """Return the evaluations of a cell's answers; None for a cell without."""
+    def remarks_on(self, cell: C) -> Log | None:
+        """Return the file of evaluations of a cell's answers; None for a cell without."""
         return None
 
-    def evaluate(self, todo: Todo) -> None:
+    def key_of(self, one: A) -> tuple:
+        """Return the values of `remark_key` for an answer."""
+        return one.index, one.sample
+
+    def evaluate(self, todo: Sequence[tuple[C, list[A], Log]]) -> None:
         """Evaluate the answers that lack it."""
 
     def request_of(self, cell: C, index: int) -> Request:
         """Return the request of problem ``index``, with its number as the seed."""
         return request(index, index, cell.temperature, cell.smc)
 
-    def ask(self, cell: C, answers: Answers[A], asker: Asker) -> Iterator[Any]:
-        """Run the missing problems of one cell, after a warm-up problem."""
-        part = max((record.part for record in answers.read()), default=-1) + 1
-        missing = [index for _, index in answers.missing()]
-        list(asker.ask([request(WARM_UP, WARM_UP, cell.temperature, cell.smc)]))
-        began = time.perf_counter()
-        for reply in asker.ask([self.request_of(cell, index) for index in missing]):
-            record = grade(reply, part=part, at=time.perf_counter() - began)
+    def ask(self, cell: C, asker: Asker) -> Iterator[Any]:
+        """Run the missing problems of one cell."""
+        for reply in asker.ask([self.request_of(cell, index) for _, index in self.missing(cell)]):
+            record = grade(reply)
             yield replace(record, index=record.index - self.first_problem)
 
     # What all have in common
@@ -389,23 +287,56 @@ class AnswersStudy(Study, Generic[C, A]):
     @contextlib.contextmanager
     def running(self, name: str) -> Iterator[Asker]:
         """Start the engine with this name for the ``with`` block."""
-        with started(self.engine(name), *self.models(name)) as asker:
-            yield asker
+        # Dozens of warnings about missing hardware would break the progress bars; child processes
+        # inherit the second setting.
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        import sglang  # the import takes seconds, which --list and --help skip
+
+        target, draft = self.models(name)
+        models = {"model_path": str(PAIR / target)}
+        if draft is not None:
+            models["speculative_draft_model_path"] = str(PAIR / draft)
+        engine = sglang.Engine(**self.engine(name), **models)
+        try:
+            yield EngineAsker(engine)
+        finally:
+            engine.shutdown()
 
     def path(self, folder: str, cell: C) -> Path:
         """Return the path of a cell's file in ``folder``."""
         return self.options.output_dir / folder / f"{cell.slug}.jsonl"
 
     def own_logs(self) -> list[Log]:
-        held = [*(self.answers[c] for c in self.selected), *(r for _, r in self._remarked())]
-        return [one.log for one in held]
+        some = [*map(self.answers.get, self.selected), *map(self.remarks.get, self.selected)]
+        return [log for log in some if log is not None]
 
-    def _remarked(self) -> list[tuple[C, Remarks[A]]]:
-        return [(cell, self.remarks[cell]) for cell in self.selected if cell in self.remarks]
+    def read(self, cell: C) -> list[A]:
+        """Return the stored answers to the requested problems, by problem and sample."""
+        found: list[Any] = [self.kind(**entry) for entry in self.answers[cell].read()]
+        found.sort(key=lambda one: (one.index, one.sample))
+        return [one for one in found if one.index < self.options.problems]
+
+    def missing(self, cell: C) -> list[tuple[int, int]]:
+        """Return the (sample, problem) pairs without an answer, sample by sample."""
+        there: set[Any] = {(one.sample, one.index) for one in self.read(cell)}
+        every = ((s, i) for s in range(cell.samples) for i in range(self.options.problems))
+        return [pair for pair in every if pair not in there]
+
+    def remarks_of(self, cell: C) -> dict[tuple, dict[str, Any]]:
+        """Return the evaluations of a cell's answers by `key_of`."""
+        entries = self.remarks[cell].read()
+        return {tuple(entry[name] for name in self.remark_key): entry for entry in entries}
+
+    def without_remark(self, cell: C) -> list[A]:
+        """Return the answers without an evaluation."""
+        there = self.remarks_of(cell)
+        return [one for one in self.read(cell) if self.key_of(one) not in there]
 
     def measured(self) -> str:
         self._answer()
-        self.evaluate([(c, r.missing(self.answers[c].read()), r) for c, r in self._remarked()])
+        remarked = [cell for cell in self.selected if cell in self.remarks]
+        self.evaluate([(cell, self.without_remark(cell), self.remarks[cell]) for cell in remarked])
         return self.told(self.rows())
 
     def told(self, rows: list[Any]) -> str:
@@ -414,7 +345,7 @@ class AnswersStudy(Study, Generic[C, A]):
 
     def _answer(self) -> None:
         """Complete the selected cells, starting each needed engine once."""
-        missing = {cell: len(self.answers[cell].missing()) for cell in self.selected}
+        missing = {cell: len(self.missing(cell)) for cell in self.selected}
         todo = [cell for cell in self.selected if missing[cell]]
         with bar(total=sum(missing.values()), unit="answer", disable=not todo) as progress:
             for engine, group in groupby(todo, key=lambda cell: cell.engine):
@@ -422,20 +353,21 @@ class AnswersStudy(Study, Generic[C, A]):
                 with self.start(engine) as asker:
                     for cell in group:
                         progress.set_description_str(cell.slug)
-                        with self.answers[cell].log.writing() as write:
-                            for one in self.ask(cell, self.answers[cell], asker):
+                        with self.answers[cell].writing() as write:
+                            for one in self.ask(cell, asker):
                                 write(asdict(one))
                                 progress.update()
 
     def complete(self) -> list[C]:
         """Return every cell that is complete, by this run or an earlier one with equal settings."""
-        return [cell for cell in self.cells if self._is_complete(cell)]
-
-    def _is_complete(self, cell: C) -> bool:
-        answers, remarks = self.answers[cell], self.remarks.get(cell)
-        if not answers.log.fits or answers.missing():
-            return False
-        return remarks is None or (remarks.log.fits and not remarks.missing(answers.read()))
+        logs = {cell: (self.answers[cell], self.remarks.get(cell)) for cell in self.cells}
+        return [
+            cell
+            for cell, both in logs.items()
+            if all(log is None or log.fits for log in both)
+            and not self.missing(cell)
+            and not (cell in self.remarks and self.without_remark(cell))
+        ]
 
     def publish(self) -> None:
         self.require_all()
@@ -454,11 +386,11 @@ class AnswersStudy(Study, Generic[C, A]):
     def status(self) -> str:
         lines = []
         for cell in self.selected:
-            answers, remarks = self.answers[cell], self.remarks.get(cell)
-            there = answers.read()
-            said = f", {len(there) - len(remarks.missing(there))} scored" if remarks else ""
-            wanted = answers.problems * answers.samples
-            lines.append(f"{cell.slug:26} {len(there):5} of {wanted} answered{said}")
+            there = len(self.read(cell))
+            lacking = len(self.without_remark(cell)) if cell in self.remarks else there
+            wanted = self.options.problems * cell.samples
+            told = f"{there:5} of {wanted} answered, {there - lacking} scored"
+            lines.append(f"{cell.slug:26} {told}")
         return "\n".join(lines)
 
     def settings(self) -> dict[str, Any]:

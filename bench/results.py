@@ -23,14 +23,12 @@ PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
 
 def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
     """Return the mean over rounds of the effective sample size, as a share of N."""
-    rounds = _rounds(meta_infos)
-    if not rounds:
-        return None
-    total = sum(
+    shares = [
         info["spec_smc_ess_mean"] / info["spec_smc_num_particles"] * info["spec_smc_rounds_ct"]
         for info in meta_infos
-    )
-    return total / rounds
+        if info.get("spec_smc_rounds_ct")
+    ]
+    return sum(shares) / _rounds(meta_infos) if shares else None
 
 
 def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
@@ -41,18 +39,6 @@ def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
 
 def _rounds(meta_infos: list[dict[str, Any]]) -> int:
     return sum(info.get("spec_smc_rounds_ct", 0) for info in meta_infos)
-
-
-def interval_columns(name: str, value: Interval | None) -> dict[str, float | None]:
-    """Return an interval as four CSV columns, empty for None."""
-    values = value or (None,) * len(Interval._fields)
-    parts = zip(Interval._fields, values, strict=True)
-    return {f"{name}_{part}": short(number) for part, number in parts}
-
-
-def short(value: Any) -> Any:
-    """Return a number rounded to six significant digits; other values unchanged."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 # --- Rows, dataclasses of numbers and intervals, as files
@@ -67,15 +53,15 @@ def flat(row: Any) -> dict[str, Any]:
     content: dict[str, Any] = {"label": row.label} if made else {}
     for field in fields(row):
         name, value = field.name, getattr(row, field.name)
-        is_interval = "Interval" in str(field.type)
-        content |= interval_columns(name, value) if is_interval else {name: short(value)}
-    return content
-
-
-def read_csv(kind: type[R], path: Path) -> list[R]:
-    """Read rows that `flat` produced; other columns are ignored."""
-    with path.open() as file:
-        return [_row(kind, line) for line in csv.DictReader(file)]
+        if "Interval" in str(field.type):
+            parts = value or (None,) * len(Interval._fields)
+            content |= {
+                f"{name}_{key}": part for key, part in zip(Interval._fields, parts, strict=True)
+            }
+        else:
+            content[name] = value
+    six_digits = "{:.6g}".format
+    return {k: float(six_digits(v)) if isinstance(v, float) else v for k, v in content.items()}
 
 
 def _row(kind: type[R], line: Mapping[str, str]) -> R:
@@ -104,18 +90,19 @@ class Report(Generic[R]):
         name: of the study and its files.
         row: the dataclass of a row.
         markdown: returns a page of rows, below a note.
-        plot: draws the rows.
+        plot: draws the rows into a PNG.
     """
 
     name: str
     row: type[R]
     markdown: Callable[[Sequence[R], str], str]
-    plot: Callable[[Sequence[R], Path], None]
+    plot: Callable[[Sequence[R], Path], None] | None = None
 
     @property
-    def files(self) -> tuple[str, str, str, str]:
-        """Return the names of the CSV, the table, the plot and the provenance."""
-        return (*(f"{self.name}.{end}" for end in ("csv", "md", "png")), "provenance.json")
+    def files(self) -> tuple[str, ...]:
+        """Return the names of the provenance, the CSV, the table and the plot, if any."""
+        ends = ("csv", "md", "png") if self.plot else ("csv", "md")
+        return ("provenance.json", *(f"{self.name}.{end}" for end in ends))
 
     def write(
         self,
@@ -125,33 +112,29 @@ class Report(Generic[R]):
         note: Callable[[Mapping[str, Any]], str],
     ) -> str:
         """Write all files, with a note on the provenance above the table; return the page."""
-        numbers, table, picture, source = (folder / name for name in self.files)
+        source, numbers, page, *picture = (folder / name for name in self.files)
         origin = provenance(settings)
         source.write_text(json.dumps(origin, indent=2, default=str) + "\n")
-        write_csv([flat(row) for row in rows], numbers, origin)
+        columns = {key: origin[key] for key in ("date", "git_sha", "hardware")}
+        lines = [{**flat(row), **columns} for row in rows]
+        with numbers.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
         text = self.markdown(self.read(folder), note(origin))
-        table.write_text(text)
-        self.plot(self.read(folder), picture)
+        page.write_text(text)
+        if self.plot:
+            self.plot(self.read(folder), picture[0])
         return text
 
     def read(self, folder: Path) -> list[R]:
-        """Return the rows in a folder."""
-        return read_csv(self.row, folder / self.files[0])
+        """Return the rows in a folder; columns of other fields are ignored."""
+        with (folder / f"{self.name}.csv").open() as file:
+            return [_row(self.row, line) for line in csv.DictReader(file)]
 
     def publish(self, folder: Path, *more: str, to: str = "") -> None:
         """Copy all files to bench/results."""
         copy((folder / name for name in (*self.files, *more)), PUBLISHED / self.name / to)
-
-
-def write_csv(
-    lines: Sequence[Mapping[str, Any]], path: Path, provenance: Mapping[str, Any]
-) -> None:
-    """Write one line for each row, with its provenance in columns of their own."""
-    origin = {key: provenance[key] for key in ("date", "git_sha", "hardware")}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*lines[0], *origin], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**line, **origin} for line in lines)
 
 
 def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -190,7 +173,7 @@ def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
         "git_sha": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain")),
         "versions": {"python": platform.python_version()}
-        | {package: _version(package) for package in PACKAGES},
+        | {package: installed(package) for package in PACKAGES},
         "platform": platform.platform(),
         "hardware": hardware(),
         "load_average": list(os.getloadavg()),
@@ -206,7 +189,7 @@ def hardware() -> str:
     return f"{os.cpu_count()} CPUs"
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -10,9 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import shutil
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +24,9 @@ from sglang_smc.tools.commands import ScriptError
 from sglang_smc.tools.commands import as_script as as_script
 from sglang_smc.tools.commands import bar as bar
 from sglang_smc.tools.commands import main_of as main_of
+from sglang_smc.tools.commands import positive as positive
 
-FORMAT = 1
+FORMAT = 2
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAIR = REPOSITORY / "bench" / "pair"
 PUBLISHED = REPOSITORY / "bench" / "results"
@@ -36,13 +35,11 @@ ANOTHER_RUN = (
     "Ask for what was measured there, choose another --output-dir, or start anew with --fresh, "
     "which deletes what the folder has of the selected cells."
 )
+C = TypeVar("C")
 
 
 class BenchError(ScriptError):
     """An error that ends the measurement; the message gives the reason and the remedy."""
-
-
-# --- Command line
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -55,21 +52,6 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     folder = Path(f"{name}-output")
     made.add_argument("--output-dir", type=Path, default=folder, help="where all files go")
     return made
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-# --- A study of cells
-
-C = TypeVar("C")
-W = TypeVar("W")
-R = TypeVar("R")
 
 
 def slug_of(name: str) -> str:
@@ -88,12 +70,10 @@ class Study(ABC):
     Attributes:
         name: of the command, the output folder and the files.
         about: one sentence of its help.
-        look: the flag that only lists the cells.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
-    look: ClassVar[str] = "--list"
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -104,7 +84,7 @@ class Study(ABC):
         made = parser(cls.name, cls.about)
         add = made.add_argument
         add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
-        add(cls.look, dest="only_lists", action="store_true", help="print the cells, and stop")
+        add("--list", "--dry-run", action="store_true", help="print the cells, and stop")
         add("--fresh", action="store_true", help="forget what the folder has of these cells")
         add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
         return made
@@ -125,7 +105,7 @@ class Study(ABC):
         found = matching(cells, self.options.only)
         if not found:
             patterns = " ".join(self.options.only)
-            raise BenchError(f"No cell matches --only {patterns}; {self.look} shows all.")
+            raise BenchError(f"No cell matches --only {patterns}; --list shows all.")
         return found
 
     @abstractmethod
@@ -151,12 +131,12 @@ class Study(ABC):
     def run(self) -> None:
         """Do what the options select."""
         options, began = self.options, time.monotonic()
-        if options.fresh and not options.only_lists:
+        if options.fresh and not options.list:
             for log in self.own_logs():
                 log.path.unlink(missing_ok=True)
         for log in self.logs():
-            check(log)
-        if options.only_lists:
+            log.read()  # raises if it was measured otherwise, before anything starts
+        if options.list:
             print(self.status())
             return
         prepare_folder(options.output_dir)
@@ -186,29 +166,6 @@ def prepare_folder(folder: Path) -> None:
     (folder / ".gitignore").write_text("*\n")
 
 
-# --- Processes
-
-
-def in_processes(function: Callable[[W], R], work: Sequence[W], jobs: int) -> Iterator[R]:
-    """Yield ``function`` of each piece of work, in any order; one thread per process.
-
-    For models too small to use several cores. Ctrl-C reaches only the parent, which ends the
-    others.
-    """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(work), jobs), _begin_process) as pool:
-        yield from pool.imap_unordered(function, work)
-        pool.close()
-        pool.join()  # an orderly end; leaving the block early kills the workers instead
-
-
-def _begin_process() -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
 # --- Files of cells
 
 
@@ -222,9 +179,14 @@ class Log:
     def read(self) -> list[dict[str, Any]]:
         """Return all entries; raise BenchError if their identity differs."""
         header, *entries = whole_lines(self.path) or [self._identity]
-        changes = differences(header, self._identity)
+        changes = [
+            f"{name} is {header.get(name)!r} there and {self._identity.get(name)!r} here"
+            for name in sorted(header.keys() | self._identity.keys())
+            if header.get(name) != self._identity.get(name)
+        ]
         if changes:
-            raise BenchError(f"{self.path} was measured otherwise: {'; '.join(changes)}")
+            told = "; ".join(changes)
+            raise BenchError(f"{self.path} was measured otherwise: {told}\n{ANOTHER_RUN}")
         return entries
 
     def header(self) -> dict[str, Any]:
@@ -259,23 +221,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.open() if line.endswith("\n")]
-
-
-def check(log: Log) -> None:
-    """Raise BenchError if a file's identity differs, before anything starts."""
-    try:
-        log.read()
-    except BenchError as error:
-        raise BenchError(f"{error}\n{ANOTHER_RUN}") from error
-
-
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Return the differences between two identities as sentences."""
-    return [
-        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
 
 
 def code_fingerprint() -> dict[str, Any]:

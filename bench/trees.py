@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import answers
 import numpy as np
 from answers import COMMON, AnswersStudy, Record, Request, request
 from fidelity.grid import AUTO, EXACT
 from fidelity.nats import watched_tilt
 from intervals import Interval, ratio
 from results import interval_cell, markdown_table, provenance
-from study import PAIR, PUBLISHED, as_script, copy, digest, slug_of
+from study import PAIR, PUBLISHED, as_script, copy, digest
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 #: Beyond the problems of all other studies.
@@ -93,39 +94,29 @@ ROWS = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(answers.Cell):
     """A row at one temperature."""
 
-    row: Row
-    temperature: float
+    row: Row = field(kw_only=True)
 
-    @property
-    def slug(self) -> str:
-        name = self.row.name.replace(" = ", "")
-        plain = "".join(letter for letter in name if letter not in ",`/")
-        return f"{slug_of(' '.join(plain.split()))}-t{self.temperature:g}"
 
-    @property
-    def engine(self) -> str:
-        return f"SMC with the {NAMES[self.row.draft]}" if self.row.smc else self.row.name
+def cell_of(row: Row, temperature: float) -> Cell:
+    """Return a row's cell, of an engine of its own or of the draft's for SMC."""
+    engine = f"SMC with the {NAMES[row.draft]}" if row.smc else row.name
+    label = "".join(letter for letter in row.name.replace(" = ", "") if letter not in ",`/")
+    return Cell(" ".join(label.split()), engine, temperature, row.smc, row=row)
 
-    @property
-    def smc(self) -> dict[str, Any] | None:
-        return self.row.smc
 
-    @property
-    def samples(self) -> int:
-        return 1
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether it is measured: at temperature 0 every mode verifies the same tree."""
-        return bool(self.temperature) or not self.row.smc or self.row.smc["mode"] == EXACT
+def is_measured(cell: Cell) -> bool:
+    """Return whether it is measured: at temperature 0 every mode verifies the same tree."""
+    return bool(cell.temperature) or not cell.smc or cell.smc["mode"] == EXACT
 
 
 #: Cells with their indices, from which their seeds are derived.
-PLACES = {cell: place for place, cell in enumerate(Cell(r, t) for r in ROWS for t in TEMPERATURES)}
-CELLS = [cell for cell in PLACES if cell.is_measured]
+PLACES = {
+    cell: place for place, cell in enumerate(cell_of(r, t) for r in ROWS for t in TEMPERATURES)
+}
+CELLS = list(filter(is_measured, PLACES))
 
 
 def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
@@ -162,7 +153,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(headers, lines)
 
 
-class Trees(AnswersStudy[Any, Record]):
+class Trees(AnswersStudy[Cell, Record]):
     """The study, with an engine for each tree and chain of SGLang and for each draft of SMC."""
 
     name = "trees"
@@ -194,7 +185,7 @@ class Trees(AnswersStudy[Any, Record]):
         """Return the ``meta_info`` of the answers of complete cells, by row and temperature."""
         found: dict[Row, dict[float, list[dict]]] = {}
         for cell in self.complete():
-            told = [record.info for record in self.answers[cell].read()]
+            told = [record.info for record in self.read(cell)]
             found.setdefault(cell.row, {})[cell.temperature] = told
         return list(found.items())
 

@@ -1,16 +1,21 @@
-"""Summarize scored answers as rows, the rows as CSV, and these as tables."""
+"""Summarize scored answers as rows, and the rows as tables and a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
 
+import charts
 import numpy as np
-from drafts.grid import DRAFT, NUM_STEPS, PROPOSALS, proposal_of, rule_of
+from charts import GREY, SKY, ends, legend_below, picture
+from drafts.grid import DRAFT, NUM_STEPS, PROPOSALS, STANDALONE, proposal_of, rule_of
 from fidelity.grid import AUTO, EXACT, Cell
 from fidelity.report import Answered, CellRow, make_rows
 from intervals import Interval, ratio
+from matplotlib.axes import Axes
 from results import interval_cell, number_cell, table
 
 from sglang_smc.options.server import LAG
@@ -179,3 +184,45 @@ def _bottom_line(rows: Sequence[DraftRow]) -> str:
         best = (fastest(rows, proposal.name, (rule,)) for proposal in PROPOSALS)
         pairs += [(row, model) for row in best if row is not None]
     return table(BEST, pairs)
+
+
+# --- Plot
+
+#: Okabe and Ito's colours, one per proposal.
+COLOURS = dict(zip((one.name for one in PROPOSALS), (*charts.COLOURS, SKY), strict=True))
+MARKERS = {EXACT: "o", AUTO: "D", STANDALONE: "s"}
+#: Height, in nats, of each proposal's lane at 0, so that exact rows do not cover each other.
+LANE = 0.06
+
+
+def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
+    """Write the plot as a PNG to ``path``."""
+    temperatures = sorted({row.temperature for row in rows})
+    shape = {"rows": len(temperatures), "sharex": True, "sharey": True}
+    with picture(path, (9.0, 0.8 + 4.2 * len(temperatures)), **shape) as (figure, panels):
+        for axes, temperature in zip(panels[:, 0], temperatures, strict=True):
+            _panel(axes, [row for row in rows if row.temperature == temperature])
+            axes.set_title(f"Temperature {temperature:g}; beside a point its N", fontsize=9)
+            axes.set_ylabel("0, or KL to the target,\nnats an answer, at least")
+        panels[-1, 0].set_xlabel("tokens a second to expect of an 8B on an H200, at most")
+        legend_below(figure, panels[0, 0], ncols=4)
+
+
+def _panel(axes: Axes, rows: Sequence[DraftRow]) -> None:
+    plain = 1 / plain_seconds()
+    axes.axvline(plain, color=GREY, lw=1, ls=":")
+    axes.annotate("AR", (plain, 0.94), xycoords=("data", "axes fraction"), color=GREY)
+    drawn = [row for row in rows if row.proposal and row.rule in MARKERS]
+    for (proposal, rule), group in groupby(drawn, key=lambda row: (row.proposal, row.rule)):
+        here, low = list(group), -LANE * list(COLOURS).index(proposal)
+        speeds = [row.tokens_per_second for row in here]
+        values = [row.kl_at_least or Interval(0.0, 0.0, 0.0, 0) for row in here]
+        heights = [value.mean or low for value in values]
+        style = {"color": COLOURS[proposal], "fmt": MARKERS[rule], "ms": 6, "elinewidth": 1}
+        axes.errorbar(speeds, heights, ends(values), label=f"{proposal} {rule}", **style)
+        for row, at in zip(here, zip(speeds, heights, strict=True), strict=True):
+            place = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(f"{row.num_particles}", at, color=COLOURS[proposal], **place)
+    axes.axhspan(-LANE * len(COLOURS), 0, color=GREY, alpha=0.06, lw=0)
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick >= 0])
+    axes.grid(alpha=0.25, lw=0.6)

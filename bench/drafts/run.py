@@ -16,8 +16,7 @@ from typing import Any
 
 from drafts import grid
 from drafts.grid import Cell, cells, proposal_of
-from drafts.plot import plot_rows
-from drafts.report import BATCH, CONTEXT, DEVICE, TARGET, DraftRow, markdown, rows_of
+from drafts.report import BATCH, CONTEXT, DEVICE, TARGET, DraftRow, markdown, plot_rows, rows_of
 from fidelity.scoring import ScoredStudy
 from results import Report
 from study import PAIR, Log, digest, matching

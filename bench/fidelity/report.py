@@ -1,24 +1,24 @@
-"""Summarize scored answers as rows, and the rows as CSV, Markdown and sentences."""
+"""Summarize scored answers as rows, and the rows as tables and a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from answers import Record, seconds
-from fidelity.grid import AR_DRAFT, AR_TARGET, SMC, Cell
+from answers import Record
+from charts import COLOURS, GREY, ends, legend_below, picture
+from fidelity.grid import AR_DRAFT, AR_TARGET, AUTO, DEFAULT, EXACT, MIXED, SMC, Cell
 from fidelity.nats import kl_at_least, watched_tilt
 from fidelity.scoring import Score
 from intervals import Interval, paired_difference, paired_ratio_difference, ratio, wilson
+from matplotlib.axes import Axes
 from results import ess_share, interval_cell, number_cell, resample_rate, table
 
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.tools.demo.serving import tokens_per_pass
-
-#: Limits for `auto`, at both temperatures.
-MOST_TILT, MOST_NATS = 0.15, 0.15
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class CellRow:
     slug: str
     family: str
     temperature: float
-    mode: str | None
     num_particles: int | None
-    num_steps: int | None
     evidence_threshold: float | None  # also the default of `auto` and smc
     label: str  # without the temperature
     accuracy: Interval
@@ -38,17 +36,12 @@ class CellRow:
     tokens_per_pass: float | None
     tilt: Interval
     innovation: Interval  # nats per token
-    sharpening: Interval  # innovation over its variance: locally the shift of 1 / temperature
     kl_at_least: Interval  # nats per answer
     log_p_difference: Interval | None  # nats per token, minus AR's
     server_tilt: Interval | None
-    tokens_per_second: float
     ess_share: float | None
     resample_rate: float | None
-    exact_rate: float | None  # share of rounds that verify instead of weighting
     kl_at_most: Interval | None  # only for the paper's algorithm: -E[log Z]
-    completion_tokens: int
-    seconds: float
 
 
 Answered = Sequence[tuple[Record, Score]]
@@ -69,35 +62,26 @@ def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
     records, scores = [record for record, _ in found], [score for _, score in found]
     infos = [record.info for record in records]
     smc = cell.smc or {}
-    mode = smc.get("mode", DEFAULTS.mode) if smc else None
-    weighed = infos if mode == "smc" else []  # the other modes keep no population
-    tokens, spent = sum(info["completion_tokens"] for info in infos), seconds(records)
-    innovation = _column(scores, "innovation")
+    # The other modes keep no population.
+    weighed = infos if smc and smc.get("mode", DEFAULTS.mode) == "smc" else []
     return CellRow(
         slug=cell.slug,
         family=cell.family,
         temperature=cell.temperature,
-        mode=mode,
         num_particles=smc.get("num_particles"),
-        num_steps=smc.get("num_steps"),
         evidence_threshold=cell.evidence_threshold,
         label=cell.label,
         accuracy=wilson(sum(record.right for record in records), len(records)),
         difference=paired_difference(_right(found), _right(reference)) if reference else None,
         tokens_per_pass=None if cell.family == AR_DRAFT else tokens_per_pass(infos),
         tilt=ratio(_column(scores, "tilt"), _column(scores, "information")),
-        innovation=ratio(innovation, _column(scores, "tokens")),
-        sharpening=ratio(innovation, _column(scores, "variance")),
+        innovation=ratio(_column(scores, "innovation"), _column(scores, "tokens")),
         kl_at_least=kl_at_least([np.array(score.log_ratios) for score in scores]),
         log_p_difference=_log_p_difference(found, reference) if reference else None,
         server_tilt=watched_tilt(infos),
-        tokens_per_second=tokens / max(spent, 1e-9),
         ess_share=ess_share(weighed),
         resample_rate=resample_rate(weighed),
-        exact_rate=None if mode == "smc" else _exact_rate(infos),
         kl_at_most=_kl_at_most(cell, records),
-        completion_tokens=tokens,
-        seconds=spent,
     )
 
 
@@ -118,12 +102,6 @@ def _log_p_difference(found: Answered, reference: Answered) -> Interval:
 
 def _log_p(scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarray]:
     return _column(scores, "log_p"), _column(scores, "tokens")
-
-
-def _exact_rate(infos: Sequence[Mapping[str, Any]]) -> float | None:
-    counted = [info for info in infos if "spec_smc_exact_ct" in info]
-    rounds = sum(info["spec_verify_ct"] for info in counted)
-    return sum(info["spec_smc_exact_ct"] for info in counted) / rounds if rounds else None
 
 
 def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
@@ -161,41 +139,70 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- In words
+# --- Plot
+
+#: Families by name, with colour, marker, and the offset (in points) and side of their labels.
+SIDES = {
+    "verified: exact, mixed, auto": ((EXACT, MIXED, AUTO), COLOURS[0], "o", (7, -8), "left"),
+    "weighed: smc": ((SMC, DEFAULT), COLOURS[1], "D", (-7, 14), "right"),
+}
+#: Settings that are emphasized by their names.
+NAMED = (EXACT, AUTO, DEFAULT)
 
 
-def conclusions(rows: Sequence[CellRow]) -> str:
-    """Return for each temperature AR's own statistics, and the fastest setting within limits."""
-    lines = []
-    for temperature in sorted({row.temperature for row in rows}):
-        here = [row for row in rows if row.temperature == temperature]
-        lines.append(f"Temperature {temperature:g}:")
-        lines += [_check(row) for row in here if row.family == AR_TARGET]
-        lines.append(
-            f"  most tokens a pass at a tilt of at most {MOST_TILT:g} and at most {MOST_NATS:g} "
-            f"nats:  {_winner(here)}"
-        )
-    return "\n".join(lines)
+def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
+    """Write the plot as a PNG to ``path``."""
+    temperatures = sorted({row.temperature for row in rows})
+    shape = {"columns": len(temperatures), "sharex": True, "sharey": True}
+    with picture(path, (0.6 + 5.0 * len(temperatures), 5.0), **shape) as (figure, (panels,)):
+        for axes, temperature in zip(panels, temperatures, strict=True):
+            _panel(axes, [row for row in rows if row.temperature == temperature])
+            axes.set_xlabel("tokens per target pass")
+            axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
+        panels[0].set_ylabel("KL to the target, nats an answer, at least")
+        legend_below(figure, panels[0], ncols=2)
 
 
-def _check(row: CellRow) -> str:
-    """Return AR's statistics: if their intervals exclude 0, all others are in doubt."""
-    return (
-        f"  AR itself (0 is expected):  tilt {interval_cell(row.tilt, '+.3f')}, "
-        f"innovation {interval_cell(row.innovation, '+.4f')}"
-    )
+def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
+    axes.axhline(0, color="black", lw=1, zorder=1)
+    for name, (families, colour, marker, offset, side) in SIDES.items():
+        here = [row for row in rows if row.family in families]
+        here.sort(key=lambda row: row.tokens_per_pass or 0.0)
+        x, kl = [row.tokens_per_pass or 0.0 for row in here], [row.kl_at_least for row in here]
+        heights = [value.mean for value in kl]
+        style = {
+            "fmt": marker,
+            "color": colour,
+            "mec": "white",
+            "ls": ":",
+            "lw": 1,
+            "elinewidth": 1,
+        }
+        axes.errorbar(x, heights, ends(kl), label=name, ms=6, zorder=4, **style)
+        for row, at in zip(here, zip(x, heights, strict=True), strict=True):
+            _label(axes, row, at, colour, offset, side)
+    for row in rows:
+        if row.family == AR_TARGET:
+            text = f"AR: {row.accuracy.mean:.1%} right"
+            axes.annotate(text, (0.02, 0.97), xycoords="axes fraction", va="top", color=GREY)
+    axes.margins(x=0.18, y=0.1)
+    axes.grid(alpha=0.25, lw=0.6)
 
 
-def most_tokens_within(rows: Sequence[CellRow], tilt: float, nats: float) -> CellRow | None:
-    """Return the row with most tokens per pass, of those with estimates within both limits."""
-    close = [
-        row
-        for row in rows
-        if row.tokens_per_pass and row.tilt.mean <= tilt and row.kl_at_least.mean <= nats
-    ]
-    return max(close, key=lambda row: row.tokens_per_pass or 0.0, default=None)
-
-
-def _winner(rows: Sequence[CellRow]) -> str:
-    row = most_tokens_within(rows, MOST_TILT, MOST_NATS)
-    return "none" if row is None else f"{row.label}: {row.tokens_per_pass:.2f}"
+def _label(
+    axes: Axes,
+    row: CellRow,
+    at: tuple[float, float],
+    colour: str,
+    offset: tuple[int, int],
+    side: str,
+) -> None:
+    """Label a point with its name, and below it in small type its accuracy."""
+    is_named, (right, up) = row.family in NAMED, offset
+    name = row.label if is_named else f"c = {row.evidence_threshold:g}"
+    accuracy = f"{row.accuracy.mean:.1%} right"
+    weight = "bold" if is_named else "normal"
+    for text, lower, size, shade in ((name, 0, 9, colour), (accuracy, 9, 6.5, GREY)):
+        place = {"xytext": (right, up - lower), "textcoords": "offset points", "ha": side}
+        style = {"fontsize": size, "color": shade, "weight": weight if shade == colour else None}
+        axes.annotate(text, at, va="center", **place, **style)

@@ -12,13 +12,12 @@ interruption the same command continues where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from answers import COMMON
 from fidelity.grid import SIZES, SMC_ENGINE, Cell, cells
-from fidelity.plot import plot_rows
-from fidelity.report import CellRow, conclusions, make_rows, markdown
+from fidelity.report import CellRow, make_rows, markdown, plot_rows
 from fidelity.scoring import ScoredStudy
 from results import Report
 
@@ -55,7 +54,3 @@ class Fidelity(ScoredStudy[Cell]):
 
     def rows(self) -> list[CellRow]:
         return make_rows(self.scored())
-
-    def told(self, rows: Sequence[CellRow]) -> str:
-        super().told(rows)
-        return conclusions(rows)

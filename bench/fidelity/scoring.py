@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
+import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-from answers import AnswersStudy, Cell, Record, Remarks, Start, Todo, prompt_ids
-from study import PAIR, Log, bar, digest, in_processes, positive
+from answers import AnswersStudy, Cell, Record, Start, prompt_ids
+from study import PAIR, Log, bar, digest, positive
 
 from sglang_smc.cpu.threads import usable_cores
 
@@ -32,91 +34,42 @@ BATCH = 32
 DIGITS = 6
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics per token, each ``[T]`` float64; l is log q/p.
-
-    Under the target the second and fourth have mean 0 at every token, given the tokens before, and
-    the third and fifth are their variances.
-    """
-
-    log_p: np.ndarray
-    innovation: np.ndarray  # log p + the entropy of p
-    variance: np.ndarray  # of log p, under p
-    tilt: np.ndarray  # l minus its mean under p
-    information: np.ndarray  # the variance of l under p
-    log_ratio: np.ndarray  # l
-
-
-def token_statistics(log_p: np.ndarray, log_q: np.ndarray, tokens: np.ndarray) -> TokenStatistics:
-    """Return the statistics of tokens ``[T]`` under both distributions."""
-    at, p = np.arange(len(tokens)), np.exp(log_p)
-    ratio = log_q - log_p
-    mean_log, mean_ratio = (p * log_p).sum(-1), (p * ratio).sum(-1)
-    return TokenStatistics(
-        log_p=log_p[at, tokens],
-        innovation=log_p[at, tokens] - mean_log,
-        variance=(p * (log_p - mean_log[:, None]) ** 2).sum(-1),
-        tilt=ratio[at, tokens] - mean_ratio,
-        information=(p * (ratio - mean_ratio[:, None]) ** 2).sum(-1),
-        log_ratio=ratio[at, tokens],
-    )
-
-
 @dataclass(frozen=True)
 class Score:
-    """An answer's score by the plain models: sums over its tokens, in nats."""
+    """An answer's score by the plain models: sums over its tokens, in nats; l is log q/p.
+
+    Under the target the tokens' terms of innovation and tilt have mean 0, given the tokens before.
+    """
 
     index: int
     answer: int  # `answer_key` of the scored tokens
     tokens: int
     log_p: float
-    innovation: float
-    variance: float
-    tilt: float
-    information: float
-    log_ratios: list[float]  # log q/p, token by token
+    innovation: float  # log p + the entropy of p
+    tilt: float  # l minus its mean under p
+    information: float  # the variance of l under p
+    log_ratios: list[float]  # l, token by token
 
 
-def score_of(index: int, tokens: Sequence[int], found: TokenStatistics) -> Score:
-    """Sum an answer's token statistics."""
-    *sums, log_ratio = found
+def score_of(index: int, tokens: Sequence[int], log_p: np.ndarray, log_q: np.ndarray) -> Score:
+    """Return the score of an answer from both distributions of each of its tokens, ``[T, V]``."""
+    at, p, ratio = (np.arange(len(tokens)), np.asarray(tokens)), np.exp(log_p), log_q - log_p
+    mean = (p * ratio).sum(-1)
     return Score(
         index,
         answer_key(tokens),
         len(tokens),
-        *(float(values.sum()) for values in sums),
-        log_ratios=[round(value, DIGITS) for value in log_ratio.tolist()],
+        log_p=float(log_p[at].sum()),
+        innovation=float((log_p[at] - (p * log_p).sum(-1)).sum()),
+        tilt=float((ratio[at] - mean).sum()),
+        information=float((p * (ratio - mean[:, None]) ** 2).sum()),
+        log_ratios=[round(value, DIGITS) for value in ratio[at].tolist()],
     )
 
 
 def answer_key(tokens: Sequence[int]) -> int:
     """Return a checksum that distinguishes answers to the same problem."""
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
-
-
-def score_answers(
-    pair: Sequence[PreTrainedModel],
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    temperature: float,
-) -> list[TokenStatistics]:
-    """Score answers behind their prompts in one batch by ``pair``: the target and the draft."""
-    import torch
-
-    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    longest = max(map(len, rows))
-    # Padding follows a text, where causal attention ignores it.
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [B, L]
-    with torch.inference_mode():
-        logits = [model(input_ids=ids).logits for model in pair]  # [B, L, V] each
-    found = []
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        own = slice(len(prompt) - 1, len(prompt) - 1 + len(answer))
-        log_p, log_q = (
-            (x[row, own].double() / temperature).log_softmax(-1).numpy() for x in logits
-        )
-        found.append(token_statistics(log_p, log_q, np.array(answer)))
-    return found
 
 
 # --- The answers of cells, in processes
@@ -136,16 +89,45 @@ Scorer = Callable[[Sequence[Batch], int], Iterator[tuple[int, list[Score]]]]
 
 
 def by_processes(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-    """Score batches by the plain models, in processes."""
-    return in_processes(_score_batch, batches, jobs)
+    """Score batches by the plain models, in processes of one thread each.
+
+    The models are too small to use several cores. Ctrl-C reaches only the parent, which ends the
+    others.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(len(batches), jobs), _begin_process) as pool:
+        yield from pool.imap_unordered(score_batch, batches)
+        pool.close()
+        pool.join()  # an orderly end; leaving the block early kills the workers instead
 
 
-def _score_batch(batch: Batch) -> tuple[int, list[Score]]:
-    models, tokenizer = load()
+def _begin_process() -> None:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def score_batch(batch: Batch) -> tuple[int, list[Score]]:
+    """Score answers behind their prompts, in one batch of each model."""
+    import torch
+
+    pair, tokenizer = load()
     prompts = [prompt_ids(tokenizer, index) for index in batch.indices]
-    found = score_answers(models, prompts, batch.answers, batch.temperature)
-    each = zip(batch.indices, batch.answers, found, strict=True)
-    return batch.place, [score_of(*one) for one in each]
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, batch.answers, strict=True)]
+    longest = max(map(len, rows))
+    # Padding follows a text, where causal attention ignores it.
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [B, L]
+    with torch.inference_mode():
+        logits = [model(input_ids=ids).logits for model in pair]  # [B, L, V] each
+    found = []
+    for row, (index, answer) in enumerate(zip(batch.indices, batch.answers, strict=True)):
+        own = slice(len(prompts[row]) - 1, len(rows[row]) - 1)
+        log_p, log_q = (
+            (x[row, own].double() / batch.temperature).log_softmax(-1).numpy() for x in logits
+        )
+        found.append(score_of(index, answer, log_p, log_q))
+    return batch.place, found
 
 
 @lru_cache(maxsize=1)
@@ -187,51 +169,42 @@ class ScoredStudy(AnswersStudy[C, Record]):
         add("--jobs", type=positive, default=usable_cores(), help="processes that score answers")
         return made
 
-    def remarks_on(self, cell: C) -> Remarks[Record]:
+    remark_key = ("index", "answer")
+
+    def remarks_on(self, cell: C) -> Log:
         identity = {
             **self.identity(cell),
             "scorer": digest([Path(__file__)]),
             "transformers": version("transformers"),
         }
-        log = Log(self.path("scores", cell), identity)
-        return Remarks(log, ("index", "answer"), key_of)
+        return Log(self.path("scores", cell), identity)
 
-    def evaluate(self, todo: Todo) -> None:
-        score_cells(todo, self._score, self.options.jobs)
+    def key_of(self, one: Record) -> tuple[int, int]:
+        """Return the problem of an answer, and its tokens' checksum."""
+        return one.index, answer_key(one.output_ids)
+
+    def evaluate(self, todo: Sequence[tuple[C, list[Record], Log]]) -> None:
+        """Score these answers, with a progress bar."""
+        batches = [b for place, one in enumerate(todo) for b in _batches(place, *one[:2])]
+        total = sum(len(batch.indices) for batch in batches)
+        if not batches:
+            return
+        with contextlib.ExitStack() as stack:
+            line = stack.enter_context(bar(total=total, desc="scoring", unit="answer"))
+            places = {batch.place for batch in batches}
+            write = {place: stack.enter_context(todo[place][2].writing()) for place in places}
+            for place, found in self._score(batches, self.options.jobs):
+                for entry in found:
+                    write[place](asdict(entry))
+                line.update(len(found))
 
     def scored(self) -> dict[C, list[tuple[Record, Score]]]:
         """Return the answers of every complete cell with their scores."""
         found = {}
         for cell in self.complete():
-            scores = self.remarks[cell].read()
-            records = self.answers[cell].read()
-            found[cell] = [(one, Score(**scores[key_of(one)])) for one in records]
+            scores = self.remarks_of(cell)
+            found[cell] = [(one, Score(**scores[self.key_of(one)])) for one in self.read(cell)]
         return found
-
-
-def key_of(record: Record) -> tuple[int, int]:
-    """Return what distinguishes an answer from others: its problem, and its tokens' checksum."""
-    return record.index, answer_key(record.output_ids)
-
-
-def score_cells(todo: Todo, score: Scorer, jobs: int) -> None:
-    """Score these answers, with a progress bar."""
-    batches = [
-        batch
-        for place, (cell, records, _) in enumerate(todo)
-        for batch in _batches(place, cell, records)
-    ]
-    if not batches:
-        return
-    total = sum(len(batch.indices) for batch in batches)
-    with contextlib.ExitStack() as stack:
-        line = stack.enter_context(bar(total=total, desc="scoring", unit="answer"))
-        places = {batch.place for batch in batches}
-        write = {place: stack.enter_context(todo[place][2].log.writing()) for place in places}
-        for place, found in score(batches, jobs):
-            for entry in found:
-                write[place](asdict(entry))
-            line.update(len(found))
 
 
 def _batches(place: int, cell: Cell, records: list[Record]) -> Iterator[Batch]:

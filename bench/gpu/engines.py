@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu.cases import EngineCase, launch_of, preset_of, write_models
-from gpu.replays import summed
+from gpu.rounds import summed
 from gpu.runner import Attempt, Case, Places
-from speed.bound import measure_machine
-from speed.grid import HEAD, Cell, Launch, drafted_by, simulated_acceptance
+from speed import grid, presets
+from speed.grid import (
+    ADAPTIVE,
+    AR,
+    AR_DRAFT,
+    AUTO,
+    BLOCK,
+    CHAIN,
+    DRAFT,
+    EAGLE,
+    EXACT,
+    EXACT_HEAD,
+    HEAD,
+    SMC,
+    STANDALONE,
+    TARGET,
+    TREE,
+    Cell,
+    Launch,
+    System,
+)
 from speed.measure import TEMPERATURE, WARM_UP, work
-from speed.presets import Preset
+from speed.presets import PAIR_70B, PRESETS, Pair, Preset
 from speed.remote import Asker, Sample, running
 from study import BenchError, code_fingerprint, digest, whole_lines
 
+from sglang_smc.dtype import default_dtype
+from sglang_smc.tools.plan.shapes import ModelShape
+
 #: Grace period of a finished engine, which is then killed.
 STOP_SECONDS = 0.5
-MACHINE = "machine"
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 WARM_SECONDS = 3.0
 #: Plugin of SGLang with timers in the scheduler, and how long it may take to write them.
@@ -33,55 +53,141 @@ TIMERS_SECONDS = 30.0
 #: Rounds per burst that are profiled on a GPU, kernel by kernel.
 PROFILED_ROUNDS = 20
 
+# --- Engines, with batches and prompts, the most important first
+
+N = K = 8
+#: Draft vocabulary of published heads for Llama 3.1 8B.
+HOT_TOKENS = 32_000
+
+Sizes = tuple[tuple[int, int], ...]
+ONE: Sizes = ((1, 256),)
+#: By importance: the headline, long prompts, then large batches.
+ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
+SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
+
+
+class EngineCase(NamedTuple):
+    """An engine, and its cells as (batch, prompt tokens)."""
+
+    system: System
+    sizes: Sizes
+    start_seconds: float
+    sample_seconds: float  # per cell: warm-up and repeats
+    engine: Mapping[str, Any]
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(self.system, batch, prompt) for batch, prompt in self.sizes]
+
+
+def system_of(family: str) -> System:
+    """Return a system of this family, at N = K = 8 if it has particles."""
+    return System(family, N, K) if family in SMC else System(family)
+
+
+def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any) -> EngineCase:
+    return EngineCase(system_of(family), sizes, start_seconds, 5.0, engine)
+
+
+#: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
+OF_TREES = {"attention_backend": "fa3"}
+PLAIN, STOCK_DRAFT = _case(AR, (*ALL, (64, 256))), _case(CHAIN, SHORT)
+SPEED = (
+    _case(AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
+    PLAIN,
+    _case(BLOCK, ALL),
+    _case(EXACT, ALL),
+    _case(EXACT_HEAD, SHORT, 55.0),
+    _case(EAGLE, SHORT, 55.0, **OF_TREES),
+    _case(ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),  # a graph for each budget and batch
+)
+MORE = (STOCK_DRAFT, _case(TREE, SHORT, **OF_TREES), _case(AUTO, ((1, 256), (1, 4096))))
+PROFILE = (_case(BLOCK, ((1, 256), (1, 4096))), _case(EXACT, ONE))
+LARGE = tuple(
+    case._replace(sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
+    for case in (PLAIN, _case(BLOCK, ONE), _case(EXACT, ONE), STOCK_DRAFT)
+)
+
+#: Prefill runs without graphs, which take most of a start; only decoding is measured.
+FAST_START = {"disable_prefill_cuda_graph": True, "mem_fraction_static": 0.8}
+SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
+PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
+LARGE_START = {**FAST_START, "mem_fraction_static": 0.9}
+SPEED_70B = replace(SPEED_8B, name="h200-70b", pair=PAIR_70B, repeats=2, engine=LARGE_START)
+TINY_PAIR = Pair(
+    "tiny",
+    ModelShape(2, 64, 128, 2, 1, 32, 1024, tied_embeddings=False),
+    ModelShape(1, 32, 64, 1, 1, 32, 1024, tied_embeddings=False),
+)
+TINY = replace(
+    PRESETS["cpu"], name="tiny", pair=TINY_PAIR, dtype=default_dtype(), new_tokens=24, repeats=1
+)
+
+
+def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
+    """Return the cases that run on a CPU, with one size or two."""
+    return [
+        case._replace(sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
+        for case in cases
+        if case.system.family not in (*STANDALONE, EAGLE)  # which have no kernels there
+    ]
+
+
+def preset_of(case: EngineCase, preset: Preset) -> Preset:
+    """Return the preset with an engine for only this case's sizes."""
+    batches, prompts = (tuple(sorted(set(sizes))) for sizes in zip(*case.sizes, strict=True))
+    graphs = {} if preset.device == "cpu" else {"cuda_graph_bs_decode": list(batches)}
+    engine = {**preset.engine, **graphs, **case.engine}
+    return replace(preset, batches=batches, prompts=prompts, engine=engine)
+
+
+def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
+    """Return the launch of the case's engine, with its models in folders under ``models``."""
+    folders = {name: models / preset.pair.name / name for name in (TARGET, DRAFT, HEAD)}
+    return grid.launch(case.system, preset_of(case, preset), folders)
+
+
+def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
+    """Write target and draft as folders of dummies, and a random EAGLE-3 head.
+
+    The head's token map is among its weights, so that dummy weights would not do.
+    """
+    presets.write_models(pair, models)
+    folder = models / pair.name
+    if has_head and not (folder / HEAD / "model.safetensors").exists():
+        from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
+
+        hot = range(min(HOT_TOKENS, pair.target.vocab_size))
+        new_head("eagle3", folder / TARGET, folder / HEAD, hot_tokens=hot)
+
+
+# --- Measurement
+
 
 def engine_cases(
     cases: Sequence[EngineCase], preset: Preset, places: Places, *, profiled: bool = False
 ) -> list[Case]:
     """Return a case for each engine; its parts are the engine's cells."""
-    return [
-        Case(
-            slug=case.slug,
-            parts={
-                cell.slug: identity(case, cell, preset, places, profiled) for cell in case.cells
-            },
-            seconds=case.seconds,
-            run=partial(measure, case, preset, places, profiled),
-            shown=shown(launch_of(case, preset, places.models)),
-        )
-        for case in cases
-    ]
-
-
-def machine_case(preset: Preset, places: Places) -> Case:
-    """Return the case that measures the machine's bandwidth and FLOP/s, for rooflines."""
-
-    def run(missing: Sequence[str], attempt: Attempt) -> None:
-        found = measure_machine(preset, places.work / "machine.json")
-        attempt.add(MACHINE, found._asdict())
-
-    parts = {MACHINE: {"device": preset.device, "dtype": preset.dtype}}
-    return Case(MACHINE, parts, 15.0, run, "torch alone")
-
-
-def identity(
-    case: EngineCase, cell: Cell, preset: Preset, places: Places, profiled: bool
-) -> dict[str, Any]:
-    """Return the settings that a cell depends on; the plugin's code only for SMC."""
-    launch = launch_of(case, preset, places.models)
-    found = {
-        "cell": cell.slug,
-        "pair": preset.pair.name,
-        "engine": without_models(launch),
-        "environment": launch.environment,
-        "new_tokens": preset.new_tokens,
-        "repeats": preset.repeats,
-        "temperature": TEMPERATURE,
-        "sglang": version("sglang"),
-    }
-    if case.has_plugin:
-        found["plugin"] = code_fingerprint()["plugin"]
-    if profiled:
-        found["probe"] = digest(PLUGIN.glob("*.py"))
+    found = []
+    for case in cases:
+        launch = launch_of(case, preset, places.models)
+        shared = {
+            "pair": preset.pair.name,
+            "engine": without_models(launch),
+            "environment": launch.environment,
+            "new_tokens": preset.new_tokens,
+            "repeats": preset.repeats,
+            "temperature": TEMPERATURE,
+            "sglang": version("sglang"),
+        }
+        if case.system.num_particles is not None:
+            shared["plugin"] = code_fingerprint()["plugin"]
+        if profiled:
+            shared["probe"] = digest(PLUGIN.glob("*.py"))
+        parts = {cell.slug: {"cell": cell.slug, **shared} for cell in case.cells}
+        seconds = case.start_seconds + case.sample_seconds * len(case.sizes)
+        run = partial(measure, case, preset, places, profiled)
+        found.append(Case(case.system.slug, parts, seconds, run, shown(launch)))
     return found
 
 
@@ -106,10 +212,10 @@ def measure(
     attempt: Attempt,
 ) -> None:
     """Measure one engine's missing cells, with timers in its scheduler if profiled."""
-    has_head = drafted_by(case.system) == HEAD
+    has_head = grid.drafted_by(case.system) == HEAD
     write_models(preset.pair, places.models, has_head=has_head)
     sized, launch = preset_of(case, preset), launch_of(case, preset, places.models)
-    name = f"{preset.name}-{case.slug}" + ("-profiled" if profiled else "")
+    name = f"{preset.name}-{case.system.slug}" + ("-profiled" if profiled else "")
     timers = places.logs / f"{name}-timers.jsonl"
     if profiled:
         timers.unlink(missing_ok=True)
@@ -117,17 +223,16 @@ def measure(
     with running(launch, places.logs / f"{name}.log", STOP_SECONDS) as engine:
         attempt.started = True
         for cell in (cell for cell in case.cells if cell.slug in missing):
-            attempt.require(case.sample_seconds + WARM_SECONDS)
-            found = (
-                profile(engine, cell, sized, timers) if profiled else sampled(engine, cell, sized)
-            )
-            attempt.add(cell.slug, found)
+            attempt.clock.require(case.sample_seconds + WARM_SECONDS)
+            take = partial(profile, timers=timers) if profiled else sampled
+            attempt.add(cell.slug, take(engine, cell, sized))
 
 
 def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
     """Run a warm-up and all repeats of a cell; return their medians."""
     engine.ask(work(cell, WARM_UP, preset))
     samples = [engine.ask(work(cell, repeat, preset)) for repeat in range(preset.repeats)]
+    infos = [info for sample in samples for info in sample.infos]
     decoded = sum(sample.decode_tokens for sample in samples)
     passes = sum(sum(sample.passes) for sample in samples)
     found = {
@@ -139,23 +244,20 @@ def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
         "round_ms": 1000 * median(sample.decode_seconds / sample.rounds for sample in samples),
         "first_ms": 1000 * median(max(sample.first) for sample in samples),
         "tokens_per_round": decoded / max(1, passes),
-        "simulated": simulated_acceptance(cell.system, preset),
+        "simulated": grid.simulated_acceptance(cell.system, preset),
         "samples": [asdict(reduced(sample)) for sample in samples],
     }
-    infos = [info for sample in samples for info in sample.infos]
     if any("spec_smc_replayed_ct" in info for info in infos):
-        counts = [
-            sum(info[key] for info in infos)
-            for key in ("spec_smc_replayed_ct", "spec_smc_rounds_ct")
-        ]
-        found["replayed_share"] = counts[0] / max(1, counts[1])
+        rounds = sum(info["spec_smc_rounds_ct"] for info in infos)
+        replayed = sum(info["spec_smc_replayed_ct"] for info in infos)
+        found["replayed_share"] = replayed / max(1, rounds)
     return found
 
 
 def reduced(sample: Sample) -> Sample:
     """Return the sample with only the counters that the numbers use."""
     infos = [{key: info[key] for key in KEPT if key in info} for info in sample.infos]
-    return Sample(sample.first, sample.end, infos)
+    return replace(sample, infos=infos)
 
 
 # --- Timers inside the scheduler (plugin/speed_probe.py)
@@ -176,17 +278,12 @@ def profile(engine: Asker, cell: Cell, preset: Preset, timers: Path) -> dict[str
     """Return the timers' output for all repeats, with sums in place of some 50,000 kernels."""
     timed(engine, cell, WARM_UP, preset, timers)
     bursts = [
-        {**burst, "kernels": kernels and summed(kernels, recorded_rounds(burst))}
-        for repeat in range(preset.repeats)
-        for burst in timed(engine, cell, repeat, preset, timers)
-        for kernels in [burst["kernels"]]
+        burst for r in range(preset.repeats) for burst in timed(engine, cell, r, preset, timers)
     ]
+    for burst in bursts:
+        recorded = sum(one["recorded"] for one in burst["rounds"])
+        burst["kernels"] = burst["kernels"] and summed(burst["kernels"], recorded)
     return {"rounds": sum(len(burst["rounds"]) for burst in bursts), "bursts": bursts}
-
-
-def recorded_rounds(burst: dict[str, Any]) -> int:
-    """Return the number of rounds that were profiled."""
-    return sum(one["recorded"] for one in burst["rounds"])
 
 
 def timed(

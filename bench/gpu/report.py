@@ -1,4 +1,4 @@
-"""Write tables, a CSV and plots from the results of all calls, without a GPU."""
+"""Write tables from the results of all calls, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import results
-from charts import legend_below, picture, shade
 from gpu import rounds
-from gpu.cases import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, EngineCase, K, system_of
+from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, EngineCase, K, system_of
 from gpu.runner import RESULTS, read_results
 from gpu.smoke import DEFAULT
-from results import markdown_table, number_cell, short, table
+from results import markdown_table, number_cell, table
 from speed.bound import least_round, shapes
 from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell
 from speed.presets import Preset
@@ -28,11 +26,10 @@ SPEED_OF = "decode_tokens_per_second"
 
 
 def write_report(raw: Path, folder: Path) -> str:
-    """Write all files of the report; return the text of the page."""
+    """Write the report as ``gpu.md``, and return its text."""
     stages, calls = read_results(raw)
     if not stages:
         raise BenchError(f"{raw / RESULTS} holds no results.")
-    folder.mkdir(parents=True, exist_ok=True)
     tests, smoke, large = (stages.get(name, {}) for name in ("kernels", "smoke", "70b"))
     both = {**stages.get("speed", {}), **stages.get("more", {})}
     numbers = ("passed", "broken")
@@ -44,12 +41,11 @@ def write_report(raw: Path, folder: Path) -> str:
         faults("Engines", ("", "wrong"), smoke, lambda one: [len(one.get("wrong", ()))]),
         speed("8B + 1B", both, (*SPEED, *MORE), SPEED_8B),
         speed("70B in FP8 + 1B", large, LARGE, SPEED_70B),
-        profiled(stages.get("profile", {}), folder, calls),
+        profiled(stages.get("profile", {})),
     ]
     text = "\n\n".join(section for section in sections if section) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text)
-    write_csv(both, large, folder / "speed.csv", calls)
-    plot_speed(both, folder / "speed.png", title=f"8B + 1B on {machine(calls)}")
     return text
 
 
@@ -62,11 +58,6 @@ def heading(calls: Results) -> str:
         what = ", ".join(f"{k} {versions.get(k)}" for k in ("torch", "triton", "sglang"))
         lines.append(f"- {one['date'][:16]}, commit {one['git_sha']}: {where}; {what}")
     return "# What bench/gpu measured\n\n" + "\n".join(lines)
-
-
-def machine(calls: Results) -> str:
-    """Return the last call's device."""
-    return str(list(calls.values())[-1]["hardware"]) if calls else "an unknown machine"
 
 
 def default_server(one: Mapping[str, Any]) -> str:
@@ -113,7 +104,7 @@ def _line(text: str) -> str:
 # --- Estimates, made before the first run from the sizes of the models, the memory's bandwidth and
 # counts of launches (docs/performance.md)
 
-ESTIMATE = 1.25
+SLACK = 1.25
 
 
 class Goal(NamedTuple):
@@ -129,19 +120,15 @@ class Goal(NamedTuple):
     times: float = 1.0
     to_ar: bool = False
     is_large: bool = False  # of the 70B
-    slack: float = ESTIMATE  # factor within which a result is as expected
+    slack: float = SLACK  # factor within which a result is as expected
 
     def found(self, results: Results) -> float | None:
         """Return the measured number; None without."""
-        plain = 1 / self.times
+        cell = Cell(system_of(self.family), self.batch, self.prompt)
         if self.to_ar:
-            plain = self._of(AR, results)
-        ours = self._of(self.family, results)
-        return None if ours is None or plain is None else ours / plain
-
-    def _of(self, family: str, results: Results) -> float | None:
-        cell = Cell(system_of(family), self.batch, self.prompt)
-        return results.get(cell.slug, {}).get(self.key)
+            return times_ar(cell, results)
+        ours = results.get(cell.slug, {}).get(self.key)
+        return ours and self.times * ours
 
     def verdict(self, value: float | None) -> str:
         """Return the outcome of comparing a result with the estimate."""
@@ -154,36 +141,32 @@ class Goal(NamedTuple):
         return "as expected" if gain * self.slack >= 1 else "worse"
 
 
+def _speed(what: str, expected: float, family: str) -> Goal:
+    return Goal(f"{what}, batch 1, prompt 256: tokens/s", expected, ".0f", SPEED_OF, family)
+
+
 def _round(what: str, expected: float, family: str, prompt: int = 256) -> Goal:
     name = f"{what}, batch 1, prompt {prompt}: ms a round"
     return Goal(name, expected, ".1f", "round_ms", family, prompt=prompt)
 
 
-def _adaptive(batch: int) -> Goal:
-    name = f"adaptive, batch {batch}: times AR"
-    return Goal(name, 1.0, ".2f", SPEED_OF, ADAPTIVE, batch, to_ar=True, slack=1.0)
+def _times(what: str, expected: float, family: str, batch: int = 1, **more: Any) -> Goal:
+    name = f"{what}, batch {batch}: times AR"
+    return Goal(name, expected, ".2f", SPEED_OF, family, batch, to_ar=True, **more)
 
 
 GOALS = (
-    Goal("8B alone, batch 1, prompt 256: tokens/s", 215, ".0f", SPEED_OF, AR),
+    _speed("8B alone", 215, AR),
     Goal(f"{K} passes of the 1B alone, ms", 9.0, ".1f", "round_ms", AR_DRAFT, times=K),
-    Goal("smc, whole blocks, batch 1, prompt 256: tokens/s", 617, ".0f", SPEED_OF, BLOCK),
+    _speed("smc, whole blocks", 617, BLOCK),
     _round("smc with the 1B", 14.6, BLOCK),
     _round("smc with the 1B", 15.1, BLOCK, 4096),
     _round("exact with the 1B", 15.3, EXACT),
     _round("exact with an EAGLE-3 head", 8.9, EXACT_HEAD),
     _round("SGLang's EAGLE-3 with the same head", 7.4, EAGLE),
-    _adaptive(32),
-    _adaptive(64),
-    Goal(
-        "70B FP8 + 1B, smc, batch 1: times AR",
-        5.2,
-        ".2f",
-        SPEED_OF,
-        BLOCK,
-        to_ar=True,
-        is_large=True,
-    ),
+    _times("adaptive", 1.0, ADAPTIVE, 32, slack=1.0),
+    _times("adaptive", 1.0, ADAPTIVE, 64, slack=1.0),
+    _times("70B FP8 + 1B, smc", 5.2, BLOCK, is_large=True),
 )
 
 
@@ -241,8 +224,9 @@ def speed_columns(parts: Results, preset: Preset) -> dict[str, Callable[[Cell], 
         "batch": lambda cell: str(cell.batch),
         "prompt": lambda cell: str(cell.prompt),
         "tokens / s": lambda cell: number(cell, SPEED_OF, ".0f"),
-        "times AR": lambda cell: number_cell(times_ar(cell.slug, parts), ".2f"),
+        "times AR": lambda cell: number_cell(times_ar(cell, parts), ".2f"),
         "ms / round": lambda cell: number(cell, "round_ms", ".2f"),
+        "first token, ms": lambda cell: number(cell, "first_ms", ".0f"),
         "tokens / round": per_round,
         "at least, ms": lambda cell: number_cell(least_ms(cell, preset), ".2f"),
         "of the bound": of_bound,
@@ -250,10 +234,9 @@ def speed_columns(parts: Results, preset: Preset) -> dict[str, Callable[[Cell], 
     }
 
 
-def times_ar(part: str, parts: Results) -> float | None:
+def times_ar(cell: Cell, parts: Results) -> float | None:
     """Return the ratio to AR at the same batch and prompt."""
-    plain = parts.get(f"ar-{'-'.join(part.split('-')[-2:])}", {}).get(SPEED_OF)
-    ours = parts[part].get(SPEED_OF)
+    ours, plain = (parts.get(one.slug, {}).get(SPEED_OF) for one in (cell, cell.reference))
     return None if plain is None or ours is None else ours / plain
 
 
@@ -269,55 +252,10 @@ def least_ms(cell: Cell, preset: Preset) -> float | None:
     return 1000 * least_round(cell, preset).seconds(named(DEVICE, target.weight_bytes))
 
 
-def write_csv(small: Results, large: Results, path: Path, calls: Results) -> None:
-    """Write one line for each cell, without its samples."""
-    keys = (SPEED_OF, "tokens_per_second", "round_ms", "first_ms")
-    keys += ("tokens_per_round", "simulated", "replayed_share", "failed")
-    lines = [
-        {
-            "pair": pair,
-            "cell": part,
-            **{key: short(one.get(key)) for key in keys},
-            "times_ar": short(times_ar(part, parts)),
-            "call": one["call"],
-        }
-        for pair, parts in (("8B+1B", small), ("70B+1B", large))
-        for part, one in parts.items()
-        if "round_ms" in one or "failed" in one
-    ]
-    if lines:
-        results.write_csv(lines, path, list(calls.values())[-1])
-
-
-def plot_speed(parts: Results, path: Path, *, title: str) -> None:
-    """Plot each system's speed as a multiple of plain decoding's, by batch and prompt."""
-    found = {part: one for part, one in parts.items() if "round_ms" in one}
-    sizes = sorted({(one["prompt"], one["batch"]) for one in found.values()})
-    names = list(dict.fromkeys(one["system"] for one in found.values() if one["system"] != AR))
-    if not sizes or not names:
-        return
-    with picture(path, (11, 5)) as (figure, ((axes,),)):
-        width = 0.8 / len(names)
-        for place, name in enumerate(names):
-            own = [(part, one) for part, one in found.items() if one["system"] == name]
-            bars = [
-                (sizes.index((one["prompt"], one["batch"])) + place * width, height)
-                for part, one in own
-                if (height := times_ar(part, parts))
-            ]
-            if bars:
-                axes.bar(*zip(*bars, strict=True), width, label=name, **shade(place))
-        axes.axhline(1.0, color="black", lw=1)
-        labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
-        axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
-        axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
-        legend_below(figure, axes, ncols=4)
-
-
 # --- Where a round goes
 
 
-def profiled(parts: Results, folder: Path, calls: Results) -> str:
+def profiled(parts: Results) -> str:
     """Return the parts of a round, and its largest kernels."""
     rows = [
         rounds.make_row(cell, parts[cell.slug]["bursts"])
@@ -327,8 +265,6 @@ def profiled(parts: Results, folder: Path, calls: Results) -> str:
     ]
     if not rows:
         return "\n".join(failures(parts))
-    rounds.plot_rows(rows, folder / "rounds.png", title=f"A round of SMC on {machine(calls)}")
-    rounds.write_csv(rows, folder / "rounds.csv", list(calls.values())[-1])
     tables = [rounds.markdown(rows).rstrip()]
     headers = ("kernel", "of", "does", "launches a round", "ms a round")
     for part, one in parts.items():

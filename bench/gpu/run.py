@@ -3,7 +3,7 @@
     bash bench/gpu/run.sh               # all stages, as far as 9 minutes go; again: the rest
     bash bench/gpu/run.sh kernels smoke # some of them
     bash bench/gpu/run.sh speed --only ar 'smc-*'
-    bash bench/gpu/run.sh report        # tables and plots; needs no GPU
+    bash bench/gpu/run.sh report        # tables; needs no GPU
     bash bench/gpu/run.sh --dry-run     # on a CPU: what can run there, and the other commands
 
 Each result is a line of JSON as soon as it is known, in $OUT or bench/results/gpu/raw. What has a
@@ -13,19 +13,18 @@ result, measured with the same code and settings, is not done again.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpu import cases, machine
-from gpu.cases import EngineCase
-from gpu.engines import engine_cases, machine_case
+from gpu import engines, machine
+from gpu.engines import EngineCase
 from gpu.kernel_tests import kernel_cases
-from gpu.pack import pack
 from gpu.runner import PATIENCE, Case, Clock, Places, Records, Runner, Stage
 from gpu.smoke import smoke_cases
 from speed.presets import Preset
@@ -43,28 +42,21 @@ LARGEST_LOG = 200_000  # bytes of each log's end
 def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
     """Return the stages, the most useful first."""
 
-    def smoke() -> list[Case]:
-        return smoke_cases(places, device="cuda" if on_gpu else "cpu")
+    def cases(some: Sequence[EngineCase], preset: Preset, *, profiled: bool = False) -> list[Case]:
+        if not on_gpu:
+            some, preset = engines.on_a_cpu(some), engines.TINY
+        return engines.engine_cases(some, preset, places, profiled=profiled)
 
-    def engines(
-        found: Sequence[EngineCase], preset: Preset, *, profiled: bool = False
-    ) -> Callable[[], list[Case]]:
-        some, sized = (found, preset) if on_gpu else (cases.on_a_cpu(found), cases.TINY)
-        return lambda: engine_cases(some, sized, places, profiled=profiled)
-
-    def speed() -> list[Case]:
-        """Return the engines, after the machine's ceilings."""
-        ceilings = machine_case(cases.SPEED_8B if on_gpu else cases.TINY, places)
-        return [ceilings, *engines(cases.SPEED, cases.SPEED_8B)()]
-
-    profile = engines(cases.PROFILE, cases.PROFILE_8B, profiled=True)
-    more, large = engines(cases.MORE, cases.SPEED_8B), engines(cases.LARGE, cases.SPEED_70B)
+    smoke = partial(smoke_cases, places, device="cuda" if on_gpu else "cpu")
+    kernels = partial(kernel_cases, places)
+    profile = partial(cases, engines.PROFILE, engines.PROFILE_8B, profiled=True)
+    large = partial(cases, engines.LARGE, engines.SPEED_70B)
     found = (
         (9, "engines in every mode", smoke),
-        (9, "8B + 1B", speed),
-        (6, "tests of kernels and rounds", partial(kernel_cases, places)),
+        (9, "8B + 1B", partial(cases, engines.SPEED, engines.SPEED_8B)),
+        (6, "tests of kernels and rounds", kernels),
         (4, "where a round goes", profile),
-        (9, "8B + 1B, other systems", more),
+        (9, "8B + 1B, other systems", partial(cases, engines.MORE, engines.SPEED_8B)),
         (9, "70B in FP8 + 1B", large),
     )
     return [Stage(name, *one) for name, one in zip(STAGES, found, strict=True)]
@@ -112,38 +104,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     if options.stages == [PACK]:
-        print(pack(options.wheels))
+        print(machine.pack(options.wheels))
         return 0
     if options.stages == [REPORT]:
-        from gpu.report import write_report  # imports matplotlib
+        from gpu.report import write_report
 
         folder = options.out.parent if options.out == RAW else options.out
         print(write_report(options.out, folder))
         return 0
-    places = Places(options.out, options.state)
-
-    def asked(on_gpu: bool) -> list[Stage]:
-        return [one for one in stages(places, on_gpu=on_gpu) if one.name in options.stages]
-
-    if not options.list:
-        status = measure(asked(not options.dry_run), options, places)
-        if options.dry_run:
-            print("\nWhat a GPU machine would start:")
-            show(asked(True))
-        return status
-    show(asked(not options.dry_run))
-    return 0
+    places, on_gpu = Places(options.out, options.state), not options.dry_run
+    status = 0 if options.list else measure(options, places)
+    if options.dry_run and not options.list:
+        print("\nWhat a GPU machine would start:")
+        on_gpu = True
+    if options.list or options.dry_run:
+        show([one for one in stages(places, on_gpu=on_gpu) if one.name in options.stages])
+    return status
 
 
-def measure(asked: Sequence[Stage], options: argparse.Namespace, places: Places) -> int:
+def measure(options: argparse.Namespace, places: Places) -> int:
     """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
     clock, began = Clock(options.minutes - options.spent / 60), time.monotonic()
     for sentence in machine.preflight(on_gpu=not options.dry_run):
         print(sentence)
     reads = [] if options.dry_run else [RAW]
-    call = machine.call([stage.name for stage in asked])
     runner = Runner(
-        Records([options.out, places.work], reads, call),
+        Records([options.out, places.work], reads, machine.call(options.stages)),
         clock,
         options.only,
         options.fresh,
@@ -151,8 +137,9 @@ def measure(asked: Sequence[Stage], options: argparse.Namespace, places: Places)
         patience=PATIENCE * (SLOWER_ON_A_CPU if options.dry_run else 1),
     )
     try:
-        for stage in asked:
-            runner.run(stage)
+        for stage in stages(places, on_gpu=not options.dry_run):
+            if stage.name in options.stages:
+                runner.run(stage)
     finally:
         keep_logs(places)
     told = f"left for another call: {', '.join(runner.left)}" if runner.left else "all done"
@@ -176,10 +163,10 @@ def show(asked: Sequence[Stage]) -> None:
 
 def keep_logs(places: Places) -> None:
     """Write the ends of all logs as one archive beside the results."""
-    paths = sorted(path for path in places.logs.glob("*") if path.is_file())
     places.out.mkdir(parents=True, exist_ok=True)
     with tarfile.open(places.out / LOGS, "w:gz") as archive:
-        for path in paths:
-            cut = places.work / "cut.log"
-            cut.write_bytes(path.read_bytes()[-LARGEST_LOG:])
-            archive.add(cut, path.name)
+        for path in sorted(filter(Path.is_file, places.logs.glob("*"))):
+            end = path.read_bytes()[-LARGEST_LOG:]
+            entry = tarfile.TarInfo(path.name)
+            entry.size = len(end)
+            archive.addfile(entry, io.BytesIO(end))

@@ -9,7 +9,7 @@ if [[ " $* " =~ \ (--dry-run|--help|-h|--list|pack|report)\  ]]; then
     exec "$python" bench/gpu "$@" # nothing runs on a GPU
 fi
 site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}
-"$python" bench/gpu/unpack.py --site "$site"
+"$python" bench/gpu/unpack.py "$site"
 # shellcheck disable=SC1091
 source "$site/env.sh"
 exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from speed.remote import EngineError
 from study import whole_lines
 
 RESULTS = "results.jsonl"
@@ -24,9 +22,10 @@ RESULTS = "results.jsonl"
 PATIENCE = 3.0
 LEAST_PATIENCE = 240.0
 
+Entry = dict[str, Any]
 
-@dataclass(frozen=True)
-class Places:
+
+class Places(NamedTuple):
     """Folders of a call: results in ``out``, and temporary files in ``work``."""
 
     out: Path
@@ -41,24 +40,18 @@ class Places:
         return self.work / "models"
 
 
-# --- Results
-
-Entry = dict[str, Any]
-
-
 class Records:
     """All stored results, and the files for new ones.
 
     Args:
         writes: folders that are brought to hold every result.
         reads: further folders with results of earlier calls.
-        call: provenance of this call: the machine, versions, the date.
+        call: provenance of this call, with its ``id``.
     """
 
     def __init__(
         self, writes: Sequence[Path], reads: Sequence[Path], call: Mapping[str, Any]
     ) -> None:
-        self._lock = threading.Lock()
         folders = dict.fromkeys((*reads, *writes))
         found = {json.dumps(one): one for path in folders for one in whole_lines(path / RESULTS)}
         self._found, self._paths = list(found.values()), [folder / RESULTS for folder in writes]
@@ -70,25 +63,24 @@ class Records:
 
     def add(self, stage: str, part: str, identity: Mapping[str, Any], content: Entry) -> None:
         """Write one result."""
-        entry = {"stage": stage, "part": part, "identity": _plain(identity), "call": self._call}
+        entry = {"stage": stage, "part": part, "identity": dict(identity), "call": self._call}
         self._append({**entry, **content})
 
     def _append(self, entry: Entry) -> None:
-        with self._lock:
-            text = json.dumps(entry)
-            self._found.append(json.loads(text))
-            for path in self._paths:
-                with path.open("a") as file:
-                    file.write(text + "\n")
+        text = json.dumps(entry, default=str)
+        self._found.append(json.loads(text))
+        for path in self._paths:
+            with path.open("a") as file:
+                file.write(text + "\n")
 
-    def has(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
-        """Return whether there is a result with the same identity."""
+    def lacks(
+        self, stage: str, part: str, identity: Mapping[str, Any], *, fresh: bool = False
+    ) -> bool:
+        """Return whether no result has this identity, or with ``fresh`` none of this call."""
         found = self.of(stage).get(part)
-        return found is not None and found["identity"] == _plain(identity)
-
-    def is_of_this_call(self, stage: str, part: str) -> bool:
-        """Return whether a part's last result is of this call."""
-        return self.of(stage)[part]["call"] == self._call
+        if found is None or found["identity"] != json.loads(json.dumps(identity, default=str)):
+            return True
+        return fresh and found["call"] != self._call
 
     def of(self, stage: str) -> dict[str, Entry]:
         """Return the last result of each part of a stage."""
@@ -107,13 +99,6 @@ def read_results(folder: Path) -> tuple[dict[str, dict[str, Entry]], dict[str, E
     return stages, {name: found for name, found in calls.items() if name in used}
 
 
-def _plain(identity: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(identity, default=str))
-
-
-# --- Time
-
-
 class TimeUpError(Exception):
     """A block has used up its seconds."""
 
@@ -127,6 +112,11 @@ class Clock:
     @property
     def left(self) -> float:
         return self._end - time.monotonic()
+
+    def require(self, seconds: float) -> None:
+        """Raise TimeUpError if less time is left."""
+        if self.left < seconds:
+            raise TimeUpError
 
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
@@ -150,6 +140,23 @@ class Clock:
 # --- Cases and stages
 
 
+class Case(NamedTuple):
+    """A unit that is started once, such as an engine; each of its parts has its own result.
+
+    Attributes:
+        parts: by name the identity of each result; an existing equal one is not measured again.
+        seconds: expected time of all parts.
+        run: measures the missing parts.
+        shown: the command that it starts, for display.
+    """
+
+    slug: str
+    parts: Mapping[str, Mapping[str, Any]]
+    seconds: float
+    run: Callable[[Sequence[str], Attempt], None]
+    shown: str = ""
+
+
 @dataclass
 class Attempt:
     """One start of a case."""
@@ -164,44 +171,21 @@ class Attempt:
     def add(self, part: str, content: Entry) -> None:
         """Record the result of a part, and print a line about it."""
         self.records.add(self.stage, part, self.case.parts[part], content)
-        self.say(f"{self.stage} {part}: {told(content)}")
-
-    def require(self, seconds: float) -> None:
-        """Raise TimeUpError if less time is left of the call."""
-        if self.clock.left < seconds:
-            raise TimeUpError
+        self.say(f"{self.stage} {part}: {in_a_line(content)}")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A unit that is started once, such as an engine; each of its parts has its own result.
-
-    Args:
-        parts: by name the identity of each result; an existing equal one is not measured again.
-        seconds: expected time of all parts.
-        shown: the command that it starts, for display.
-    """
-
-    slug: str
-    parts: Mapping[str, Mapping[str, Any]]
-    seconds: float
-    run: Callable[[Sequence[str], Attempt], None]
-    shown: str = ""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A list of cases, the most important first."""
+class Stage(NamedTuple):
+    """A list of cases, the most important first, and the most minutes of a call for them."""
 
     name: str
-    minutes: float  # at most, per call
+    minutes: float
     about: str
     cases: Callable[[], list[Case]]
 
 
 @dataclass
 class Runner:
-    """Runner that completes stages within the time of a call."""
+    """Completes stages within the time of a call."""
 
     records: Records
     clock: Clock
@@ -218,56 +202,49 @@ class Runner:
             if any(fnmatchcase(case.slug, pattern) for pattern in self.only):
                 self._complete(stage.name, case, clock)
 
-    def missing(self, stage: str, case: Case) -> list[str]:
-        """Return the parts without a result."""
-        return [part for part, identity in case.parts.items() if self._lacks(stage, part, identity)]
-
-    def _lacks(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
-        if not self.records.has(stage, part, identity):
-            return True
-        return self.fresh and not self.records.is_of_this_call(stage, part)
+    def _missing(self, stage: str, case: Case) -> list[str]:
+        lacks = self.records.lacks
+        return [
+            part for part, one in case.parts.items() if lacks(stage, part, one, fresh=self.fresh)
+        ]
 
     def _complete(self, stage: str, case: Case, clock: Clock) -> None:
         """Start a case until all parts have results: after a failed part the others are retried."""
-        while missing := self.missing(stage, case):
+        while missing := self._missing(stage, case):
             share = len(missing) / len(case.parts)
             if clock.left < case.seconds * (0.5 + 0.5 * share):
-                self._leave(stage, case, f"takes about {case.seconds:.0f} s")
-                return
-            if not self._attempt(stage, case, missing, clock):
-                return
+                return self._leave(stage, case, f"takes about {case.seconds:.0f} s")
+            attempt = Attempt(stage, case, self.records, clock, self.say)
+            reason = self._try(attempt, missing)
+            if reason is None:
+                return self._leave(stage, case, "time is up")
+            failed = self._missing(stage, case)
+            for part in failed[:1] if attempt.started else failed:
+                attempt.add(part, {"failed": reason})
+        return None
 
-    def _attempt(self, stage: str, case: Case, missing: Sequence[str], clock: Clock) -> bool:
-        """Start a case once; return False if the call's time is over."""
-        attempt = Attempt(stage, case, self.records, clock, self.say)
-        reason = "it ended without a result"
-        limit = max(LEAST_PATIENCE, self.patience * case.seconds)
-        began = clock.left
-        self.say(f"{stage} {case.slug}: {began:.0f} s left")
+    def _try(self, attempt: Attempt, missing: Sequence[str]) -> str | None:
+        """Start a case; return why parts have no result, or None if the call's time is over."""
+        case, clock = attempt.case, attempt.clock
+        limit, began = max(LEAST_PATIENCE, self.patience * case.seconds), clock.left
+        self.say(f"{attempt.stage} {case.slug}: {began:.0f} s left")
         try:
             with clock.at_most(limit):
                 case.run(missing, attempt)
         except TimeUpError:
-            if began - clock.left < limit - 0.1:  # the call's time, not the case's
-                self._leave(stage, case, "time is up")
-                return False
-            reason = f"it took more than {limit:.0f} s"
-        except EngineError as error:
-            reason = str(error)
+            is_hanging = began - clock.left >= limit - 0.1
+            return f"it took more than {limit:.0f} s" if is_hanging else None
         except Exception as error:  # later cases may still succeed
-            reason = f"{type(error).__name__}: {error}"
-        failed = self.missing(stage, case)
-        for part in failed[:1] if attempt.started else failed:
-            attempt.add(part, {"failed": reason})
-        return True
+            return f"{type(error).__name__}: {error}"
+        return "it ended without a result"
 
     def _leave(self, stage: str, case: Case, reason: str) -> None:
         self.left.append(f"{stage} {case.slug}")
         self.say(f"{stage} {case.slug}: left for another call: {reason}")
 
 
-def told(content: Mapping[str, Any]) -> str:
-    """Return a result in one line."""
+def in_a_line(content: Mapping[str, Any]) -> str:
+    """Return a result's numbers, its first fault, or its failure."""
     if "failed" in content:
         return f"FAILED: {content['failed']}"
     shown = {k: v for k, v in content.items() if isinstance(v, (int, float, str))}

@@ -7,29 +7,18 @@ The plugin runs from the tree: the folder links to it, and has its entry points.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PURE = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.*)")
-DATA = re.compile(r"[^/]+\.data/")
 TREE = Path(__file__).resolve().parents[2]
 PACKAGE = "sglang_smc"
 ENTRIES = re.compile(r'\[project\.entry-points\."([^"]+)"\]')
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Unpack SGLang, and link the plugin.")
-    parser.add_argument("--site", type=Path, required=True, help="where to")
-    parser.add_argument("--payload", type=Path, default=Path(".sg"))
-    options = parser.parse_args()
-    unpack(options.site, options.payload)
 
 
 def unpack(site: Path, payload: Path, tree: Path = TREE) -> None:
@@ -59,14 +48,15 @@ def link(tree: Path, site: Path) -> None:
     information.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: sglang-smc\nVersion: {version[1]}\n"
     (information / "METADATA").write_text(metadata)
-    (information / "entry_points.txt").write_text("\n".join(entry_points(tree)) + "\n")
+    points = entry_points((tree / "pyproject.toml").read_text())
+    (information / "entry_points.txt").write_text("\n".join(points) + "\n")
 
 
-def entry_points(tree: Path) -> list[str]:
-    """Return the lines of an ``entry_points.txt``, from the tables in pyproject.toml."""
+def entry_points(pyproject: str) -> list[str]:
+    """Return the lines of an ``entry_points.txt``; Python 3.10 has no tomllib."""
     lines: list[str] = []
     table = None
-    for line in (tree / "pyproject.toml").read_text().splitlines():  # Python 3.10 has no tomllib
+    for line in pyproject.splitlines():
         if line.startswith("["):
             table = ENTRIES.match(line)
             lines += [f"[{table[1]}]"] if table else []
@@ -75,34 +65,23 @@ def entry_points(tree: Path) -> list[str]:
     return lines
 
 
-def once(mark: Path, sources: Sequence[Path], work: object) -> None:
+def once(mark: Path, sources: Sequence[Path], work: Callable[[], object]) -> None:
     """Call ``work`` unless ``mark`` records that it ran with the same files."""
     state = hashlib.sha256()
-    for path in sources:
-        if path.is_file():
-            state.update(path.name.encode() + b"\0")
-            with path.open("rb") as file:
-                for piece in iter(lambda: file.read(1 << 22), b""):
-                    state.update(piece)
-    if mark.exists() and mark.read_text() == state.hexdigest():
-        return
-    assert callable(work)
-    work()
-    mark.write_text(state.hexdigest())
+    for path in filter(Path.is_file, sources):
+        state.update(path.name.encode() + b"\0" + path.read_bytes())
+    if not mark.exists() or mark.read_text() != state.hexdigest():
+        work()
+        mark.write_text(state.hexdigest())
 
 
 def install(wheel: Path, site: Path) -> None:
-    """Install a wheel without scripts, as pip does with --no-deps --target."""
+    """Install a wheel without scripts."""
+    remove_older(wheel.name.split("-")[0], site)
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if not name.endswith("/")]
-        remove_older(wheel.name.split("-")[0], site)
-        for name in names:
-            inside = PURE.match(name)
-            if DATA.match(name) and not inside:
-                continue
-            target = site / (inside[1] if inside else name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(archive.read(name))
+        archive.extractall(site)
+    for inside in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
+        shutil.copytree(inside, site, dirs_exist_ok=True)
     print(f"installed {wheel.name} in {site}", flush=True)
 
 
@@ -117,4 +96,4 @@ def remove_older(name: str, site: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    unpack(Path(sys.argv[1]), TREE / ".sg")

@@ -41,23 +41,21 @@ def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
 class Measured:
     """One repeat; ``beside`` is plain decoding of the same requests just before it."""
 
-    run: str  # the call that measured it
     repeat: int
     sample: Sample
     beside: Sample | None = None
 
 
+@dataclass(frozen=True)
 class CellLog:
     """The stored repeats of a cell, or the reason why it cannot run here."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    log: Log
 
     def measured(self) -> list[Measured]:
         """Return the repeats."""
         return [
             Measured(
-                entry["run"],
                 entry["repeat"],
                 Sample(**entry["sample"]),
                 entry["beside"] and Sample(**entry["beside"]),
@@ -99,16 +97,10 @@ class Turn:
 
 
 class Bench:
-    """One call: plain decoding runs beside each other engine, and the two take turns.
+    """One call: plain decoding runs beside each other engine, and the two take turns."""
 
-    Args:
-        run: the name of the call.
-    """
-
-    def __init__(
-        self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start, run: str
-    ) -> None:
-        self._preset, self._logs, self._start, self._run = preset, logs, start, run
+    def __init__(self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start) -> None:
+        self._preset, self._logs, self._start = preset, logs, start
 
     def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
         """Complete these repeats of cells; record the reason if a system fails."""
@@ -147,7 +139,7 @@ class Bench:
         self._bar.set_description_str(cell.name)
         for repeat in repeats:
             beside = None if plain is None else _beside(plain, cell, repeat)
-            self._logs[cell].add(Measured(self._run, repeat, turn.sample(cell, repeat), beside))
+            self._logs[cell].add(Measured(repeat, turn.sample(cell, repeat), beside))
             self._bar.update()
 
 

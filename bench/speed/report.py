@@ -9,7 +9,7 @@ from typing import Any
 from intervals import Estimate, Interval, estimate, log_ratio
 from results import interval_cell, number_cell, table
 from speed.bound import least_round
-from speed.grid import AR_STOCK, SMC, STANDALONE, Cell, simulated_acceptance
+from speed.grid import SMC, STANDALONE, Cell, simulated_acceptance
 from speed.measure import CellLog, Measured
 from speed.presets import Preset
 from speed.remote import Sample
@@ -24,8 +24,6 @@ class CellRow:
     slug: str
     system: str
     family: str
-    num_particles: int | None
-    num_steps: int | None
     batch: int
     prompt: int
     pair: str
@@ -35,17 +33,12 @@ class CellRow:
     decode_tokens_per_second: Interval | None = None
     seconds_to_first: Interval | None = None  # mean over a batch's requests
     ratio_to_ar: Interval | None = None  # of decode tokens per second
-    ratio_to_ar_end_to_end: Interval | None = None
     ratio_to_standalone: Interval | None = None  # likewise, the faster of chain and tree
     tokens_per_round: float | None = None
     simulated_tokens_per_round: float | None = None  # the acceptance that SGLang simulates
     round_seconds: Interval | None = None
     least_round_seconds: float | None = None
-    least_round_bytes: float | None = None
-    least_round_flops: float | None = None
-    bound: str | None = None  # memory or compute
     fraction_of_bound: float | None = None
-    retractions: int | None = None
 
 
 def make_rows(
@@ -53,7 +46,7 @@ def make_rows(
 ) -> list[CellRow]:
     """Return a row for each cell with samples or a refusal."""
     measured = {cell: log.measured() for cell, log in known.items()}
-    ratios = {cell: _to_ar(some, lambda s: s.decode_speed) for cell, some in measured.items()}
+    ratios = {cell: _to_ar(some) for cell, some in measured.items()}
     rows = []
     for cell, log in known.items():
         row = _identity(cell, preset)
@@ -61,8 +54,7 @@ def make_rows(
             rows.append(replace(row, refused=log.refused()))
         elif measured[cell]:
             numbers = _numbers([one.sample for one in measured[cell]])
-            end_to_end = _to_ar(measured[cell], lambda s: s.speed)
-            row = replace(row, **numbers, **_ratios(cell, ratios, end_to_end))
+            row = replace(row, **numbers, **_ratios(cell, ratios))
             rows.append(_with_bound(row, cell, preset, machine))
     return rows
 
@@ -73,8 +65,6 @@ def _identity(cell: Cell, preset: Preset) -> CellRow:
         slug=cell.slug,
         system=system.name,
         family=system.family,
-        num_particles=system.num_particles,
-        num_steps=system.num_steps,
         batch=cell.batch,
         prompt=cell.prompt,
         pair=preset.pair.name,
@@ -88,31 +78,26 @@ def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
         return estimate([value(sample) for sample in samples]).interval()
 
     passes = sum(sum(sample.passes) for sample in samples)
-    infos = [info for sample in samples for info in sample.infos]
     return {
         "tokens_per_second": over(lambda s: s.speed),
         "decode_tokens_per_second": over(lambda s: s.decode_speed),
         "seconds_to_first": over(lambda s: sum(s.first) / len(s.first)),
         "tokens_per_round": sum(s.decode_tokens for s in samples) / passes,
         "round_seconds": over(lambda s: s.decode_seconds / s.rounds),
-        "retractions": sum(info.get("num_retractions", 0) for info in infos),
     }
 
 
-def _to_ar(ours: Sequence[Measured], speed: Callable[[Sample], float]) -> Estimate | None:
-    """Return the log of a cell's speed over AR's, measured in turns."""
-    pairs = [(speed(one.sample), speed(one.beside)) for one in ours if one.beside]
+def _to_ar(ours: Sequence[Measured]) -> Estimate | None:
+    """Return the log of a cell's decoding speed over AR's, measured in turns."""
+    pairs = [(one.sample.decode_speed, one.beside.decode_speed) for one in ours if one.beside]
     return log_ratio(*zip(*pairs, strict=True), paired=True) if pairs else None
 
 
-def _ratios(
-    cell: Cell, ratios: Mapping[Cell, Estimate | None], end_to_end: Estimate | None
-) -> dict[str, Interval]:
+def _ratios(cell: Cell, ratios: Mapping[Cell, Estimate | None]) -> dict[str, Interval]:
     """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree."""
     ours = ratios[cell]
-    if ours is None or end_to_end is None:
+    if ours is None:
         return {}
-    found = {"ratio_to_ar": ours.ratio(), "ratio_to_ar_end_to_end": end_to_end.ratio()}
     rivals = [
         ratio
         for other, ratio in ratios.items()
@@ -120,6 +105,7 @@ def _ratios(
         and other.system.family in STANDALONE
         and (other.batch, other.prompt) == (cell.batch, cell.prompt)
     ]
+    found = {"ratio_to_ar": ours.ratio()}
     if rivals and cell.system.family in SMC:
         best = max(rivals, key=lambda ratio: ratio.mean)
         found["ratio_to_standalone"] = ours.minus(best).ratio()
@@ -129,16 +115,9 @@ def _ratios(
 def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None) -> CellRow:
     if machine is None or row.round_seconds is None:
         return row
-    least = least_round(cell, preset)
-    seconds = least.seconds(machine)
-    return replace(
-        row,
-        least_round_seconds=seconds,
-        least_round_bytes=least.bytes,
-        least_round_flops=least.flops,
-        bound=least.bound(machine),
-        fraction_of_bound=seconds / row.round_seconds.mean,
-    )
+    seconds = least_round(cell, preset).seconds(machine)
+    fraction = seconds / row.round_seconds.mean
+    return replace(row, least_round_seconds=seconds, fraction_of_bound=fraction)
 
 
 def _ms(seconds: float | None, form: str) -> str:
@@ -178,19 +157,3 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     refused = {row.system: row.refused for row in rows if row.refused}
     parts += [f"{system}: not run here: {reason}" for system, reason in refused.items()]
     return "\n\n".join(parts) + "\n"
-
-
-def conclusions(rows: Sequence[CellRow]) -> str:
-    """Return the fastest setting at each batch and prompt length, and the plugin's cost for AR."""
-    lines = []
-    for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
-        here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]
-        ours = [row for row in here if row.ratio_to_ar and row.family in SMC]
-        fastest = sorted(ours, key=lambda row: -(_mean(row.ratio_to_ar) or 0.0))[:1]
-        stock = [row for row in here if row.family == AR_STOCK and row.ratio_to_ar]
-        lines += [
-            f"batch {batch}, prompt {prompt}: {row.system} runs at "
-            f"{interval_cell(row.ratio_to_ar, '.2f')} times the speed of AR"
-            for row in (*fastest, *stock)
-        ]
-    return "\n".join(lines)

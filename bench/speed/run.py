@@ -12,7 +12,6 @@ it stopped, and several partial runs add up to one table.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,10 +22,9 @@ from results import Report
 from speed.bound import measure_machine, read_machine
 from speed.grid import Cell, System, cells, environment, launch, settings
 from speed.measure import TEMPERATURE, Bench, CellLog, Start
-from speed.plot import plot_rows
 from speed.presets import PRESETS, Pair, Preset, quick, write_models
 from speed.remote import Asker, running
-from speed.report import CellRow, conclusions, make_rows, markdown
+from speed.report import CellRow, make_rows, markdown
 from study import BenchError, Log, Study, code_fingerprint, positive
 
 from sglang_smc.tools.plan.shapes import from_config
@@ -43,8 +41,7 @@ class Speed(Study):
 
     name = "speed"
     about = "Tokens per second of AR, SGLang's speculative decoding and SMC, side by side."
-    look = "--dry-run"
-    report = Report("speed", CellRow, markdown, plot_rows)
+    report = Report("speed", CellRow, markdown)
 
     def __init__(self, options: argparse.Namespace, start: Start | None = None) -> None:
         super().__init__(options)
@@ -66,8 +63,7 @@ class Speed(Study):
         add("--quick", action="store_true", help="one setting of each mode, few tokens")
         for flag, metavar in (("--batch", "B"), ("--prompt", "TOKENS")):
             add(flag, nargs="+", type=positive, metavar=metavar, help="instead of the preset's")
-        for flag in ("--new-tokens", "--repeats"):
-            add(flag, type=positive, help="instead of the preset's")
+        add("--repeats", type=positive, help="instead of the preset's")
         for flag in ("--target", "--draft"):
             add(flag, type=Path, help="folder of real weights; both or none")
         return made
@@ -133,16 +129,15 @@ class Speed(Study):
         return "\n".join(lines)
 
     def measured(self) -> str:
-        todo, name = self.todo(), time.strftime("%Y%m%dT%H%M%S")
+        todo = self.todo()
         if todo:
             measure_machine(self.preset, self.folder / MACHINE)
-            Bench(self.preset, self.cell_logs, self._start, name).measure(todo)
+            Bench(self.preset, self.cell_logs, self._start).measure(todo)
         machine = read_machine(self.preset, self.folder / MACHINE)
         rows = make_rows(self.known(), self.preset, machine)
         if not rows:
             raise BenchError("Nothing was measured.")
-        text = self.report.write(self.folder, rows, self.settings(), self.note)
-        return f"{text}\n{conclusions(rows)}"
+        return self.report.write(self.folder, rows, self.settings(), self.note)
 
     @contextmanager
     def running(self, system: System) -> Iterator[Asker]:
@@ -194,8 +189,6 @@ class Speed(Study):
     def publish(self) -> None:
         if self.todo():
             raise BenchError("Not published: some of the selected cells are not complete.")
-        if not (self.folder / "speed.png").exists():
-            raise BenchError("Not published: none of the cells ran here.")
         self.report.publish(self.folder, MACHINE, to=self.preset.name)
 
 
@@ -214,5 +207,4 @@ def preset_of(options: argparse.Namespace) -> Preset:
         target, draft = map(from_config, folders)
         pair = Pair(f"{folders[0].name}+{folders[1].name}", target, draft, folders)
         preset = replace(preset, pair=pair, name=f"{preset.name}-real")
-    changes = {name: getattr(options, name) for name in ("new_tokens", "repeats")}
-    return replace(preset, **{name: value for name, value in changes.items() if value is not None})
+    return replace(preset, repeats=options.repeats or preset.repeats)

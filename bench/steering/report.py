@@ -1,4 +1,4 @@
-"""Choose answers from samples or particles; summarize them as rows, CSV and tables."""
+"""Choose answers from samples or particles; summarize them as rows, tables and a plot."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 
+import charts
+from charts import ends, legend_below, picture
 from intervals import Interval, wilson
+from matplotlib.axes import Axes
 from pair.task import held_out
-from results import interval_cell, markdown_table
+from results import interval_cell, markdown_table, table
 from steering.grid import ANSWER_PATTERN, MODELS, POTENTIALS, Cell
 
 ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
@@ -27,7 +31,6 @@ class Drawn:
 
     index: int  # of the problem
     sample: int  # of the problem, from 0 on
-    chosen: str  # the server's answer
     texts: list[str]
     weights: list[float]  # which sum to 1
     tokens: int  # of all texts
@@ -35,8 +38,6 @@ class Drawn:
     values: dict[str, float] = field(default_factory=dict)  # log phi, for plain samples
 
 
-#: Chooses an answer from the samples of one problem.
-Choice = Callable[[Sequence[Drawn]], int | None]
 _ANSWER = re.compile(ANSWER_PATTERN)
 
 
@@ -46,7 +47,16 @@ def number_of(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def voted(texts: Sequence[str], weights: Sequence[float]) -> int | None:
+#: Chooses an answer from weighted texts.
+Choice = Callable[[Sequence[str], Sequence[float], random.Random], int | None]
+
+
+def first(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of the first text."""
+    return number_of(texts[0])
+
+
+def voted(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
     """Return the number with the largest total weight (ties: the first); None without any."""
     total: dict[int, float] = {}
     for text, weight in zip(texts, weights, strict=True):
@@ -56,10 +66,9 @@ def voted(texts: Sequence[str], weights: Sequence[float]) -> int | None:
     return max(total, key=lambda number: total[number]) if total else None
 
 
-def best(texts: Sequence[str], values: Sequence[float]) -> int | None:
-    """Return the answer of the text with the highest value (ties: the first)."""
-    place = max(range(len(texts)), key=lambda index: values[index])
-    return number_of(texts[place])
+def best(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of the text with the largest weight (ties: the first)."""
+    return number_of(texts[max(range(len(texts)), key=lambda place: weights[place])])
 
 
 def drawn(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
@@ -107,43 +116,18 @@ def _place(row: Row) -> tuple[int, int, int, int]:
 
 def _plain(cell: Cell, every: Sequence[Drawn], counts: Sequence[int]) -> Iterator[Row]:
     """Yield the choices among the first N samples of each problem."""
-    yield _row(cell, "", ONE, 1, every, lambda some: number_of(some[0].chosen))
+    yield _row(cell, "", ONE, 1, every, first)
     for count in counts:
-        yield _row(
-            cell, "", MAJORITY, count, every, lambda some: voted(_texts(some), [1] * len(some))
-        )
+        yield _row(cell, "", MAJORITY, count, every, voted)
         for name in POTENTIALS:
-            yield _row(cell, name, BEST, count, every, _by_value(best, name, lambda value: value))
-            yield _row(cell, name, WEIGHTED, count, every, _by_value(voted, name, math.exp))
-
-
-def _majority(some: Sequence[Drawn]) -> int | None:
-    return voted(_texts(some), [1.0] * len(some))
-
-
-def _texts(some: Sequence[Drawn]) -> list[str]:
-    return [one.chosen for one in some]
-
-
-def _by_value(
-    choose: Callable[[Sequence[str], Sequence[float]], int | None],
-    name: str,
-    weight: Callable[[float], float],
-) -> Choice:
-    """Return a choice among samples by a potential's values."""
-    return lambda some: choose(_texts(some), [weight(one.values[name]) for one in some])
+            valued = [replace(one, weights=[math.exp(one.values[name])]) for one in every]
+            yield _row(cell, name, BEST, count, valued, best)
+            yield _row(cell, name, WEIGHTED, count, valued, voted)
 
 
 def _steered(cell: Cell, every: Sequence[Drawn]) -> Iterator[Row]:
     """Yield the choices among the particles of each problem."""
-    choices: dict[str, Choice] = {
-        SMC_SAMPLE: lambda some: drawn(
-            some[0].texts, some[0].weights, random.Random(some[0].index)
-        ),
-        SMC_ARGMAX: lambda some: best(some[0].texts, some[0].weights),
-        SMC_VOTE: lambda some: voted(some[0].texts, some[0].weights),
-    }
-    for method, choice in choices.items():
+    for method, choice in ((SMC_SAMPLE, drawn), (SMC_ARGMAX, best), (SMC_VOTE, voted)):
         yield _row(cell, cell.potential, method, cell.num_particles, every, choice)
 
 
@@ -151,7 +135,12 @@ def _row(
     cell: Cell, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
 ) -> Row:
     taken = [list(some)[:count] for _, some in groupby(every, key=lambda one: one.index)]
-    right = sum(choice(some) == held_out(some[0].index).number for some in taken)
+    right = 0
+    for some in taken:
+        index = some[0].index
+        texts = [text for one in some for text in one.texts]
+        weights = [weight for one in some for weight in one.weights]
+        right += choice(texts, weights, random.Random(index)) == held_out(index).number
     return Row(
         model=cell.model,
         potential=potential,
@@ -163,19 +152,17 @@ def _row(
     )
 
 
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.label,
+    "accuracy, %": lambda row: _percent(row),
+    "tokens a problem": lambda row: f"{row.tokens:.0f}",
+    "model passes a problem": lambda row: f"{row.passes:.1f}",
+}
+
+
 def markdown(rows: Sequence[Row], note: str) -> str:
     """Return a table for each model, and all rows."""
-    lines = [
-        [
-            row.label,
-            interval_cell(row.accuracy, ".1f", scale=100),
-            f"{row.tokens:.0f}",
-            f"{row.passes:.1f}",
-        ]
-        for row in rows
-    ]
-    headers = ("", "accuracy, %", "tokens a problem", "model passes a problem")
-    return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{markdown_table(headers, lines)}\n"
+    return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{table(COLUMNS, rows)}\n"
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
@@ -213,3 +200,50 @@ def summary(rows: Sequence[Row], model: str) -> str:
 
 def _percent(row: Row) -> str:
     return interval_cell(row.accuracy, ".1f", scale=100)
+
+
+# --- Plot
+
+#: Choices among samples have thin dashed lines, SMC thick ones.
+COLOURS: dict[str, str] = dict(zip(METHODS[1:], (*charts.COLOURS, charts.SKY), strict=True))
+NAMES = {"steps": "a rule for arithmetic", "judge": "the trained reward model"}
+
+
+def plot_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write the plot as a PNG to ``path``."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    size = (4.6 * len(POTENTIALS), 0.8 + 3.4 * len(models))
+    shape = {"rows": len(models), "columns": len(POTENTIALS), "sharex": True, "sharey": "row"}
+    with picture(path, size, **shape) as (figure, panels):
+        for line, model in zip(panels, models, strict=True):
+            for axes, name in zip(line, POTENTIALS, strict=True):
+                _panel(axes, [r for r in rows if r.model == model and r.potential in ("", name)])
+                axes.set_title(f"{TITLES[model]}\n{NAMES[name]}", fontsize=9)
+            line[0].set_ylabel("accuracy, %")
+        for axes in panels[-1]:
+            axes.set_xlabel("samples or particles N")
+        legend_below(figure, panels[0, 0], ncols=4)
+
+
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.method == ONE:
+            axes.axhline(100 * row.accuracy.mean, color="black", lw=1, ls=":", label=ONE)
+    for place, method in enumerate(COLOURS):
+        here = [row for row in rows if row.method == method]
+        # Lines are slightly beside their N, so that intervals do not overlap.
+        shift = 2 ** (0.25 * (place / len(COLOURS) - 0.5))
+        wide, style, marker = (2, "-", "o") if method.startswith("SMC") else (1, "--", "s")
+        axes.errorbar(
+            [shift * row.num_particles for row in here],
+            [100 * row.accuracy.mean for row in here],
+            ends([row.accuracy for row in here], 100),
+            color=COLOURS[method],
+            label=method,
+            **{"lw": wide, "ls": style, "marker": marker, "ms": 4, "elinewidth": 0.8},
+        )
+    counts = sorted({row.num_particles for row in rows} - {1})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25, lw=0.6)

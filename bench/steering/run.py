@@ -22,14 +22,10 @@ from typing import Any
 from answers import (
     COMMON,
     MAX_PROBLEMS,
-    Answers,
     AnswersStudy,
     Asker,
-    Remarks,
     Reply,
     Start,
-    Todo,
-    fingerprint,
     prompt_ids,
     request,
 )
@@ -47,8 +43,7 @@ from steering.grid import (
     cells,
 )
 from steering.judge import Judge
-from steering.plot import plot_rows
-from steering.report import MARKS, Drawn, Row, markdown, rows_of, shown, summaries
+from steering.report import MARKS, Drawn, Row, markdown, plot_rows, rows_of, shown, summaries
 from steering.steps import Steps
 from study import PAIR, REPOSITORY, BenchError, Log, bar, digest, positive, write_between
 
@@ -139,7 +134,7 @@ class Steering(AnswersStudy[Cell, Drawn]):
             "steps": digest([here / "steps.py"]),
             "judge": digest([here / "judge.py", *reward]),
         }
-        return {**fingerprint(), "potentials": potentials}
+        return {**super().fingerprint(), "potentials": potentials}
 
     def identity(self, cell: Cell) -> dict[str, Any]:
         """Return what a cell's answers depend on; plain samples are stock SGLang's."""
@@ -148,29 +143,29 @@ class Steering(AnswersStudy[Cell, Drawn]):
             del found[name]
         return found
 
-    def ask(self, cell: Cell, answers: Answers[Drawn], asker: Asker) -> Iterator[Drawn]:
+    def ask(self, cell: Cell, asker: Asker) -> Iterator[Drawn]:
         """Run the missing requests, one sample of each problem at a time, with its own seed."""
-        for sample, group in groupby(answers.missing(), key=lambda pair: pair[0]):
+        for sample, group in groupby(self.missing(cell), key=lambda pair: pair[0]):
             seed = MAX_PROBLEMS * sample
             requests = [request(i, i + seed, TEMPERATURE, cell.smc) for _, i in group]
             for reply in asker.ask(requests):
                 yield _steered(reply) if cell.smc else _plain(reply, sample)
 
-    def remarks_on(self, cell: Cell) -> Remarks[Drawn] | None:
-        """Return the potentials' values of plain samples, for choices among them."""
+    def remarks_on(self, cell: Cell) -> Log | None:
+        """Return the file of potentials' values of plain samples, for choices among them."""
         if cell.potential:
             return None
         identity = {**self.identity(cell), "potentials": self.code["potentials"]}
-        return Remarks(Log(self.path("values", cell), identity), ("index", "sample"), key_of)
+        return Log(self.path("values", cell), identity)
 
-    def evaluate(self, todo: Todo) -> None:
+    def evaluate(self, todo: Sequence[tuple[Cell, list[Drawn], Log]]) -> None:
         total = sum(len(some) for _, some, _ in todo)
         if not total:
             return
         potentials = self._opened()
         with bar(total=total, unit="sample", desc="values of samples") as progress:
-            for _, some, values in todo:
-                with values.log.writing() as write:
+            for _, some, log in todo:
+                with log.writing() as write:
                     for start in range(0, len(some), _AT_ONCE):
                         few = some[start : start + _AT_ONCE]
                         for one, found in zip(few, values_of(few, potentials), strict=True):
@@ -180,11 +175,12 @@ class Steering(AnswersStudy[Cell, Drawn]):
     def rows(self) -> list[Row]:
         found = {}
         for cell in self.complete():
-            answers = self.answers[cell].read()
+            found[cell] = self.read(cell)
             if cell in self.remarks:
-                values = self.remarks[cell].read()
-                answers = [replace(one, values=values[key_of(one)]["values"]) for one in answers]
-            found[cell] = answers
+                values = self.remarks_of(cell)
+                found[cell] = [
+                    replace(one, values=values[self.key_of(one)]["values"]) for one in found[cell]
+                ]
         return rows_of(found)
 
     def publish(self) -> None:
@@ -194,14 +190,9 @@ class Steering(AnswersStudy[Cell, Drawn]):
         write_between(PAGE, MARKS, summaries(shown(rows)))
 
 
-def key_of(one: Drawn) -> tuple[int, int]:
-    """Return the problem and the sample of an answer."""
-    return one.index, one.sample
-
-
 def _plain(reply: Reply, sample: int) -> Drawn:
     tokens = reply.meta_info["completion_tokens"]
-    return Drawn(reply.index, sample, reply.text, [reply.text], [1.0], tokens, passes=tokens)
+    return Drawn(reply.index, sample, [reply.text], [1.0], tokens, passes=tokens)
 
 
 def _steered(reply: Reply) -> Drawn:
@@ -212,7 +203,6 @@ def _steered(reply: Reply) -> Drawn:
     return Drawn(
         index=reply.index,
         sample=0,
-        chosen=reply.text,
         texts=[_decode(one["output_ids"]) for one in particles],
         weights=[one["weight"] for one in particles],
         tokens=sum(len(one["output_ids"]) for one in particles),
@@ -232,7 +222,7 @@ def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, f
 def _text(one: Drawn, name: str, potential: Potential) -> Text:
     """Return a sample as the text that a server passes to potentials."""
     args = potential.Args(**POTENTIALS[name])
-    ids = _tokenizer()(one.chosen)["input_ids"]
+    ids = _tokenizer()(one.texts[0])["input_ids"]
     return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
 
 

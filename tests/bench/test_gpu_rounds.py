@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from contract.upstream import release
 from contract.upstream.sglang import Tree
-from gpu import replays, rounds
+from gpu import rounds
 from gpu.engines import profile
 from gpu.plugin import speed_probe
 from gpu.plugin.speed_probe import KernelRecorder, Probe, kernels_of
@@ -84,7 +84,7 @@ def test_on_a_cpu_rounds_are_timed_alone(tmp_path: Path) -> None:
     cell = Cell(System(BLOCK, 8, 8), 2, 256)
     found = profile(TimedEngine(cell.system, tmp_path / "out"), cell, CPU, tmp_path / "out")
     row = rounds.make_row(cell, found["bursts"])
-    assert (row.rounds, row.round_seconds, row.forwards_seconds) == (4 * CPU.repeats, 1.1, None)
+    assert (row.rounds, row.seconds, row.forwards) == (4 * CPU.repeats, 1.1, None)
     assert row.parts == {rounds.BETWEEN: pytest.approx(0.2)}
     assert "1100.00 |  |  | 200.00" in rounds.markdown([row])
 
@@ -127,22 +127,22 @@ def recorded(num_rounds: int) -> dict[str, Any]:
 def test_every_kernel_of_ours_is_known() -> None:
     """Red where a file of kernels is written so that its names are not found."""
     # FlashAttention is made with CUTLASS.
-    assert replays.kind_of("void cutlass::device_kernel<flash::FwdSm90>") == replays.ATTENTION
-    files = set(replays.own_kernels().values())
+    assert rounds.kind_of("void cutlass::device_kernel<flash::FwdSm90>") == rounds.ATTENTION
+    files = set(rounds.own_kernels().values())
     assert {"attention/particle_attention", "sample", "lineage", "reweight"} <= files
-    assert {replays.kind_of(name) for name in replays.own_kernels()} == {
-        replays.OURS,
-        replays.ATTENTION,
-        replays.JOIN,
+    assert {rounds.kind_of(name) for name in rounds.own_kernels()} == {
+        rounds.OURS,
+        rounds.ATTENTION,
+        rounds.JOIN,
     }
 
 
 def test_sums_of_kernels() -> None:
-    found = replays.summed(recorded(3), 99)
+    found = rounds.summed(recorded(3), 99)
     assert found["rounds"] == 3 and found["replayed"]
     assert found["busy"] == pytest.approx([BUSY] * 3)
     assert found["forwards"] == pytest.approx([(2 * 16 + 77) * 1e-6] * 3)
-    assert found["sums"][0] == [replays.TARGET, replays.GEMM, GEMM_NAME, 2, pytest.approx(70e-6)]
+    assert found["sums"][0] == [rounds.TARGET, rounds.GEMM, GEMM_NAME, 2, pytest.approx(70e-6)]
     assert sum(line[-1] for line in found["sums"]) == pytest.approx(BUSY)
 
 
@@ -151,13 +151,13 @@ def test_kernels_that_are_launched_one_by_one_have_no_phase() -> None:
     kernels["events"] = kernels["events"][2:]  # without those around the rounds
     for place, event in enumerate(kernels["events"]):
         event[3] = place
-    found = replays.summed(kernels, 2)
+    found = rounds.summed(kernels, 2)
     assert not found["replayed"] and found["busy"] == pytest.approx([BUSY])
     assert found["forwards"] == pytest.approx([109e-6])
-    assert {replays.part_of(*line[:2]) for line in found["sums"]} == {
-        *replays.FORWARD,
-        replays.OURS,
-        replays.OTHER,
+    assert {rounds.part_of(*line[:2]) for line in found["sums"]} == {
+        *rounds.FORWARD,
+        rounds.OURS,
+        rounds.OTHER,
     }
 
 
@@ -171,7 +171,7 @@ def bursts_of(kernels: Any) -> list[dict[str, Any]]:
 
 
 def test_a_replayed_round_is_told_by_its_kernels() -> None:
-    row = rounds.make_row(CELL, bursts_of(replays.summed(recorded(3), 2)))
+    row = rounds.make_row(CELL, bursts_of(rounds.summed(recorded(3), 2)))
     micro = {name: round(1e6 * value, 3) for name, value in row.parts.items()}
     assert micro == {
         "draft GEMMs": 20,
@@ -187,7 +187,7 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
         rounds.BETWEEN: pytest.approx(1.25e6 * BUSY),
     }
     assert row.rounds == 3
-    assert row.round_seconds == pytest.approx(1.25 * BUSY)
+    assert row.seconds == pytest.approx(1.25 * BUSY)
     assert row.ratio_to_forwards is not None
     assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
     assert "draft GEMMs" in rounds.markdown([row])

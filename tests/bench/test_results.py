@@ -66,7 +66,7 @@ def test_the_published_table_of_fidelity_says_what_its_numbers_say() -> None:
 def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
     """Behind a note, which says how they were measured then."""
     report, folder = study.report, PUBLISHED / study.name
-    there = (folder / report.files[1]).read_text().partition("\n\n")[2]
+    there = (folder / f"{study.name}.md").read_text().partition("\n\n")[2]
     assert there == report.markdown(report.read(folder), "").removeprefix("\n\n")
     assert study.note(json.loads((folder / "provenance.json").read_text()))
 
