@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpu.rounds import summed
+from gpu.rounds import kernels_in, summed
 from gpu.runner import Attempt, Case, Places
 from speed import grid, presets
 from speed.grid import (
@@ -38,7 +37,7 @@ from speed.grid import (
 from speed.measure import TEMPERATURE, WARM_UP, work
 from speed.presets import PAIR_70B, PRESETS, Pair, Preset
 from speed.remote import Asker, Sample, running
-from study import BenchError, code_fingerprint, digest, whole_lines
+from study import code_fingerprint
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.plan.shapes import ModelShape
@@ -47,11 +46,15 @@ from sglang_smc.tools.plan.shapes import ModelShape
 STOP_SECONDS = 0.5
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 WARM_SECONDS = 3.0
-#: Plugin of SGLang with timers in the scheduler, and how long it may take to write them.
-PLUGIN = Path(__file__).resolve().parent / "plugin"
-TIMERS_SECONDS = 30.0
-#: Rounds per burst that are profiled on a GPU, kernel by kernel.
+#: What SGLang's profiler records on a GPU: the kernels of so many rounds.
 PROFILED_ROUNDS = 20
+PROFILE_OPTIONS = {
+    "num_steps": PROFILED_ROUNDS,
+    "profile_by_stage": True,
+    "activities": ["GPU"],
+    "with_stack": False,
+    "record_shapes": False,
+}
 
 # --- Engines, with batches and prompts, the most important first
 
@@ -183,7 +186,7 @@ def engine_cases(
         if case.system.num_particles is not None:
             shared["plugin"] = code_fingerprint()["plugin"]
         if profiled:
-            shared["probe"] = digest(PLUGIN.glob("*.py"))
+            shared["profile"] = PROFILE_OPTIONS
         parts = {cell.slug: {"cell": cell.slug, **shared} for cell in case.cells}
         seconds = case.start_seconds + case.sample_seconds * len(case.sizes)
         run = partial(measure, case, preset, places, profiled)
@@ -211,21 +214,22 @@ def measure(
     missing: Sequence[str],
     attempt: Attempt,
 ) -> None:
-    """Measure one engine's missing cells, with timers in its scheduler if profiled."""
+    """Measure one engine's missing cells, and their rounds' kernels if ``profiled``."""
     has_head = grid.drafted_by(case.system) == HEAD
     write_models(preset.pair, places.models, has_head=has_head)
     sized, launch = preset_of(case, preset), launch_of(case, preset, places.models)
     name = f"{preset.name}-{case.system.slug}" + ("-profiled" if profiled else "")
-    timers = places.logs / f"{name}-timers.jsonl"
-    if profiled:
-        timers.unlink(missing_ok=True)
-        launch = probed(launch, timers)
     with running(launch, places.logs / f"{name}.log", STOP_SECONDS) as engine:
         attempt.started = True
         for cell in (cell for cell in case.cells if cell.slug in missing):
             attempt.clock.require(case.sample_seconds + WARM_SECONDS)
-            take = partial(profile, timers=timers) if profiled else sampled
-            attempt.add(cell.slug, take(engine, cell, sized))
+            found = sampled(engine, cell, sized)
+            if profiled and preset.device != "cpu":
+                with tempfile.TemporaryDirectory() as folder:
+                    engine.exchange({"profile": {"output_dir": folder, **PROFILE_OPTIONS}})
+                    engine.ask(work(cell, "profile", sized))
+                    found["kernels"] = summed(kernels_in(Path(folder)), PROFILED_ROUNDS)
+            attempt.add(cell.slug, found)
 
 
 def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
@@ -258,46 +262,3 @@ def reduced(sample: Sample) -> Sample:
     """Return the sample with only the counters that the numbers use."""
     infos = [{key: info[key] for key in KEPT if key in info} for info in sample.infos]
     return replace(sample, infos=infos)
-
-
-# --- Timers inside the scheduler (plugin/speed_probe.py)
-
-
-def probed(launch: Launch, timers: Path) -> Launch:
-    """Return the same engine with timers that write to this file."""
-    path = os.pathsep.join([str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
-    extra = {
-        "PYTHONPATH": path,
-        "SPEED_PROBE_OUT": str(timers.resolve()),
-        "SPEED_PROBE_KERNELS": str(0 if launch.arguments["device"] == "cpu" else PROFILED_ROUNDS),
-    }
-    return replace(launch, environment={**launch.environment, **extra})
-
-
-def profile(engine: Asker, cell: Cell, preset: Preset, timers: Path) -> dict[str, Any]:
-    """Return the timers' output for all repeats, with sums in place of some 50,000 kernels."""
-    timed(engine, cell, WARM_UP, preset, timers)
-    bursts = [
-        burst for r in range(preset.repeats) for burst in timed(engine, cell, r, preset, timers)
-    ]
-    for burst in bursts:
-        recorded = sum(one["recorded"] for one in burst["rounds"])
-        burst["kernels"] = burst["kernels"] and summed(burst["kernels"], recorded)
-    return {"rounds": sum(len(burst["rounds"]) for burst in bursts), "bursts": bursts}
-
-
-def timed(
-    engine: Asker, cell: Cell, repeat: int | str, preset: Preset, timers: Path
-) -> list[dict[str, Any]]:
-    """Run a repeat, and return the scheduler's timings of it."""
-    before = len(whole_lines(timers))
-    engine.ask(work(cell, repeat, preset))
-    deadline = time.monotonic() + TIMERS_SECONDS
-    while len(lines := whole_lines(timers)) == before:
-        if time.monotonic() > deadline:
-            raise BenchError(
-                f"The timers of {cell.name} wrote nothing to {timers}: SGLang did not load "
-                "the plugin speed_probe, or its scheduler has changed. The engine's log says."
-            )
-        time.sleep(0.05)
-    return lines[before:]

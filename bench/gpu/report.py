@@ -257,27 +257,14 @@ def least_ms(cell: Cell, preset: Preset) -> float | None:
 
 def profiled(parts: Results) -> str:
     """Return the parts of a round, and its largest kernels."""
-    rows = [
-        rounds.make_row(cell, parts[cell.slug]["bursts"])
-        for case in PROFILE
-        for cell in case.cells
-        if "bursts" in parts.get(cell.slug, {})
-    ]
-    if not rows:
+    cells = [cell for case in PROFILE for cell in case.cells]
+    found = {c: parts[c.slug] for c in cells if "round_ms" in parts.get(c.slug, {})}
+    if not found:
         return "\n".join(failures(parts))
-    tables = [rounds.markdown(rows).rstrip()]
+    tables = [rounds.markdown(found).rstrip()]
     headers = ("kernel", "of", "does", "launches a round", "ms a round")
-    for part, one in parts.items():
-        lines = largest(one.get("bursts", []))
+    for cell, one in found.items():
+        lines = rounds.largest(one)
         if lines:
-            tables.append(f"**{part}**\n\n{markdown_table(headers, lines)}")
+            tables.append(f"**{cell.name}**\n\n{markdown_table(headers, lines)}")
     return "\n\n".join(["## Where a round goes", *tables, *failures(parts)])
-
-
-def largest(bursts: Sequence[Mapping[str, Any]], most: int = 25) -> list[list[str]]:
-    """Return the longest kernels of the first profiled burst."""
-    sums = next((burst["kernels"]["sums"] for burst in bursts if burst["kernels"]), [])
-    return [
-        [f"`{name[:70].replace('|', '/')}`", phase, kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
-        for phase, kind, name, launches, seconds in sums[:most]
-    ]

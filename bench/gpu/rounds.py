@@ -1,4 +1,4 @@
-"""Split the time of an SMC round into the kernels of its models, its own, and gaps.
+"""Attribute the kernels of an SMC round to its models and to the round itself.
 
 A round that is replayed from a CUDA graph is one launch, so timers cannot split it; torch's
 profiler still reports its kernels, in order. Drafts come first, one token after another, with our
@@ -8,23 +8,25 @@ own kernels between them, and the target's pass is the last one with attention.
 from __future__ import annotations
 
 import ast
+import gzip
+import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, groupby, pairwise
-from statistics import fmean, median
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from intervals import Interval, log_ratio
-from results import interval_cell, markdown_table, number_cell
+from results import markdown_table, number_cell
 from speed.grid import Cell
 from study import REPOSITORY, BenchError
 
 DRAFT, TARGET, ROUND = "draft", "target", "round"
 GEMM, LAYERS, ATTENTION, JOIN = "GEMMs", "norm, rope, KV, activation", "attention", "join"
 OURS, OTHER = "sampler kernels", "other kernels"
-BETWEEN = "between rounds"  # the scheduler
-GAPS = "gaps"  # time of a round during which no kernel runs
+GAPS = "gaps"  # time during which no kernel runs: launches, the scheduler
 #: Kinds of kernels in a model's forward, as opposed to the round around it.
 FORWARD = (GEMM, LAYERS, ATTENTION, JOIN)
 #: By name, the first match; FlashAttention is built with CUTLASS, too.
@@ -36,11 +38,11 @@ PATTERNS = (
 
 
 class Kernel(NamedTuple):
-    """One executed kernel; times in nanoseconds."""
+    """One executed kernel; times in microseconds."""
 
     name: str
-    start: int
-    duration: int
+    start: float
+    duration: float
     launch: int  # correlation id, shared by the kernels of a graph replay
 
 
@@ -70,11 +72,10 @@ def kind_of(name: str) -> str:
 
 
 def replays_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Return the launches that contain our kernels and attention: rounds, in order."""
+    """Return the launches that contain our kernels and attention: rounds."""
     ordered = sorted(kernels, key=lambda kernel: (kernel.launch, kernel.start))
     launches = [list(found) for _, found in groupby(ordered, key=lambda kernel: kernel.launch)]
-    rounds = [found for found in launches if {OURS, ATTENTION} <= {kind_of(k.name) for k in found}]
-    return sorted(rounds, key=lambda found: found[0].start)
+    return [found for found in launches if {OURS, ATTENTION} <= {kind_of(k.name) for k in found}]
 
 
 def phases(replay: Sequence[Kernel]) -> Iterator[tuple[str, Kernel]]:
@@ -95,103 +96,76 @@ def part_of(phase: str, kind: str) -> str:
     return f"{phase} {kind}".strip()
 
 
-def summed(recorded: Mapping[str, Any], rounds: int) -> dict[str, Any]:
-    """Return the sums over the recorded rounds, in seconds.
+def kernels_in(folder: Path) -> list[Kernel]:
+    """Return the kernels of decoding from the trace that SGLang's profiler wrote to a folder."""
+    traces = list(folder.glob("*DECODE*.json.gz"))
+    if len(traces) != 1:
+        raise BenchError(f"SGLang's profiler wrote {len(traces)} traces of decoding, not one.")
+    with gzip.open(traces[0]) as file:
+        events = json.load(file)["traceEvents"]
+    return [
+        Kernel(one["name"], one["ts"], one["dur"], one["args"]["correlation"])
+        for one in events
+        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
 
-    ``sums`` are lines of phase, kind, name, launches and seconds, both per round; ``forwards`` and
-    ``busy`` are each round's kernels of the models, and all of its kernels. Rounds that are no
-    replays are not told apart: they have their mean, and their kernels no phase.
+
+def summed(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
+    """Return the sums over the recorded rounds, in seconds a round.
+
+    ``sums`` are lines of phase, kind, name, launches and seconds. Kernels of rounds that are no
+    replays have no phase.
     """
-    kernels = [Kernel(recorded["names"][name], *rest) for name, *rest in recorded["events"]]
     replays = replays_of(kernels)
-    labelled = [list(phases(replay)) for replay in replays] or [[("", one) for one in kernels]]
     rounds = len(replays) or rounds
-    sums: dict[tuple[str, str, str], list[int]] = {}
-    forwards, busy = [], []
-    for found in labelled:
-        share = 1e9 * (1 if replays else rounds)
-        in_models = (phase != ROUND and kind_of(k.name) in FORWARD for phase, k in found)
-        durations = [kernel.duration for _, kernel in found]
-        forwards.append(sum(d for d, own in zip(durations, in_models, strict=True) if own) / share)
-        busy.append(sum(durations) / share)
-        for phase, kernel in found:
-            line = sums.setdefault((phase, kind_of(kernel.name), kernel.name), [0, 0])
-            line[0] += 1
-            line[1] += kernel.duration
-    lines = [[*key, count / rounds, total / 1e9 / rounds] for key, (count, total) in sums.items()]
-    return {
-        "rounds": rounds,
-        "replayed": bool(replays),
-        "sums": sorted(lines, key=lambda line: -line[-1]),
-        "forwards": forwards,
-        "busy": busy,
-    }
+    found = [one for replay in replays for one in phases(replay)] or [("", k) for k in kernels]
+    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for phase, kernel in found:
+        line = sums[phase, kind_of(kernel.name), kernel.name]
+        line[0] += 1 / rounds
+        line[1] += 1e-6 * kernel.duration / rounds
+    lines = [[*key, round(count, 6), seconds] for key, (count, seconds) in sums.items()]
+    lines.sort(key=lambda line: -line[-1])
+    return {"rounds": rounds, "replayed": bool(replays), "sums": lines}
 
-
-# --- Rounds of a cell
 
 NOTE = (
-    "In ms. Rounds are timed by CUDA events; parts are sums of their kernels by name, in other "
+    "In ms. Rounds are timed without a profiler; parts are sums of their kernels by name, in other "
     "rounds that torch's profiler saw. Forwards are the kernels of both models; the ratio is of a "
-    "whole round over these, with a 95 % interval. Gaps are what no kernel fills."
+    "whole round over these. Gaps are what no kernel fills: launches, and the scheduler."
 )
 
 
-class RoundRow(NamedTuple):
-    """A round of one cell, in seconds; medians over rounds, except the ratio and the parts."""
-
-    cell: Cell
-    rounds: int
-    seconds: float
-    forwards: float | None  # None without kernels, as on a CPU
-    ratio_to_forwards: Interval | None
-    parts: dict[str, float]
-
-
-def make_row(cell: Cell, bursts: Sequence[Mapping[str, Any]]) -> RoundRow:
-    """Return the row of a cell from the timers' output, without rounds of fewer requests."""
-    whole, between = [], []
-    for burst in bursts:
-        # A step begins just before its round, so the difference of their lengths is the
-        # scheduler's time from a round's end to the next one's start.
-        steps = [later - earlier for (earlier, _), (later, _) in pairwise(burst["steps"])]
-        for place, one in enumerate(burst["rounds"]):
-            if one["batch"] == cell.batch and not one["recorded"]:  # the profiler costs time
-                whole.append(one["round"])
-                between += [step - one["round"] for step in steps[place : place + 1]]
-    if not whole:
-        raise BenchError(f"All rounds of {cell.name} were profiled: its answers are too short.")
-    kernels = [burst["kernels"] for burst in bursts if burst["kernels"]]
-    forwards = list(chain.from_iterable(one["forwards"] for one in kernels))
-    parts: dict[str, float] = {}
-    total = sum(one["rounds"] for one in kernels)
-    for one in kernels:
-        for phase, kind, *_, seconds in one["sums"]:
-            part = part_of(phase, kind)
-            parts[part] = parts.get(part, 0.0) + seconds * one["rounds"] / total
-    if kernels:
-        busy = fmean(chain.from_iterable(one["busy"] for one in kernels))
-        parts[GAPS] = max(0.0, median(whole) - busy)
-    parts[BETWEEN] = median(between) if between else 0.0
-    ratio = log_ratio(whole, forwards, paired=False).ratio() if forwards else None
-    return RoundRow(
-        cell, len(whole), median(whole), median(forwards) if forwards else None, ratio, parts
-    )
+def parts_of(one: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ms of each part of a measured round; none without a GPU."""
+    found: dict[str, float] = defaultdict(float)
+    for phase, kind, *_, seconds in one.get("kernels", {}).get("sums", ()):
+        found[part_of(phase, kind)] += 1000 * seconds
+    if found:
+        found[GAPS] = max(0.0, one["round_ms"] - sum(found.values()))
+    return dict(found)
 
 
-def markdown(rows: Sequence[RoundRow]) -> str:
-    """Return a table with the milliseconds of each round and its parts, the largest first."""
-    names = list(dict.fromkeys(name for row in rows for name in row.parts))
-    names.sort(key=lambda name: -fmean(row.parts.get(name, 0.0) for row in rows))
+def markdown(rounds: Mapping[Cell, Mapping[str, Any]]) -> str:
+    """Return a table with the ms of each cell's round and its parts, the largest first."""
+    parts = {cell: parts_of(one) for cell, one in rounds.items()}
+    names = list(dict.fromkeys(name for some in parts.values() for name in some))
+    names.sort(key=lambda name: -fmean(some.get(name, 0.0) for some in parts.values()))
     headers = ["", "batch", "prompt", "ms / round", "forwards", "ratio", *names]
     lines = []
-    for row in rows:
-        cell = row.cell
-        line = [cell.system.name, str(cell.batch), str(cell.prompt), _ms(row.seconds)]
-        line += [_ms(row.forwards), interval_cell(row.ratio_to_forwards, ".2f")]
-        lines.append([*line, *(_ms(row.parts.get(name, 0.0)) for name in names)])
+    for cell, one in rounds.items():
+        sums = one.get("kernels", {}).get("sums", ())
+        forwards = sum(1000 * line[-1] for line in sums if line[0] != ROUND and line[1] in FORWARD)
+        ratio = one["round_ms"] / forwards if forwards else None
+        line = [cell.system.name, str(cell.batch), str(cell.prompt), f"{one['round_ms']:.2f}"]
+        line += [number_cell(forwards or None, ".2f"), number_cell(ratio, ".2f")]
+        lines.append([*line, *(f"{parts[cell].get(name, 0.0):.2f}" for name in names)])
     return f"{NOTE}\n\n{markdown_table(headers, lines)}\n"
 
 
-def _ms(seconds: float | None) -> str:
-    return number_cell(seconds and 1000 * seconds, ".2f")
+def largest(one: Mapping[str, Any], most: int = 25) -> list[list[str]]:
+    """Return lines of the longest kernels of a round."""
+    return [
+        [f"`{name[:70].replace('|', '/')}`", phase, kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
+        for phase, kind, name, launches, seconds in one.get("kernels", {}).get("sums", ())[:most]
+    ]

@@ -51,9 +51,11 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Return timings of requests, outputs of `generate`, or the server's state."""
+    """Return timings of requests, outputs of `generate`, or the server's state; or profile."""
     if "info" in question:
         return {"info": engine.get_server_info()["internal_states"]}
+    if "profile" in question:
+        return {"profile": engine.start_profile(**question["profile"])}
     if "generate" not in question:
         return measure(engine, question)
     try:
