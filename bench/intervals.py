@@ -84,54 +84,36 @@ def paired_difference(
 # --- Speeds, of a few repeats
 
 
-class Estimate(NamedTuple):
-    """A mean, its variance, its degrees of freedom, and the number of repeats."""
-
-    mean: float
-    variance: float
-    freedom: float
-    n: int
-
-    def minus(self, other: Estimate) -> Estimate:
-        """Return the difference of two independent estimates, with Welch's degrees of freedom."""
-        total = self.variance + other.variance
-        mean, n = self.mean - other.mean, min(self.n, other.n)
-        if not 0 < total < math.inf:
-            return Estimate(mean, total, min(self.freedom, other.freedom), n)
-        spread = sum(one.variance**2 / one.freedom for one in (self, other) if one.freedom)
-        return Estimate(mean, total, total**2 / spread, n)
-
-    def interval(self) -> Interval:
-        """Return the mean with its interval by Student's t distribution."""
-        half = self._half()
-        return Interval(self.mean, self.mean - half, self.mean + half, self.n)
-
-    def ratio(self) -> Interval:
-        """Return the exponential of the mean, with its interval."""
-        half = self._half()
-        low, high = math.exp(self.mean - half), math.exp(min(self.mean + half, 700.0))
-        return Interval(math.exp(self.mean), low, high, self.n)
-
-    def _half(self) -> float:
-        if not self.freedom or math.isinf(self.variance):
-            return math.inf
-        from scipy.stats import t as student  # slow to import
-
-        return float(student.ppf(0.975, self.freedom)) * math.sqrt(self.variance)
+def mean_of(values: Sequence[float]) -> Interval:
+    """Return the mean of one or more repeats with Student's interval; one has no bounds."""
+    return _student(*_moments(values))
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the estimate from one or more repeats; a single one has infinite variance."""
+def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval:
+    """Return exp of the mean of log ratios with Student's interval, over the others' if any.
+
+    Welch's degrees of freedom are those of a difference of two independent means.
+    """
+    mean, spread, freedom, n = _moments(logs)
+    if others:
+        theirs = _moments(others)
+        total, n = spread + theirs[1], min(n, theirs[3])
+        both = ((spread, freedom), theirs[1:3])
+        below = sum(one**2 / free for one, free in both if free)
+        freedom = total**2 / below if 0 < total < math.inf else min(freedom, theirs[2])
+        mean, spread = mean - theirs[0], total
+    middle, low, high, _ = _student(mean, spread, freedom, n)
+    return Interval(math.exp(middle), math.exp(low), math.exp(min(high, 700.0)), n)
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float, float, int]:
+    """Return the mean, its variance, infinite for a single value, its freedom and number."""
     n = len(values)
-    spread = variance(values) / n if n > 1 else math.inf
-    return Estimate(fmean(values), spread, n - 1, n)
+    return fmean(values), variance(values) / n if n > 1 else math.inf, n - 1, n
 
 
-def log_ratio(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> Estimate:
-    """Return the log of ours over theirs; ``paired`` if they were measured in turns."""
-    if paired:
-        pairs = zip(ours, theirs, strict=True)
-        return estimate([math.log(one / other) for one, other in pairs])
-    logs = ([math.log(value) for value in values] for values in (ours, theirs))
-    one, other = map(estimate, logs)
-    return one.minus(other)
+def _student(mean: float, spread: float, freedom: float, n: int) -> Interval:
+    from scipy.stats import t as student  # slow to import
+
+    half = student.ppf(0.975, freedom) * math.sqrt(spread) if spread < math.inf else math.inf
+    return Interval(mean, mean - float(half), mean + float(half), n)

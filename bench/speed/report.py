@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
-from intervals import Estimate, Interval, estimate, log_ratio
+from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
 from speed.bound import least_round
-from speed.grid import SMC, STANDALONE, Cell, simulated_acceptance
+from speed.grid import SMC, STANDALONE, Cell, System, simulated_acceptance
 from speed.measure import CellLog, Measured
 from speed.presets import Preset
 from speed.remote import Sample
@@ -46,7 +48,7 @@ def make_rows(
 ) -> list[CellRow]:
     """Return a row for each cell with samples or a refusal."""
     measured = {cell: log.measured() for cell, log in known.items()}
-    ratios = {cell: _to_ar(some) for cell, some in measured.items()}
+    logs = {cell: _to_ar(some) for cell, some in measured.items()}
     rows = []
     for cell, log in known.items():
         row = _identity(cell, preset)
@@ -54,7 +56,7 @@ def make_rows(
             rows.append(replace(row, refused=log.refused()))
         elif measured[cell]:
             numbers = _numbers([one.sample for one in measured[cell]])
-            row = replace(row, **numbers, **_ratios(cell, ratios))
+            row = replace(row, **numbers, **_ratios(cell, logs))
             rows.append(_with_bound(row, cell, preset, machine))
     return rows
 
@@ -75,7 +77,7 @@ def _identity(cell: Cell, preset: Preset) -> CellRow:
 
 def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
     def over(value: Callable[[Sample], float]) -> Interval:
-        return estimate([value(sample) for sample in samples]).interval()
+        return mean_of([value(sample) for sample in samples])
 
     passes = sum(sum(sample.passes) for sample in samples)
     return {
@@ -87,28 +89,21 @@ def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _to_ar(ours: Sequence[Measured]) -> Estimate | None:
-    """Return the log of a cell's decoding speed over AR's, measured in turns."""
+def _to_ar(ours: Sequence[Measured]) -> list[float]:
+    """Return the logs of a cell's decoding speed over AR's, measured in turns."""
     pairs = [(one.sample.decode_speed, one.beside.decode_speed) for one in ours if one.beside]
-    return log_ratio(*zip(*pairs, strict=True), paired=True) if pairs else None
+    return [math.log(speed / plain) for speed, plain in pairs]
 
 
-def _ratios(cell: Cell, ratios: Mapping[Cell, Estimate | None]) -> dict[str, Interval]:
+def _ratios(cell: Cell, logs: Mapping[Cell, list[float]]) -> dict[str, Interval]:
     """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree."""
-    ours = ratios[cell]
-    if ours is None:
+    if not logs[cell]:
         return {}
-    rivals = [
-        ratio
-        for other, ratio in ratios.items()
-        if ratio is not None
-        and other.system.family in STANDALONE
-        and (other.batch, other.prompt) == (cell.batch, cell.prompt)
-    ]
-    found = {"ratio_to_ar": ours.ratio()}
+    found = {"ratio_to_ar": speed_ratio(logs[cell])}
+    beside = (Cell(System(family), cell.batch, cell.prompt) for family in STANDALONE)
+    rivals = [logs[other] for other in beside if logs.get(other)]
     if rivals and cell.system.family in SMC:
-        best = max(rivals, key=lambda ratio: ratio.mean)
-        found["ratio_to_standalone"] = ours.minus(best).ratio()
+        found["ratio_to_standalone"] = speed_ratio(logs[cell], max(rivals, key=fmean))
     return found
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from results import provenance
 from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, positive, write_between
 from support.families import FAMILIES, VOCAB, Family
-from support.pairs import pairs_page
 from support.trial import Trial, try_family, try_plain
 
 RESULTS = PUBLISHED / "support" / "support.json"
@@ -67,7 +66,6 @@ def run(options: argparse.Namespace) -> None:
             write(path, found)
     if options.publish:
         write(RESULTS, found, provenance=provenance({"vocabulary": VOCAB}))
-        RESULTS.with_name("pairs.md").write_text(pairs_page())
         write_between(PAGE, MARKS, tables(found))
     return None
 

@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 from steering.report import shown, summaries
 from steering.run import Steering
 from study import PUBLISHED, REPOSITORY
-from support import pairs, run, trial
+from support import run, trial
 from support.families import FAMILIES
 from support.trial import Trial
 
@@ -77,7 +77,6 @@ def test_pages_say_what_was_published() -> None:
     steered = Steering.report.read(PUBLISHED / "steering")
     assert summaries(shown(steered)) in pages["potentials"]
     assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
-    assert (PUBLISHED / "support" / "pairs.md").read_text() == pairs.pairs_page()
     rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
     assert trees.markdown(rows) + "\n" == (PUBLISHED / "trees" / "trees.md").read_text()
     made = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
@@ -116,10 +115,3 @@ def test_only_a_row_that_was_tried_is_shown(tmp_path: Path) -> None:
     assert list(found) == names[::-1], "in the families' order"
     assert f"| {FAMILIES[0].name}; {FAMILIES[1].name} | yes | yes |" in run.tables(found)
     assert FAMILIES[2].name not in run.tables(found)
-
-
-def test_requests_that_fit_a_gpu() -> None:
-    """16.1 and 2.5 GB of weights, 160 KiB a token, 1,536 tokens and 81 slots a request."""
-    room = 0.88 * 80e9 - 1.5e9 - 18.6e9
-    assert pairs.fit(*pairs.PAIRS[0][:2], 80e9, 81) == int(room / (160 * 1024) / (1536 + 81))
-    assert pairs.fit(*pairs.PAIRS[0][:2], 20e9, 81) is None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from intervals import Interval, estimate, log_ratio
+from intervals import Interval, mean_of, speed_ratio
+from scipy.stats import ttest_ind
 from speed import run as speed
 from speed.bound import least_round, shapes
 from speed.grid import (
@@ -194,24 +195,20 @@ ANY_CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
 def test_intervals_by_hand() -> None:
     # Of 1, 2, 3: variance 1, so the mean's is 1/3; Student's 97.5 % point is 4.3027 at two.
     half = 4.302653 / math.sqrt(3)
-    assert estimate([1.0, 2.0, 3.0]).interval() == pytest.approx((2, 2 - half, 2 + half, 3))
-    # Welch: variances of the means 1/3 and 4, with 2 and 1 degrees of freedom.
-    total = 1 / 3 + 4
-    freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
-    found = estimate([1.0, 2.0, 3.0]).minus(estimate([1.0, 5.0]))
-    assert found[:3] == pytest.approx((-1, total, freedom))
+    assert mean_of([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - half, 2 + half, 3))
+    assert speed_ratio([1.0, 2.0, 3.0]).high == pytest.approx(math.exp(2 + half))
     # One repeat says nothing of its spread.
-    assert estimate([2.0]).interval() == (2.0, -math.inf, math.inf, 1)
-    ratio = log_ratio([2.0], [1.0], paired=True).ratio()
-    assert (ratio.mean, ratio.low) == (2.0, 0.0) and ratio.high > 1e300
-    assert log_ratio([2.0], [1.0, 1.1], paired=False).ratio().low == 0.0
+    assert mean_of([2.0]) == (2.0, -math.inf, math.inf, 1)
+    alone = speed_ratio([math.log(2)])
+    assert (alone.mean, alone.low) == (pytest.approx(2), 0.0) and alone.high > 1e300
+    assert speed_ratio([1.0], [1.0, 1.1]).low == 0.0
 
 
-def test_measuring_in_turns_takes_out_what_both_have() -> None:
-    ours, theirs = [20.0, 40.0, 10.0], [10.0, 20.0, 5.0]
-    assert log_ratio(ours, theirs, paired=True).ratio() == pytest.approx((2, 2, 2, 3))
-    unpaired = log_ratio(ours, theirs, paired=False).ratio()
-    assert unpaired.mean == pytest.approx(2) and unpaired.low < 1 < unpaired.high
+def test_a_ratio_of_independent_measurements_is_welchs() -> None:
+    ours, theirs = [1.0, 2.0, 3.0], [1.0, 5.0]
+    told = ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+    found = speed_ratio(ours, theirs)
+    assert found == pytest.approx((math.exp(-1), math.exp(told.low), math.exp(told.high), 2))
 
 
 def log_of(cell: Cell, folder: Path) -> CellLog:
