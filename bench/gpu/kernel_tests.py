@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu.runner import Attempt, Case, Places
 from speed.remote import end_group
+from speed.runner import Attempt, Case, Places
 from study import REPOSITORY, code_fingerprint, digest
 
 FOLDER = "tests/kernels"

@@ -6,11 +6,11 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from results import installed, provenance
+from speed.runner import call_id
 from study import REPOSITORY, BenchError
 
 #: Required packages by stage.
@@ -69,8 +69,7 @@ def call(stages: list[str]) -> dict[str, Any]:
     found["versions"] |= {name: installed(name) for name in VERSIONS}
     line = driver_says(QUERY)
     gpu = line and dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=True))
-    now = datetime.now(timezone.utc)
-    return {**found, "id": now.strftime("%Y%m%dT%H%M%SZ"), "gpu": gpu}
+    return {**found, "id": call_id(), "gpu": gpu}
 
 
 def driver_says(query: str) -> str | None:

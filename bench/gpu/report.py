@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu import rounds
-from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, EngineCase, K, system_of
-from gpu.runner import RESULTS, read_results
+from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, K, system_of
 from gpu.smoke import DEFAULT
-from results import markdown_table, number_cell, table
-from speed.bound import least_round, shapes
+from results import markdown_table, number_cell
+from speed.bound import shapes
 from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell
+from speed.measure import EngineCase
 from speed.presets import Preset
+from speed.report import Results, make_rows, markdown, short
+from speed.runner import RESULTS, read_results
 from study import BenchError
 
 from sglang_smc.tools.plan.devices import named
-from sglang_smc.tools.plan.roofline import ar_step
 
-Results = Mapping[str, Mapping[str, Any]]
 DEVICE = "h200"
 GIB = 1 << 30
 SPEED_OF = "decode_tokens_per_second"
@@ -88,17 +88,13 @@ def faults(
         [part, *("failed" if "failed" in one else number_cell(n, "d") for n in numbers(one))]
         for part, one in parts.items()
     ]
-    wrong = [f"- {part}: {_line(w)}" for part, one in parts.items() for w in one.get("wrong", ())]
+    wrong = [f"- {part}: {short(w)}" for part, one in parts.items() for w in one.get("wrong", ())]
     counts = markdown_table(headers, lines)
     return "\n\n".join([f"## {title}", counts, "\n".join(wrong + failures(parts))]).rstrip()
 
 
 def failures(parts: Results) -> list[str]:
-    return [f"- {part}: {_line(one['failed'])}" for part, one in parts.items() if "failed" in one]
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return [f"- {part}: {short(one['failed'])}" for part, one in parts.items() if "failed" in one]
 
 
 # --- Estimates, made before the first run from the sizes of the models, the memory's bandwidth and
@@ -187,69 +183,26 @@ def expected(small: Results, large: Results) -> str:
 
 def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Preset) -> str:
     """Return a row for each cell, with its ratio to plain decoding and its roofline."""
-    every = [cell for case in cases for cell in case.cells]
-    cells = [cell for cell in every if "round_ms" in parts.get(cell.slug, {})]
-    if not cells and not failures(parts):
+    device = named(DEVICE, shapes(preset)[0].weight_bytes)
+    rows = make_rows([cell for case in cases for cell in case.cells], parts, preset, device)
+    if not rows:
         return ""
     note = (
-        f"Dummy weights, {preset.new_tokens} new tokens a request, medians of {preset.repeats}; "
-        "tokens / s are decoded ones of all requests together. What STANDALONE accepts is "
-        "simulated as published for Llama 8B + 1B; SMC keeps whole blocks (evidence threshold 0); "
-        "exact, auto and EAGLE-3 accept what such weights make them accept: compare ms / round. "
+        f"Dummy weights, {preset.new_tokens} new tokens a request, means of {preset.repeats}. What "
+        "STANDALONE accepts is simulated as published for Llama 8B + 1B; SMC keeps whole blocks "
+        "(evidence threshold 0); exact, auto and EAGLE-3 accept what such weights make them "
+        "accept: compare ms / round. "
         "The bound is of an H200 by its data sheet (sglang_smc.tools.plan)."
     )
     if preset.pair.quantization:
         note += " In eight bits nearly all of these weights are zeros, which compute faster."
-    columns = speed_columns(parts, preset)
-    found = [f"## Speed: {title}", note, table(columns, cells), "\n".join(failures(parts))]
-    return "\n\n".join(found).rstrip()
-
-
-def speed_columns(parts: Results, preset: Preset) -> dict[str, Callable[[Cell], str]]:
-    """Return the table's columns of a cell."""
-
-    def number(cell: Cell, key: str, form: str) -> str:
-        return number_cell(parts[cell.slug].get(key), form)
-
-    def per_round(cell: Cell) -> str:
-        told = "" if parts[cell.slug]["simulated"] is None else " (simulated)"
-        return number(cell, "tokens_per_round", ".2f") + told
-
-    def of_bound(cell: Cell) -> str:
-        least = least_ms(cell, preset)
-        return number_cell(least and least / parts[cell.slug]["round_ms"], ".0%")
-
-    return {
-        "": lambda cell: cell.system.name,
-        "batch": lambda cell: str(cell.batch),
-        "prompt": lambda cell: str(cell.prompt),
-        "tokens / s": lambda cell: number(cell, SPEED_OF, ".0f"),
-        "times AR": lambda cell: number_cell(times_ar(cell, parts), ".2f"),
-        "ms / round": lambda cell: number(cell, "round_ms", ".2f"),
-        "first token, ms": lambda cell: number(cell, "first_ms", ".0f"),
-        "tokens / round": per_round,
-        "at least, ms": lambda cell: number_cell(least_ms(cell, preset), ".2f"),
-        "of the bound": of_bound,
-        "replayed": lambda cell: number(cell, "replayed_share", ".0%"),
-    }
+    return f"## Speed: {title}\n\n{markdown(rows, note)}".rstrip()
 
 
 def times_ar(cell: Cell, parts: Results) -> float | None:
     """Return the ratio to AR at the same batch and prompt."""
     ours, plain = (parts.get(one.slug, {}).get(SPEED_OF) for one in (cell, cell.reference))
     return None if plain is None or ours is None else ours / plain
-
-
-def least_ms(cell: Cell, preset: Preset) -> float | None:
-    """Return the roofline of a round in ms; None for unknown shapes."""
-    target, draft = shapes(preset)
-    family = cell.system.family
-    if family in (EAGLE, EXACT_HEAD):
-        return None
-    if family == AR_DRAFT:
-        found = ar_step(draft, cell.batch, cell.prompt + preset.new_tokens / 2)
-        return 1000 * found.seconds(named(DEVICE))
-    return 1000 * least_round(cell, preset).seconds(named(DEVICE, target.weight_bytes))
 
 
 # --- Where a round goes

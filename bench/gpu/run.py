@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 
 from gpu import engines, machine
-from gpu.engines import EngineCase
 from gpu.kernel_tests import kernel_cases
-from gpu.runner import PATIENCE, Case, Clock, Places, Records, Runner, Stage
 from gpu.smoke import smoke_cases
+from speed.measure import EngineCase, More, engine_cases
 from speed.presets import Preset
+from speed.runner import PATIENCE, Case, Clock, Places, Records, Runner, Stage
 from study import GOES_ON, PUBLISHED, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
@@ -42,14 +42,14 @@ LARGEST_LOG = 200_000  # bytes of each log's end
 def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
     """Return the stages, the most useful first."""
 
-    def cases(some: Sequence[EngineCase], preset: Preset, *, profiled: bool = False) -> list[Case]:
+    def cases(some: Sequence[EngineCase], preset: Preset, more: More | None = None) -> list[Case]:
         if not on_gpu:
             some, preset = engines.on_a_cpu(some), engines.TINY
-        return engines.engine_cases(some, preset, places, profiled=profiled)
+        return engine_cases(some, preset, places, more=more)
 
     smoke = partial(smoke_cases, places, device="cuda" if on_gpu else "cpu")
     kernels = partial(kernel_cases, places)
-    profile = partial(cases, engines.PROFILE, engines.PROFILE_8B, profiled=True)
+    profile = partial(cases, engines.PROFILE, engines.PROFILE_8B, engines.profile)
     large = partial(cases, engines.LARGE, engines.SPEED_70B)
     found = (
         (9, "engines in every mode", smoke),

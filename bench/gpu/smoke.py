@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
-from gpu.engines import SPEED_8B, STOP_SECONDS, shown, without_models, write_models
+from gpu.engines import SPEED_8B
 from gpu.machine import driver_says
-from gpu.runner import Attempt, Case, Entry, Places
 from pair.task import check, held_out, messages
 from speed.grid import CHAIN, SPECULATION, Launch
+from speed.measure import STOP_SECONDS, shown, without_models
+from speed.presets import write_models
 from speed.remote import EngineError, RemoteEngine, Work, running
+from speed.runner import Attempt, Case, Entry, Places
 from study import PAIR, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS

@@ -7,7 +7,18 @@ import multiprocessing
 from dataclasses import replace as replace_shape
 from pathlib import Path
 
-from speed.grid import AR, AR_STOCK, CHAIN, NGRAM, SPECULATION, TREE, Cell
+from speed.grid import (
+    AR,
+    AR_DRAFT,
+    AR_STOCK,
+    CHAIN,
+    EAGLE,
+    EXACT_HEAD,
+    NGRAM,
+    SPECULATION,
+    TREE,
+    Cell,
+)
 from speed.presets import Preset
 
 from sglang_smc.tools.plan import devices
@@ -29,16 +40,18 @@ def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
     return found[0], found[1]
 
 
-def least_round(cell: Cell, preset: Preset) -> Round:
-    """Return the passes of a round halfway through the answers.
+def least_round(cell: Cell, preset: Preset) -> Round | None:
+    """Return the passes of a round halfway through the answers; None with a head, of no shape here.
 
     The particles' own KV is not counted, only the shared KV: a lower bound for any weights.
     """
     target, draft = shapes(preset)
     context = cell.prompt + preset.new_tokens / 2
     family = cell.system.family
-    if family in (AR, AR_STOCK):
-        return ar_step(target, cell.batch, context)
+    if family in (EAGLE, EXACT_HEAD):
+        return None
+    if family in (AR, AR_STOCK, AR_DRAFT):
+        return ar_step(draft if family == AR_DRAFT else target, cell.batch, context)
     if family == CHAIN:
         steps = SPECULATION[CHAIN]["speculative_num_steps"]
         return smc_round(target, Draft(MODEL, draft), cell.batch, 1, steps, context)

@@ -1,25 +1,30 @@
-"""Measure the engines, with plain decoding beside or around each, and store every sample."""
+"""Measure engines, one at a time or in turns with plain decoding; keep every sample."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Any
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import version
+from statistics import median
+from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
-from speed.grid import PLAIN, Cell, System
-from speed.presets import Preset
-from speed.remote import Asker, EngineError, Sample, Work
-from study import BenchError, Log, bar
+from speed import grid
+from speed.grid import DRAFT, HEAD, PLAIN, TARGET, Cell, Launch, System
+from speed.presets import Preset, write_models
+from speed.remote import Asker, EngineError, RemoteEngine, Sample, Work, running
+from speed.runner import Attempt, CallError, Case, Places
+from study import code_fingerprint
 
 TEMPERATURE = 0.7
 WARM_UP, WARM_UP_TOKENS = "warm-up", 16
-
-#: Starts the engine of a system.
-Start = Callable[[System], AbstractContextManager[Asker]]
+WARM_SECONDS = 3.0
+#: Grace period of a finished engine, which is then killed.
+STOP_SECONDS = 0.5
+KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 
 
 def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
@@ -37,114 +42,162 @@ def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
     return Work(prompts, params)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One repeat; ``beside`` is plain decoding of the same requests just before it."""
+class EngineCase(NamedTuple):
+    """An engine, its cells as (batch, prompt tokens), and about how long it takes."""
 
-    repeat: int
-    sample: Sample
-    beside: Sample | None = None
+    system: System
+    sizes: Sequence[tuple[int, int]]
+    start_seconds: float
+    sample_seconds: float  # per cell: warm-up and repeats
+    engine: Mapping[str, Any] = {}
 
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(self.system, batch, prompt) for batch, prompt in self.sizes]
 
-@dataclass(frozen=True)
-class CellLog:
-    """The stored repeats of a cell, or the reason why it cannot run here."""
-
-    log: Log
-
-    def measured(self) -> list[Measured]:
-        """Return the repeats."""
-        return [
-            Measured(
-                entry["repeat"],
-                Sample(**entry["sample"]),
-                entry["beside"] and Sample(**entry["beside"]),
-            )
-            for entry in self.log.read()
-            if "refused" not in entry
-        ]
-
-    def refused(self) -> str | None:
-        """Return the engine's error if the cell cannot run here, else None."""
-        reasons = [entry["refused"] for entry in self.log.read() if "refused" in entry]
-        return reasons[-1] if reasons else None
-
-    def missing(self, repeats: int) -> list[int]:
-        """Return the missing repeats; none if the cell cannot run."""
-        if self.refused():
-            return []
-        return sorted(set(range(repeats)) - {one.repeat for one in self.measured()})
-
-    def add(self, entry: Measured | str) -> None:
-        """Write one repeat, or the reason why the cell cannot run here."""
-        with self.log.writing() as append:
-            append({"refused": entry} if isinstance(entry, str) else asdict(entry))
+    @property
+    def seconds(self) -> float:
+        return self.start_seconds + self.sample_seconds * len(self.sizes)
 
 
-class Turn:
-    """One engine's samples, with a warm-up for each cell."""
-
-    def __init__(self, asker: Asker, preset: Preset) -> None:
-        self._asker, self._preset = asker, preset
-        self._warm: set[Cell] = set()
-
-    def sample(self, cell: Cell, repeat: int) -> Sample:
-        """Measure one repeat of a cell, behind a few unmeasured tokens if it has not run yet."""
-        if cell not in self._warm:
-            self._asker.ask(work(cell, WARM_UP, self._preset))
-            self._warm.add(cell)
-        return self._asker.ask(work(cell, repeat, self._preset))
+#: Measures more of a cell once it is sampled.
+More = Callable[[RemoteEngine, Cell, Preset], dict[str, Any]]
 
 
-class Bench:
-    """One call: plain decoding runs beside each other engine, and the two take turns."""
+def engine_cases(
+    cases: Sequence[EngineCase],
+    preset: Preset,
+    places: Places,
+    *,
+    paired: bool = False,
+    more: More | None = None,
+) -> list[Case]:
+    """Return a case for each engine; its parts are the engine's cells.
 
-    def __init__(self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start) -> None:
-        self._preset, self._logs, self._start = preset, logs, start
-
-    def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
-        """Complete these repeats of cells; record the reason if a system fails."""
-        total = sum(map(len, todo.values()))
-        with bar(total=total, unit="sample") as self._bar, self._start(PLAIN) as asker:
-            plain = Turn(asker, self._preset)
-            for system, group in groupby(todo, key=lambda cell: cell.system):
-                cells = {cell: todo[cell] for cell in group}
-                if system == PLAIN:
-                    for cell in cells:
-                        self._repeats(cell, cells[cell], plain, None)
-                else:
-                    self._system(system, cells, plain)
-
-    def _system(self, system: System, todo: dict[Cell, Sequence[int]], plain: Turn) -> None:
-        """Measure all cells of one engine; restart it after a failed cell."""
-        left = list(todo)
-        while left:
-            started = False
-            self._bar.set_description_str(f"starting {system.name}")
-            try:
-                with self._start(system) as asker:
-                    started, turn = True, Turn(asker, self._preset)
-                    while left:
-                        self._repeats(left[0], todo[left[0]], turn, plain)
-                        left.pop(0)
-            except EngineError as error:
-                failed = left[:1] if started else left
-                for cell in failed:
-                    self._bar.write(f"{cell.name}: not run here: {error}")
-                    self._bar.update(len(self._logs[cell].missing(self._preset.repeats)))
-                    self._logs[cell].add(str(error))
-                left = left[len(failed) :]
-
-    def _repeats(self, cell: Cell, repeats: Sequence[int], turn: Turn, plain: Turn | None) -> None:
-        self._bar.set_description_str(cell.name)
-        for repeat in repeats:
-            beside = None if plain is None else _beside(plain, cell, repeat)
-            self._logs[cell].add(Measured(repeat, turn.sample(cell, repeat), beside))
-            self._bar.update()
+    Args:
+        paired: measure plain decoding beside each other engine, with the preset's sizes for all.
+    """
+    found = []
+    for case in cases:
+        sized = preset if paired else preset_of(case, preset)
+        launch = launch_of(case.system, sized, places)
+        shared = {
+            "pair": preset.pair.name,
+            "engine": without_models(launch),
+            "environment": launch.environment,
+            "new_tokens": preset.new_tokens,
+            "repeats": preset.repeats,
+            "temperature": TEMPERATURE,
+            "paired": paired,
+            "sglang": version("sglang"),
+        }
+        if case.system.num_particles is not None:
+            shared["plugin"] = code_fingerprint()["plugin"]
+        parts = {cell.slug: {"cell": cell.slug, **shared} for cell in case.cells}
+        run = partial(measure, case, sized, places, paired and case.system != PLAIN, more)
+        found.append(Case(case.system.slug, parts, case.seconds, run, shown(launch)))
+    return found
 
 
-def _beside(plain: Turn, cell: Cell, repeat: int) -> Sample:
+def preset_of(case: EngineCase, preset: Preset) -> Preset:
+    """Return the preset with an engine for only this case's sizes."""
+    batches, prompts = (tuple(sorted(set(sizes))) for sizes in zip(*case.sizes, strict=True))
+    graphs = {} if preset.device == "cpu" else {"cuda_graph_bs_decode": list(batches)}
+    engine = {**preset.engine, **graphs, **case.engine}
+    return replace(preset, batches=batches, prompts=prompts, engine=engine)
+
+
+def launch_of(system: System, preset: Preset, places: Places) -> Launch:
+    """Return the launch of a system's engine, with its models in the places' folder."""
+    pair = preset.pair
+    target, draft = pair.folders or (places.models / pair.name / one for one in (TARGET, DRAFT))
+    head = places.models / pair.name / HEAD
+    return grid.launch(system, preset, {TARGET: target, DRAFT: draft, HEAD: head})
+
+
+def without_models(launch: Launch) -> dict[str, Any]:
+    """Return an engine's keywords except the models' folders."""
+    return {k: v for k, v in launch.arguments.items() if not k.endswith("model_path")}
+
+
+def shown(launch: Launch) -> str:
+    """Return the command that starts the engine by hand."""
+    variables = "".join(f"{name}={value} " for name, value in launch.environment.items())
+    arguments = ", ".join(f"{name}={value!r}" for name, value in launch.arguments.items())
+    return f"{variables}sglang.Engine({arguments})"
+
+
+def measure(
+    case: EngineCase,
+    preset: Preset,
+    places: Places,
+    paired: bool,
+    more: More | None,
+    missing: Sequence[str],
+    attempt: Attempt,
+) -> None:
+    """Measure one engine's missing cells."""
+    write_models(preset.pair, places.models, has_head=grid.drafted_by(case.system) == HEAD)
+
+    with contextlib.ExitStack() as stack:
+
+        def start(system: System, beside: str = "") -> RemoteEngine:
+            log = places.logs / f"{attempt.stage}-{case.system.slug}{beside}.log"
+            launch = launch_of(system, preset, places)
+            return stack.enter_context(running(launch, log, STOP_SECONDS))
+
+        try:
+            plain = start(PLAIN, "-beside") if paired else None
+        except EngineError as error:
+            raise CallError(f"Plain decoding did not start: {error}") from error
+        engine = start(case.system)
+        attempt.started = True
+        for cell in (cell for cell in case.cells if cell.slug in missing):
+            attempt.clock.require(case.sample_seconds + WARM_SECONDS)
+            found = sampled(engine, cell, preset, plain)
+            attempt.add(cell.slug, {**found, **(more(engine, cell, preset) if more else {})})
+
+
+def sampled(
+    engine: Asker, cell: Cell, preset: Preset, plain: Asker | None = None
+) -> dict[str, Any]:
+    """Run a warm-up and all repeats of a cell; return its samples, and medians of them.
+
+    Args:
+        plain: an engine of plain decoding, which gets each repeat just before.
+    """
+    samples: list[Sample] = []
+    beside: list[Sample] = []
+    for repeat in (WARM_UP, *range(preset.repeats)):
+        asked = work(cell, repeat, preset)
+        if plain is not None:
+            beside.append(_beside(plain, asked, cell))
+        samples.append(engine.ask(asked))
+    del samples[0], beside[:1]
+    infos = [info for sample in samples for info in sample.infos]
+    found = {
+        "decode_tokens_per_second": median(sample.decode_speed for sample in samples),
+        "tokens_per_second": median(sample.speed for sample in samples),
+        "round_ms": 1000 * median(sample.decode_seconds / sample.rounds for sample in samples),
+        "first_ms": 1000 * median(max(sample.first) for sample in samples),
+        "samples": [asdict(reduced(sample)) for sample in samples],
+        "beside": [asdict(reduced(sample)) for sample in beside],
+    }
+    if any("spec_smc_replayed_ct" in info for info in infos):
+        rounds = sum(info["spec_smc_rounds_ct"] for info in infos)
+        replayed = sum(info["spec_smc_replayed_ct"] for info in infos)
+        found["replayed_share"] = replayed / max(1, rounds)
+    return found
+
+
+def reduced(sample: Sample) -> Sample:
+    """Return the sample with only the counters that the numbers use."""
+    infos = [{key: info[key] for key in KEPT if key in info} for info in sample.infos]
+    return replace(sample, infos=infos)
+
+
+def _beside(plain: Asker, asked: Work, cell: Cell) -> Sample:
     try:
-        return plain.sample(cell.reference, repeat)
+        return plain.ask(asked)
     except EngineError as error:  # not an error of the cell itself
-        raise BenchError(f"Plain decoding failed beside {cell.name}: {error}") from error
+        raise CallError(f"Plain decoding failed beside {cell.name}: {error}") from error

@@ -122,16 +122,24 @@ def quick(preset: Preset) -> Preset:
     )
 
 
-def write_models(pair: Pair, folder: Path) -> dict[str, Path]:
-    """Return the folders of target and draft; write those of dummy weights under ``folder``."""
-    shapes = {"target": pair.target, "draft": pair.draft}
-    models = {name: folder / pair.name / name for name in shapes}
-    if pair.folders:
-        models = dict(zip(shapes, pair.folders, strict=True))
-        for model in pair.folders:
-            if not (model / "config.json").is_file():
-                raise BenchError(f"{model} holds no model: it has no config.json.")
-    else:
-        for name, shape in shapes.items():
-            write_llama(models[name], shape)
-    return models
+#: Draft vocabulary of published heads for Llama 3.1 8B.
+HOT_TOKENS = 32_000
+
+
+def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
+    """Write dummies of target and draft, and a random EAGLE-3 head; check folders of real weights.
+
+    The head's token map is among its weights, so that dummy weights would not do.
+    """
+    for model in pair.folders or ():
+        if not (model / "config.json").is_file():
+            raise BenchError(f"{model} holds no model: it has no config.json.")
+    if pair.is_dummy:
+        target, draft, head = (models / pair.name / name for name in ("target", "draft", "eagle3"))
+        write_llama(target, pair.target)
+        write_llama(draft, pair.draft)
+        if has_head and not (head / "model.safetensors").exists():
+            from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
+
+            hot = range(min(HOT_TOKENS, pair.target.vocab_size))
+            new_head("eagle3", target, head, hot_tokens=hot)

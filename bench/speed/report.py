@@ -1,9 +1,9 @@
-"""Summarize samples as rows, and the rows as CSV, Markdown and sentences."""
+"""Summarize samples as rows, and the rows as a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -12,11 +12,12 @@ from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
 from speed.bound import least_round
 from speed.grid import SMC, STANDALONE, Cell, System, simulated_acceptance
-from speed.measure import CellLog, Measured
 from speed.presets import Preset
 from speed.remote import Sample
 
 from sglang_smc.tools.plan.devices import Device
+
+Results = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,6 @@ class CellRow:
 
     slug: str
     system: str
-    family: str
     batch: int
     prompt: int
     pair: str
@@ -41,38 +41,37 @@ class CellRow:
     round_seconds: Interval | None = None
     least_round_seconds: float | None = None
     fraction_of_bound: float | None = None
+    replayed_share: float | None = None  # of rounds, from CUDA graphs
 
 
 def make_rows(
-    known: Mapping[Cell, CellLog], preset: Preset, machine: Device | None
+    cells: Iterable[Cell], results: Results, preset: Preset, device: Device | None
 ) -> list[CellRow]:
-    """Return a row for each cell with samples or a refusal."""
-    measured = {cell: log.measured() for cell, log in known.items()}
-    logs = {cell: _to_ar(some) for cell, some in measured.items()}
+    """Return a row for each cell with a result or a failure."""
     rows = []
-    for cell, log in known.items():
-        row = _identity(cell, preset)
-        if log.refused():
-            rows.append(replace(row, refused=log.refused()))
-        elif measured[cell]:
-            numbers = _numbers([one.sample for one in measured[cell]])
-            row = replace(row, **numbers, **_ratios(cell, logs))
-            rows.append(_with_bound(row, cell, preset, machine))
+    for cell in (cell for cell in cells if cell.slug in results):
+        one, system = results[cell.slug], cell.system
+        row = CellRow(
+            slug=cell.slug,
+            system=system.name,
+            batch=cell.batch,
+            prompt=cell.prompt,
+            pair=preset.pair.name,
+            dtype=preset.pair.quantization or preset.dtype,
+            simulated_tokens_per_round=simulated_acceptance(system, preset),
+            refused=one.get("failed"),
+            replayed_share=one.get("replayed_share"),
+        )
+        if row.refused is None:
+            row = replace(row, **_numbers(samples_of(one)), **_ratios(cell, results))
+            row = _with_bound(row, least_round(cell, preset), device)
+        rows.append(row)
     return rows
 
 
-def _identity(cell: Cell, preset: Preset) -> CellRow:
-    system = cell.system
-    return CellRow(
-        slug=cell.slug,
-        system=system.name,
-        family=system.family,
-        batch=cell.batch,
-        prompt=cell.prompt,
-        pair=preset.pair.name,
-        dtype=preset.pair.quantization or preset.dtype,
-        simulated_tokens_per_round=simulated_acceptance(system, preset),
-    )
+def samples_of(one: Mapping[str, Any], key: str = "samples") -> list[Sample]:
+    """Return the samples of a result; none of a failure."""
+    return [Sample(**sample) for sample in one.get(key, ())]
 
 
 def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -84,43 +83,47 @@ def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
         "tokens_per_second": over(lambda s: s.speed),
         "decode_tokens_per_second": over(lambda s: s.decode_speed),
         "seconds_to_first": over(lambda s: sum(s.first) / len(s.first)),
-        "tokens_per_round": sum(s.decode_tokens for s in samples) / passes,
+        "tokens_per_round": sum(s.decode_tokens for s in samples) / max(1, passes),
         "round_seconds": over(lambda s: s.decode_seconds / s.rounds),
     }
 
 
-def _to_ar(ours: Sequence[Measured]) -> list[float]:
-    """Return the logs of a cell's decoding speed over AR's, measured in turns."""
-    pairs = [(one.sample.decode_speed, one.beside.decode_speed) for one in ours if one.beside]
-    return [math.log(speed / plain) for speed, plain in pairs]
+def to_ar(cell: Cell, results: Results) -> list[float]:
+    """Return the logs of a cell's decoding speeds over those of AR beside it."""
+    one = results.get(cell.slug, {})
+    pairs = zip(samples_of(one), samples_of(one, "beside"), strict=False)
+    return [math.log(ours.decode_speed / plain.decode_speed) for ours, plain in pairs]
 
 
-def _ratios(cell: Cell, logs: Mapping[Cell, list[float]]) -> dict[str, Interval]:
-    """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree."""
-    if not logs[cell]:
-        return {}
-    found = {"ratio_to_ar": speed_ratio(logs[cell])}
+def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
+    """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree.
+
+    Without AR beside it, the ratio is to the samples of AR's own cell.
+    """
+    logs, found = to_ar(cell, results), dict[str, Interval]()
+    if logs:
+        found["ratio_to_ar"] = speed_ratio(logs)
+    elif cell != cell.reference and samples_of(results.get(cell.reference.slug, {})):
+        both = (samples_of(results[one.slug]) for one in (cell, cell.reference))
+        speeds = ([math.log(sample.decode_speed) for sample in some] for some in both)
+        found["ratio_to_ar"] = speed_ratio(*speeds)
     beside = (Cell(System(family), cell.batch, cell.prompt) for family in STANDALONE)
-    rivals = [logs[other] for other in beside if logs.get(other)]
-    if rivals and cell.system.family in SMC:
-        found["ratio_to_standalone"] = speed_ratio(logs[cell], max(rivals, key=fmean))
+    rivals = [rival for other in beside if (rival := to_ar(other, results))]
+    if logs and rivals and cell.system.family in SMC:
+        found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
     return found
 
 
-def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None) -> CellRow:
-    if machine is None or row.round_seconds is None:
+def _with_bound(row: CellRow, least: Any, device: Device | None) -> CellRow:
+    if device is None or least is None or row.round_seconds is None:
         return row
-    seconds = least_round(cell, preset).seconds(machine)
+    seconds = least.seconds(device)
     fraction = seconds / row.round_seconds.mean
     return replace(row, least_round_seconds=seconds, fraction_of_bound=fraction)
 
 
-def _ms(seconds: float | None, form: str) -> str:
-    return number_cell(seconds and 1000 * seconds, form)
-
-
-def _mean(value: Interval | None) -> float | None:
-    return value and value.mean
+def _mean(value: Interval | None, form: str, scale: float = 1.0) -> str:
+    return number_cell(value and scale * value.mean, form)
 
 
 def _per_round(row: CellRow) -> str:
@@ -130,25 +133,31 @@ def _per_round(row: CellRow) -> str:
 
 COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "": lambda row: row.system,
-    "tokens / s": lambda row: number_cell(_mean(row.tokens_per_second), ".1f"),
-    "decoding": lambda row: number_cell(_mean(row.decode_tokens_per_second), ".1f"),
+    "batch": lambda row: str(row.batch),
+    "prompt": lambda row: str(row.prompt),
+    "tokens / s": lambda row: _mean(row.tokens_per_second, ".1f"),
+    "decoding": lambda row: _mean(row.decode_tokens_per_second, ".1f"),
     "to AR": lambda row: interval_cell(row.ratio_to_ar, ".2f"),
     "to STANDALONE": lambda row: interval_cell(row.ratio_to_standalone, ".2f"),
-    "first token, ms": lambda row: _ms(_mean(row.seconds_to_first), ".1f"),
+    "first token, ms": lambda row: _mean(row.seconds_to_first, ".1f", 1000),
     "tokens / round": _per_round,
-    "ms / round": lambda row: _ms(_mean(row.round_seconds), ".2f"),
-    "at least, ms": lambda row: _ms(row.least_round_seconds, ".2f"),
+    "ms / round": lambda row: _mean(row.round_seconds, ".2f", 1000),
+    "at least, ms": lambda row: number_cell(
+        row.least_round_seconds and 1000 * row.least_round_seconds, ".2f"
+    ),
     "of the bound": lambda row: number_cell(row.fraction_of_bound, ".0%"),
+    "replayed": lambda row: number_cell(row.replayed_share, ".0%"),
 }
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
-    """Return one table for each batch and prompt length."""
-    parts = [note]
-    for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
-        here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]
-        ran = table(COLUMNS, [row for row in here if not row.refused])
-        parts.append(f"**Batch {batch}, prompts of {prompt} tokens**\n\n{ran}")
-    refused = {row.system: row.refused for row in rows if row.refused}
-    parts += [f"{system}: not run here: {reason}" for system, reason in refused.items()]
-    return "\n\n".join(parts) + "\n"
+    """Return a row for each cell that ran, those of a batch and prompt together; and the others."""
+    ran = [row for row in rows if not row.refused]
+    ran.sort(key=lambda row: (row.batch, row.prompt))
+    refused = {row.slug: f"- {row.slug}: {short(row.refused)}" for row in rows if row.refused}
+    return "\n\n".join([note, table(COLUMNS, ran), "\n".join(refused.values())]).rstrip() + "\n"
+
+
+def short(text: str) -> str:
+    """Return a failure in one line."""
+    return " ".join(text.split())[:300]

@@ -14,9 +14,13 @@ from typing import Any
 import dummies
 import pytest
 from gpu import engines, kernel_tests, machine, report, run, smoke, unpack
-from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, sampled
+from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from gpu.report import GOALS, Goal
-from gpu.runner import (
+from speed import presets
+from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, System
+from speed.measure import launch_of, preset_of, sampled
+from speed.remote import EngineError
+from speed.runner import (
     RESULTS,
     Attempt,
     Case,
@@ -28,8 +32,6 @@ from gpu.runner import (
     TimeUpError,
     read_results,
 )
-from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, System
-from speed.remote import EngineError
 from speed_stand_ins import FakeEngine
 from study import REPOSITORY, BenchError
 
@@ -166,7 +168,7 @@ def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("gpu.runner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("speed.runner.time.monotonic", lambda: now[0])
 
     def hang(missing: Sequence[str], attempt: Attempt) -> None:
         attempt.started = True
@@ -323,7 +325,7 @@ def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
     found = sampled(FakeEngine(cell.system, [], [-1]), cell, SPEED_8B)
     assert found["round_ms"] == pytest.approx(1000 * 0.1 * 1.3)
     assert found["decode_tokens_per_second"] == pytest.approx(2 / 0.13)
-    assert found["tokens_per_round"] == 1 and len(found["samples"]) == SPEED_8B.repeats
+    assert len(found["samples"]) == SPEED_8B.repeats and found["beside"] == []
     json.dumps(found)
 
 
@@ -339,15 +341,16 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     """SGLang's own reading of all keywords, with torch told of a GPU that is not there."""
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, engines.PROFILE_8B), (LARGE, SPEED_70B))
     for pair in (SPEED_8B.pair, SPEED_70B.pair):
-        engines.write_models(pair, tmp_path)
+        presets.write_models(pair, tmp_path / "models")
         head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_head` writes it
         head |= {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": engines.HOT_TOKENS,
+            "draft_vocab_size": presets.HOT_TOKENS,
         }
-        dummies.write_model(tmp_path / pair.name / HEAD, head)
+        dummies.write_model(tmp_path / "models" / pair.name / HEAD, head)
     every = ((case, preset) for found, preset in lists for case in found)
-    asked = [engines.launch_of(case, preset, tmp_path).arguments for case, preset in every]
+    places = Places(tmp_path, tmp_path)
+    asked = [launch_of(c.system, preset_of(c, preset), places).arguments for c, preset in every]
     asked += [smoke.launch_of(name, "cuda").arguments for name in smoke.ENGINES]
     script = REPOSITORY / "tests" / "pretended_gpu.py"
     told = subprocess.run(
@@ -371,17 +374,14 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
 # --- The report
 
 
-def a_speed(tokens: float, batch: int = 1, prompt: int = 256, system: str = AR) -> dict[str, Any]:
+def a_speed(tokens: float) -> dict[str, Any]:
+    """Nine tokens a round of one request."""
+    info = {"completion_tokens": 91, "spec_verify_ct": 10}
     return {
-        "system": system,
-        "batch": batch,
-        "prompt": prompt,
         "decode_tokens_per_second": tokens,
-        "tokens_per_second": tokens,
         "round_ms": 9000 / tokens,
-        "first_ms": 20.0,
-        "tokens_per_round": 9.0,
-        "simulated": None,
+        "samples": [{"first": [1.0], "end": [1.0 + 90 / tokens], "infos": [info]}] * 2,
+        "beside": [],
         "replayed_share": 1.0,
     }
 
@@ -401,8 +401,8 @@ def canned(folder: Path) -> None:
     block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
     for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
         part = Cell(system, 1, 256).slug
-        records.add("speed", part, CODE, a_speed(tokens, system=system.name))
-        records.add("70b", part, CODE, a_speed(tokens, system=system.name))
+        records.add("speed", part, CODE, a_speed(tokens))
+        records.add("70b", part, CODE, a_speed(tokens))
     records.add("more", "standalone-tree-b1-p256", CODE, {"failed": "it said\nno"})
     records.add("profile", "smc-block-n8-k8-b1-p256", CODE, a_profile())
     records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
@@ -416,6 +416,8 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
         "| smc, whole blocks, batch 1, prompt 256: tokens/s | 617 | 640 | as expected |",
         "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | worse |",
         "| adaptive, batch 64: times AR | 1.00 |  | not measured |",
+        "| SMC exact N=8 K=8 | 1 | 256 | 77.3 | 510.0 | 2.55 [2.55, 2.55] |  | 1000.0 | 9.00",
+        "- standalone-tree-b1-p256: it said no",
         "- smc-graphs kinds: top-p: 0 of 3",
         "| SMC block N=8 K=8 | 1 | 256 | 10.00 | 8.00 | 1.25 | 5.00 | 3.00 | 2.00 |",
         "- smc-exact-n8-k8-b1-p256: it died",

@@ -1,16 +1,19 @@
 """The speed benchmark: who is asked what, how it resumes and refuses, its plan and its numbers."""
 
 import contextlib
+import io
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import results
 from intervals import Interval, mean_of, speed_ratio
 from scipy.stats import ttest_ind
+from speed import measure
 from speed import run as speed
 from speed.bound import least_round, shapes
 from speed.grid import (
@@ -23,83 +26,94 @@ from speed.grid import (
     SIMULATED_ACCEPTANCE,
     TREE,
     Cell,
+    Launch,
     System,
     cells,
     environment,
     settings,
     systems,
 )
-from speed.measure import WARM_UP_TOKENS, CellLog, Measured, work
-from speed.presets import CPU, PRESETS
+from speed.measure import WARM_UP_TOKENS, work
+from speed.presets import CPU, PRESETS, quick
 from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
-from speed.run import Speed
-from speed_stand_ins import (
-    FIRST,
-    SECONDS,
-    SMC_SECONDS,
-    FakeEngine,
-    Runner,
-    graded_reply,
-    leave_out_what_takes_seconds,
-    sample,
-)
-from study import Log
+from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, FakeEngine, sample
 
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.proposals import MODEL, Draft
 from sglang_smc.tools.plan.roofline import ar_step, smc_round
 
 QUICK = ("--preset", "cpu", "--quick")
+SYSTEMS = {system.slug: system for preset in (CPU, quick(CPU)) for system in systems(preset)}
 
 
-class Bench(Runner):
+class Bench:
     """Systems of some families do not start, and block ones die of batches of a size."""
 
     refuses: frozenset[str] = frozenset()
     breaks_at: int | None = None
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, *words: str, last: int = 10**6) -> int:
+        """Return the exit status; engines are interrupted after ``last`` answers."""
+        self.asked, self.started, self.budget = [], [], [last]
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            status = speed.main([*words, "--output-dir", str(self.folder)])
+        self.said = errors.getvalue()
+        return status
+
     @contextlib.contextmanager
-    def start(self, engine: System) -> Iterator[FakeEngine]:
-        self.started.append(engine.slug)
-        if engine.family in self.refuses:
+    def running(self, launch: Launch, log: Path, patience: float) -> Iterator[FakeEngine]:
+        slug = log.stem.removeprefix("speed-")
+        system = SYSTEMS["ar" if slug.endswith("-beside") else slug]
+        self.started.append(slug)
+        if system.family in self.refuses:
             raise EngineError("ValueError: no such backend")
-        breaks_at = self.breaks_at if engine.family == BLOCK else None
-        yield FakeEngine(engine, self.asked, self.budget, breaks_at)
+        breaks_at = self.breaks_at if system.family == BLOCK else None
+        yield FakeEngine(system, self.asked, self.budget, breaks_at)
 
     def counted(self) -> list[tuple[str, Work]]:
         """What was asked but for warm-ups."""
         tokens = WARM_UP_TOKENS
         return [(s, w) for s, w in self.asked if w.params[0]["max_new_tokens"] != tokens]
 
+    def table(self, name: str) -> str:
+        return (self.folder / name / "speed.md").read_text()
+
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    leave_out_what_takes_seconds(monkeypatch, Speed, tmp_path)
     device = {"name": "x", "bandwidth": 1e9, "flops": 1e12, "capacity": 1e9}
+    found = Bench(tmp_path / "out")
+    monkeypatch.setattr(measure, "running", found.running)
+    monkeypatch.setattr(measure, "write_models", lambda *_, **__: None)
+    monkeypatch.setattr(results, "PUBLISHED", tmp_path / "published")
+    for module in (results, speed):
+        monkeypatch.setattr(module, "provenance", lambda asked: {**ORIGIN, "settings": asked})
+    monkeypatch.setattr(
+        speed, "measure_machine", lambda _, path: path.write_text(json.dumps(device))
+    )
+    return found
 
-    def measure(_: object, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(device))
 
-    monkeypatch.setattr(speed, "measure_machine", measure)
-    return Bench(Speed, tmp_path / "out", graded_reply, ())
-
-
-def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> None:
-    assert bench(*QUICK) == 0
+def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_path: Path) -> None:
+    assert bench(*QUICK, "--publish") == 0
     assert bench.started[0] == "ar"
-    ours = [(slug, w) for slug, w in bench.counted() if slug in ("ar", "smc-block-n4-k4")]
-    at = next(i for i, (slug, _) in enumerate(ours) if slug != "ar")
-    assert [slug for slug, _ in ours[at - 1 : at + 3]] == ["ar", "smc-block-n4-k4"] * 2
-    assert ours[at - 1][1] == ours[at][1]
-    for name in Speed.report.files:
-        assert (bench.folder / "cpu-quick" / name).stat().st_size > 0
-    origin = json.loads((bench.folder / "cpu-quick" / "provenance.json").read_text())
+    at = [slug for slug, _ in bench.counted()].index("smc-block-n4-k4")
+    ours = bench.counted()[at - 1 : at + 3]
+    assert [slug for slug, _ in ours] == ["ar", "smc-block-n4-k4"] * 2
+    assert ours[0][1] == ours[1][1]
+    folder = tmp_path / "published" / "speed" / "cpu-quick"
+    assert {path.name for path in folder.iterdir()} == {*speed.REPORT.files, speed.MACHINE}
+    origin = json.loads((folder / "provenance.json").read_text())
     assert origin["settings"]["weights"] == "dummy"
 
 
-def test_an_interrupted_run_goes_on(bench: Bench) -> None:
+def test_an_interrupted_run_goes_on_and_mixes_no_two_measurements(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bench(*QUICK, "--only", "smc-*", last=7) == 130
     assert "goes on from here" in bench.said
     first = bench.counted()
@@ -108,29 +122,31 @@ def test_an_interrupted_run_goes_on(bench: Bench) -> None:
     assert len(ours) == len(set(ours)) == 6
     assert bench(*QUICK, "--only", "smc-*") == 0
     assert (bench.asked, bench.started) == ([], [])
-    assert bench(*QUICK, "--only", "smc-block*", "--repeats", "4") == 0
-    assert [slug for slug, _ in bench.counted()] == ["ar", "smc-block-n4-k4"] * 2
+    monkeypatch.setattr(measure, "code_fingerprint", lambda: {"plugin": "newer"})
+    assert bench(*QUICK, "--only", "smc-block*") == 0
+    assert bench.started == ["smc-block-n4-k4-beside", "smc-block-n4-k4"]
+    assert "SMC exact N" not in bench.table("cpu-quick")
+    assert bench(*QUICK, "--only", "nothing") == 1
+    assert bench("--preset", "cpu", "--batch", "9") == 1 and "more than the 8" in bench.said
 
 
 def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> None:
     bench.refuses = frozenset({CHAIN, TREE})
     assert bench(*QUICK) == 0
     assert {"smc-block-n4-k4", "ngram"} <= set(bench.started)
-    table = (bench.folder / "cpu-quick" / "speed.md").read_text()
-    assert "STANDALONE chain: not run here: ValueError: no such backend" in table
+    assert "- standalone-chain-b1-p256: ValueError: no such backend" in bench.table("cpu-quick")
     assert "no such backend" in (bench.folder / "cpu-quick" / "speed.csv").read_text()
     assert bench(*QUICK) == 0
     assert bench.started == []  # it would say the same again
     assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
-    assert bench.started == ["ar", "standalone-chain"]
+    assert bench.started == ["standalone-chain-beside", "standalone-chain"]
 
 
 def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
     bench.breaks_at = 1
     assert bench("--preset", "cpu", "--only", "smc-block-n4-k4*") == 0
-    assert bench.started == ["ar", "smc-block-n4-k4", "smc-block-n4-k4"]
-    text = (bench.folder / "cpu" / "speed.md").read_text()
-    assert "SMC block N=4 K=4: not run here: OutOfMemoryError: too large" in text
+    assert bench.started == ["smc-block-n4-k4-beside", "smc-block-n4-k4"] * 2
+    assert "- smc-block-n4-k4-b1-p256: OutOfMemoryError: too large" in bench.table("cpu")
     assert [len(w.prompts) for slug, w in bench.counted() if slug != "ar"] == [8, 8, 8]
 
 
@@ -140,17 +156,14 @@ def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
     def die(self: FakeEngine, _: Work) -> Any:
         raise EngineError("it died")
 
-    monkeypatch.setattr(FakeEngine, "ask", die)
     bench.refuses = frozenset({AR})
     assert bench(*QUICK, "--only", "smc*") == 1
-    assert "no such backend" in bench.said
+    assert "Plain decoding did not start: ValueError: no such backend" in bench.said
     bench.refuses = frozenset()
-    monkeypatch.setattr(
-        FakeEngine, "ask", lambda self, w: die(self, w) if self.system.family == AR else None
-    )
+    monkeypatch.setattr(FakeEngine, "ask", die)
     assert bench(*QUICK, "--only", "smc*") == 1
-    assert "Plain decoding failed" in bench.said
-    assert not list((bench.folder / "cpu-quick" / "cells").glob("smc*"))
+    assert "Plain decoding failed beside SMC block" in bench.said
+    assert '"part"' not in (bench.folder / "cpu-quick" / "results.jsonl").read_text()
 
 
 # --- Its plan and its numbers
@@ -211,23 +224,21 @@ def test_a_ratio_of_independent_measurements_is_welchs() -> None:
     assert found == pytest.approx((math.exp(-1), math.exp(told.low), math.exp(told.high), 2))
 
 
-def log_of(cell: Cell, folder: Path) -> CellLog:
-    log = CellLog(Log(folder / f"{cell.slug}.jsonl", {"a": 1}))
+def result_of(cell: Cell) -> dict[str, Any]:
+    """Repeats of which noise hits plain decoding and the others alike."""
     if cell.system.family == NGRAM:
-        log.add("ImportError: no kernels")
-        return log
-    for repeat, slower in enumerate(NOISE):
-        asked = work(cell, repeat, ANY_CPU)
-        plain = None if cell.system.family == AR else sample(System(AR), asked, slower)
-        log.add(Measured(repeat, sample(cell.system, asked, slower), plain))
-    return log
+        return {"failed": "ImportError: no kernels"}
+    asked = [(work(cell, repeat, ANY_CPU), slower) for repeat, slower in enumerate(NOISE)]
+    beside = [] if cell.system.family == AR else [sample(System(AR), *one) for one in asked]
+    found = {"samples": [sample(cell.system, *one) for one in asked], "beside": beside}
+    return {key: list(map(asdict, some)) for key, some in found.items()}
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
-    """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
-    folder = tmp_path_factory.mktemp("logs")
-    return make_rows({cell: log_of(cell, folder) for cell in cells(ANY_CPU)}, ANY_CPU, MACHINE)
+def rows() -> list[CellRow]:
+    """Every cell of the CPU preset."""
+    every = cells(ANY_CPU)
+    return make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU, MACHINE)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -281,7 +292,9 @@ def test_the_bound(rows: list[CellRow]) -> None:
 
 def test_the_least_that_each_system_moves() -> None:
     def least(family: str, n: int | None = None, k: int | None = None) -> float:
-        return least_round(Cell(System(family, n, k), 2, 256), ANY_CPU).bytes
+        found = least_round(Cell(System(family, n, k), 2, 256), ANY_CPU)
+        assert found is not None
+        return found.bytes
 
     target, draft = shapes(ANY_CPU)
     assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
@@ -298,8 +311,8 @@ def test_the_least_that_each_system_moves() -> None:
 
 def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
     """Also one of cells that did not run."""
-    some = [row for row in rows if row.family == BLOCK]
-    report, note = Speed.report, "How it was measured."
+    some = [row for row in rows if row.system.startswith(BLOCK)]
+    report, note = speed.REPORT, "How it was measured."
     assert report.write(tmp_path, some, {}, lambda _: note).startswith(note)
     found = [mean(row.decode_tokens_per_second) for row in report.read(tmp_path)]
     assert found == pytest.approx([mean(row.decode_tokens_per_second) for row in some], rel=1e-5)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from study import whole_lines
+from study import BenchError, whole_lines
 
 RESULTS = "results.jsonl"
 #: A case that exceeds its expected time by this factor is treated as hanging.
@@ -97,6 +99,15 @@ def read_results(folder: Path) -> tuple[dict[str, dict[str, Entry]], dict[str, E
     used = {one["call"] for parts in stages.values() for one in parts.values()}
     calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
     return stages, {name: found for name, found in calls.items() if name in used}
+
+
+def call_id() -> str:
+    """Return the name of a call that begins now."""
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+class CallError(BenchError):
+    """An error of the whole call, which is no result."""
 
 
 class TimeUpError(Exception):
@@ -202,7 +213,8 @@ class Runner:
             if any(fnmatchcase(case.slug, pattern) for pattern in self.only):
                 self._complete(stage.name, case, clock)
 
-    def _missing(self, stage: str, case: Case) -> list[str]:
+    def missing(self, stage: str, case: Case) -> list[str]:
+        """Return the parts without a result."""
         lacks = self.records.lacks
         return [
             part for part, one in case.parts.items() if lacks(stage, part, one, fresh=self.fresh)
@@ -210,7 +222,7 @@ class Runner:
 
     def _complete(self, stage: str, case: Case, clock: Clock) -> None:
         """Start a case until all parts have results: after a failed part the others are retried."""
-        while missing := self._missing(stage, case):
+        while missing := self.missing(stage, case):
             share = len(missing) / len(case.parts)
             if clock.left < case.seconds * (0.5 + 0.5 * share):
                 return self._leave(stage, case, f"takes about {case.seconds:.0f} s")
@@ -218,7 +230,7 @@ class Runner:
             reason = self._try(attempt, missing)
             if reason is None:
                 return self._leave(stage, case, "time is up")
-            failed = self._missing(stage, case)
+            failed = self.missing(stage, case)
             for part in failed[:1] if attempt.started else failed:
                 attempt.add(part, {"failed": reason})
         return None
@@ -227,13 +239,18 @@ class Runner:
         """Start a case; return why parts have no result, or None if the call's time is over."""
         case, clock = attempt.case, attempt.clock
         limit, began = max(LEAST_PATIENCE, self.patience * case.seconds), clock.left
-        self.say(f"{attempt.stage} {case.slug}: {began:.0f} s left")
+        left = "begins" if math.isinf(began) else f"{began:.0f} s left"
+        self.say(f"{attempt.stage} {case.slug}: {left}")
         try:
             with clock.at_most(limit):
                 case.run(missing, attempt)
         except TimeUpError:
             is_hanging = began - clock.left >= limit - 0.1
             return f"it took more than {limit:.0f} s" if is_hanging else None
+        except CallError:
+            raise
+        except BenchError as error:
+            return str(error)
         except Exception as error:  # later cases may still succeed
             return f"{type(error).__name__}: {error}"
         return "it ended without a result"
