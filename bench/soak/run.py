@@ -29,8 +29,7 @@ from results import provenance
 from soak.clients import Clients, Ending
 from soak.dawdlers import Dawdlers
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, Request, requests
-from soak.verdict import Verdict, judge
-from soak.watch import Held, Watch
+from soak.verdict import Held, Verdict, Watch, judge
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
 from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
@@ -98,8 +97,8 @@ def server_flags(options: argparse.Namespace) -> list[str]:
 class Findings:
     """The record of a soak."""
 
-    watch: Watch
     endings: list[Ending] = field(default_factory=list)
+    usage: list[float] = field(default_factory=list)  # of the pool
     rests: list[dict[str, Held]] = field(default_factory=list)  # processes at each rest
     lost: list[str] = field(default_factory=list)  # as sentences; no traffic follows a loss
 
@@ -116,17 +115,18 @@ def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
         lost = found.lost or at_rest(url)
     if lost:
         lost.append(describe_log(log))
-    return judge(found.endings, alone, found.watch.loaded_usage, found.rests, lost), found
+    return judge(found.endings, alone, found.usage, found.rests, lost), found
 
 
 def soak(url: str, options: argparse.Namespace) -> Findings:
     """Send the traffic in two legs with a rest after each: the first leg is the warm-up."""
     traffic = requests(options.seed, options.leave, options.pause)
+    found = Findings()
     with Watch(url) as watch:
-        found = Findings(watch)
+        found.usage = watch.usage
         for share in (options.warm_up, 1 - options.warm_up):
             if not found.lost:
-                _leg(url, options, share, traffic, found)
+                _leg(url, options, share, traffic, found, watch)
                 found.lost += at_rest(url)
                 time.sleep(CALM)
             found.rests.append(watch.now())
@@ -139,6 +139,7 @@ def _leg(
     share: float,
     traffic: Iterator[Request],
     found: Findings,
+    watch: Watch,
 ) -> None:
     """Send a share of the traffic, and wait for its last request."""
     number = round(share * options.requests) if options.requests else None
@@ -150,21 +151,21 @@ def _leg(
     def ended(some: list[Ending]) -> None:
         found.endings.extend(some)
         problems = sum(bool(one.problem) for one in found.endings)
-        usage = found.watch.usage[-1][1] if found.watch.usage else 0.0
+        usage = watch.usage[-1] if watch.usage else 0.0
         told = f"{len(found.endings)} answers, {problems} problems, pool {usage:.0%}"
         line.set_postfix_str(told, refresh=False)
         gone = min(round(time.monotonic() - began), total)
         line.update(gone - line.n if number is None else 1)
 
     def sent() -> None:
-        found.watch.is_loaded = False
+        watch.is_loaded = False
 
     async def everybody() -> None:
         async with Dawdlers(url, options.dawdlers, UNREAD).at_work():
             some = itertools.islice(traffic, number)
             await Clients(url, options.crowd, ended).run(some, seconds, sent)
 
-    found.watch.is_loaded = True
+    watch.is_loaded = True
     with line:
         asyncio.run(everybody())
 
@@ -206,11 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     verdict, found = run(options)
-    content = asdict(verdict) | {"growth": _named(verdict.growth)}
     report: dict[str, Any] = {
-        "verdict": content,
+        "verdict": asdict(verdict) | {"growth": _named(verdict.growth)},
         "rests": [_named(rest) for rest in found.rests],
-        "watch": found.watch.to_json(),
         **provenance({k: v for k, v in vars(options).items() if k != "output_dir"}),
     }
     path = options.output_dir / "soak.json"

@@ -1,12 +1,15 @@
-"""Check the requirements of a soak."""
+"""Watch the server, and check the requirements of a soak."""
 
 from __future__ import annotations
 
 import statistics
+import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import httpx
+import psutil
 from soak.clients import LEFT, Ending
-from soak.watch import Held
 
 FULL = 0.85  # share of the pool; the longest prompt needs a tenth of it free
 LEAST_FULL = 0.25  # share of the time; with less the soak is inconclusive
@@ -17,6 +20,78 @@ GROWTH_FDS = 4
 GROWTH_THREADS = 4  # thread pools grow up to a bound as they are used
 LOGPROB_NOISE = 1e-3  # nats between batches of other shapes; another token differs by ten and more
 SHOWN = 20  # number of problems on the screen; the file has all
+INTERVAL = 1.0  # seconds
+ROLES = ("scheduler", "detokenizer", "resource_tracker", "launch_server")
+
+
+class Held(NamedTuple):
+    """Resources of a process: private bytes, open files and sockets, threads."""
+
+    memory: int
+    fds: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.memory / 2**20:+.1f} MiB, {self.fds:+} files, {self.threads:+} threads"
+
+
+class Watch:
+    """Samples of the server's pool, taken every second inside the ``with`` block.
+
+    Attributes:
+        is_loaded: whether clients are arriving; afterwards the pool drains.
+        usage: shares of the pool in use while clients were arriving.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.is_loaded = False
+        self.usage: list[float] = []
+        self._url, self._stopped = url, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        live = filter(_is_live, psutil.Process().children(recursive=True))
+        self._processes = {f"{_role(child)} {child.pid}": child for child in live}
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def now(self) -> dict[str, Held]:
+        """Return the current resources of each live process of the server."""
+        return {name: held(one) for name, one in self._processes.items() if _is_live(one)}
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30, trust_env=False) as client:
+            while not self._stopped.wait(INTERVAL):
+                was_loaded = self.is_loaded
+                try:
+                    (load, *_) = client.get("/v1/loads").raise_for_status().json()["loads"]
+                except httpx.HTTPError:
+                    continue  # the server is slow or gone, which the clients report
+                if was_loaded and self.is_loaded:
+                    self.usage.append(load["token_usage"])
+
+
+def held(process: psutil.Process) -> Held:
+    """Return a process's resources, without file-backed memory: paged-in code is no growth."""
+    with process.oneshot():
+        info = process.memory_info()
+        return Held(info.rss - info.shared, process.num_fds(), process.num_threads())
+
+
+def _is_live(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _role(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    return next((role for role in ROLES if role in line), process.name())
+
+
+# --- The verdict
 
 
 @dataclass
@@ -41,7 +116,7 @@ class Verdict:
             f"verified      {self.verified} texts, each against the same request alone; of "
             f"{self.verified_retracted} what came before the retraction",
             f"pool          at {FULL:.0%} or above {self.full_share:.0%} of the time",
-            *(f"since warm-up {name}: {_words(growth)}" for name, growth in self.growth.items()),
+            *(f"since warm-up {name}: {growth}" for name, growth in self.growth.items()),
             *(f"PROBLEM       {problem}" for problem in self.problems[:SHOWN]),
             *([f"              and {more} more"] if more > 0 else []),
         ]
@@ -65,7 +140,11 @@ def judge(
         lost: the server's own losses, as sentences.
     """
     warm, last = rests
-    growth = {name: grown(warm[name], last[name]) for name in warm if name in last}
+    growth = {
+        name: Held(*(now - then for then, now in zip(warm[name], last[name], strict=True)))
+        for name in warm
+        if name in last
+    }
     full_share = statistics.fmean(u >= FULL for u in usage) if usage else 0.0
     retracted = {e.request.rid for e in endings if e.retractions}
     company = {ending.name: ending for ending in endings}
@@ -75,9 +154,11 @@ def judge(
         *filter(None, (difference(company[a.name], a) for a in alone)),
         *(f"{name} is gone" for name in warm if name not in last),
         *(
-            f"{name} grew since the warm-up: {_words(more)}"
+            f"{name} grew since the warm-up: {more}"
             for name, more in growth.items()
-            if _is_too_much(more, last[name])
+            if more.memory > max(GROWTH * last[name].memory, GROWTH_BYTES)
+            or more.fds > GROWTH_FDS
+            or more.threads > GROWTH_THREADS
         ),
         *_unsoaked(endings, alone, len(retracted), full_share),
     ]
@@ -92,23 +173,6 @@ def judge(
         growth=growth,
         problems=problems,
     )
-
-
-def grown(before: Held, after: Held) -> Held:
-    """Return the growth of a process's resources."""
-    return Held(*(now - then for then, now in zip(before, after, strict=True)))
-
-
-def _is_too_much(more: Held, last: Held) -> bool:
-    return (
-        more.memory > max(GROWTH * last.memory, GROWTH_BYTES)
-        or more.fds > GROWTH_FDS
-        or more.threads > GROWTH_THREADS
-    )
-
-
-def _words(more: Held) -> str:
-    return f"{more.memory / 2**20:+.1f} MiB, {more.fds:+} files, {more.threads:+} threads"
 
 
 def difference(company: Ending, alone: Ending) -> str:
@@ -134,16 +198,11 @@ def _unsoaked(
 ) -> list[str]:
     """Return the reasons why a soak without problems is inconclusive."""
     smaller = "Lower --pool, or raise --crowd, --running or --minutes."
-    found = []
-    if not endings:
-        found.append("nothing was asked. Raise --minutes.")
-    if endings and not alone:
-        found.append("no answer was verified. Raise --minutes.")
-    if full_share < LEAST_FULL:
-        found.append(
-            f"the pool was at {FULL:.0%} or above {full_share:.0%} of the time; "
-            f"{LEAST_FULL:.0%} make a soak. {smaller}"
-        )
-    if not num_retracted:
-        found.append(f"no request was retracted, so the pool was never too small. {smaller}")
-    return found
+    reasons = {
+        "nothing was asked. Raise --minutes.": not endings,
+        "no answer was verified. Raise --minutes.": endings and not alone,
+        f"the pool was at {FULL:.0%} or above {full_share:.0%} of the time; {LEAST_FULL:.0%} make "
+        f"a soak. {smaller}": full_share < LEAST_FULL,
+        f"no request was retracted, so the pool was never too small. {smaller}": not num_retracted,
+    }
+    return [reason for reason, holds in reasons.items() if holds]

@@ -240,7 +240,7 @@ def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
 # --- Kernels
 
 
-def test_files_of_tests_run_side_by_side(
+def test_files_of_tests_are_counted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = {
@@ -258,7 +258,7 @@ def test_files_of_tests_run_side_by_side(
     found = runner.records.of("kernels")
     one, two, three = (found[name] for name in bodies)
     assert (one["passed"], one["broken"], one["skipped"]) == (1, 1, 0)
-    assert len(one["wrong"]) == 1 and "test_b: assert 1 == 2" in one["wrong"][0]
+    assert one["wrong"] == ["FAILED test_one.py::test_b - assert 1 == 2"]
     assert (two["passed"], two["skipped"]) == (0, 1)
     assert three["failed"].startswith("pytest ended with 7")
 

@@ -25,8 +25,7 @@ from soak.traffic import (
     Request,
     requests,
 )
-from soak.verdict import GROWTH_BYTES, GROWTH_FDS, GROWTH_THREADS, Verdict, judge
-from soak.watch import Held
+from soak.verdict import GROWTH_BYTES, GROWTH_FDS, GROWTH_THREADS, Held, Verdict, judge
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
