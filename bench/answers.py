@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import os
+import time
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +18,21 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from pair.task import Problem, check, held_out, messages
 from results import Report
-from study import PAIR, REPOSITORY, BenchError, Log, Study, bar, code_fingerprint, digest, slug_of
+from study import (
+    GOES_ON,
+    PAIR,
+    REPOSITORY,
+    BenchError,
+    Log,
+    bar,
+    code_fingerprint,
+    digest,
+    main_of,
+    matching,
+    parser,
+    prepare_folder,
+    slug_of,
+)
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
@@ -190,18 +205,22 @@ C = TypeVar("C", bound=Cell)
 A = TypeVar("A")
 
 
-class AnswersStudy(Study, Generic[C, A]):
-    """A study of answers to held-out problems, and of evaluations of these, if any.
+class Study(ABC, Generic[C, A]):
+    """A resumable study of answers to held-out problems, and of evaluations of these, if any.
 
     Args:
         start: starts the engine with the given name, or a stand-in.
 
     Attributes:
+        name: of the command, the output folder and the files.
+        about: one sentence of its help.
         kind: the dataclass of a stored answer, with its ``index`` and ``sample``.
         note: returns the text above the report's tables, by its provenance.
         remark_key: the fields of a stored evaluation that name its answer, see `key_of`.
     """
 
+    name: ClassVar[str]
+    about: ClassVar[str]
     problems: ClassVar[int] = 200
     first_problem: ClassVar[int] = 0
     kind: ClassVar[type] = Record
@@ -210,21 +229,58 @@ class AnswersStudy(Study, Generic[C, A]):
     remark_key: ClassVar[tuple[str, str]] = ("index", "sample")
 
     def __init__(self, options: argparse.Namespace, start: Start | None = None) -> None:
-        super().__init__(options)
+        self.options = options
         self.start = start or self.running
         self.code = self.fingerprint()
         self.cells: list[C] = self.grid()
-        self.selected = self.select(self.cells)
+        self.selected = matching(self.cells, options.only)
+        if not self.selected:
+            patterns = " ".join(options.only)
+            raise BenchError(f"No cell matches --only {patterns}; --list shows all.")
         self.answers = {c: Log(self.path("answers", c), self.identity(c)) for c in self.cells}
         remarks = {cell: self.remarks_on(cell) for cell in self.cells}
         self.remarks = {cell: log for cell, log in remarks.items() if log is not None}
 
+    # Command line
+
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
-        made = super().parser()
+        """Return the parser; studies add their own options."""
+        made = parser(cls.name, cls.about)
+        add = made.add_argument
+        add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
+        add("--list", action="store_true", help="print the cells, and stop")
+        add("--fresh", action="store_true", help="forget what the folder has of these cells")
+        add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
         problems = {"type": at_least_two, "default": cls.problems}
-        made.add_argument("--problems", help="held-out problems for each cell", **problems)
+        add("--problems", help="held-out problems for each cell", **problems)
         return made
+
+    @classmethod
+    def main(cls, argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
+        """Run the study; return exit status 0 if it completes."""
+        options = cls.parser().parse_args(argv)
+        return main_of(lambda: cls(options, **stand_ins).run(), GOES_ON)
+
+    def run(self) -> None:
+        """Do what the options select."""
+        options, began = self.options, time.monotonic()
+        some = [*map(self.answers.get, self.selected), *map(self.remarks.get, self.selected)]
+        for log in (log for log in some if log is not None):
+            if options.fresh and not options.list:
+                log.path.unlink(missing_ok=True)
+            log.read()  # raises if it was measured otherwise, before anything starts
+        if options.list:
+            print(self.status())
+            return
+        prepare_folder(options.output_dir)
+        self._answer()
+        remarked = [cell for cell in self.selected if cell in self.remarks]
+        self.evaluate([(cell, self.without_remark(cell), self.remarks[cell]) for cell in remarked])
+        text, seconds = self.told(self.rows()), time.monotonic() - began
+        print(f"\n{text}\n\n{seconds:.0f} s. All is in {options.output_dir}/.")
+        if options.publish:
+            self.publish()
 
     # What a study defines
 
@@ -307,10 +363,6 @@ class AnswersStudy(Study, Generic[C, A]):
         """Return the path of a cell's file in ``folder``."""
         return self.options.output_dir / folder / f"{cell.slug}.jsonl"
 
-    def own_logs(self) -> list[Log]:
-        some = [*map(self.answers.get, self.selected), *map(self.remarks.get, self.selected)]
-        return [log for log in some if log is not None]
-
     def read(self, cell: C) -> list[A]:
         """Return the stored answers to the requested problems, by problem and sample."""
         found: list[Any] = [self.kind(**entry) for entry in self.answers[cell].read()]
@@ -332,12 +384,6 @@ class AnswersStudy(Study, Generic[C, A]):
         """Return the answers without an evaluation."""
         there = self.remarks_of(cell)
         return [one for one in self.read(cell) if self.key_of(one) not in there]
-
-    def measured(self) -> str:
-        self._answer()
-        remarked = [cell for cell in self.selected if cell in self.remarks]
-        self.evaluate([(cell, self.without_remark(cell), self.remarks[cell]) for cell in remarked])
-        return self.told(self.rows())
 
     def told(self, rows: list[Any]) -> str:
         """Write the report; return the text to print."""
@@ -370,6 +416,7 @@ class AnswersStudy(Study, Generic[C, A]):
         ]
 
     def publish(self) -> None:
+        """Copy the results to bench/results; raise BenchError unless they are complete."""
         self.require_all()
         self.report.publish(self.options.output_dir)
 
@@ -384,6 +431,7 @@ class AnswersStudy(Study, Generic[C, A]):
             )
 
     def status(self) -> str:
+        """Return a line for each selected cell."""
         lines = []
         for cell in self.selected:
             there = len(self.read(cell))

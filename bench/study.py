@@ -11,13 +11,11 @@ import contextlib
 import hashlib
 import json
 import shutil
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 # The benchmarks import these from here.
 from sglang_smc.tools.commands import ScriptError
@@ -62,88 +60,6 @@ def slug_of(name: str) -> str:
 def matching(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
     """Return the cells with a ``slug`` that matches a shell pattern."""
     return [cell for cell in cells if any(fnmatchcase(cell.slug, p) for p in patterns)]
-
-
-class Study(ABC):
-    """A resumable study of cells; each study is a subclass.
-
-    Attributes:
-        name: of the command, the output folder and the files.
-        about: one sentence of its help.
-    """
-
-    name: ClassVar[str]
-    about: ClassVar[str]
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-
-    @classmethod
-    def parser(cls) -> argparse.ArgumentParser:
-        """Return the parser; studies add their own options."""
-        made = parser(cls.name, cls.about)
-        add = made.add_argument
-        add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
-        add("--list", "--dry-run", action="store_true", help="print the cells, and stop")
-        add("--fresh", action="store_true", help="forget what the folder has of these cells")
-        add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
-        return made
-
-    @classmethod
-    def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse the options."""
-        return cls.parser().parse_args(argv)
-
-    @classmethod
-    def main(cls, argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
-        """Run the study; return exit status 0 if it completes."""
-        options = cls.parse(argv)
-        return main_of(lambda: cls(options, **stand_ins).run(), GOES_ON)
-
-    def select(self, cells: Iterable[C]) -> list[C]:
-        """Return the cells that ``--only`` names; raise BenchError if there is none."""
-        found = matching(cells, self.options.only)
-        if not found:
-            patterns = " ".join(self.options.only)
-            raise BenchError(f"No cell matches --only {patterns}; --list shows all.")
-        return found
-
-    @abstractmethod
-    def own_logs(self) -> list[Log]:
-        """Return the files of the selected cells, which ``--fresh`` deletes."""
-
-    def logs(self) -> list[Log]:
-        """Return the files that this run reads; their identity must equal the run's."""
-        return self.own_logs()
-
-    @abstractmethod
-    def status(self) -> str:
-        """Return a line for each selected cell."""
-
-    @abstractmethod
-    def measured(self) -> str:
-        """Complete the selected cells; return the text of the report."""
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Copy the results to bench/results; raise BenchError unless they are complete."""
-
-    def run(self) -> None:
-        """Do what the options select."""
-        options, began = self.options, time.monotonic()
-        if options.fresh and not options.list:
-            for log in self.own_logs():
-                log.path.unlink(missing_ok=True)
-        for log in self.logs():
-            log.read()  # raises if it was measured otherwise, before anything starts
-        if options.list:
-            print(self.status())
-            return
-        prepare_folder(options.output_dir)
-        text, seconds = self.measured(), time.monotonic() - began
-        print(f"\n{text}\n\n{seconds:.0f} s. All is in {options.output_dir}/.")
-        if options.publish:
-            self.publish()
 
 
 def copy(paths: Iterable[Path], folder: Path) -> None:

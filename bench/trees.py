@@ -17,7 +17,7 @@ from typing import Any
 
 import answers
 import numpy as np
-from answers import COMMON, AnswersStudy, Record, Request, request
+from answers import COMMON, Record, Request, Study, request
 from fidelity.grid import AUTO, EXACT
 from fidelity.nats import watched_tilt
 from intervals import Interval, ratio
@@ -153,7 +153,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(headers, lines)
 
 
-class Trees(AnswersStudy[Cell, Record]):
+class Trees(Study[Cell, Record]):
     """The study, with an engine for each tree and chain of SGLang and for each draft of SMC."""
 
     name = "trees"

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import results
-from answers import Reply, Request
+from answers import Reply, Request, Study
 from fidelity.scoring import Batch, Score, answer_key
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
-from study import Study
 
 #: Seconds a token of each family takes in a batch of one; SMC takes the default.
 SECONDS = {AR: 0.10, AR_STOCK: 0.09, CHAIN: 0.05, TREE: 0.04}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-from answers import AnswersStudy, Cell, Record, Start, prompt_ids
+from answers import Cell, Record, Start, Study, prompt_ids
 from study import PAIR, Log, bar, digest, positive
 
 from sglang_smc.cpu.threads import usable_cores
@@ -145,7 +145,7 @@ def load() -> tuple[list[PreTrainedModel], PreTrainedTokenizerBase]:
 C = TypeVar("C", bound=Cell)
 
 
-class ScoredStudy(AnswersStudy[C, Record]):
+class ScoredStudy(Study[C, Record]):
     """A study of answers that plain models score.
 
     Args:

@@ -22,10 +22,10 @@ from typing import Any
 from answers import (
     COMMON,
     MAX_PROBLEMS,
-    AnswersStudy,
     Asker,
     Reply,
     Start,
+    Study,
     prompt_ids,
     request,
 )
@@ -86,7 +86,7 @@ def note(origin: Mapping[str, Any]) -> str:
     )
 
 
-class Steering(AnswersStudy[Cell, Drawn]):
+class Steering(Study[Cell, Drawn]):
     """The study.
 
     Args:

@@ -22,7 +22,7 @@ from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.demo.cli import FIRST_PROBLEM
 
-STUDY = Fidelity(Fidelity.parse([]))
+STUDY = Fidelity(Fidelity.parser().parse_args([]))
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
@@ -58,7 +58,7 @@ def test_problems_of_a_table_are_below_all_others() -> None:
     last = STUDY.request_of(cells((0.7,))[0], MAX_PROBLEMS - 1)
     assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
     with pytest.raises(SystemExit):
-        Fidelity.parse(["--problems", str(MAX_PROBLEMS + 1)])
+        Fidelity.parser().parse_args(["--problems", str(MAX_PROBLEMS + 1)])
 
 
 N = 100
@@ -218,7 +218,7 @@ def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: 
             raise KeyboardInterrupt
 
     words = ["--problems", "80", "--output-dir", str(tmp_path)]
-    study = Fidelity(Fidelity.parse(words), score=some)
+    study = Fidelity(Fidelity.parser().parse_args(words), score=some)
     cell, log = study.cells[0], study.answers[study.cells[0]]
 
     def answer(i: int, *tokens: int) -> None:

@@ -148,7 +148,7 @@ def test_engines_are_of_their_models_and_end(
         return SimpleNamespace(tokenizer_manager=manager, loop=loop, **told)
 
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
-    with kind(kind.parse([])).running(name) as asker:
+    with kind(kind.parser().parse_args([])).running(name) as asker:
         assert list(asker.ask([])) == []
     assert seen == [models, "flushed", "ended"]
 
