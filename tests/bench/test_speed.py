@@ -303,10 +303,7 @@ def test_the_least_that_each_system_moves() -> None:
     assert least(EXACT, 8, 4) == least(BLOCK, 8, 4)
     assert least(CHAIN) == smc_round(target, model, 2, 1, 4, context).bytes
     assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
-    weights = target.streamed_bytes
-    assert weights < least(AR) < least(NGRAM) < weights * 1.2
-    # Six draft passes and one of the target.
-    assert weights + 6 * draft.streamed_bytes < least(TREE) < 1.3 * least(CHAIN)
+    assert least_round(Cell(System(TREE), 2, 256), ANY_CPU) is None
 
 
 def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
