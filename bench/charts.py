@@ -19,13 +19,6 @@ matplotlib.use("Agg")
 # Okabe and Ito's colours, distinct to colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#009E73", "#CC79A7")
 GREY, SKY = "#6E6E6E", "#56B4E9"
-HATCHES = ("", "//", "..")
-
-
-def shade(place: int) -> dict[str, str]:
-    """Return the colour of the ``place``-th bar, with hatching once colours repeat."""
-    again, colour = divmod(place, len(COLOURS))
-    return {"color": COLOURS[colour], "hatch": HATCHES[again % len(HATCHES)]}
 
 
 @contextmanager

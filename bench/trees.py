@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import answers
 import numpy as np
@@ -41,24 +41,15 @@ SMC = {
 OUTPUTS = ("trees.json", "trees.md")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to draft and verify.
-
-    Attributes:
-        draft: the checkpoint's folder beside the target.
-        rows: tokens that a target pass reads.
-        passes: draft passes per round, including a head's pass over the target's columns.
-        engine: keywords of `sgl.Engine` besides the models.
-        smc: SMC request fields; None for SGLang's own speculation.
-    """
+class Row(NamedTuple):
+    """One way to draft and verify."""
 
     name: str
-    draft: str
-    rows: int
-    passes: int
-    engine: dict[str, Any] = field(hash=False)
-    smc: dict[str, Any] | None = field(default=None, hash=False)
+    draft: str  # the checkpoint's folder beside the target
+    rows: int  # tokens that a target pass reads
+    passes: int  # of the draft in a round, with a head's pass over the target's columns
+    engine: dict[str, Any]  # keywords of `sgl.Engine` besides the models
+    smc: dict[str, Any] | None = None  # request fields; None for SGLang's own speculation
 
 
 def stock(draft: str, topk: int, steps: int, tokens: int) -> Row:
@@ -97,7 +88,7 @@ ROWS = (
 class Cell(answers.Cell):
     """A row at one temperature."""
 
-    row: Row = field(kw_only=True)
+    row: Row = field(kw_only=True, hash=False)
 
 
 def cell_of(row: Row, temperature: float) -> Cell:
@@ -119,37 +110,35 @@ PLACES = {
 CELLS = list(filter(is_measured, PLACES))
 
 
-def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
-    """Return the tokens per target pass, without prefill and its token."""
-    tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
-    return ratio(tokens, np.array([info["spec_verify_ct"] for info in infos]))
+#: The ``meta_info`` of a row's answers, by temperature.
+Infos = dict[float, list[dict[str, Any]]]
 
 
-def line(row: Row, infos: dict[float, list[dict]]) -> dict[str, Any]:
-    """Return a row's numbers for JSON."""
-    tokens = {f"{t:g}": yielded(found)._asdict() for t, found in infos.items()}
-    return asdict(row) | {"tokens": tokens, "tilt": tilt([(row, infos)])}
+def line(row: Row, infos: Infos) -> dict[str, Any]:
+    """Return a row's numbers for JSON: tokens per target pass, without prefill and its token."""
+    tokens = {}
+    for temperature, some in infos.items():
+        decoded = np.array([info["completion_tokens"] - 1 for info in some], dtype=float)
+        found = ratio(decoded, np.array([info["spec_verify_ct"] for info in some]))
+        tokens[f"{temperature:g}"] = found._asdict()
+    return row._asdict() | {"tokens": tokens, "tilt": tilt([infos])}
 
 
-def tilt(found: Sequence[tuple[Row, dict[float, list[dict]]]]) -> dict[str, float] | None:
+def tilt(rows: Sequence[Infos]) -> dict[str, float] | None:
     """Return the servers' tilt over these rows' sampled answers; None without any."""
-    told = watched_tilt([info for _, by in found for t in by if t for info in by[t]])
+    told = watched_tilt([info for infos in rows for t in infos if t for info in infos[t]])
     return None if told is None else told._asdict()
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table, with a column for each temperature that was measured."""
     temperatures = sorted({t for row in rows for t in row["tokens"]}, key=float)
-
-    def cell(row: dict[str, Any], temperature: str) -> str:
-        found = row["tokens"].get(temperature)
-        return interval_cell(found and Interval(**found), ".2f")
-
+    lines = []
+    for row in rows:
+        found = [row["tokens"].get(t) for t in temperatures]
+        cells = [interval_cell(one and Interval(**one), ".2f") for one in found]
+        lines.append([row["name"], str(row["rows"]), str(row["passes"]), *cells])
     headers = ["", "rows", "draft passes", *(f"T = {t}" for t in temperatures)]
-    lines = [
-        [row["name"], str(row["rows"]), str(row["passes"]), *(cell(row, t) for t in temperatures)]
-        for row in rows
-    ]
     return markdown_table(headers, lines)
 
 
@@ -181,28 +170,27 @@ class Trees(Study[Cell, Record]):
         seed = FIRST_PROBLEM + PLACES[cell] * SEEDS_A_CELL + index
         return request(FIRST_PROBLEM + index, seed, cell.temperature, cell.smc)
 
-    def rows(self) -> list[tuple[Row, dict[float, list[dict]]]]:
-        """Return the ``meta_info`` of the answers of complete cells, by row and temperature."""
-        found: dict[Row, dict[float, list[dict]]] = {}
+    def rows(self) -> list[tuple[Row, Infos]]:
+        """Return the answers of complete cells by row."""
+        found: dict[str, tuple[Row, Infos]] = {}
         for cell in self.complete():
-            told = [record.info for record in self.read(cell)]
-            found.setdefault(cell.row, {})[cell.temperature] = told
-        return list(found.items())
+            _, infos = found.setdefault(cell.label, (cell.row, {}))
+            infos[cell.temperature] = [record.info for record in self.read(cell)]
+        return list(found.values())
 
-    def told(self, rows: list[tuple[Row, dict[float, list[dict]]]]) -> str:
+    def told(self, rows: list[tuple[Row, Infos]]) -> str:
         """Write the report of all complete cells."""
-        folder = self.options.output_dir
-        exact = [one for one in rows if (one[0].smc or {}).get("mode") == EXACT]
+        exact = [infos for row, infos in rows if (row.smc or {}).get("mode") == EXACT]
         own = {"engine": COMMON, "seeds_a_cell": SEEDS_A_CELL}
         kept = {
             "provenance": provenance(self.settings() | own),
             "rows": [line(*one) for one in rows],
             "tilt of exact": tilt(exact),
         }
-        numbers, page = OUTPUTS
-        (folder / numbers).write_text(json.dumps(kept, indent=1) + "\n")
+        numbers, page = (self.options.output_dir / name for name in OUTPUTS)
+        numbers.write_text(json.dumps(kept, indent=1) + "\n")
         table = markdown(kept["rows"])
-        (folder / page).write_text(table + "\n")
+        page.write_text(table + "\n")
         return f"{table}\n\ntilt of exact: {kept['tilt of exact']}"
 
     def publish(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,8 @@ from results import installed, provenance
 from speed.runner import call_id
 from study import REPOSITORY, BenchError
 
-#: Required packages by stage.
-NEEDED: Mapping[str, tuple[str, ...]] = {
-    "all": ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm"),
-    "engines": ("sgl_kernel", "flashinfer", "xgrammar", "msgspec", "zmq", "orjson"),
-    "kernels": ("pytest", "hypothesis", "numpy"),
-    "report": ("scipy",),
-}
+#: Packages without which no stage runs.
+NEEDED = ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm")
 VERSIONS = ("triton", "sglang-kernel", "flashinfer-python", "numpy")
 QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 
@@ -34,19 +29,11 @@ LIMIT = 60 << 20
 UNREAD = tuple(f"/bench/pair/{name}/model.safetensors" for name in ("dflash", "eagle3", "reward"))
 
 
-def preflight(*, on_gpu: bool) -> list[str]:
-    """Return the missing packages as sentences; raise BenchError if nothing can run."""
-    lacking = {
-        stage: [name for name in names if importlib.util.find_spec(name) is None]
-        for stage, names in NEEDED.items()
-    }
-    told = [
-        f"{', '.join(names)}: not installed; {stage} need it"
-        for stage, names in lacking.items()
-        if names
-    ]
-    if lacking["all"]:
-        raise BenchError("\n".join(told))
+def preflight(*, on_gpu: bool) -> None:
+    """Raise BenchError if nothing can run here."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise BenchError(f"{', '.join(lacking)}: not installed, and every stage needs it.")
     plugin = importlib.util.find_spec("sglang_smc")
     assert plugin is not None and plugin.origin is not None
     if not Path(plugin.origin).resolve().is_relative_to(REPOSITORY):
@@ -58,7 +45,6 @@ def preflight(*, on_gpu: bool) -> list[str]:
 
     if on_gpu and not torch.cuda.is_available():
         raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
-    return told
 
 
 def call(stages: list[str]) -> dict[str, Any]:

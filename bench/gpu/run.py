@@ -125,8 +125,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(options: argparse.Namespace, places: Places) -> int:
     """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
     clock, began = Clock(options.minutes - options.spent / 60), time.monotonic()
-    for sentence in machine.preflight(on_gpu=not options.dry_run):
-        print(sentence)
+    machine.preflight(on_gpu=not options.dry_run)
     reads = [] if options.dry_run else [RAW]
     runner = Runner(
         Records([options.out, places.work], reads, machine.call(options.stages)),
