@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu import rounds
-from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, K, system_of
+from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, system_of
 from gpu.smoke import DEFAULT
 from results import markdown_table, number_cell
 from speed.bound import shapes
@@ -22,7 +22,7 @@ from sglang_smc.tools.plan.devices import named
 
 DEVICE = "h200"
 GIB = 1 << 30
-SPEED_OF = "decode_tokens_per_second"
+SPEED_OF, ROUND_MS, TIMES_AR = "decode_tokens_per_second", "round_ms", "times AR"
 
 
 def write_report(raw: Path, folder: Path) -> str:
@@ -97,85 +97,33 @@ def failures(parts: Results) -> list[str]:
     return [f"- {part}: {short(one['failed'])}" for part, one in parts.items() if "failed" in one]
 
 
-# --- Estimates, made before the first run from the sizes of the models, the memory's bandwidth and
-# counts of launches (docs/performance.md)
+# --- Estimates for an H200, to about 25 %, made before the first run (docs/performance.md)
 
-SLACK = 1.25
-
-
-class Goal(NamedTuple):
-    """An estimated number: a measured one of a family's cell, over AR's if ``to_ar``."""
-
-    what: str
-    expected: float
-    form: str
-    key: str  # of a result
-    family: str
-    batch: int = 1
-    prompt: int = 256
-    times: float = 1.0
-    to_ar: bool = False
-    is_large: bool = False  # of the 70B
-    slack: float = SLACK  # factor within which a result is as expected
-
-    def found(self, results: Results) -> float | None:
-        """Return the measured number; None without."""
-        cell = Cell(system_of(self.family), self.batch, self.prompt)
-        if self.to_ar:
-            return times_ar(cell, results)
-        ours = results.get(cell.slug, {}).get(self.key)
-        return ours and self.times * ours
-
-    def verdict(self, value: float | None) -> str:
-        """Return the outcome of comparing a result with the estimate."""
-        if value is None:
-            return "not measured"
-        is_time = self.key == "round_ms"
-        gain = self.expected / value if is_time else value / self.expected
-        if gain > self.slack:
-            return "better"
-        return "as expected" if gain * self.slack >= 1 else "worse"
-
-
-def _speed(what: str, expected: float, family: str) -> Goal:
-    return Goal(f"{what}, batch 1, prompt 256: tokens/s", expected, ".0f", SPEED_OF, family)
-
-
-def _round(what: str, expected: float, family: str, prompt: int = 256) -> Goal:
-    name = f"{what}, batch 1, prompt {prompt}: ms a round"
-    return Goal(name, expected, ".1f", "round_ms", family, prompt=prompt)
-
-
-def _times(what: str, expected: float, family: str, batch: int = 1, **more: Any) -> Goal:
-    name = f"{what}, batch {batch}: times AR"
-    return Goal(name, expected, ".2f", SPEED_OF, family, batch, to_ar=True, **more)
-
-
-GOALS = (
-    _speed("8B alone", 215, AR),
-    Goal(f"{K} passes of the 1B alone, ms", 9.0, ".1f", "round_ms", AR_DRAFT, times=K),
-    _speed("smc, whole blocks", 617, BLOCK),
-    _round("smc with the 1B", 14.6, BLOCK),
-    _round("smc with the 1B", 15.1, BLOCK, 4096),
-    _round("exact with the 1B", 15.3, EXACT),
-    _round("exact with an EAGLE-3 head", 8.9, EXACT_HEAD),
-    _round("SGLang's EAGLE-3 with the same head", 7.4, EAGLE),
-    _times("adaptive", 1.0, ADAPTIVE, 32, slack=1.0),
-    _times("adaptive", 1.0, ADAPTIVE, 64, slack=1.0),
-    _times("70B FP8 + 1B, smc", 5.2, BLOCK, is_large=True),
+GOALS: tuple[tuple[str, float, str, str, int, int], ...] = (
+    ("8B alone: tokens/s", 215, AR, SPEED_OF, 1, 256),
+    ("a pass of the 1B alone, ms", 1.1, AR_DRAFT, ROUND_MS, 1, 256),
+    ("smc, whole blocks: tokens/s", 617, BLOCK, SPEED_OF, 1, 256),
+    ("smc with the 1B: ms a round", 14.6, BLOCK, ROUND_MS, 1, 256),
+    ("smc with the 1B: ms a round", 15.1, BLOCK, ROUND_MS, 1, 4096),
+    ("exact with the 1B: ms a round", 15.3, EXACT, ROUND_MS, 1, 256),
+    ("exact with an EAGLE-3 head: ms a round", 8.9, EXACT_HEAD, ROUND_MS, 1, 256),
+    ("SGLang's EAGLE-3 with the same head: ms a round", 7.4, EAGLE, ROUND_MS, 1, 256),
+    ("adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 32, 256),
+    ("adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 64, 256),
 )
+LARGE_GOALS = (("70B FP8 + 1B, smc, times AR", 5.2, BLOCK, TIMES_AR, 1, 256),)
 
 
 def expected(small: Results, large: Results) -> str:
     """Return the table of estimated and measured numbers."""
     lines = []
-    for goal in GOALS:
-        value = goal.found(large if goal.is_large else small)
-        shown = number_cell(value, goal.form)
-        lines.append([goal.what, format(goal.expected, goal.form), shown, goal.verdict(value)])
-    told = "Estimated for an H200 before the first run, to about 25 %."
-    headers = ("", "expected", "measured", "")
-    return f"## Expected\n\n{told}\n\n{markdown_table(headers, lines)}"
+    for goals, results in ((GOALS, small), (LARGE_GOALS, large)):
+        for what, estimate, family, key, batch, prompt in goals:
+            cell = Cell(system_of(family), batch, prompt)
+            one = {**results.get(cell.slug, {}), TIMES_AR: times_ar(cell, results)}
+            name = f"{what}, batch {batch}, prompt {prompt}"
+            lines.append([name, f"{estimate:g}", number_cell(one.get(key), ".4g")])
+    return f"## Expected\n\n{markdown_table(('', 'expected', 'measured'), lines)}"
 
 
 # --- Speed

@@ -32,7 +32,7 @@ from study import GOES_ON, PUBLISHED, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
 STAGES = ("smoke", "speed", "kernels", "profile", "more", "70b")
-REPORT, PACK = "report", "pack"
+REPORT = "report"
 LOGS = "logs.tar.gz"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
@@ -70,15 +70,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    choices = (*STAGES, REPORT, PACK)
-    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}, {PACK}"
+    choices = (*STAGES, REPORT)
+    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}"
     add("stages", nargs="*", metavar="STAGE", help=about)
     add("--minutes", type=float, default=9.0, help="begin nothing that ends later, and stop then")
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, as a shell matches")
     add("--fresh", action="store_true", help="measure again what has a result")
     add("--list", action="store_true", help="print the cases, what each starts, and stop")
     add("--dry-run", action="store_true", help="on a CPU, with a tiny pair, what can run there")
-    add("--wheels", nargs="+", default=[], metavar="NAME", help="that pack is to fetch")
     add("--out", type=Path, help="instead of $OUT, or bench/results/gpu/raw")
     add("--state", type=Path, help="a folder of this machine that later calls find")
     add("--spent", type=float, default=0.0, help="seconds of the call that are gone already")
@@ -86,8 +85,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = set(options.stages) - set(choices)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: no stage; there are {', '.join(choices)}")
-    if len(options.stages) > 1 and {REPORT, PACK} & set(options.stages):
-        parser.error(f"{REPORT} and {PACK} stand alone: they are not for the GPU machine")
+    if len(options.stages) > 1 and REPORT in options.stages:
+        parser.error(f"{REPORT} stands alone: it is not for the GPU machine")
     options.stages = options.stages or list(STAGES)
     options.out = options.out or Path(os.environ.get("OUT") or RAW)
     options.state = options.state or Path(tempfile.gettempdir()) / "sglang-smc-gpu"
@@ -103,9 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.stages == [PACK]:
-        print(machine.pack(options.wheels))
-        return 0
     if options.stages == [REPORT]:
         from gpu.report import write_report
 

@@ -43,7 +43,7 @@ from steering.grid import (
     cells,
 )
 from steering.judge import Judge
-from steering.report import MARKS, Drawn, Row, markdown, plot_rows, rows_of, shown, summaries
+from steering.report import MARKS, Drawn, Row, markdown, rows_of, shown, summaries
 from steering.steps import Steps
 from study import PAIR, REPOSITORY, BenchError, Log, bar, digest, positive, write_between
 
@@ -96,7 +96,7 @@ class Steering(Study[Cell, Drawn]):
     name = "steering"
     about = "Accuracy with potentials, beside votes and choices among as many plain samples."
     kind = Drawn
-    report = Report("steering", Row, markdown, plot_rows)
+    report = Report("steering", Row, markdown)
     note = staticmethod(note)
 
     def __init__(

@@ -15,9 +15,8 @@ import dummies
 import pytest
 from gpu import engines, kernel_tests, machine, report, run, smoke, unpack
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
-from gpu.report import GOALS, Goal
 from speed import presets
-from speed.grid import AR, AR_DRAFT, BLOCK, EXACT, HEAD, Cell, System
+from speed.grid import AR, BLOCK, EXACT, HEAD, Cell, System
 from speed.measure import launch_of, preset_of, sampled
 from speed.remote import EngineError
 from speed.runner import (
@@ -221,22 +220,6 @@ def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.Monke
         machine.preflight(on_gpu=False)
 
 
-#: Of the payload that is there: SGLang 0.5.17, trimmed.
-PAYLOAD_BYTES = 42_850_000
-
-
-def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
-    """Red where the tree grows beyond what such a machine is sent at a time."""
-    unread = {REPOSITORY / path.lstrip("/") for path in machine.UNREAD}
-    tree = set(machine.tracked())
-    assert unread <= tree
-    assert machine.within_limit(machine.size_of(tree - unread), PAYLOAD_BYTES).endswith(
-        " of 60 MiB"
-    )
-    with pytest.raises(BenchError, match=r"git sparse-checkout set .*eagle3"):
-        machine.within_limit(machine.size_of(tree), PAYLOAD_BYTES)
-
-
 # --- Kernels
 
 
@@ -413,9 +396,9 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
     canned(folder)
     told = report.write_report(folder, tmp_path)
     for line in (
-        "| smc, whole blocks, batch 1, prompt 256: tokens/s | 617 | 640 | as expected |",
-        "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | worse |",
-        "| adaptive, batch 64: times AR | 1.00 |  | not measured |",
+        "| smc, whole blocks: tokens/s, batch 1, prompt 256 | 617 | 640 |",
+        "| 70B FP8 + 1B, smc, times AR, batch 1, prompt 256 | 5.2 | 3.2 |",
+        "| adaptive, times AR, batch 64, prompt 256 | 1 |  |",
         "| SMC exact N=8 K=8 | 1 | 256 | 77.3 | 510.0 | 2.55 [2.55, 2.55] |  | 1000.0 | 9.00",
         "- standalone-tree-b1-p256: it said no",
         "- smc-graphs kinds: top-p: 0 of 3",
@@ -425,27 +408,14 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
         assert line in told, line
 
 
-def test_every_goal_is_of_something_that_is_measured() -> None:
-    """Red where a goal names a cell that no stage has."""
+def test_every_estimate_is_of_something_that_is_measured() -> None:
+    """Red where an estimate names a cell that no stage has."""
     small, large = (
         {cell.slug: a_speed(900.0) for case in some for cell in case.cells}
         for some in (SPEED, LARGE)
     )
-    assert "not measured" not in report.expected(small, large)
-
-
-def test_a_result_is_held_against_its_estimate() -> None:
-    speed = Goal("", 100.0, "", report.SPEED_OF, AR)
-    by_speed = {100.0: "as expected", 81: "as expected", 126: "better", 79: "worse"}
-    assert {value: speed.verdict(value) for value in by_speed} == by_speed
-    time = speed._replace(key="round_ms")
-    assert [time.verdict(value) for value in (126, 79)] == ["worse", "better"]
-    least = speed._replace(slack=1.0)
-    assert [least.verdict(value) for value in (99, 100)] == ["worse", "as expected"]
-    (drafting,) = (goal for goal in GOALS if goal.family == AR_DRAFT)
-    part = Cell(System(AR_DRAFT), 1, 256).slug
-    assert drafting.found({part: a_speed(9000.0)}) == pytest.approx(8.0)
-    assert drafting.found({}) is None
+    for line in report.expected(small, large).splitlines()[4:]:
+        assert line.split("|")[3].strip(), line
 
 
 @pytest.mark.nightly

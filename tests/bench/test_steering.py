@@ -193,4 +193,3 @@ def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
     table = summary(rows, "target").splitlines()
     assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"
     assert table[3] == "| SMC, vote by steps |  | 75.0 [62.5, 87.5] |"
-    assert (tmp_path / "steering.png").stat().st_size > 10_000
