@@ -31,29 +31,30 @@ PAGE = REPOSITORY / "docs" / "support.md"
 MARKS = "<!-- made by bench/support -->", "<!-- end -->"
 WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "**fails**"}
 PATIENCE = 300  # seconds per family
+#: Flags of a family's own process.
+ATTEMPTS = {"--try": try_family, "--plain": try_plain}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Try the families; return exit status 0 if it completes."""
-    options = parse_arguments(argv)
-    return main_of(lambda: run(options), GOES_ON)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options."""
     made = parser("support", (__doc__ or "").splitlines()[0])
     made.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
     made.add_argument("--jobs", type=positive, default=1, help="families at a time")
     made.add_argument("--publish", action="store_true", help="write results and the page")
-    for flag, name in (("--try", "alone"), ("--plain", "plain")):
-        made.add_argument(flag, dest=name, metavar="FAMILY", help=argparse.SUPPRESS)
-    return made.parse_args(argv)
+    for name in ATTEMPTS:
+        made.add_argument(name, metavar="FAMILY", help=argparse.SUPPRESS)
+    options = made.parse_args(argv)
+    return main_of(lambda: run(options), GOES_ON)
 
 
 def run(options: argparse.Namespace) -> None:
     """Do what the options select."""
-    if options.alone or options.plain:
-        return _try_here(options)
+    for flag, attempt in ATTEMPTS.items():
+        if name := vars(options)[flag.strip("-")]:
+            (family,) = (family for family in FAMILIES if family.name == name)
+            trial = attempt(family, options.output_dir)
+            (options.output_dir / "trial.json").write_text(json.dumps(trial._asdict()))
+            return
     path = options.output_dir / "trials.json"
     found = read(path)
     wanted = [
@@ -67,7 +68,6 @@ def run(options: argparse.Namespace) -> None:
     if options.publish:
         write(RESULTS, found, provenance=provenance({"vocabulary": VOCAB}))
         write_between(PAGE, MARKS, tables(found))
-    return None
 
 
 def read(path: Path) -> dict[str, Trial]:
@@ -130,14 +130,6 @@ def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
         )
     found = Trial(**json.loads(answer.read_text())) if answer.exists() else None
     return found, last_error(log)
-
-
-def _try_here(options: argparse.Namespace) -> None:
-    """Write the trial of a family to ``trial.json``."""
-    name, attempt = (options.alone, try_family) if options.alone else (options.plain, try_plain)
-    (family,) = (family for family in FAMILIES if family.name == name)
-    trial = attempt(family, options.output_dir)
-    (options.output_dir / "trial.json").write_text(json.dumps(trial._asdict()))
 
 
 def last_error(log: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,9 @@ def save(family: Family, folder: Path) -> str:
 
 
 def _save_weights(family: Family, folder: Path) -> None:
+    """Save what transformers makes of the configuration, spelled as published checkpoints are."""
     import transformers
+    from safetensors.torch import load_file, save_file
 
     whole: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
     if "text_config" not in family.config:
@@ -66,28 +69,17 @@ def _save_weights(family: Family, folder: Path) -> None:
     model = getattr(transformers, family.head).from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    _say_as_published(family, folder / "config.json")
-    if family.renamed is not None:
-        _rename(folder / "model.safetensors", *family.renamed)
-
-
-def _rename(file: Path, old: str, new: str) -> None:
-    """Rename weights to the names of published checkpoints."""
-    from safetensors.torch import load_file, save_file
-
-    weights = {name.replace(old, new): weight for name, weight in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def _say_as_published(family: Family, file: Path) -> None:
-    """Add configuration keys that published checkpoints have and transformers does not save."""
-    saved = json.loads(file.read_text())
+    saved = json.loads((folder / "config.json").read_text())
     if family.architecture is not None:
         saved["architectures"] = [family.architecture]
     interval = family.config.get("text_config", family.config).get("full_attention_interval")
     if interval is not None:
         saved.get("text_config", saved)["full_attention_interval"] = interval
-    file.write_text(json.dumps(saved))
+    (folder / "config.json").write_text(json.dumps(saved))
+    if family.renamed is not None:
+        file = folder / "model.safetensors"
+        weights = {k.replace(*family.renamed): weight for k, weight in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
 
 
 def prompts() -> list[list[int]]:
@@ -103,8 +95,10 @@ def try_family(family: Family, folder: Path) -> Trial:
     family is refused only as a draft, a Llama drafts.
     """
     path = save(family, folder / "model")
+    flags = {"model_path": path, **SMC, **dict(family.flags)}
     try:
-        texts, kept = _with_smc(family, path, path)
+        answers = _answers(MODES, speculative_draft_model_path=path, **flags)
+        kept = all(one["meta_info"]["spec_accept_rate"] == 1 for one in answers["exact"])
         draft, note = "run" if kept else "failed", ""
     except ValueError as error:
         reasons = _reasons(str(error))
@@ -112,11 +106,13 @@ def try_family(family: Family, folder: Path) -> Trial:
             raise
         if "--model-path" in reasons:
             return Trial(family.name, "refused", "refused", reasons["--model-path"])
-        texts, _ = _with_smc(family, path, save(FAMILIES[0], folder / "llama"))
+        llama = save(FAMILIES[0], folder / "llama")
+        answers = _answers(MODES, speculative_draft_model_path=llama, **flags)
         draft, note = "refused", f"as a draft: {reasons['--speculative-draft-model-path']}"
+    texts = {mode: [one["output_ids"] for one in found] for mode, found in answers.items()}
     if any(text != _transformers(family, path) for text in texts.values()):
-        plain = _texts(_engine(model_path=path), {})
-        wrong = [mode for mode, text in texts.items() if text != plain]
+        plain = [one["output_ids"] for one in _answers([None], model_path=path)[None]]
+        wrong = [str(mode) for mode, text in texts.items() if text != plain]
         if wrong:
             note = f"other texts than plain decoding: {', '.join(wrong)}"
             return Trial(family.name, "failed", draft, note)
@@ -126,52 +122,34 @@ def try_family(family: Family, folder: Path) -> Trial:
 
 def try_plain(family: Family, folder: Path) -> Trial:
     """Run the family without SMC: a failure there is not SMC's."""
-    _texts(_engine(model_path=save(family, folder / "plain"), **dict(family.flags)), {})
+    _answers([None], model_path=save(family, folder / "plain"), **dict(family.flags))
     return Trial(family.name, "failed", "failed")
 
 
 def _reasons(message: str) -> dict[str, str]:
-    """Return the reasons why models are refused, by flag."""
+    """Return the first part of the reasons why models are refused, by flag."""
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
-    told = [line for line in lines if line.startswith("--") and " has " in line]
-    return {line.split()[0]: _short(line.partition(" has ")[2]) for line in told}
+    told = [line.partition(" has ") for line in lines if line.startswith("--") and " has " in line]
+    return {
+        flag.split()[0]: reason.partition(";")[0].partition(", which")[0]
+        for flag, _, reason in told
+    }
 
 
-def _short(reason: str) -> str:
-    """Return the first part of a reason."""
-    return reason.partition(";")[0].partition(", which")[0]
-
-
-def _engine(**arguments: Any) -> Any:
+def _answers(modes: Sequence[str | None], **arguments: Any) -> dict[str | None, list[Any]]:
+    """Return an engine's greedy answers by mode, None for requests without SMC."""
     import sglang
 
-    return sglang.Engine(**{**ENGINE, **arguments})
-
-
-def _with_smc(family: Family, path: str, draft: str) -> tuple[dict[str, list[list[int]]], bool]:
-    """Return texts by mode, and whether mode exact kept all drafted tokens."""
-    arguments = {"model_path": path, "speculative_draft_model_path": draft, **SMC}
-    engine = _engine(**arguments, **dict(family.flags))
-    try:
-        answers = {mode: _ask(engine, {"mode": mode}) for mode in MODES}
-    finally:
-        engine.shutdown()
-    kept = all(answer["meta_info"]["spec_accept_rate"] == 1 for answer in answers["exact"])
-    return {m: [answer["output_ids"] for answer in found] for m, found in answers.items()}, kept
-
-
-def _texts(engine: Any, smc: dict[str, Any]) -> list[list[int]]:
-    try:
-        return [answer["output_ids"] for answer in _ask(engine, smc)]
-    finally:
-        engine.shutdown()
-
-
-def _ask(engine: Any, smc: dict[str, Any]) -> list[dict[str, Any]]:
+    engine = sglang.Engine(**ENGINE, **arguments)
     params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    if smc:
-        params["custom_params"] = {"smc": smc}
-    return engine.generate(input_ids=prompts(), sampling_params=params)
+    try:
+        found = {}
+        for mode in modes:
+            asked = params | ({"custom_params": {"smc": {"mode": mode}}} if mode else {})
+            found[mode] = engine.generate(input_ids=prompts(), sampling_params=asked)
+        return found
+    finally:
+        engine.shutdown()
 
 
 def _transformers(family: Family, path: str) -> list[list[int]]:
