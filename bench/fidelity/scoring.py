@@ -7,11 +7,9 @@ the answer was sampled at, given its prompt and the tokens before. EOS counts as
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
-import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -72,43 +70,35 @@ def answer_key(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
 
 
-# --- The answers of cells, in processes
+# --- The answers of cells
 
 
 class Batch(NamedTuple):
-    """Answers of one cell; ``place`` is the cell's index."""
+    """Answers to problems, sampled at a temperature."""
 
-    place: int
     temperature: float
     indices: list[int]
     answers: list[list[int]]
 
 
-#: Scores batches with so many processes; yields (place of the cell, scores) in any order.
-Scorer = Callable[[Sequence[Batch], int], Iterator[tuple[int, list[Score]]]]
+#: Scores batches in so many threads; yields their scores in any order.
+Scorer = Callable[[Sequence[Batch], int], Iterator[list[Score]]]
 
 
-def by_processes(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-    """Score batches by the plain models, in processes of one thread each.
-
-    The models are too small to use several cores. Ctrl-C reaches only the parent, which ends the
-    others.
-    """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(batches), jobs), _begin_process) as pool:
-        yield from pool.imap_unordered(score_batch, batches)
-        pool.close()
-        pool.join()  # an orderly end; leaving the block early kills the workers instead
-
-
-def _begin_process() -> None:
+def by_threads(batches: Sequence[Batch], jobs: int) -> Iterator[list[Score]]:
+    """Score batches by the plain models, which are too small to use several cores at a time."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+    load()
+    with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            for done in as_completed([pool.submit(score_batch, batch) for batch in batches]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def score_batch(batch: Batch) -> tuple[int, list[Score]]:
+def score_batch(batch: Batch) -> list[Score]:
     """Score answers behind their prompts, in one batch of each model."""
     import torch
 
@@ -127,7 +117,7 @@ def score_batch(batch: Batch) -> tuple[int, list[Score]]:
             (x[row, own].double() / batch.temperature).log_softmax(-1).numpy() for x in logits
         )
         found.append(score_of(index, answer, log_p, log_q))
-    return batch.place, found
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -156,7 +146,7 @@ class ScoredStudy(Study[C, Record]):
         self,
         options: argparse.Namespace,
         start: Start | None = None,
-        score: Scorer = by_processes,
+        score: Scorer = by_threads,
     ) -> None:
         self._score = score
         super().__init__(options, start)
@@ -166,7 +156,7 @@ class ScoredStudy(Study[C, Record]):
         made = super().parser()
         add = made.add_argument
         add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
-        add("--jobs", type=positive, default=usable_cores(), help="processes that score answers")
+        add("--jobs", type=positive, default=usable_cores(), help="threads that score answers")
         return made
 
     remark_key = ("index", "answer")
@@ -185,18 +175,16 @@ class ScoredStudy(Study[C, Record]):
 
     def evaluate(self, todo: Sequence[tuple[C, list[Record], Log]]) -> None:
         """Score these answers, with a progress bar."""
-        batches = [b for place, one in enumerate(todo) for b in _batches(place, *one[:2])]
-        total = sum(len(batch.indices) for batch in batches)
-        if not batches:
+        total = sum(len(records) for _, records, _ in todo)
+        if not total:
             return
-        with contextlib.ExitStack() as stack:
-            line = stack.enter_context(bar(total=total, desc="scoring", unit="answer"))
-            places = {batch.place for batch in batches}
-            write = {place: stack.enter_context(todo[place][2].writing()) for place in places}
-            for place, found in self._score(batches, self.options.jobs):
-                for entry in found:
-                    write[place](asdict(entry))
-                line.update(len(found))
+        with bar(total=total, desc="scoring", unit="answer") as line:
+            for cell, records, log in todo:
+                with log.writing() as write:
+                    for found in self._score(_batches(cell, records), self.options.jobs):
+                        for entry in found:
+                            write(asdict(entry))
+                        line.update(len(found))
 
     def scored(self) -> dict[C, list[tuple[Record, Score]]]:
         """Return the answers of every complete cell with their scores."""
@@ -207,10 +195,11 @@ class ScoredStudy(Study[C, Record]):
         return found
 
 
-def _batches(place: int, cell: Cell, records: list[Record]) -> Iterator[Batch]:
-    """Yield batches of similar length, which reduces padding."""
-    records = sorted(records, key=lambda record: len(record.output_ids))
-    for start in range(0, len(records), BATCH):
-        some = records[start : start + BATCH]
-        indices, answers = [r.index for r in some], [r.output_ids for r in some]
-        yield Batch(place, cell.temperature, indices, answers)
+def _batches(cell: Cell, records: Sequence[Record]) -> list[Batch]:
+    """Return batches of similar length, which reduces padding."""
+    ordered = sorted(records, key=lambda record: len(record.output_ids))
+    some = (ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH))
+    return [
+        Batch(cell.temperature, [one.index for one in few], [one.output_ids for one in few])
+        for few in some
+    ]

@@ -103,7 +103,7 @@ def read_results(folder: Path) -> tuple[dict[str, dict[str, Entry]], dict[str, E
 
 def call_id() -> str:
     """Return the name of a call that begins now."""
-    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
 class CallError(BenchError):

@@ -12,7 +12,7 @@ from answers import MAX_PROBLEMS, Record, Request, grade, prompt_ids
 from fidelity.grid import Cell, cells
 from fidelity.report import CellRow, make_rows, markdown
 from fidelity.run import Fidelity, note
-from fidelity.scoring import Batch, Score, answer_key, load, score_batch
+from fidelity.scoring import Batch, Score, answer_key, by_threads, load
 from intervals import Z95, paired_difference
 from pair.task import held_out
 from speed_stand_ins import canned_scores, graded_reply
@@ -174,8 +174,7 @@ def test_scores_are_those_of_a_slow_direct_computation(texts: list[list[int]]) -
     """Token by token, each behind its own prefix, with sums over the vocabulary in plain Python."""
     models, tokenizer = load()
     assert tokenizer.eos_token_id == texts[0][-1]
-    place, scores = score_batch(Batch(7, TEMPERATURE, [0, 1], texts))
-    assert place == 7
+    (scores,) = by_threads([Batch(TEMPERATURE, [0, 1], texts)], 2)
     for i, score in enumerate(scores):
         expected = slowly(models, prompt_ids(tokenizer, i), texts[i])
         assert score.log_ratios == pytest.approx(expected.pop("log_ratios"), abs=2e-4)
@@ -210,7 +209,7 @@ def law_by_hand(model: Any, text: list[int]) -> list[float]:
 def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: Path) -> None:
     scored: list[int] = []
 
-    def some(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
+    def some(batches: Sequence[Batch], jobs: int) -> Iterator[list[Score]]:
         for batch in batches[: 2 if jobs == 1 else None]:
             scored.extend(batch.indices)
             yield from canned_scores([batch], jobs)

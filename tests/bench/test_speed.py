@@ -99,16 +99,23 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_path: Path) -> None:
+    """What does not start is written down with its reason."""
+    bench.refuses = frozenset({CHAIN, TREE})
     assert bench(*QUICK, "--publish") == 0
     assert bench.started[0] == "ar"
+    assert "- standalone-chain-b1-p256: ValueError: no such backend" in bench.table("cpu-quick")
     at = [slug for slug, _ in bench.counted()].index("smc-block-n4-k4")
     ours = bench.counted()[at - 1 : at + 3]
     assert [slug for slug, _ in ours] == ["ar", "smc-block-n4-k4"] * 2
     assert ours[0][1] == ours[1][1]
     folder = tmp_path / "published" / "speed" / "cpu-quick"
     assert {path.name for path in folder.iterdir()} == {*speed.REPORT.files, speed.MACHINE}
-    origin = json.loads((folder / "provenance.json").read_text())
-    assert origin["settings"]["weights"] == "dummy"
+    assert "no such backend" in (folder / "speed.csv").read_text()
+    assert json.loads((folder / "provenance.json").read_text())["settings"]["weights"] == "dummy"
+    assert bench(*QUICK) == 0
+    assert bench.started == []  # it would say the same again
+    assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
+    assert bench.started == ["standalone-chain-beside", "standalone-chain"]
 
 
 def test_an_interrupted_run_goes_on_and_mixes_no_two_measurements(
@@ -128,18 +135,6 @@ def test_an_interrupted_run_goes_on_and_mixes_no_two_measurements(
     assert "SMC exact N" not in bench.table("cpu-quick")
     assert bench(*QUICK, "--only", "nothing") == 1
     assert bench("--preset", "cpu", "--batch", "9") == 1 and "more than the 8" in bench.said
-
-
-def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> None:
-    bench.refuses = frozenset({CHAIN, TREE})
-    assert bench(*QUICK) == 0
-    assert {"smc-block-n4-k4", "ngram"} <= set(bench.started)
-    assert "- standalone-chain-b1-p256: ValueError: no such backend" in bench.table("cpu-quick")
-    assert "no such backend" in (bench.folder / "cpu-quick" / "speed.csv").read_text()
-    assert bench(*QUICK) == 0
-    assert bench.started == []  # it would say the same again
-    assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
-    assert bench.started == ["standalone-chain-beside", "standalone-chain"]
 
 
 def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
