@@ -143,10 +143,7 @@ class ScoredStudy(Study[C, Record]):
     """
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        start: Start | None = None,
-        score: Scorer = by_threads,
+        self, options: argparse.Namespace, start: Start | None = None, score: Scorer = by_threads
     ) -> None:
         self._score = score
         super().__init__(options, start)

@@ -84,9 +84,7 @@ def systems(preset: Preset) -> list[System]:
 
 
 def cells(
-    preset: Preset,
-    batches: Iterable[int] | None = None,
-    prompts: Iterable[int] | None = None,
+    preset: Preset, batches: Iterable[int] | None = None, prompts: Iterable[int] | None = None
 ) -> list[Cell]:
     """Return the cells of these batches and prompts, grouped by engine."""
     return [

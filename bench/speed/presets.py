@@ -41,9 +41,7 @@ def _small(layers: int, hidden: int, mlp: int, heads: int, kv_heads: int) -> Mod
 CPU_PAIR = Pair("0.1B+0.01B", _small(12, 768, 2048, 12, 4), _small(4, 256, 704, 4, 2))
 PAIR_8B = Pair("8B+1B", BUILT_IN["llama-3.1-8b"], BUILT_IN["llama-3.2-1b"])
 PAIR_70B = Pair(
-    "70B+1B",
-    replace(BUILT_IN["llama-3.1-70b"], weight_bytes=1.0),
-    BUILT_IN["llama-3.2-1b"],
+    "70B+1B", replace(BUILT_IN["llama-3.1-70b"], weight_bytes=1.0), BUILT_IN["llama-3.2-1b"]
 )
 
 

@@ -47,11 +47,7 @@ def plain(model: str) -> Cell:
 
 def steered(model: str, potential: str, num_particles: int) -> Cell:
     """Return a cell of particles; all are returned, for every kind of choice."""
-    asked = {
-        "name": potential,
-        "args": POTENTIALS[potential],
-        "when": {"delimiter": DELIMITER},
-    }
+    asked = {"name": potential, "args": POTENTIALS[potential], "when": {"delimiter": DELIMITER}}
     smc = {
         "mode": "smc",
         "proposal": "verified" if model == VERIFIED else "draft",

@@ -19,16 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from answers import (
-    COMMON,
-    MAX_PROBLEMS,
-    Asker,
-    Reply,
-    Start,
-    Study,
-    prompt_ids,
-    request,
-)
+from answers import COMMON, MAX_PROBLEMS, Asker, Reply, Start, Study, prompt_ids, request
 from results import Report
 from steering.grid import (
     DRAFT,
@@ -86,6 +77,15 @@ def note(origin: Mapping[str, Any]) -> str:
     )
 
 
+@lru_cache
+def code_of(potential: str) -> str:
+    """Return the fingerprint of a potential's code and model."""
+    paths = [Path(__file__).with_name(f"{potential}.py")]
+    if potential == "judge":
+        paths += [*(PAIR / "reward").iterdir(), PAIR / "reward_texts.py"]
+    return digest(paths)
+
+
 class Steering(Study[Cell, Drawn]):
     """The study.
 
@@ -127,21 +127,12 @@ class Steering(Study[Cell, Drawn]):
         models = (TARGET, TARGET) if model == ITSELF else (model, DRAFT)
         return models if kind == "smc" else (models[0], None)
 
-    def fingerprint(self) -> dict[str, Any]:
-        here = Path(__file__).parent
-        reward = [*(PAIR / "reward").iterdir(), PAIR / "reward_texts.py"]
-        potentials = {
-            "steps": digest([here / "steps.py"]),
-            "judge": digest([here / "judge.py", *reward]),
-        }
-        return {**super().fingerprint(), "potentials": potentials}
-
     def identity(self, cell: Cell) -> dict[str, Any]:
         """Return what a cell's answers depend on; plain samples are stock SGLang's."""
-        found = {**super().identity(cell), "potential": self.code["potentials"].get(cell.potential)}
-        for name in ("potentials",) if cell.potential else ("potentials", "plugin"):
-            del found[name]
-        return found
+        found = super().identity(cell)
+        if cell.potential:
+            return found | {"potential": code_of(cell.potential)}
+        return {name: value for name, value in found.items() if name != "plugin"}
 
     def ask(self, cell: Cell, asker: Asker) -> Iterator[Drawn]:
         """Run the missing requests, one sample of each problem at a time, with its own seed."""
@@ -155,8 +146,8 @@ class Steering(Study[Cell, Drawn]):
         """Return the file of potentials' values of plain samples, for choices among them."""
         if cell.potential:
             return None
-        identity = {**self.identity(cell), "potentials": self.code["potentials"]}
-        return Log(self.path("values", cell), identity)
+        potentials = {name: code_of(name) for name in POTENTIALS}
+        return Log(self.path("values", cell), {**self.identity(cell), "potentials": potentials})
 
     def evaluate(self, todo: Sequence[tuple[Cell, list[Drawn], Log]]) -> None:
         total = sum(len(some) for _, some, _ in todo)
@@ -211,19 +202,17 @@ def _steered(reply: Reply) -> Drawn:
 
 
 def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, float]]:
-    """Return each potential's value of each sample."""
-    columns = {
-        name: potential.complete([_text(one, name, potential) for one in some])
-        for name, potential in potentials.items()
-    }
-    return [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-
-
-def _text(one: Drawn, name: str, potential: Potential) -> Text:
-    """Return a sample as the text that a server passes to potentials."""
-    args = potential.Args(**POTENTIALS[name])
-    ids = _tokenizer()(one.texts[0])["input_ids"]
-    return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
+    """Return each potential's value of each sample, a text as servers pass it to potentials."""
+    found: list[dict[str, float]] = [{} for _ in some]
+    asked = [prompt_ids(_tokenizer(), one.index) for one in some]
+    outputs = [_tokenizer()(one.texts[0])["input_ids"] for one in some]
+    for name, potential in potentials.items():
+        args = potential.Args(**POTENTIALS[name])
+        pairs = zip(asked, outputs, strict=True)
+        values = potential.complete([Text(*pair, args, _decode) for pair in pairs])
+        for one, value in zip(found, values, strict=True):
+            one[name] = value
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -69,9 +69,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def use(program: str) -> None:
         monkeypatch.setattr(
-            serving,
-            "server_command",
-            lambda _, port: [sys.executable, "-c", program, str(port)],
+            serving, "server_command", lambda _, port: [sys.executable, "-c", program, str(port)]
         )
 
     return use
