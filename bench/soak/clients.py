@@ -54,9 +54,9 @@ class Ending:
         return bool(self.seeded) and not self.problem
 
 
-def failed(request: Request, problem: str, index: int = 0) -> list[Ending]:
+def failed(request: Request, problem: str) -> list[Ending]:
     """Return the ending of a request without a readable answer."""
-    return [Ending(request, index, "failed", problem=problem)]
+    return [Ending(request, 0, "failed", problem=problem)]
 
 
 def unheard(request: Request, reason: str = "left") -> list[Ending]:
@@ -158,17 +158,11 @@ class Clients:
         """Request the same answers again, one at a time."""
         found = []
         async with self._client() as client:
-            for answer in answers:
-                found += await self._again(client, answer.request, answer.index)
+            for one in answers:
+                (again,) = await self._tried(client, one.request.alone(one.index))
+                found.append(replace(again, request=one.request, index=one.index))
                 done()
         return found
-
-    async def _again(self, client: httpx.AsyncClient, request: Request, index: int) -> list[Ending]:
-        try:
-            came = await client.post("/generate", json=request.alone(index))
-            return [ending(request, index, came.raise_for_status().json())]
-        except httpx.HTTPError as error:
-            return failed(request, f"{type(error).__name__}: {error}", index)
 
     def _client(self, **more: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, trust_env=False, **more)
@@ -177,13 +171,17 @@ class Clients:
         self, client: httpx.AsyncClient, request: Request, room: asyncio.Semaphore
     ) -> None:
         try:
-            endings = await serve(client, request)
-        except httpx.HTTPError as error:
-            self._is_gone = self._is_gone or isinstance(error, httpx.ConnectError)
-            endings = failed(request, f"{type(error).__name__}: {error}")
+            endings = await self._tried(client, request)
         finally:
             room.release()
         self._ended(endings)
+
+    async def _tried(self, client: httpx.AsyncClient, request: Request) -> list[Ending]:
+        try:
+            return await serve(client, request)
+        except httpx.HTTPError as error:
+            self._is_gone = self._is_gone or isinstance(error, httpx.ConnectError)
+            return failed(request, f"{type(error).__name__}: {error}")
 
 
 async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 VOCAB = 512  # of the shipped pair
@@ -114,15 +114,14 @@ class Request:
     @property
     def body(self) -> dict[str, Any]:
         """Return the body for /generate."""
-        return self._body({**self.params, "n": self.n}, stream=self.stream)
-
-    def alone(self, index: int) -> dict[str, Any]:
-        """Return the body that requests only the ``index``-th of its n answers."""
-        return self._body({**self.params, "sampling_seed": self.params["sampling_seed"] + index})
-
-    def _body(self, params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        params = {**self.params, "n": self.n}
         given = {"rid": self.rid, "input_ids": self.prompt, "sampling_params": params}
-        return {**given, **self.options, **more}
+        return {**given, **self.options, "stream": self.stream}
+
+    def alone(self, index: int) -> Request:
+        """Return a request for only the ``index``-th of its n answers, which waits for it."""
+        params = {**self.params, "sampling_seed": self.params["sampling_seed"] + index}
+        return replace(self, params=params, n=1, stream=False, leaves=None)
 
 
 def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[Request]:

@@ -84,9 +84,9 @@ def test_traffic_has_everything_and_the_server_takes_it() -> None:
 def test_an_answer_alone_has_its_own_seed() -> None:
     both = request(n=2, stream=True, options={"priority": 5})
     assert (both.body["sampling_params"], both.body["stream"]) == ({**PARAMS, "n": 2}, True)
-    alone = both.alone(1)
-    assert alone["sampling_params"] == {**PARAMS, "sampling_seed": 71}
-    assert "stream" not in alone and alone["priority"] == 5
+    alone = both.alone(1).body
+    assert alone["sampling_params"] == {**PARAMS, "sampling_seed": 71, "n": 1}
+    assert not alone["stream"] and alone["priority"] == 5
 
 
 @pytest.mark.parametrize(
