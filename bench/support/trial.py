@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from dummies import word_tokenizer
+from speed.grid import Launch
+from speed.measure import STOP_SECONDS
+from speed.remote import EngineError, running
+from speed.runner import Clock, TimeUpError
 from support.families import EOS, FAMILIES, VOCAB, Family
 
 MODES = ("smc", "exact", "mixed", "auto")
 LENGTHS = (1, 7, 16, 45)
 NEW_TOKENS = 25  # one from prefill, and rounds of K + 1
+PATIENCE = 300.0  # seconds per engine
+LONGEST_NOTE = 200
 ENGINE: dict[str, Any] = {
     "random_seed": 0,
     "device": "cpu",
@@ -88,42 +95,50 @@ def prompts() -> list[list[int]]:
 
 
 def try_family(family: Family, folder: Path) -> Trial:
+    """Try a family; where it fails with SMC, the outcome is also of SGLang without."""
+    log = folder / "engine.log"
+    try:
+        path = save(family, folder / "model")
+        return _with_smc(family, path, folder, log)
+    except Exception as error:
+        try:
+            _answers(log, [None], model_path=str(folder / "model"), **dict(family.flags))
+        except EngineError as of_sglang:
+            return Trial(family.name, "not here", "not here", str(of_sglang)[:LONGEST_NOTE])
+        return Trial(family.name, "failed", "failed", str(error)[:LONGEST_NOTE])
+
+
+def _with_smc(family: Family, path: str, folder: Path, log: Path) -> Trial:
     """Start a server in which the family drafts for itself, and compare greedy texts in all modes.
 
     The texts must equal those of transformers, or else those of SGLang without SMC: the two differ
     for some families. If the draft is the target, mode exact must keep every drafted token. If the
     family is refused only as a draft, a Llama drafts.
     """
-    path = save(family, folder / "model")
     flags = {"model_path": path, **SMC, **dict(family.flags)}
     try:
-        answers = _answers(MODES, speculative_draft_model_path=path, **flags)
+        answers = _answers(log, MODES, speculative_draft_model_path=path, **flags)
         kept = all(one["meta_info"]["spec_accept_rate"] == 1 for one in answers["exact"])
         draft, note = "run" if kept else "failed", ""
-    except ValueError as error:
-        reasons = _reasons(str(error))
+    except EngineError:
+        reasons = _reasons(log.read_text(errors="replace"))
         if not reasons:  # no refusal by SMC
             raise
         if "--model-path" in reasons:
             return Trial(family.name, "refused", "refused", reasons["--model-path"])
         llama = save(FAMILIES[0], folder / "llama")
-        answers = _answers(MODES, speculative_draft_model_path=llama, **flags)
+        answers = _answers(log, MODES, speculative_draft_model_path=llama, **flags)
         draft, note = "refused", f"as a draft: {reasons['--speculative-draft-model-path']}"
     texts = {mode: [one["output_ids"] for one in found] for mode, found in answers.items()}
-    if any(text != _transformers(family, path) for text in texts.values()):
-        plain = [one["output_ids"] for one in _answers([None], model_path=path)[None]]
+    expected = _transformers(family, path)
+    if any(text != expected for text in texts.values()):
+        plain = [one["output_ids"] for one in _answers(log, [None], model_path=path)[None]]
         wrong = [str(mode) for mode, text in texts.items() if text != plain]
         if wrong:
             note = f"other texts than plain decoding: {', '.join(wrong)}"
             return Trial(family.name, "failed", draft, note)
         note = "the text of plain SGLang, which is not that of transformers"
     return Trial(family.name, "run", draft, note)
-
-
-def try_plain(family: Family, folder: Path) -> Trial:
-    """Run the family without SMC: a failure there is not SMC's."""
-    _answers([None], model_path=save(family, folder / "plain"), **dict(family.flags))
-    return Trial(family.name, "failed", "failed")
 
 
 def _reasons(message: str) -> dict[str, str]:
@@ -136,20 +151,24 @@ def _reasons(message: str) -> dict[str, str]:
     }
 
 
-def _answers(modes: Sequence[str | None], **arguments: Any) -> dict[str | None, list[Any]]:
+def _answers(
+    log: Path, modes: Sequence[str | None], **arguments: Any
+) -> dict[str | None, list[Any]]:
     """Return an engine's greedy answers by mode, None for requests without SMC."""
-    import sglang
-
-    engine = sglang.Engine(**ENGINE, **arguments)
     params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    found, launch = {}, Launch({**ENGINE, **arguments}, {})
     try:
-        found = {}
-        for mode in modes:
-            asked = params | ({"custom_params": {"smc": {"mode": mode}}} if mode else {})
-            found[mode] = engine.generate(input_ids=prompts(), sampling_params=asked)
-        return found
-    finally:
-        engine.shutdown()
+        with Clock(math.inf).at_most(PATIENCE), running(launch, log, STOP_SECONDS) as engine:
+            for mode in modes:
+                asked = params | ({"custom_params": {"smc": {"mode": mode}}} if mode else {})
+                question = {"input_ids": prompts(), "sampling_params": asked}
+                told = engine.exchange({"generate": question})
+                if "refused" in told:
+                    raise EngineError(told["refused"])
+                found[mode] = told["answers"]
+    except TimeUpError as error:
+        raise EngineError("it did not answer") from error
+    return found
 
 
 def _transformers(family: Family, path: str) -> list[list[int]]:

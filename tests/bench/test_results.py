@@ -1,7 +1,9 @@
 """What all tables are made of, that pages say what was published, and what was tried."""
 
+import contextlib
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from drafts.run import Drafts
 from intervals import Interval, wilson
 from results import ess_share, interval_cell, resample_rate
 from scipy.stats import binomtest
+from speed.remote import EngineError
 from steering.report import shown, summaries
 from steering.run import Steering
 from study import PUBLISHED, REPOSITORY
@@ -92,9 +95,9 @@ def test_every_family_was_tried_and_none_fails() -> None:
     assert [one for one in found.values() if "failed" in (one.target, one.draft)] == []
 
 
-def test_a_refusal_is_read_by_its_flag_and_a_death_by_its_last_error(tmp_path: Path) -> None:
+def test_a_refusal_is_read_by_its_flag() -> None:
     message = (
-        "--speculative-algorithm SMC cannot start this server:\n"
+        "ValueError: --speculative-algorithm SMC cannot start this server:\n"
         "  - --model-path /x has a recurrent state; allowed: others. Choose one.\n"
         "  - --speculative-draft-model-path /y has sparse attention; allowed: others."
     )
@@ -102,10 +105,47 @@ def test_a_refusal_is_read_by_its_flag_and_a_death_by_its_last_error(tmp_path: P
         "--model-path": "a recurrent state",
         "--speculative-draft-model-path": "sparse attention",
     }
-    log = tmp_path / "log"
-    log.write_text("starting\nValueError: first\n  in a trace: Error\nKeyError: 'last'\nbye\n")
-    assert run.last_error(log) == "KeyError: 'last'"
-    assert run.last_error(tmp_path / "none") == "it did not answer"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "told"),
+    [
+        ([None], ("run", "run", "")),
+        (["--model-path /x has sparse attention; no"], ("refused", "refused", "sparse attention")),
+        (
+            ["--speculative-draft-model-path /x has no KV, which", None],
+            ("run", "refused", "as a draft: no KV"),
+        ),
+        (["KeyError: 'x'", None], ("failed", "failed", "KeyError: 'x'")),
+        (["KeyError: 'x'", "no such class"], ("not here", "not here", "no such class")),
+    ],
+)
+def test_what_becomes_of_a_family(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[str | None],
+    told: tuple[str, ...],
+) -> None:
+    """Engines answer, or end with an error in their log."""
+    left = iter(outcomes)
+
+    class Answering:
+        def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+            answer = {"output_ids": [7], "meta_info": {"spec_accept_rate": 1}}
+            return {"answers": [answer] * len(question["generate"]["input_ids"])}
+
+    @contextlib.contextmanager
+    def running(launch: Any, log: Path, patience: float) -> Iterator[Answering]:
+        if error := next(left):
+            log.write_text(f"ValueError: it cannot start\n  - {error}")
+            raise EngineError(error)
+        yield Answering()
+
+    monkeypatch.setattr(trial, "running", running)
+    monkeypatch.setattr(trial, "save", lambda family, folder: str(folder))
+    monkeypatch.setattr(trial, "_transformers", lambda *_: [[7]] * len(trial.LENGTHS))
+    assert trial.try_family(FAMILIES[0], tmp_path) == (FAMILIES[0].name, *told)
+    assert next(left, "") == ""
 
 
 def test_only_a_row_that_was_tried_is_shown(tmp_path: Path) -> None:
