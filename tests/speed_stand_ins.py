@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +34,17 @@ def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, study: Any, folder: 
     patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
 
 
-class Runner:
-    """Runs a study with stand-ins, and remembers what they were asked and it said.
+class Caller:
+    """Calls a benchmark, and remembers what it asked and started, and said.
 
     Args:
-        study: its class.
+        main: takes the words of a command line.
         folder: where its files go.
-        reply: what an engine of this name answers.
         common: words of every command line.
-        stand_ins: the other stand-ins of the study.
     """
 
-    def __init__(
-        self,
-        study: type[Study],
-        folder: Path,
-        reply: Callable[[str, Request], Reply],
-        common: Sequence[str],
-        **stand_ins: Any,
-    ) -> None:
-        self.study: Any = study
-        self.folder, self.reply = folder, reply
-        self.common, self.stand_ins = common, stand_ins
+    def __init__(self, main: Callable[..., int], folder: Path, common: Sequence[str] = ()) -> None:
+        self.main, self.folder, self.common = main, folder, common
         self.asked: list[tuple[str, Any]] = []
         self.started: list[str] = []
         self.budget, self.said = [0], ""
@@ -64,9 +54,24 @@ class Runner:
         self.asked, self.started, self.budget = [], [], [last]
         words = [*self.common, "--output-dir", str(self.folder), *arguments]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = self.study.main(words, start=self.start, **self.stand_ins)
+            status = self.main(words)
         self.said = errors.getvalue()
         return status
+
+
+class Runner(Caller):
+    """Runs a study with stand-ins, of which ``reply`` is an engine's by its name."""
+
+    def __init__(
+        self,
+        study: type[Study],
+        folder: Path,
+        reply: Callable[[str, Request], Reply],
+        common: Sequence[str],
+        **stand_ins: Any,
+    ) -> None:
+        super().__init__(partial(study.main, start=self.start, **stand_ins), folder, common)
+        self.study, self.reply = study, reply
 
     @contextlib.contextmanager
     def start(self, engine: Any) -> Iterator[Any]:

@@ -1,7 +1,6 @@
 """The speed benchmark: who is asked what, how it resumes and refuses, its plan and its numbers."""
 
 import contextlib
-import io
 import json
 import math
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from speed.measure import WARM_UP_TOKENS, work
 from speed.presets import CPU, PRESETS, quick
 from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
-from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, FakeEngine, sample
+from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
 
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.proposals import MODEL, Draft
@@ -47,22 +46,11 @@ QUICK = ("--preset", "cpu", "--quick")
 SYSTEMS = {system.slug: system for preset in (CPU, quick(CPU)) for system in systems(preset)}
 
 
-class Bench:
+class Bench(Caller):
     """Systems of some families do not start, and block ones die of batches of a size."""
 
     refuses: frozenset[str] = frozenset()
     breaks_at: int | None = None
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, *words: str, last: int = 10**6) -> int:
-        """Return the exit status; engines are interrupted after ``last`` answers."""
-        self.asked, self.started, self.budget = [], [], [last]
-        with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = speed.main([*words, "--output-dir", str(self.folder)])
-        self.said = errors.getvalue()
-        return status
 
     @contextlib.contextmanager
     def running(self, launch: Launch, log: Path, patience: float) -> Iterator[FakeEngine]:
@@ -86,7 +74,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     device = {"name": "x", "bandwidth": 1e9, "flops": 1e12, "capacity": 1e9}
-    found = Bench(tmp_path / "out")
+    found = Bench(speed.main, tmp_path / "out")
     monkeypatch.setattr(measure, "running", found.running)
     monkeypatch.setattr(measure, "write_models", lambda *_, **__: None)
     monkeypatch.setattr(results, "PUBLISHED", tmp_path / "published")

@@ -7,26 +7,21 @@ from typing import Any
 
 import pytest
 from answers import MAX_PROBLEMS, Reply, Request
-from intervals import Interval
 from pair.task import held_out
 from speed_stand_ins import Runner, leave_out_what_takes_seconds
 from steering import run as steering
 from steering.grid import PARTICLES, POTENTIALS
 from steering.judge import Judge
 from steering.report import (
-    MAJORITY,
     MARKS,
-    SMC_VOTE,
-    Row,
     best,
     drawn,
     number_of,
     shown,
     summaries,
-    summary,
     voted,
 )
-from steering.run import Steering, note
+from steering.run import Steering
 from steering.steps import Steps, wrong_steps
 from study import REPOSITORY
 
@@ -174,22 +169,3 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     page = steering.PAGE.read_text()
     assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
     assert summaries(shown(list(rows.values()))) in page
-
-
-# --- Tables and the page
-
-
-def row(method: str, count: int, mean: float) -> Row:
-    accuracy = Interval(mean, mean - 0.125, mean + 0.125, 200)
-    potential = "steps" if method == SMC_VOTE else ""
-    return Row("target", potential, method, count, accuracy, 100.0, 12.0)
-
-
-def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
-    rows = [row(MAJORITY, 4, 0.5), row(MAJORITY, 8, 0.625), row(SMC_VOTE, 8, 0.75)]
-    text = Steering.report.write(tmp_path, rows, {"problems": 200}, note)
-    assert Steering.report.read(tmp_path) == rows
-    assert "0 to 199" in text
-    table = summary(rows, "target").splitlines()
-    assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"
-    assert table[3] == "| SMC, vote by steps |  | 75.0 [62.5, 87.5] |"
