@@ -12,7 +12,7 @@ from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
 from gpu.machine import driver_says
 from pair.task import check, held_out, messages
-from speed.grid import CHAIN, SPECULATION, Launch
+from speed.grid import Launch
 from speed.measure import STOP_SECONDS, shown, without_models
 from speed.presets import write_models
 from speed.remote import EngineError, RemoteEngine, Work, running
@@ -66,17 +66,13 @@ def smc(name: str, **asked: Any) -> Kind:
     return Kind(name, {"custom_params": {"smc": asked}})
 
 
-#: Those that SGLang's own speculation supports, and others.
-KNOWN = (
+_PENALTIES = {"frequency_penalty": 0.2, "presence_penalty": 0.2, "repetition_penalty": 1.05}
+STOCK = (
     Kind("plain"),
     Kind("greedy", {"temperature": 0.0}),
     Kind("top-p", {"top_p": 0.9}),
     Kind("top-k", {"top_k": 20}),
     Kind("top-p and top-k", {"top_p": 0.95, "top_k": 20}),
-)
-_PENALTIES = {"frequency_penalty": 0.2, "presence_penalty": 0.2, "repetition_penalty": 1.05}
-STOCK = (
-    *KNOWN,
     Kind("seed", {"sampling_seed": 5}),
     Kind("min-p", {"min_p": 0.05}),
     Kind("penalties", _PENALTIES),
@@ -203,7 +199,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "smc-kernels": EAGER,
     "smc-graphs": SMC,
     "ar": {},
-    "standalone": SPECULATION[CHAIN],
 }
 ON_A_CPU = (REFERENCE, "ar")
 
@@ -276,7 +271,7 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     stop string is decided on the host; and those that graphs run.
     """
     graphs = name == "smc-graphs"
-    kinds = KNOWN if name == "standalone" else (*STOCK, *(OURS if name.startswith("smc-") else ()))
+    kinds = (*STOCK, *OURS) if name.startswith("smc-") else STOCK
     if part == "answers":
         return answers(engine, name, prompts, graphs=graphs)
     if part == "kinds":
