@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -201,7 +202,11 @@ def make_tree(folder: Path, version: str = "1.0") -> Path:
 
 def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was there before; SGLang finds its entry points, and another plugin is told."""
-    site, payload = tmp_path / "site", tmp_path / "nothing"
+    site, payload = tmp_path / "site", tmp_path / "payload"
+    payload.mkdir()
+    with zipfile.ZipFile(payload / "other-1.0-py3-none-any.whl", "w") as wheel:
+        for name in ("other/__init__.py", "other-1.0.data/purelib/more.py"):
+            wheel.writestr(name, "")
     (site / "sglang_smc").mkdir(parents=True)
     (site / "sglang_smc" / "__init__.py").write_text("")
     for version in ("1.0", "1.1"):
@@ -209,6 +214,7 @@ def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.Monke
         unpack.unpack(site, payload, tree)
     assert (site / "sglang_smc").resolve() == tree / "sglang_smc"
     assert str(site) in (site / "env.sh").read_text()
+    assert (site / "other" / "__init__.py").exists() and (site / "more.py").exists()
     (found,) = (one for one in distributions(path=[str(site)]) if one.name == "sglang-smc")
     assert found.version == "1.1"
     points = {(point.group, point.name) for point in found.entry_points}
