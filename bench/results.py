@@ -15,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from intervals import Interval
+import numpy as np
+from intervals import Interval, ratio
 from study import PUBLISHED, REPOSITORY, copy
 
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
@@ -39,6 +40,13 @@ def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
 
 def _rounds(meta_infos: list[dict[str, Any]]) -> int:
     return sum(info.get("spec_smc_rounds_ct", 0) for info in meta_infos)
+
+
+def tokens_a_pass(meta_infos: list[dict[str, Any]]) -> Interval:
+    """Return the tokens per target pass, without prefill and its token; 1 of plain decoding."""
+    tokens = [info["completion_tokens"] - 1 for info in meta_infos]
+    passes = [info.get("spec_verify_ct") or n for info, n in zip(meta_infos, tokens, strict=True)]
+    return ratio(np.array(tokens, dtype=float), np.array(passes, dtype=float))
 
 
 # --- Rows, dataclasses of numbers and intervals, as files

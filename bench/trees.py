@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import answers
-import numpy as np
 from answers import COMMON, Record, Request, Study, request
 from fidelity.grid import AUTO, EXACT
-from fidelity.nats import watched_tilt
-from intervals import Interval, ratio
-from results import interval_cell, markdown_table, provenance
+from intervals import Interval, watched_tilt
+from results import interval_cell, markdown_table, provenance, tokens_a_pass
 from study import PAIR, PUBLISHED, as_script, copy, digest
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
@@ -115,12 +113,8 @@ Infos = dict[float, list[dict[str, Any]]]
 
 
 def line(row: Row, infos: Infos) -> dict[str, Any]:
-    """Return a row's numbers for JSON: tokens per target pass, without prefill and its token."""
-    tokens = {}
-    for temperature, some in infos.items():
-        decoded = np.array([info["completion_tokens"] - 1 for info in some], dtype=float)
-        found = ratio(decoded, np.array([info["spec_verify_ct"] for info in some]))
-        tokens[f"{temperature:g}"] = found._asdict()
+    """Return a row's numbers for JSON."""
+    tokens = {f"{t:g}": tokens_a_pass(some)._asdict() for t, some in infos.items()}
     return row._asdict() | {"tokens": tokens, "tilt": tilt([infos])}
 
 

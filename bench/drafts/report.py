@@ -9,14 +9,13 @@ from itertools import groupby
 from pathlib import Path
 
 import charts
-import numpy as np
 from charts import GREY, SKY, ends, legend_below, picture
 from drafts.grid import DRAFT, NUM_STEPS, PROPOSALS, STANDALONE, proposal_of, rule_of
 from fidelity.grid import AUTO, EXACT, Cell
 from fidelity.report import Answered, CellRow, make_rows
-from intervals import Interval, ratio
+from intervals import Interval
 from matplotlib.axes import Axes
-from results import interval_cell, number_cell, table
+from results import interval_cell, number_cell, table, tokens_a_pass
 
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.plan import proposals, shapes
@@ -88,11 +87,8 @@ def rows_of(answers: Mapping[Cell, Answered], plugin: Callable[[Cell], str]) -> 
 
 def _row(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRow:
     proposal, num_particles = proposal_of(cell.engine), row.num_particles or 1
-    infos = [record.info for record, _ in found]
-    tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
-    passes = np.array([info["spec_verify_ct"] for info in infos]) if proposal else tokens
     seconds = round_seconds(proposal.planned, num_particles) if proposal else plain_seconds()
-    yielded = ratio(tokens, passes)
+    yielded = tokens_a_pass([record.info for record, _ in found])
     return DraftRow(
         label=row.label,
         proposal=proposal.name if proposal else "",
@@ -110,17 +106,10 @@ def _row(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRow:
 
 def _compared(rows: Sequence[DraftRow]) -> list[DraftRow]:
     """Return rows with the ratio to the draft model's row of the same rule, N and temperature."""
-    speed = {_like(row): row.tokens_per_second for row in rows if row.proposal == DRAFT.name}
-    return [
-        replace(row, to_draft_model=row.tokens_per_second / speed[_like(row)])
-        if row.proposal and _like(row) in speed
-        else row
-        for row in rows
-    ]
-
-
-def _like(row: DraftRow) -> tuple[str, int, float]:
-    return row.rule, row.num_particles, row.temperature
+    like = {row: (row.rule, row.num_particles, row.temperature) for row in rows}
+    speed = {like[row]: row.tokens_per_second for row in rows if row.proposal == DRAFT.name}
+    ratios = {row: row.tokens_per_second / speed[like[row]] for row in rows if like[row] in speed}
+    return [replace(row, to_draft_model=ratios.get(row)) for row in rows]
 
 
 def _place(row: DraftRow) -> tuple[float, int, bool]:

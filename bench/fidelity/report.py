@@ -11,9 +11,16 @@ import numpy as np
 from answers import Record
 from charts import COLOURS, GREY, ends, legend_below, picture
 from fidelity.grid import AR_DRAFT, AR_TARGET, AUTO, DEFAULT, EXACT, MIXED, SMC, Cell
-from fidelity.nats import kl_at_least, watched_tilt
 from fidelity.scoring import Score
-from intervals import Interval, paired_difference, paired_ratio_difference, ratio, wilson
+from intervals import (
+    Interval,
+    kl_at_least,
+    paired_difference,
+    paired_ratio_difference,
+    ratio,
+    watched_tilt,
+    wilson,
+)
 from matplotlib.axes import Axes
 from results import ess_share, interval_cell, number_cell, resample_rate, table
 
@@ -49,21 +56,28 @@ Answered = Sequence[tuple[Record, Score]]
 
 def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
     """Return a row for each complete cell, compared with AR at the same temperature."""
-    references = {c.temperature: a for c, a in answers.items() if c.family == AR_TARGET}
+    references = {cell.temperature: a for cell, a in answers.items() if cell.family == AR_TARGET}
     rows = []
     for cell, found in answers.items():
         is_reference = cell.family == AR_TARGET
-        reference = None if is_reference else references.get(cell.temperature)
-        rows.append(_row(cell, found, reference))
+        rows.append(_row(cell, found, None if is_reference else references.get(cell.temperature)))
     return rows
 
 
 def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
-    records, scores = [record for record, _ in found], [score for _, score in found]
-    infos = [record.info for record in records]
+    scores = [score for _, score in found]
+    infos = [record.info for record, _ in found]
     smc = cell.smc or {}
     # The other modes keep no population.
     weighed = infos if smc and smc.get("mode", DEFAULTS.mode) == "smc" else []
+    difference = log_p_difference = kl_at_most = None
+    if reference is not None:
+        difference = paired_difference(_right(found), _right(reference))
+        ours, theirs = _log_p(scores), _log_p([score for _, score in reference])
+        log_p_difference = paired_ratio_difference(ours, theirs)
+    if (cell.family, cell.evidence_threshold) == (SMC, 0):
+        # -E[log Z] bounds KL(SMC || target) from above, for E[Z] = 1: cut columns bias Z.
+        kl_at_most = ratio(-np.array([info["spec_smc_log_evidence"] for info in infos]))
     return CellRow(
         slug=cell.slug,
         family=cell.family,
@@ -71,17 +85,17 @@ def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
         num_particles=smc.get("num_particles"),
         evidence_threshold=cell.evidence_threshold,
         label=cell.label,
-        accuracy=wilson(sum(record.right for record in records), len(records)),
-        difference=paired_difference(_right(found), _right(reference)) if reference else None,
+        accuracy=wilson(sum(record.right for record, _ in found), len(found)),
+        difference=difference,
         tokens_per_pass=None if cell.family == AR_DRAFT else tokens_per_pass(infos),
         tilt=ratio(_column(scores, "tilt"), _column(scores, "information")),
         innovation=ratio(_column(scores, "innovation"), _column(scores, "tokens")),
         kl_at_least=kl_at_least([np.array(score.log_ratios) for score in scores]),
-        log_p_difference=_log_p_difference(found, reference) if reference else None,
+        log_p_difference=log_p_difference,
         server_tilt=watched_tilt(infos),
         ess_share=ess_share(weighed),
         resample_rate=resample_rate(weighed),
-        kl_at_most=_kl_at_most(cell, records),
+        kl_at_most=kl_at_most,
     )
 
 
@@ -91,24 +105,11 @@ def _right(found: Answered) -> dict[Any, bool]:
 
 def _column(scores: Sequence[Score], name: str) -> np.ndarray:
     """Return one field of all scores, ``[n]``."""
-    return np.array([getattr(score, name) for score in scores], dtype=float)
-
-
-def _log_p_difference(found: Answered, reference: Answered) -> Interval:
-    """Return E[log p] per token minus AR's, over the same problems in the same order."""
-    ours, theirs = ([score for _, score in answers] for answers in (found, reference))
-    return paired_ratio_difference(_log_p(ours), _log_p(theirs))
+    return np.array([vars(score)[name] for score in scores], dtype=float)
 
 
 def _log_p(scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarray]:
     return _column(scores, "log_p"), _column(scores, "tokens")
-
-
-def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
-    """Return the upper bound -E[log Z] of KL(SMC || target), for E[Z] = 1: cut columns bias Z."""
-    if (cell.family, cell.evidence_threshold) != (SMC, 0):
-        return None
-    return ratio(-np.array([record.info["spec_smc_log_evidence"] for record in records]))
 
 
 COLUMNS: dict[str, Callable[[CellRow], str]] = {

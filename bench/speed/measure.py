@@ -90,8 +90,9 @@ def engine_cases(
             "temperature": TEMPERATURE,
             "paired": paired,
             "sglang": version("sglang"),
+            "torch": version("torch"),
         }
-        if case.system.num_particles is not None:
+        if paired or case.system.num_particles is not None:
             shared["plugin"] = code_fingerprint()["plugin"]
         parts = {cell.slug: {"cell": cell.slug, **shared} for cell in case.cells}
         run = partial(measure, case, sized, places, paired and case.system != PLAIN, more)

@@ -5,8 +5,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from fidelity.nats import FOLDS, WEIGHTS, kl_at_least, watched_tilt
-from intervals import Z95, paired_ratio_difference, ratio
+from intervals import FOLDS, WEIGHTS, Z95, kl_at_least, paired_ratio_difference, ratio, watched_tilt
 
 
 def test_ratio_by_hand() -> None:
