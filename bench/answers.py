@@ -435,9 +435,9 @@ class Study(ABC, Generic[C, A]):
         lines = []
         for cell in self.selected:
             there = len(self.read(cell))
-            lacking = len(self.without_remark(cell)) if cell in self.remarks else there
-            wanted = self.options.problems * cell.samples
-            told = f"{there:5} of {wanted} answered, {there - lacking} scored"
+            told = f"{there:5} of {self.options.problems * cell.samples} answered"
+            if cell in self.remarks:
+                told += f", {there - len(self.without_remark(cell))} scored"
             lines.append(f"{cell.slug:26} {told}")
         return "\n".join(lines)
 
