@@ -3,15 +3,33 @@
 Each function is one launch.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
-from sglang_smc.kernels.reweight import _ancestors, _normalized
+from sglang_smc.kernels.reweight import _ancestors, _members, _normalized
+from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.prefixes import Narrowed
 
-_BLOCK = 64  # tokens of each tail that a program loads at once
+_BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
+
+
+class _Texts(NamedTuple):
+    """Tokens of all particles, ``[G, N, width]``, often a view of a population's."""
+
+    tokens: torch.Tensor
+    group_stride: int
+    particle_stride: int
+    token_stride: int
+    num_particles: int
+    width: int
+
+
+def _texts(tokens: torch.Tensor) -> _Texts:
+    return _Texts(tokens, *tokens.stride(), *tokens.shape[1:])
 
 
 def same_text(
@@ -21,21 +39,12 @@ def same_text(
 
     Reference: `sglang_smc.smc.randomness.same_text`, same arguments, bit-identical hashes.
     """
-    num_groups, num_particles, width = texts.shape
+    num_groups, num_particles, _ = texts.shape
     shape = num_groups, num_particles, num_particles
     found = torch.empty(shape, dtype=torch.bool, device=texts.device)  # [G, N, N]
-    rows = texts.flatten(0, 1)  # a view of a population's texts, without the first token
-    _same_text[(num_groups,)](
-        rows,
-        *rows.stride(),
-        lengths.contiguous(),
-        may_stratify.contiguous(),
-        found,
-        num_particles,
-        width,
-        padded=triton.next_power_of_2(num_particles),
-        block=_BLOCK,
-    )
+    padded = triton.next_power_of_2(num_particles)
+    of_particles = contiguous((lengths, may_stratify))
+    _same_text[(num_groups,)](_texts(texts), *of_particles, found, padded=padded)
     return found
 
 
@@ -69,19 +78,11 @@ def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tenso
 
     Reference: `sglang_smc.smc.prefixes.common_tail`, same arguments.
     """
-    num_groups, num_particles, width = texts.shape
+    num_groups, num_particles, _ = texts.shape
     shared = torch.empty(num_groups, dtype=torch.int64, device=texts.device)  # [G]
-    _common_tail[(num_groups,)](
-        texts,
-        *texts.stride(),
-        lengths.contiguous(),
-        present.contiguous(),
-        shared,
-        num_particles,
-        width,
-        padded=triton.next_power_of_2(num_particles),
-        block=_BLOCK,
-    )
+    padded = triton.next_power_of_2(num_particles)
+    of_particles = contiguous((lengths, present))
+    _common_tail[(num_groups,)](_texts(texts), *of_particles, shared, padded=padded)
     return shared
 
 
@@ -92,12 +93,9 @@ def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """
     num_groups, num_particles = places.shape
     found = torch.empty(num_groups, dtype=torch.int64, device=places.device)  # [G]
+    padded = triton.next_power_of_2(num_particles)
     _num_distinct[(num_groups,)](
-        places.contiguous(),
-        present.contiguous(),
-        found,
-        num_particles,
-        padded=triton.next_power_of_2(num_particles),
+        *contiguous((places, present)), found, num_particles, padded=padded
     )
     return found
 
@@ -115,52 +113,33 @@ def narrow(
 
     Reference: `sglang_smc.smc.prefixes.narrow`, same arguments.
     """
-    num_groups, num_particles, width = texts.shape
-    found = Narrowed(
-        ancestors=torch.empty_like(lengths, memory_format=torch.contiguous_format),
-        log_weights=torch.empty_like(log_weights, memory_format=torch.contiguous_format),
-        log_mean=torch.empty_like(uniforms, memory_format=torch.contiguous_format),
-        num_dropped=torch.empty_like(counts, memory_format=torch.contiguous_format),
+    num_groups, num_particles, _ = texts.shape
+    like = log_weights, lengths, uniforms, counts
+    weights, ancestors, log_mean, num_dropped = (
+        torch.empty_like(one, memory_format=torch.contiguous_format) for one in like
     )
-    of_groups = lengths, counts, present, uniforms, heaviest
+    found = Narrowed(ancestors, weights, log_mean, num_dropped)
     _narrow[(num_groups,)](
         log_weights.contiguous(),
-        texts,
-        *texts.stride(),
-        *(argument.contiguous() for argument in of_groups),
-        *found,
-        num_particles,
-        width,
+        _texts(texts),
+        *contiguous((lengths, counts, present, uniforms, heaviest)),
+        found,
         padded=triton.next_power_of_2(num_particles),
-        block=_BLOCK,
     )
     return found
 
 
 @triton.jit
-def _same_text(
-    texts,
-    text_stride,
-    token_stride,
-    lengths,
-    may_stratify,
-    found,
-    num_particles,
-    width,
-    padded: tl.constexpr,
-    block: tl.constexpr,
-):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded)
-    own = group * num_particles + particle
-    here = particle < num_particles
+def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
+    num_particles = texts.num_particles
+    group, particle, own, here = _members(num_particles, padded)
+    rows = texts.tokens + group * texts.group_stride + particle[:, None] * texts.particle_stride
     length = tl.load(lengths + own, mask=here, other=0)
     key = tl.zeros([padded], dtype=tl.uint64)
-    for start in range(0, width, block):
-        column = start + tl.arange(0, block)[None, :]
+    for start in range(0, texts.width, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)[None, :]
         inside = here[:, None] & (column <= length[:, None])
-        at = own[:, None] * text_stride + column * token_stride
-        token = tl.load(texts + at, mask=inside, other=0)
+        token = tl.load(rows + column * texts.token_stride, mask=inside, other=0)
         term = _mix(token.to(tl.uint64) ^ _mix(column.to(tl.uint64)))
         key += tl.sum(tl.where(inside, term, 0), 1)
     shares = tl.load(may_stratify + own, mask=here, other=0) != 0
@@ -175,8 +154,7 @@ def _same_text(
 def _stratify(
     uniforms, same_text, tokens, spread_out, remaining, num_particles, padded: tl.constexpr
 ):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded)
+    group, particle, own, here = _members(num_particles, padded)
     one, other = particle[:, None], particle[None, :]
     inside = (one < num_particles) & (other < num_particles)
     pair = (group * num_particles + one) * num_particles + other
@@ -190,53 +168,34 @@ def _stratify(
     eldest = tl.min(tl.where(same, other, padded), 1)
     rank = tl.sum((same & (other < one)).to(tl.int32), 1)
     count = tl.sum(same.to(tl.int32), 1)
-    here = particle < num_particles
-    own = group * num_particles
-    shared = tl.load(uniforms + own + eldest, mask=here, other=0.0)
+    shared = tl.load(uniforms + group * num_particles + eldest, mask=here, other=0.0)
     shifted = shared + rank.to(tl.float64) / count.to(tl.float64)
-    tl.store(spread_out + own + particle, shifted - tl.floor(shifted), mask=here)
+    tl.store(spread_out + own, shifted - tl.floor(shifted), mask=here)
 
 
 @triton.jit
-def _common_tail(
-    texts,
-    group_stride,
-    particle_stride,
-    token_stride,
-    lengths,
-    present,
-    shared,
-    num_particles,
-    width,
-    padded: tl.constexpr,
-    block: tl.constexpr,
-):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded)
-    own = group * num_particles + particle
-    here = particle < num_particles
+def _common_tail(texts, lengths, present, shared, padded: tl.constexpr):
+    group, particle, own, here = _members(texts.num_particles, padded)
     is_present = tl.load(present + own, mask=here, other=0) != 0
     length = tl.load(lengths + own, mask=here, other=0)
-    common = tl.min(tl.where(is_present, length, width), 0) + 1  # with the token before
-    of_group = texts + group * group_stride
-    for start in range(0, width, block):
-        column = start + tl.arange(0, block)
-        inside = column < width
-        first = tl.load(of_group + column * token_stride, mask=inside, other=0)
-        at = particle[:, None] * particle_stride + column[None, :] * token_stride
+    common = tl.min(tl.where(is_present, length, texts.width), 0) + 1  # with the token before
+    of_group = texts.tokens + group * texts.group_stride
+    for start in range(0, texts.width, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)
+        inside = column < texts.width
+        first = tl.load(of_group + column * texts.token_stride, mask=inside, other=0)
+        at = particle[:, None] * texts.particle_stride + column[None, :] * texts.token_stride
         asked = is_present[:, None] & inside[None, :]
         token = tl.load(of_group + at, mask=asked, other=0)
         differs = asked & (token != first[None, :])
-        common = tl.minimum(common, tl.min(tl.min(tl.where(differs, column[None, :], width), 1), 0))
+        parted = tl.where(differs, column[None, :], texts.width)
+        common = tl.minimum(common, tl.min(tl.min(parted, 1), 0))
     tl.store(shared + group, tl.maximum(common - 1, 0).to(tl.int64))
 
 
 @triton.jit
 def _num_distinct(places, present, found, num_particles, padded: tl.constexpr):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded)
-    own = group * num_particles + particle
-    here = particle < num_particles
+    group, particle, own, here = _members(num_particles, padded)
     is_present = tl.load(present + own, mask=here, other=0) != 0
     place = tl.load(places + own, mask=here, other=0)
     named = (place[None, :] == particle[:, None]) & is_present[None, :]
@@ -253,29 +212,20 @@ def _log_sum(log_weights):
 
 
 @triton.jit
-def _begins_alike(
-    texts,
-    particle_stride,
-    token_stride,
-    length,
-    count,
-    particle,
-    drawn,
-    width,
-    here,
-    block: tl.constexpr,
-):
+def _begins_alike(texts, length, count, particle, drawn, here):
     """Return which particles share the drawn one's prefix, see `smc.prefixes._begins_alike`."""
     reach = tl.minimum(length, count)
     drawn_reach = tl.sum(tl.where(particle == drawn, reach, 0), 0)
     differ = tl.zeros_like(particle)
-    for start in range(0, drawn_reach + 1, block):
-        column = start + tl.arange(0, block)
-        inside = (column <= drawn_reach) & (column < width)
-        its = tl.load(texts + drawn * particle_stride + column * token_stride, mask=inside, other=0)
-        at = particle[:, None] * particle_stride + column[None, :] * token_stride
+    of_group = texts.tokens + tl.program_id(0) * texts.group_stride
+    for start in range(0, drawn_reach + 1, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)
+        inside = (column <= drawn_reach) & (column < texts.width)
+        along = of_group + column * texts.token_stride
+        its = tl.load(along + drawn * texts.particle_stride, mask=inside, other=0)
+        rows = along[None, :] + particle[:, None] * texts.particle_stride
         asked = here[:, None] & inside[None, :]
-        token = tl.load(texts + at, mask=asked, other=0)
+        token = tl.load(rows, mask=asked, other=0)
         differ += tl.sum((asked & (token != its[None, :])).to(tl.int32), 1)
     return ((differ == 0) & (reach == drawn_reach)) | (count == 0)
 
@@ -299,32 +249,20 @@ def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
 def _narrow(
     log_weights,
     texts,
-    group_stride,
-    particle_stride,
-    token_stride,
     lengths,
     counts,
     present,
     uniforms,
     heaviest,
-    out_ancestors,
-    out_log_weights,
-    out_log_mean,
-    out_num_dropped,
-    num_particles,
-    width,
+    found,
     padded: tl.constexpr,
-    block: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded)
-    own = group * num_particles + particle
-    here = particle < num_particles
+    group, particle, own, here = _members(texts.num_particles, padded)
     weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(present + own, mask=here, other=0) != 0
     relative, total = _log_sum(weight)
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    tl.store(out_log_mean + group, total - tl.log(size))
+    tl.store(found.log_mean + group, total - tl.log(size))
     point = tl.load(uniforms + group) + tl.zeros([padded], dtype=tl.float64)
     by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
     first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
@@ -332,17 +270,15 @@ def _narrow(
 
     count = tl.load(counts + group)
     length = tl.load(lengths + own, mask=here, other=0)
-    of_group = texts + group * group_stride
-    strides = particle_stride, token_stride
-    alike = _begins_alike(of_group, *strides, length, count, particle, drawn, width, here, block)
+    alike = _begins_alike(texts, length, count, particle, drawn, here)
     stays = alike & is_present
     leaves = is_present & (alike == 0)
     num_dropped = tl.sum(leaves.to(tl.int32), 0)
-    tl.store(out_num_dropped + group, num_dropped.to(tl.int64))
+    tl.store(found.num_dropped + group, num_dropped.to(tl.int64))
     ancestor, share = _split(weight, stays, leaves, num_dropped, particle, padded)
     _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
     raised = tl.where(total == -float("inf"), 0.0, total - kept)
     from_it = ancestor[:, None] == particle[None, :]
     split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    tl.store(out_ancestors + own, ancestor.to(tl.int64), mask=here)
-    tl.store(out_log_weights + own, tl.where(is_present, split, weight), mask=here)
+    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
+    tl.store(found.log_weights + own, tl.where(is_present, split, weight), mask=here)

@@ -5,11 +5,13 @@ tile, and writes nothing else. So the order of programs does not matter, and not
 vocabulary is allocated.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import check_contiguous
+from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc.edits import EditColumns, Edits
 
 _TILE = 2048  # logits per program; a row of 152k has 75 tiles
@@ -27,30 +29,45 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     """
     check_contiguous(logits)
     num_groups, num_particles, num_columns, vocab_size = logits.shape
-    tile = min(_TILE, triton.next_power_of_2(vocab_size))
-    texts = edits.texts.flatten(0, 1)  # a view of a population's texts
-    drafts = drafts.contiguous()
-    _edit[(num_groups * num_particles * num_columns, triton.cdiv(vocab_size, tile))](
+    tile, num_tiles = tiles(vocab_size, _TILE)
+    rows = _Rows(
         logits,
         *logits.stride()[:3],
-        *edits.columns,
-        edits.rows.contiguous(),
-        edits.min_new_tokens.contiguous(),
-        edits.stop_mask.contiguous(),
-        edits.starts.contiguous(),
+        vocab_size,
+        edits.columns,
+        *contiguous((edits.rows, edits.min_new_tokens, edits.stop_mask, edits.starts)),
+    )
+    texts = edits.texts.flatten(0, 1)  # a view of a population's texts
+    drafts, lengths = contiguous((drafts, edits.lengths))
+    _edit[(num_groups * num_particles * num_columns, num_tiles)](
+        rows,
         texts,
         *texts.stride(),
-        edits.lengths.contiguous(),
+        lengths,
         drafts,
         drafts.shape[2],
         first,
         num_particles,
         num_columns,
-        vocab_size,
         tile=tile,
         block=_BLOCK,
         num_warps=8,
     )
+
+
+class _Rows(NamedTuple):
+    """The logits ``[G, N, C, V]``, and their edits."""
+
+    logits: torch.Tensor
+    group_stride: int
+    particle_stride: int
+    column_stride: int
+    vocab_size: int
+    columns: EditColumns
+    rows: torch.Tensor
+    min_new_tokens: torch.Tensor
+    stop_mask: torch.Tensor
+    starts: torch.Tensor
 
 
 def count_tokens(
@@ -62,8 +79,7 @@ def count_tokens(
     do not depend on their order.
     """
     _count[(len(rows),)](
-        columns.penalizes,
-        columns.counts,
+        columns,
         rows.contiguous(),
         tokens,
         *tokens.stride(),
@@ -99,19 +115,7 @@ def _penalized(values, counts, rates):
 
 @triton.jit(do_not_specialize=["num_drafted", "first", "num_particles", "num_columns"])
 def _edit(
-    logits,
-    group_stride,
-    particle_stride,
-    column_stride,
-    penalizes,
-    biases,
-    rates,
-    counts,
-    bias,
     rows,
-    min_new_tokens,
-    stop_mask,
-    starts,
     texts,
     text_stride,
     token_stride,
@@ -121,36 +125,37 @@ def _edit(
     first,
     num_particles,
     num_columns,
-    vocab_size,
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
     own, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
     group, particle = own // num_particles, own % num_particles  # own is the text, in [G, N]
-    row = tl.load(rows + group)  # int64, since it is multiplied by the vocabulary size
+    row = tl.load(rows.rows + group)  # int64, since it is multiplied by the vocabulary size
     place = first + column  # drafts before this row
-    is_penalized = tl.load(penalizes + row) != 0
-    is_biased = tl.load(biases + row) != 0
-    is_early = tl.load(starts + own) + place < tl.load(min_new_tokens + group)
+    is_penalized = tl.load(rows.columns.penalizes + row) != 0
+    is_biased = tl.load(rows.columns.biases + row) != 0
+    is_early = tl.load(rows.starts + own) + place < tl.load(rows.min_new_tokens + group)
     if is_penalized | is_biased | is_early:
         lowest = tl.program_id(1) * tile
         tokens = lowest + tl.arange(0, tile)
-        inside = tokens < vocab_size
-        logits += group.to(tl.int64) * group_stride + particle.to(tl.int64) * particle_stride
-        logits += column.to(tl.int64) * column_stride
+        inside = tokens < rows.vocab_size
+        at = row * rows.vocab_size + tokens
+        logits = rows.logits + group.to(tl.int64) * rows.group_stride
+        logits += particle.to(tl.int64) * rows.particle_stride
+        logits += column.to(tl.int64) * rows.column_stride
         values = tl.load(logits + tokens, mask=inside, other=0.0).to(tl.float32)
         if is_penalized:
-            found = tl.load(counts + row * vocab_size + tokens, mask=inside, other=0)
+            found = tl.load(rows.columns.counts + at, mask=inside, other=0)
             length = tl.load(lengths + own).to(tl.int32)
             text = texts + own * text_stride
             found = _counted(found, tokens, text, token_stride, length, lowest, tile, block)
             draft = drafts + own * num_drafted
             found = _counted(found, tokens, draft, 1, place, lowest, tile, block)
-            values = _penalized(values, found, rates + row * 3)
+            values = _penalized(values, found, rows.columns.rates + row * 3)
         if is_biased:
-            values += tl.load(bias + row * vocab_size + tokens, mask=inside, other=0.0)
+            values += tl.load(rows.columns.bias + at, mask=inside, other=0.0)
         if is_early:
-            of_group = stop_mask + group.to(tl.int64) * vocab_size
+            of_group = rows.stop_mask + group.to(tl.int64) * rows.vocab_size
             stops = tl.load(of_group + tokens, mask=inside, other=0) != 0
             values = tl.where(stops, -float("inf"), values)
         tl.store(logits + tokens, values.to(logits.dtype.element_ty), mask=inside)
@@ -158,22 +163,14 @@ def _edit(
 
 @triton.jit
 def _count(
-    penalizes,
-    counts,
-    rows,
-    tokens,
-    group_stride,
-    token_stride,
-    lengths,
-    vocab_size,
-    block: tl.constexpr,
+    columns, rows, tokens, group_stride, token_stride, lengths, vocab_size, block: tl.constexpr
 ):
     group = tl.program_id(0)
     row = tl.load(rows + group)
-    if tl.load(penalizes + row) != 0:
+    if tl.load(columns.penalizes + row) != 0:
         length = tl.load(lengths + group).to(tl.int32)
         for start in range(0, length, block):
             place = start + tl.arange(0, block)
             inside = place < length
             token = tl.load(tokens + group * group_stride + place * token_stride, mask=inside)
-            tl.atomic_add(counts + row * vocab_size + token, 1, mask=inside, sem="relaxed")
+            tl.atomic_add(columns.counts + row * vocab_size + token, 1, mask=inside, sem="relaxed")

@@ -16,16 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.tensors import check_contiguous, contiguous
 from sglang_smc.smc import filters
 
 _TILE = 4096  # logits per program; a row of 152k has 38 tiles
 _CHUNK = 128  # logits counted at once, one a thread
-_UNROLL = 4  # chunks with independent loads
-_BITS = 5  # of a digit
-_LEVELS = 3
+_UNROLL = tl.constexpr(4)  # chunks with independent loads
+_NUM_DIGITS = tl.constexpr(32)
+_LEVELS = tl.constexpr(3)
 NUM_KEYS = tl.constexpr(filters.NUM_KEYS)
 EXTENT = tl.constexpr(filters.EXTENT)
-assert 1 << _BITS * _LEVELS == filters.NUM_KEYS
+assert _NUM_DIGITS.value**_LEVELS.value == filters.NUM_KEYS
 
 
 class _Rows(NamedTuple):
@@ -81,7 +82,7 @@ def keep_tokens(
     """
     check_contiguous(logits)
     num_rows, vocab_size = logits.shape
-    tile = max(_UNROLL, min(_TILE, triton.next_power_of_2(vocab_size)))
+    tile = max(_UNROLL.value, min(_TILE, triton.next_power_of_2(vocab_size)))
     num_tiles = triton.cdiv(vocab_size, tile)
 
     def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -92,12 +93,12 @@ def keep_tokens(
         logits.stride(0),
         vocab_size,
         num_rows // len(temperature),
-        *(rule.contiguous() for rule in (temperature, top_k, top_p, min_p)),
+        *contiguous((temperature, top_k, top_p, min_p)),
         highest=room(torch.float32, num_tiles),
         lowest=room(torch.float32, num_tiles),
         num_tiles=num_tiles,
     )
-    size = num_tiles, 1 << _BITS
+    size = num_tiles, _NUM_DIGITS.value
     # Each level reads the results of the one before it.
     levels = [
         _Level(room(torch.int32, *size), room(torch.float32, *size), room(torch.float64, 4))
@@ -108,35 +109,13 @@ def keep_tokens(
     )
     padded_tiles, grid = triton.next_power_of_2(num_tiles), (num_rows, num_tiles)
     _survey[grid](rows, tile=tile)
-    for level in range(_LEVELS):
-        _count[grid](
-            rows,
-            levels[1 - level % 2],
-            levels[level % 2],
-            level=level,
-            num_levels=_LEVELS,
-            bits=_BITS,
-            padded_tiles=padded_tiles,
-            tile=tile,
-            chunk=min(_CHUNK, tile // _UNROLL),
-            unroll=_UNROLL,
-        )
-    last = levels[(_LEVELS - 1) % 2]
-    _settle[(num_rows,)](rows, last, kept, bits=_BITS, padded_tiles=padded_tiles, tile=tile)
+    sizes = {"padded_tiles": padded_tiles, "tile": tile}
+    chunk = min(_CHUNK, tile // _UNROLL.value)
+    for level in range(_LEVELS.value):
+        found, leaves = levels[1 - level % 2], levels[level % 2]
+        _count[grid](rows, found, leaves, level=level, chunk=chunk, **sizes)
+    _settle[(num_rows,)](rows, levels[(_LEVELS.value - 1) % 2], kept, **sizes)
     return kept
-
-
-def check_contiguous(rows: torch.Tensor, name: str = "logits") -> None:
-    """Raise ValueError unless tokens of rows ``[..., V]`` are contiguous; rows may be strided.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
-    """
-    if rows.stride(-1) != 1:
-        raise ValueError(
-            f"{name} of shape {tuple(rows.shape)} have stride {rows.stride(-1)} along the "
-            f"vocabulary, which must be 1: pass {name}.contiguous()"
-        )
 
 
 @triton.jit
@@ -204,20 +183,11 @@ def _peak_and_rate(rows, row, heat, share, padded_tiles: tl.constexpr):
 
 
 @triton.jit
-def _find_digit(
-    rows,
-    found,
-    row,
-    limit,
-    share,
-    is_first: tl.constexpr,
-    bits: tl.constexpr,
-    padded_tiles: tl.constexpr,
-):
+def _find_digit(rows, found, row, limit, share, is_first: tl.constexpr, padded_tiles: tl.constexpr):
     """Return the next digit of the key at which a row is cut, a `_Cut`, from all tiles."""
-    digit = tl.arange(0, 1 << bits)
+    digit = tl.arange(0, _NUM_DIGITS)
     part = tl.arange(0, padded_tiles)[:, None]
-    at, inside = ((row * rows.num_tiles + part) << bits) + digit[None, :], part < rows.num_tiles
+    at, inside = (row * rows.num_tiles + part) * _NUM_DIGITS + digit[None, :], part < rows.num_tiles
     count = tl.sum(tl.load(found.counts + at, mask=inside, other=0), 0)  # [digits]
     mass = tl.sum(tl.load(found.masses + at, mask=inside, other=0.0).to(tl.float64), 0)
     if is_first:
@@ -231,11 +201,11 @@ def _find_digit(
         is_cut = key >= 0
     exists = count > 0
     reached = (rank + tl.cumsum(count, 0) >= limit) | (before + tl.cumsum(mass, 0) > target)
-    here = tl.min(tl.where(reached & exists, digit, 1 << bits), 0)
+    here = tl.min(tl.where(reached & exists, digit, _NUM_DIGITS), 0)
     # If rounding leaves none, the last digit with tokens.
     here = tl.minimum(here, tl.max(tl.where(exists, digit, 0), 0))
     return _Cut(
-        tl.where(is_cut, (key << bits) + here, -1),
+        tl.where(is_cut, key * _NUM_DIGITS + here, -1),
         rank + tl.sum(tl.where(digit < here, count, 0), 0),
         before + tl.sum(tl.where(digit < here, mass, 0.0), 0),
         target,
@@ -250,12 +220,9 @@ def _count(
     found,
     leaves,
     level: tl.constexpr,
-    num_levels: tl.constexpr,
-    bits: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
     chunk: tl.constexpr,
-    unroll: tl.constexpr,
 ):
     """Count one tile's tokens, and their mass, by the digit after the digits ``found``."""
     row = tl.program_id(0).to(tl.int64)
@@ -265,13 +232,13 @@ def _count(
         heat = tl.load(rows.temperature + group)
         share = tl.load(rows.top_p + group)
         peak, rate = _peak_and_rate(rows, row, heat, share, padded_tiles)
-        of_tile = (row * rows.num_tiles + part) << bits
+        of_tile = (row * rows.num_tiles + part) * _NUM_DIGITS
         if level == 0:
             before = tl.full([], 0, tl.int32)
             has_any = peak - peak == 0  # false for NaN and infinite peaks
         else:
             limit = tl.load(rows.top_k + group)
-            cut = _find_digit(rows, found, row, limit, share, level == 1, bits, padded_tiles)
+            cut = _find_digit(rows, found, row, limit, share, level == 1, padded_tiles)
             before = cut.key
             if part == 0:
                 state = leaves.state + row * 4
@@ -279,19 +246,20 @@ def _count(
                 tl.store(state + 1, cut.rank)
                 tl.store(state + 2, cut.before)
                 tl.store(state + 3, cut.target)
-            own = tl.load(found.counts + of_tile + (cut.key & ((1 << bits) - 1)))
+            own = tl.load(found.counts + of_tile + (cut.key & (_NUM_DIGITS - 1)))
             has_any = (cut.key >= 0) & (own > 0)
         # Counts are floats, so that a token and a digit take three instructions: ==, + and fma.
-        count = tl.zeros([1 << bits, chunk], tl.float32)
-        mass = tl.zeros([1 << bits, chunk], tl.float32)
-        digit = tl.arange(0, 1 << bits)
-        unit: tl.constexpr = 1.0 / (1 << bits * (num_levels - 1 - level))
+        count = tl.zeros([_NUM_DIGITS, chunk], tl.float32)
+        mass = tl.zeros([_NUM_DIGITS, chunk], tl.float32)
+        digit = tl.arange(0, _NUM_DIGITS)
+        unit: tl.constexpr = 1.0 / _NUM_DIGITS ** (_LEVELS - 1 - level)
+        base = (before * _NUM_DIGITS).to(tl.float32)
         if has_any:
-            for start in range(0, tile, unroll * chunk):
-                for i in tl.static_range(unroll):
+            for start in range(0, tile, _UNROLL * chunk):
+                for i in tl.static_range(_UNROLL):
                     columns = part * tile + start + i * chunk + tl.arange(0, chunk)
                     raw = _load(rows, row, columns)
-                    place = tl.floor(_key(raw, peak, rate) * unit) - (before << bits).to(tl.float32)
+                    place = tl.floor(_key(raw, peak, rate) * unit) - base
                     # Tokens with other digits before this one match none.
                     place = tl.where(raw > -float("inf"), place, -1.0)
                     here = (place[None, :] == digit.to(tl.float32)[:, None]).to(tl.float32)
@@ -302,7 +270,7 @@ def _count(
 
 
 @triton.jit
-def _settle(rows, found, kept, bits: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr):
+def _settle(rows, found, kept, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store the tokens that a row keeps."""
     row = tl.program_id(0).to(tl.int64)
     group = row // rows.rows_each
@@ -324,11 +292,11 @@ def _settle(rows, found, kept, bits: tl.constexpr, padded_tiles: tl.constexpr, t
                 tl.store(kept.lowest + row, lowest.to(tl.float32))
             if _searches(rows, group):
                 limit = tl.load(rows.top_k + group)
-                cut = _find_digit(rows, found, row, limit, share, False, bits, padded_tiles)
+                cut = _find_digit(rows, found, row, limit, share, False, padded_tiles)
                 if cut.key >= 0:
                     num_left = _num_left(cut, limit)
                     last = _last(
-                        rows, found, row, peak, rate, cut.key, num_left, bits, padded_tiles, tile
+                        rows, found, row, peak, rate, cut.key, num_left, padded_tiles, tile
                     )
                     tl.store(kept.key + row, cut.key)
                     tl.store(kept.last + row, last)
@@ -352,13 +320,12 @@ def _last(
     rate,
     key,
     num_left,
-    bits: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
     """Return the id of the ``num_left``-th token of a key."""
     part = tl.arange(0, padded_tiles)
-    at = ((row * rows.num_tiles + part) << bits) + (key & ((1 << bits) - 1))
+    at = (row * rows.num_tiles + part) * _NUM_DIGITS + (key & (_NUM_DIGITS - 1))
     of_tiles = tl.load(found.counts + at, mask=part < rows.num_tiles, other=0)
     here = tl.min(tl.where(tl.cumsum(of_tiles, 0) >= num_left, part, rows.num_tiles - 1), 0)
     rank = num_left - tl.sum(tl.where(part < here, of_tiles, 0), 0)

@@ -1,12 +1,39 @@
 """Manage tails of KV slots: reserve slots for drafts, copy tails to descendants, commit."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.reweight import _members
+from sglang_smc.kernels.tensors import contiguous
+
 _TAIL_BLOCK = 64
 _ARENA_BLOCK = 1024
 _CELL_BLOCK = 128
+
+
+class _Tails(NamedTuple):
+    """Ring buffers of slots, a row for each particle that a request may have."""
+
+    slots: torch.Tensor
+    width: int
+    max_particles: int
+
+
+class _Arenas(NamedTuple):
+    """The arenas of a batch, in the requests' rows."""
+
+    table: torch.Tensor
+    stride: int
+    rows: torch.Tensor
+    committed: torch.Tensor
+    allocated: torch.Tensor
+    rank: torch.Tensor
+    free_rank: int
+    in_order: torch.Tensor  # [G, A]: the slots of each, sorted
+    max_arena: int
 
 
 def reserve(
@@ -36,15 +63,12 @@ def reserve(
     """
     shape = 1 + width, *starts.shape  # columns are contiguous, since each is read by itself
     slots = torch.empty(shape, dtype=torch.int64, device=table.device).permute(1, 2, 0)
-    of_groups = rows, allocated, starts, idle, unread, num_particles, num_columns
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
         table,
-        tails,
-        *(argument.contiguous() for argument in of_groups),
-        slots,
         table.stride(0),
-        *tails.shape[1:],
-        max_particles,
+        _Tails(tails, tails.shape[1], max_particles),
+        *contiguous((rows, allocated, starts, idle, unread, num_particles, num_columns)),
+        slots,
         *slots.shape,
         block=_CELL_BLOCK,
     )
@@ -70,12 +94,8 @@ def descend(
     """
     num_groups, num_particles = ancestors.shape
     _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        tails,
-        rows.contiguous(),
-        committed.contiguous(),
-        ancestors.contiguous(),
-        tails.shape[1],
-        max_particles,
+        _Tails(tails, tails.shape[1], max_particles),
+        *contiguous((rows, committed, ancestors)),
         num_particles,
         max_tail,
         padded=triton.next_power_of_2(num_particles),
@@ -111,34 +131,35 @@ def commit(
         free_rank: at least 1 + ``max_tail``.
     """
     num_groups, num_particles = lengths.shape
-    bounds = rows.contiguous(), committed.contiguous(), allocated.contiguous()
-    counts = counts.contiguous()
     shape = num_groups, max_arena
-    in_order = torch.empty(shape, dtype=torch.int32, device=table.device)  # [G, A]
-    _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        tails,
-        *bounds,
+    arenas = _Arenas(
+        table,
+        table.stride(0),
+        *contiguous((rows, committed, allocated)),
         rank,
+        free_rank,
+        in_order=torch.empty(shape, dtype=torch.int32, device=table.device),
+        max_arena=max_arena,
+    )
+    lengths, counts = contiguous((lengths, counts))
+    _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
+        _Tails(tails, tails.shape[1], max_particles),
+        arenas,
         counts,
-        lengths.contiguous(),
-        tails.shape[1],
-        max_particles,
+        lengths,
         num_particles,
         max_tail,
-        free_rank - 1,
         padded=triton.next_power_of_2(num_particles),
         block=_TAIL_BLOCK,
     )
-    arenas = table, *bounds, rank, in_order
-    sizes = table.stride(0), max_arena, free_rank
-    _place[(num_groups,)](*arenas, counts, *sizes, block=_ARENA_BLOCK)
-    tiles = triton.cdiv(max_arena, _ARENA_BLOCK)
-    _write_back[(num_groups, tiles)](*arenas, *sizes, block=_ARENA_BLOCK)
+    _place[(num_groups,)](arenas, counts, block=_ARENA_BLOCK)
+    _write_back[(num_groups, triton.cdiv(max_arena, _ARENA_BLOCK))](arenas, block=_ARENA_BLOCK)
 
 
 @triton.jit
 def _reserve(
     table,
+    stride,
     tails,
     rows,
     allocated,
@@ -148,9 +169,6 @@ def _reserve(
     num_particles,
     num_columns,
     slots,
-    stride,
-    width,
-    max_particles,
     num_groups,
     padded_particles,
     padded_columns,
@@ -167,8 +185,9 @@ def _reserve(
     columns = tl.load(num_columns + group, mask=inside, other=0)
     first = tl.load(allocated + group, mask=inside, other=0)
     first -= tl.load(num_particles + group, mask=inside, other=0) * columns
-    in_ring = (start + column) & (width - 1)
-    of_particle = tails + (request * max_particles + particle) * width + in_ring
+    in_ring = (start + column) & (tails.width - 1)
+    tail = request * tails.max_particles + particle
+    of_particle = tails.slots + tail * tails.width + in_ring
 
     mine = runs & (column >= 0) & (column < columns)
     place = table + request * stride + first + particle * columns + column
@@ -182,136 +201,103 @@ def _reserve(
 
 @triton.jit
 def _descend(
-    table,
+    tails,
     rows,
     committed,
     ancestors,
-    width,
-    max_particles,
     num_particles,
     max_tail,
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    group = tl.program_id(0)
+    group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    particle = tl.arange(0, padded)
-    here = particle < num_particles
-    ancestor = tl.load(ancestors + group * num_particles + particle, mask=here, other=0)
+    ancestor = tl.load(ancestors + own, mask=here, other=0)
     # All rows of these columns, and no others: no other program reads or writes them.
-    in_ring = (tl.load(committed + group) + column) & (width - 1)
-    tails = table + tl.load(rows + group) * max_particles * width + in_ring[None, :]
+    in_ring = (tl.load(committed + group) + column) & (tails.width - 1)
+    first = tl.load(rows + group) * tails.max_particles
+    columns = tails.slots + first * tails.width + in_ring[None, :]
     moves = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
-    slots = tl.load(tails + (ancestor * width)[:, None], mask=moves, other=0)
+    slots = tl.load(columns + (ancestor * tails.width)[:, None], mask=moves, other=0)
     tl.debug_barrier()  # a row may be read by one thread and overwritten by another
-    tl.store(tails + (particle.to(tl.int64) * width)[:, None], slots, mask=moves)
+    tl.store(columns + (particle.to(tl.int64) * tails.width)[:, None], slots, mask=moves)
 
 
 @triton.jit
 def _mark(
-    table,
-    rows,
-    committed,
-    allocated,
-    rank,
+    tails,
+    arenas,
     counts,
     lengths,
-    width,
-    max_particles,
     num_particles,
     max_tail,
-    held_rank,
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    group = tl.program_id(0)
+    group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    particle = tl.arange(0, padded)
-    here = (particle < num_particles)[:, None]
-    begin = tl.load(committed + group)
-    inside = (column < max_tail) & (begin < tl.load(allocated + group))
+    begin = tl.load(arenas.committed + group)
+    inside = (column < max_tail) & (begin < tl.load(arenas.allocated + group))
     common = inside & (column < tl.load(counts + group))
-    in_ring = (begin + column) & (width - 1)
-    tails = table + tl.load(rows + group) * max_particles * width + in_ring
+    in_ring = (begin + column) & (tails.width - 1)
+    first = tl.load(arenas.rows + group) * tails.max_particles
+    columns = tails.slots + first * tails.width + in_ring
 
     # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
-    shared = tl.load(tails, mask=common, other=0)
-    tl.store(rank + shared, column, mask=common)
-    rows_of_particles = tails[None, :] + (particle.to(tl.int64) * width)[:, None]
-    others = here & (particle > 0)[:, None] & common[None, :]
+    shared = tl.load(columns, mask=common, other=0)
+    tl.store(arenas.rank + shared, column, mask=common)
+    rows_of_particles = columns[None, :] + (particle.to(tl.int64) * tails.width)[:, None]
+    others = here[:, None] & (particle > 0)[:, None] & common[None, :]
     tl.store(rows_of_particles, shared[None, :], mask=others)
 
     # No slot is both common and held, since it has one position in every sequence that uses it.
-    length = tl.load(lengths + group * num_particles + particle[:, None], mask=here, other=0)
+    length = tl.load(lengths + own, mask=here, other=0)[:, None]
     held = (column[None, :] < length) & (inside & ~common)[None, :]
     slots = tl.load(rows_of_particles, mask=held, other=0)
-    tl.store(rank + slots, held_rank, mask=held)
+    tl.store(arenas.rank + slots, arenas.free_rank - 1, mask=held)
 
 
 @triton.jit
-def _arena(table, rows, committed, allocated, group, stride, max_arena):
+def _arena(arenas, group):
     """Return where a group's arena begins, and how many slots it has."""
-    begin = tl.load(committed + group)
-    size = tl.minimum(tl.load(allocated + group) - begin, max_arena).to(tl.int32)
-    return table + tl.load(rows + group) * stride + begin, size
+    begin = tl.load(arenas.committed + group)
+    size = tl.minimum(tl.load(arenas.allocated + group) - begin, arenas.max_arena).to(tl.int32)
+    return arenas.table + tl.load(arenas.rows + group) * arenas.stride + begin, size
 
 
 @triton.jit
-def _place(
-    table,
-    rows,
-    committed,
-    allocated,
-    rank,
-    in_order,
-    counts,
-    stride,
-    max_arena,
-    free_rank,
-    block: tl.constexpr,
-):
+def _place(arenas, counts, block: tl.constexpr):
     group = tl.program_id(0)
-    arena, size = _arena(table, rows, committed, allocated, group, stride, max_arena)
-    held_rank = free_rank - 1
+    arena, size = _arena(arenas, group)
+    held_rank = arenas.free_rank - 1
     next_held = tl.load(counts + group).to(tl.int32)
     next_free = next_held
     for start in range(0, size, block):
         place = start + tl.arange(0, block)
         slots = tl.load(arena + place, mask=place < size, other=0)
-        ranks = tl.load(rank + slots, mask=place < size, other=free_rank)
+        ranks = tl.load(arenas.rank + slots, mask=place < size, other=arenas.free_rank)
         next_free += tl.sum((ranks == held_rank).to(tl.int32), 0)
     for start in range(0, size, block):
         place = start + tl.arange(0, block)
         inside = place < size
         slots = tl.load(arena + place, mask=inside, other=0)
-        ranks = tl.load(rank + slots, mask=inside, other=0)
+        ranks = tl.load(arenas.rank + slots, mask=inside, other=0)
         held = (ranks == held_rank).to(tl.int32)
-        free = (ranks == free_rank).to(tl.int32)
+        free = (ranks == arenas.free_rank).to(tl.int32)
         at_held = next_held + tl.cumsum(held, 0) - 1
         at_free = next_free + tl.cumsum(free, 0) - 1
         at = tl.where(held != 0, at_held, tl.where(free != 0, at_free, ranks))
-        tl.store(in_order + group * max_arena + at, slots, mask=inside)
+        tl.store(arenas.in_order + group * arenas.max_arena + at, slots, mask=inside)
         next_held += tl.sum(held, 0)
         next_free += tl.sum(free, 0)
 
 
 @triton.jit
-def _write_back(
-    table,
-    rows,
-    committed,
-    allocated,
-    rank,
-    in_order,
-    stride,
-    max_arena,
-    free_rank,
-    block: tl.constexpr,
-):
+def _write_back(arenas, block: tl.constexpr):
     group = tl.program_id(0)
-    arena, size = _arena(table, rows, committed, allocated, group, stride, max_arena)
+    arena, size = _arena(arenas, group)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < size
-    slots = tl.load(in_order + group * max_arena + place, mask=inside, other=0)
+    slots = tl.load(arenas.in_order + group * arenas.max_arena + place, mask=inside, other=0)
     tl.store(arena + place, slots, mask=inside)
-    tl.store(rank + slots, free_rank, mask=inside)
+    tl.store(arenas.rank + slots, arenas.free_rank, mask=inside)

@@ -1,4 +1,4 @@
-"""Compute weights, cuts and ancestors, in one launch."""
+"""Compute weights, cuts, ancestors, kept blocks and totals, each in one launch."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.smc.verification import Kept, Verified
 from sglang_smc.smc.weighing import SCHEMES, BlockCut, Resampled, Reweighted, WeightRules
 
 _SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (
@@ -32,57 +34,138 @@ def reweight_and_resample(
     Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
     rounding of its threshold.
     """
-    found = _like(log_weights)
-    groups = log_weights, power, *rules, present, keep_uniforms, uniforms, scheme
-    _reweight[(len(log_weights),)](
-        *(argument.contiguous() for argument in (log_p, log_q, before_end, *groups)),
-        *found.cut,
-        found.num_kept,
-        *found.resampled,
-        *log_p.shape[1:],
-        padded_particles=triton.next_power_of_2(log_p.shape[1]),
-        padded_columns=triton.next_power_of_2(log_p.shape[2] + 1),
+    size, num_particles, num_drafted = log_p.shape
+
+    def room(dtype: torch.dtype, *more: int) -> torch.Tensor:
+        return torch.empty(size, *more, dtype=dtype, device=log_p.device)
+
+    found = Reweighted(
+        cut=BlockCut(
+            num_columns=room(torch.int64),
+            log_weights=room(torch.float64, num_particles),
+            ess=room(torch.float64),
+            resample=room(torch.bool),
+            all_zero=room(torch.bool),
+        ),
+        num_kept=room(torch.int64, num_particles),
+        resampled=Resampled(
+            ancestors=room(torch.int64, num_particles),
+            log_weights=room(torch.float64, num_particles),
+            log_evidence=room(torch.float64),
+        ),
+    )
+    _reweight[(size,)](
+        *contiguous((log_weights, log_p, log_q, before_end, power)),
+        WeightRules(*contiguous(rules)),
+        *contiguous((present, keep_uniforms, uniforms, scheme)),
+        found,
+        num_particles,
+        num_drafted,
+        padded_particles=triton.next_power_of_2(num_particles),
+        padded_columns=triton.next_power_of_2(num_drafted + 1),
     )
     return found
 
 
-def _like(log_weights: torch.Tensor) -> Reweighted:
-    """Allocate the results, ``[G, N]`` or ``[G]`` as in `BlockCut`."""
-    of_groups = log_weights[:, 0]  # [G]
-    return Reweighted(
-        cut=BlockCut(
-            num_columns=_empty(of_groups, torch.int64),
-            log_weights=_empty(log_weights, torch.float64),
-            ess=_empty(of_groups, torch.float64),
-            resample=_empty(of_groups, torch.bool),
-            all_zero=_empty(of_groups, torch.bool),
-        ),
-        num_kept=_empty(log_weights, torch.int64),
-        resampled=_like_resampled(log_weights),
+def keep(
+    found: Verified,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    before_end: torch.Tensor,
+    ends: torch.Tensor,
+    present: torch.Tensor,
+    num_steps: torch.Tensor,
+    evidence_threshold: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> Kept:
+    """Keep the columns that the evidence covers, or that exact verification accepts, in one launch.
+
+    Reference: `sglang_smc.smc.verification.keep`, same arguments, the uniforms of any stride.
+    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
+    rounding of its threshold.
+    """
+    kept = Kept(
+        num_columns=torch.empty_like(found.num_columns),
+        winner=torch.empty_like(found.winner),
+        by_block=torch.empty_like(found.rejects),
+        rejects=torch.empty_like(found.rejects),
+        row=torch.empty_like(found.winner),
+        ess=torch.empty_like(found.winner, dtype=torch.float64),
     )
-
-
-def _like_resampled(log_weights: torch.Tensor) -> Resampled:
-    """Allocate the results of a resampling step, ``[G, N]`` or ``[G]`` as in `Resampled`."""
-    return Resampled(
-        ancestors=_empty(log_weights, torch.int64),
-        log_weights=_empty(log_weights, torch.float64),
-        log_evidence=_empty(log_weights[:, 0], torch.float64),
+    _keep[(len(log_p),)](
+        *contiguous((log_p, log_q, before_end, ends, present, num_steps, evidence_threshold)),
+        keep_uniforms,
+        uniforms,
+        keep_uniforms.stride(0),
+        uniforms.stride(0),
+        found,
+        kept,
+        *log_q.shape[1:],
+        padded_particles=triton.next_power_of_2(log_q.shape[1]),
+        padded_columns=triton.next_power_of_2(log_q.shape[2] + 1),
     )
+    return kept
 
 
-def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
+def tally(
+    totals: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    added: Sequence[torch.Tensor],
+    lowest: torch.Tensor,
+    latest: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Accumulate values into rows of ``totals``: sums, then a minimum, then latest values.
+
+    Reference: `sglang_smc.ops.rows.tally`, same arguments.
+    """
+    values = *added, lowest, *latest
+    after = totals.new_empty(len(rows), len(values))  # [G, C]
+    _tally[(len(rows),)](
+        totals,
+        totals.stride(0),
+        rows.contiguous(),
+        values,
+        tuple(value.stride(0) for value in values),
+        after,
+        num_added=len(added),
+    )
+    return after
 
 
 @triton.jit
-def _increments(log_p, log_q, before_end, alpha, at, drafted):
-    """Return ``alpha log p - log q`` of open columns; NaN and +inf become -inf."""
-    is_open_here = tl.load(before_end + at, mask=drafted, other=0) != 0
-    scored = tl.load(log_p + at, mask=is_open_here, other=0.0).to(tl.float64) * alpha
-    steps = scored - tl.load(log_q + at, mask=is_open_here, other=0.0).to(tl.float64)
-    broken = (steps != steps) | (steps == float("inf"))
-    return tl.where(broken, -float("inf"), steps), is_open_here
+def _members(num_particles, padded: tl.constexpr):
+    """Return this program's group, its particles, their places in ``[G, N]``, and which are."""
+    group = tl.program_id(0)
+    particle = tl.arange(0, padded)
+    return group, particle, group * num_particles + particle, particle < num_particles
+
+
+@triton.jit
+def _weighed(log_p, log_q, before_end, alpha, start, p_at, at, drafted, column):
+    """Return log-weights after each column, and which columns are open.
+
+    Open columns add ``alpha log p - log q``, of which NaN and +inf are -inf.
+    """
+    is_open = tl.load(before_end + at, mask=drafted, other=0) != 0
+    steps = tl.load(log_p + p_at, mask=is_open, other=0.0).to(tl.float64) * alpha
+    steps -= tl.load(log_q + at, mask=is_open, other=0.0).to(tl.float64)
+    steps = tl.where((steps != steps) | (steps == float("inf")), -float("inf"), steps)
+    return tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0), is_open
+
+
+@triton.jit
+def _summed(running):
+    """Return weights relative to each column's largest, their sum, its log, and dead columns.
+
+    So equal log-weights give equal weights of exactly 1.
+    """
+    highest = tl.max(running, 1)
+    dead = highest == -float("inf")
+    relative = tl.exp(running - tl.where(dead, 0.0, highest)[:, None])
+    sums = tl.sum(relative, 1)
+    return relative, sums, tl.log(sums) + highest, dead
 
 
 @triton.jit
@@ -163,62 +246,43 @@ def _normalized(unnormalized):
 
 @triton.jit
 def _reweight(
+    log_weights,
     log_p,
     log_q,
     before_end,
-    log_weights,
     power,
-    num_steps,
-    ess_threshold,
-    resample_each_token,
-    evidence_threshold,
+    rules,
     present,
     keep_uniforms,
     uniforms,
     schemes,
-    out_num_columns,
-    out_cut_log_weights,
-    out_ess,
-    out_resample,
-    out_all_zero,
-    out_num_kept,
-    out_ancestors,
-    out_log_weights,
-    out_log_evidence,
+    found,
     num_particles,
     num_drafted,
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded_particles)
+    group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
-    here = particle < num_particles
-    own = group * num_particles + particle
     start = tl.load(log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(present + own, mask=here, other=0) != 0
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    own_steps = tl.load(num_steps + group).to(tl.int32)
+    own_steps = tl.load(rules.num_steps + group).to(tl.int32)
 
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     at = own[None, :] * num_drafted + column[:, None] - 1
-    steps, is_open_here = _increments(log_p, log_q, before_end, tl.load(power + group), at, drafted)
-    running = tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0)
-
-    # Relative to the largest weight, so that equal log-weights give equal weights of exactly 1.
-    highest = tl.max(running, 1)
-    dead = highest == -float("inf")
-    relative = tl.exp(running - tl.where(dead, 0.0, highest)[:, None])
-    sums = tl.sum(relative, 1)
+    alpha = tl.load(power + group)
+    running, is_open = _weighed(log_p, log_q, before_end, alpha, start, at, at, drafted, column)
+    relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
-    total = tl.log(sums) + highest
 
-    log_coin = tl.log(tl.load(keep_uniforms + group)) + tl.log(tl.load(evidence_threshold + group))
+    threshold = tl.load(rules.evidence_threshold + group)
+    log_coin = tl.log(tl.load(keep_uniforms + group)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
-    low = ess < tl.load(ess_threshold + group) * size
+    low = ess < tl.load(rules.ess_threshold + group) * size
     low_after = low & (column > 0) & (column <= num_drafted)
     first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
-    stops_early = tl.load(resample_each_token + group) != 0
+    stops_early = tl.load(rules.resample_each_token + group) != 0
     num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
 
     last = column == num_columns
@@ -226,13 +290,13 @@ def _reweight(
     all_zero = (_pick(dead.to(tl.int32), following) != 0) & (num_columns < own_steps)
     resample = _pick(low.to(tl.int32), last) != 0
     cut_log_weights = tl.sum(tl.where(last[:, None], running, 0.0), 0)
-    kept = is_open_here & (column <= num_columns)[:, None]
-    tl.store(out_num_columns + group, num_columns.to(tl.int64))
-    tl.store(out_cut_log_weights + own, cut_log_weights, mask=here)
-    tl.store(out_ess + group, _pick(ess, last))
-    tl.store(out_resample + group, resample)
-    tl.store(out_all_zero + group, all_zero)
-    tl.store(out_num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
+    kept = is_open & (column <= num_columns)[:, None]
+    tl.store(found.cut.num_columns + group, num_columns.to(tl.int64))
+    tl.store(found.cut.log_weights + own, cut_log_weights, mask=here)
+    tl.store(found.cut.ess + group, _pick(ess, last))
+    tl.store(found.cut.resample + group, resample)
+    tl.store(found.cut.all_zero + group, all_zero)
+    tl.store(found.num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
     numbers, scheme = uniforms + group * num_particles, tl.load(schemes + group)
@@ -240,6 +304,83 @@ def _reweight(
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
-    tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
-    tl.store(out_log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
-    tl.store(out_log_evidence + group, banked)
+    tl.store(found.resampled.ancestors + own, ancestors.to(tl.int64), mask=here)
+    tl.store(found.resampled.log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
+    tl.store(found.resampled.log_evidence + group, banked)
+
+
+@triton.jit
+def _keep(
+    log_p,
+    log_q,
+    before_end,
+    ends,
+    present,
+    num_steps,
+    evidence_threshold,
+    keep_uniforms,
+    uniforms,
+    keep_stride,
+    stride,
+    found,
+    kept,
+    num_particles,
+    num_drafted,
+    padded_particles: tl.constexpr,
+    padded_columns: tl.constexpr,
+):
+    group, particle, own, here = _members(num_particles, padded_particles)
+    column = tl.arange(0, padded_columns)  # 0 is before the block
+    is_present = tl.load(present + own, mask=here, other=0) != 0
+    own_steps = tl.load(num_steps + group).to(tl.int32)
+
+    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
+    before = column[:, None] - 1
+    at = own[None, :] * num_drafted + before
+    p_at = own[None, :] * (num_drafted + 1) + before
+    start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
+    running, is_open = _weighed(log_p, log_q, before_end, 1.0, start, p_at, at, drafted, column)
+    relative, sums, total, _ = _summed(running)
+    threshold = tl.load(evidence_threshold + group)
+    log_coin = tl.log(tl.load(keep_uniforms + group * keep_stride)) + tl.log(threshold)
+    covered = _covered(total, column, num_drafted, log_coin, own_steps)
+    weights = _normalized(tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0))
+    point = tl.load(uniforms + group * stride) + tl.zeros([padded_particles], dtype=tl.float64)
+    drawn = tl.max(_ancestors(weights, point, particle), 0)
+
+    # A sequence that has ended counts as reaching all columns.
+    verified = tl.load(found.num_columns + group).to(tl.int32)
+    verified_chain = tl.load(found.winner + group).to(tl.int32)
+    of_found = (group * num_particles + verified_chain) * num_drafted + column
+    ended = tl.load(ends + of_found, mask=column < verified, other=0).to(tl.int32)
+    reached = tl.where(tl.max(ended, 0) != 0, own_steps, verified)
+    by_block = covered > reached
+    of_drawn = (particle == drawn)[None, :] & (column <= covered)[:, None] & is_open
+    num_open = tl.sum(tl.sum(of_drawn.to(tl.int32), 0), 0)
+    num_columns = tl.where(by_block, num_open, verified)
+    winner = tl.where(by_block, drawn, verified_chain)
+    last = column == num_drafted
+    squares = _pick(tl.sum(relative * relative, 1), last)
+    ess = _pick(sums, last) * _pick(sums, last) / tl.where(squares > 0, squares, 1.0)
+    row = (group * num_particles + winner).to(tl.int64) * (num_drafted + 1) + num_columns
+    tl.store(kept.num_columns + group, num_columns.to(tl.int64))
+    tl.store(kept.winner + group, winner.to(tl.int64))
+    tl.store(kept.by_block + group, by_block)
+    tl.store(kept.rejects + group, (tl.load(found.rejects + group) != 0) & (~by_block))
+    tl.store(kept.row + group, row)
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    tl.store(kept.ess + group, tl.where(threshold < float("inf"), ess, size))
+
+
+@triton.jit
+def _tally(totals, row_stride, rows, values, strides, after, num_added: tl.constexpr):
+    group = tl.program_id(0)
+    of_row = totals + tl.load(rows + group) * row_stride
+    for column in tl.static_range(len(values)):
+        value = tl.load(values[column] + group * strides[column]).to(tl.float64)
+        if column < num_added:
+            value += tl.load(of_row + column)
+        if column == num_added:
+            value = tl.minimum(value, tl.load(of_row + column))
+        tl.store(of_row + column, value)
+        tl.store(after + group * len(values) + column, value)

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import check_contiguous, dropped
+from sglang_smc.kernels.filters import dropped
+from sglang_smc.kernels.tensors import check_contiguous, tiles
 from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits per program; a row of 152k has 38 tiles
@@ -178,14 +179,14 @@ def _summed(
         kept,
         *(logits.stride(0), vocab_size),
     )
-    tile = min(_TILE, triton.next_power_of_2(vocab_size))
-    shape = size, triton.cdiv(vocab_size, tile)
-    sizes = {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
+    tile, num_tiles = tiles(vocab_size, _TILE)
+    shape = size, num_tiles
+    sizes = {"padded_tiles": triton.next_power_of_2(num_tiles), "tile": tile}
     if sums is not None:
         return source, sums._replace(rows=source.rows), sizes
     highest = torch.empty(shape, dtype=torch.float32, device=logits.device)
     first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
-    sums = RowSums(highest, torch.empty_like(highest), first, shape[1])
+    sums = RowSums(highest, torch.empty_like(highest), first, num_tiles)
     _sum_tile[shape](source, sums, tile=tile, num_warps=8)
     return source, sums, sizes
 

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import check_contiguous, dropped
+from sglang_smc.kernels.filters import dropped
 from sglang_smc.kernels.sample import _relative
+from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path, Watchable
@@ -38,9 +39,9 @@ def keep_column(
     num_rows, vocab_size = scores.shape
     if held is None:
         held = torch.empty(num_rows, vocab_size, dtype=scores.dtype, device=scores.device)
-    tile = min(_TILE, triton.next_power_of_2(vocab_size))
-    _keep[(num_rows, triton.cdiv(vocab_size, tile))](
-        _contiguous(of),
+    tile, num_tiles = tiles(vocab_size, _TILE)
+    _keep[(num_rows, num_tiles)](
+        Watchable(*contiguous(of)),
         held,
         scores,
         scores.stride(0),
@@ -65,10 +66,8 @@ def watch(
     """
     size, num_particles, _ = sums.shape
     at = _At(
-        _contiguous(of),
-        path.ancestors.contiguous(),
-        path.starts.contiguous(),
-        path.lengths.contiguous(),
+        Watchable(*contiguous(of)),
+        *contiguous((path.ancestors, path.starts, path.lengths)),
         path.tails,
         *path.tails.stride(),
         num_particles,
@@ -76,8 +75,8 @@ def watch(
     )
     laws = _of(p), _of(q)
     vocab_size = p.scores.shape[1]
-    tile = min(_TILE, triton.next_power_of_2(vocab_size))
-    num_draws, num_tiles = size * num_particles, triton.cdiv(vocab_size, tile)
+    tile, num_tiles = tiles(vocab_size, _TILE)
+    num_draws = size * num_particles
     found = _Found(
         *torch.empty(7, num_draws, num_tiles, device=sums.device).unbind(), num_tiles, vocab_size
     )
@@ -124,10 +123,6 @@ class _Found(NamedTuple):
     log_p: torch.Tensor
     num_tiles: int
     vocab_size: int
-
-
-def _contiguous(of: Watchable) -> Watchable:
-    return Watchable(*(field.contiguous() for field in of))
 
 
 def _of(law: TokenDistribution) -> _Law:

@@ -14,10 +14,8 @@ from sglang_smc.kernels.agreement import (
 )
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
-from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.reweight import reweight_and_resample
-from sglang_smc.kernels.rows import tally
+from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
 from sglang_smc.kernels.sample import (
     log_probs,
     log_sums,

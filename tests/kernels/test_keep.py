@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from drawn import drawn
 
-from sglang_smc.kernels.keep import keep
+from sglang_smc.kernels.reweight import keep
 from sglang_smc.smc import verification
 from sglang_smc.smc.verification import Verified
 

@@ -11,7 +11,7 @@ from particle_cases import SCALING, Case, backend_of, make_case, plan_of
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch_calls import Calls, Launch
 
-from sglang_smc.kernels.attention import join, latent, work
+from sglang_smc.kernels.attention import latent, spans, work
 from sglang_smc.kernels.attention import particle_attention as plain
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.models import softmax, supported
@@ -360,14 +360,14 @@ def test_a_layer_takes_two_launches_and_copies_nothing(
     monkeypatch.setattr(plain, "_attend_spans", attend)
     monkeypatch.setattr(latent, "_attend_latents", attend)
     monkeypatch.setattr(latent, "check_sizes", lambda *_: None)
-    monkeypatch.setattr(join, "_join_spans", joined)
+    monkeypatch.setattr(spans, "_join_spans", joined)
     case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2, **layer)
     arguments = arguments_of(case)
     run = plain.particle_attention if case.rank is None else latent.latent_attention
     with Calls() as calls:
         run(**arguments)
     assert (attend.count, joined.count, calls.names) == (1, 1, [])
-    assert attend.arguments[0].data_ptr() == arguments["query"].data_ptr()
+    assert attend.arguments[0].tensor.data_ptr() == arguments["query"].data_ptr()
 
 
 def backend(case: Case, implementation: Any, **needs: Any) -> ParticleAttention:

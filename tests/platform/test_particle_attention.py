@@ -202,7 +202,7 @@ def test_with_triton_nothing_waits_for_the_device(
     name: str, num_columns: int, is_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without data run through all of it; they refuse to tell the host a value."""
-    for launched in ("particle_attention._attend_spans", "join._join_spans"):
+    for launched in ("particle_attention._attend_spans", "spans._join_spans"):
         monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", Launch())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     one, other = (Harness(case(num_columns), how) for how in ("torch", "triton"))

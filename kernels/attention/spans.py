@@ -1,0 +1,349 @@
+"""Attend over spans of keys, and join their softmaxes: the parts that all attention shares.
+
+Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes:
+
+- A prefix is split into a number of spans that depends on shapes alone. Its queries are all of a
+  request's: N particles * C columns * the query heads of one key head, in blocks of rows.
+- A particle's tail is split into spans of one length, as many as the longest tail may have. Its
+  queries are its own C * group.
+
+A layer with a sliding window reads the end of a prefix alone, as far as its earliest query attends,
+and a head no keys before its first: spans are split from the rest. Programs without keys or queries
+return at once. The grid follows from shapes and bounds on the host, so that a CUDA graph can
+capture it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.kernels.attention.work import MAX_SPANS, WorkSplit
+from sglang_smc.kernels.tensors import contiguous
+
+LOG2_E = 1.4426950408889634
+NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
+
+
+class Slots(NamedTuple):
+    """The slots of prefixes and tails, and the positions of queries."""
+
+    table: torch.Tensor
+    table_stride: int
+    tails: torch.Tensor
+    tails_width: int
+    rows: torch.Tensor
+    committed: torch.Tensor
+    particle_rows: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, req_to_token: torch.Tensor, tails: torch.Tensor, *places: torch.Tensor) -> "Slots":
+        """Return the slots, with the places, its last fields, made contiguous."""
+        strides = req_to_token.stride(0), tails.shape[1]
+        return cls(req_to_token, strides[0], tails, strides[1], *contiguous(places))
+
+
+class Queries(NamedTuple):
+    """Queries ``[G * N * C, q_heads, width]``, in place."""
+
+    tensor: torch.Tensor
+    stride: int
+    head_stride: int
+
+
+class Partial(NamedTuple):
+    """The results of each span, of all tokens, in this order."""
+
+    output: torch.Tensor  # [spans, tokens, q_heads, head_dim] float32
+    log_sums: torch.Tensor  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
+
+
+class Layer(NamedTuple):
+    """What is compiled in."""
+
+    num_columns: Any
+    kv_heads: Any
+    group: Any  # query heads of a key head
+    head_dim: Any  # of values
+    block_dim: Any
+    block_rows: Any
+    block_keys: Any
+    block_columns: Any
+    rope: Any = 0  # numbers of a latent behind its value
+    block_rope: Any = 0
+    has_window: Any = False
+    has_cap: Any = False
+    sees_block: Any = False
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, kv_heads: int, head_dim: int, split: WorkSplit, **more: Any
+    ) -> "Layer":
+        """Return the constants for queries ``[G, N, C, q_heads, ...]``."""
+        num_columns, q_heads = query.shape[2:4]
+        found = cls(
+            num_columns=num_columns,
+            kv_heads=kv_heads,
+            group=q_heads // kv_heads,
+            head_dim=head_dim,
+            block_dim=max(16, triton.next_power_of_2(head_dim)),
+            block_rows=split.block_rows,
+            block_keys=split.block_keys,
+            block_columns=triton.next_power_of_2(num_columns),
+            **more,
+        )
+        return cls(*map(tl.constexpr, found))
+
+
+class _Span(NamedTuple):
+    """The work of one program: a block of query rows (token, head) over one span of keys."""
+
+    block: int
+    head: int  # of keys
+    slots: torch.Tensor  # of the span's positions, modulo `mask` + 1
+    mask: int
+    start: int  # the position of the first query
+    begin: int  # the first key
+    end: int
+    first_token: int
+    num_tokens: int
+    place: int  # of the first partial result
+
+
+def attend(
+    kernel: Any,
+    query: torch.Tensor,
+    keys: Any,
+    slots: Slots,
+    scores: tuple[float, ...],
+    split: WorkSplit,
+    layer: Layer,
+    sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
+) -> torch.Tensor:
+    """Launch a kernel over all spans, and join them.
+
+    Args:
+        kernel: of one program.
+        query: ``[G, N, C, q_heads, width]``.
+        keys: the kernel's own.
+        slots: of the keys.
+        scores: the kernel's numbers for scores.
+        split: of the work.
+        layer: the kernel's constants.
+        sinks: ``[q_heads]`` scores of a key without a value.
+        value_scale: factor of the output.
+
+    Returns:
+        ``[G, N, C, q_heads, head_dim]``, contiguous.
+    """
+    size, num_particles, num_columns, q_heads, _ = query.shape
+    kv_heads, head_dim = layer.kv_heads.value, layer.head_dim.value
+    num_prefix = size * kv_heads * split.prefix_blocks * split.prefix_spans
+    num_tail = size * num_particles * kv_heads * split.tail_blocks * split.tail_spans
+    # Every query has a partial result from each span.
+    tokens = size * num_particles * num_columns
+    shape = split.prefix_spans + split.tail_spans, tokens, q_heads
+    partial = Partial(
+        query.new_empty(*shape, head_dim, dtype=torch.float32),
+        query.new_empty(*shape, dtype=torch.float32),
+    )
+    output = query.new_empty(*query.shape[:-1], head_dim)
+    queries = query.flatten(0, 2)
+    kernel[(num_prefix + num_tail,)](
+        Queries(queries, *queries.stride()[:2]),
+        keys,
+        slots,
+        partial,
+        layer,
+        *scores,
+        num_particles,
+        tokens,
+        num_prefix,
+        *split[4:],  # blocks and spans
+        num_warps=split.num_warps,
+        num_stages=split.num_stages,
+    )
+    join_spans(*partial, output, sinks, value_scale)
+    return output
+
+
+@triton.jit
+def own_span(slots, layer, window, first_key, sizes, parts):
+    """Return this program's work, a `_Span`.
+
+    The innermost index runs fastest: blocks of rows that read the same keys run concurrently. The
+    owner of a tail is a particle, that of a prefix a request.
+    """
+    num_particles, all_tokens, num_prefix = sizes
+    prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span = parts
+    program = tl.program_id(0)
+    is_tail = program >= num_prefix
+    rest = program - tl.where(is_tail, num_prefix, 0)
+    blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
+    block, rest = rest % blocks, rest // blocks
+    spans = tl.where(is_tail, tail_spans, prefix_spans)
+    span, rest = rest % spans, rest // spans
+    head, owner = rest % layer.kv_heads, rest // layer.kv_heads
+
+    request = owner // tl.where(is_tail, num_particles, 1)
+    committed = tl.load(slots.committed + request).to(tl.int32)
+    # Every query attends to all of a prefix.
+    start = tl.load(slots.starts + owner, mask=is_tail, other=1 << 30).to(tl.int32)
+    own_row = tl.load(slots.particle_rows + owner, mask=is_tail, other=0)
+    own_tail = slots.tails + own_row * slots.tails_width
+    shared_row = tl.load(slots.rows + owner, mask=is_tail == 0, other=0)
+    prefix = slots.table + shared_row * slots.table_stride
+    first = first_key
+    if layer.has_window:  # the first key of the earliest possible query, at the prefix's end
+        first = tl.maximum(committed - 1 - window, first_key)
+    # The spans of a prefix have equal numbers of whole blocks of keys.
+    left = tl.maximum(committed - first, 0)
+    even = tl.cdiv(left, layer.block_keys * prefix_spans) * layer.block_keys
+    length = tl.where(is_tail, tail_span, even)
+    begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
+    end = tl.where(is_tail, start + layer.num_columns, committed)
+    if layer.sees_block:  # without the padding of a request with fewer columns than others
+        columns = tl.where(is_tail, layer.num_columns, 0)
+        end -= _padding(own_tail, slots.tails_width - 1, start, committed, columns, layer)
+    num_tokens = tl.where(is_tail, 1, num_particles) * layer.num_columns
+    partial_span = span + tl.where(is_tail, prefix_spans, 0)
+    return _Span(
+        block,
+        head,
+        tl.where(is_tail, own_tail, prefix),
+        tl.where(is_tail, slots.tails_width - 1, 0x7FFFFFFF),  # a tail's row is a ring buffer
+        start,
+        begin,
+        tl.minimum(begin + length, end),
+        owner * num_tokens,
+        num_tokens,
+        partial_span.to(tl.int64) * all_tokens * (layer.kv_heads * layer.group),
+    )
+
+
+@triton.jit
+def _padding(tail, mask, start, committed, columns, layer):
+    """Return how many columns of a tail have no slot; those before a tail are in the prefix."""
+    column = tl.arange(0, layer.block_columns)
+    own = (column < columns) & (start + column >= committed)
+    slot = tl.load(tail + ((start + column) & mask), mask=own, other=1)
+    return tl.sum((slot == 0).to(tl.int32), 0)
+
+
+@triton.jit
+def own_rows(span, layer):
+    """Return the tokens and heads of a program's rows, their columns, and which rows there are."""
+    # Unsigned, since division by other numbers than powers of two takes fewer registers.
+    row = (span.block * layer.block_rows + tl.arange(0, layer.block_rows)).to(tl.uint32)
+    nth_token, nth_head = (row // layer.group).to(tl.int32), (row % layer.group).to(tl.int32)
+    in_rows = row < span.num_tokens * layer.group
+    token, head = span.first_token + nth_token, span.head * layer.group + nth_head
+    return token, head, nth_token % layer.num_columns, in_rows
+
+
+@triton.jit
+def slots_of(span, position):
+    """Return the slots of some positions, 0 behind the end.
+
+    All requests write to slot 0, which may hold NaN, and NaN times a weight of 0 is NaN: it is not
+    to be loaded.
+    """
+    at = span.slots + (position & span.mask)
+    return tl.load(at, mask=position < span.end, other=0).to(tl.int64)
+
+
+@triton.jit
+def add_scores(scores, highest, total):
+    """Return weights of a block of scores, the factor of earlier ones, and the new softmax."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # For a row without keys so far: -inf - 0, not -inf - -inf.
+    reference = tl.where(new_highest > float("-inf"), new_highest, 0.0)
+    weights = tl.exp2(scores - reference[:, None])
+    decay = tl.exp2(highest - reference)
+    return weights, decay, new_highest, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def store(partial, span, token, head, output, highest, total, in_rows, layer):
+    """Store a program's results; of rows without keys log-sums of -inf alone."""
+    dim = tl.arange(0, layer.block_dim)
+    some = total != 0  # true for NaN, so that NaN propagates
+    log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    place = span.place + token * (layer.kv_heads * layer.group) + head
+    tl.store(partial.log_sums + place, log_sum, mask=in_rows)
+    tl.store(
+        partial.output + place[:, None] * layer.head_dim + dim[None, :],
+        output / tl.where(some, total, 1.0)[:, None],
+        mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
+    )
+
+
+def join_spans(
+    partial: torch.Tensor,
+    log_sums: torch.Tensor,
+    output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
+) -> None:
+    """Write the joined attention of all spans, in one launch; see `Partial` and `attend`."""
+    spans, tokens, q_heads, head_dim = partial.shape
+    assert spans <= MAX_SPANS, "one program joins all"
+    block_dim, block_spans = triton.next_power_of_2(head_dim), triton.next_power_of_2(spans)
+    _join_spans[(tokens * q_heads,)](
+        partial,
+        log_sums,
+        sinks,
+        output,
+        tokens * q_heads,
+        spans,
+        value_scale,
+        q_heads=q_heads,
+        head_dim=head_dim,
+        block_dim=block_dim,
+        block_spans=block_spans,
+        num_warps=triton.cdiv(block_spans * block_dim, NUMBERS_PER_WARP),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "spans"])
+def _join_spans(
+    partial,
+    log_sums,
+    sinks,
+    output,
+    num_rows,
+    spans,
+    value_scale,
+    q_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_spans: tl.constexpr,
+):
+    """Join the spans of one query row per program: [spans, rows, head_dim] to [rows, head_dim].
+
+    It waits for memory twice, for any number of spans: for the log-sums, then for all results of
+    nonzero weight. The others need not have been written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, block_spans)
+    dim = tl.arange(0, block_dim)
+    place = span.to(tl.int64) * num_rows + row
+    log_sum = tl.load(log_sums + place, mask=span < spans, other=float("-inf"))
+    highest = tl.max(log_sum, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + row % q_heads).to(tl.float32) * 1.4426950408889634  # log2 e
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(log_sum - tl.where(highest > float("-inf"), highest, 0.0))
+    part = tl.load(
+        partial + place[:, None] * head_dim + dim[None, :],
+        mask=(weight != 0)[:, None] & (dim < head_dim)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weight, 0)  # 0 for a padding request without keys
+    if sinks is not None:
+        total += tl.exp2(sink - highest)
+    joined = tl.sum(part * weight[:, None], 0) / tl.where(total != 0, total, 1.0)
+    tl.store(output + row * head_dim + dim, joined * value_scale, mask=dim < head_dim)
