@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.process import active_budget, active_config
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 
+PATCHES = Hooks(retire_when="Admission asks the algorithm what a request reserves.")
+
+
+@PATCHES.on(
+    "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
+    "srt/managers/schedule_policy.py:477 (the two offsets of the budget)",
+    why="The adder's budget has no seam for memory beyond a request's own tokens.",
+)
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
     """Charge the arenas that running requests have yet to reserve."""
     original(adder, *args, **kwargs)
@@ -35,6 +43,12 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     upstream.charge(adder, pending)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+    "srt/managers/schedule_policy.py:1395 (who is admitted is in can_run_list)",
+    "srt/managers/schedule_policy.py:1241 (as are those of add_one_req_ignore_eos)",
+    why="The adder charges a request's prompt and output, and has no seam for more.",
+)
 def add_one_req(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> Any:
@@ -46,6 +60,11 @@ def add_one_req(
     return result
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+    "srt/managers/schedule_policy.py:1140",
+    why="The adder charges a request's prompt and output, and has no seam for more.",
+)
 def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> Any:
     """Charge the arena of a request whose prompt is prefilled in chunks."""
     result = original(adder, req)
@@ -53,6 +72,11 @@ def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> An
     return result
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
+    "srt/managers/schedule_policy.py:1707",
+    why="Else others would give way to a request that is then not admitted.",
+)
 def preempt_to_schedule(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> bool:
@@ -71,6 +95,12 @@ def _charge(adder: "PrefillAdder", req: "Req") -> int:
     return num_slots
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+    "srt/managers/tp_worker.py:508 (the order of the tuple)",
+    why="A request that fits the pool but not beside its arena would wait for ever.",
+    retire_when="The longest request may depend on what the algorithm reserves.",
+)
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     """Reduce the longest request by an arena, and log once what memory requests take."""
     info = original(worker)
@@ -82,6 +112,12 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 
+@PATCHES.on(
+    "sglang.srt.managers.utils.validate_input_length",
+    "srt/managers/utils.py:258 (answers with the error, or None)",
+    why="It names a number of tokens that follows from no flag, and no way to raise it.",
+    retire_when="The longest request may depend on what the algorithm reserves.",
+)
 def validate_input_length(
     original: Callable, req: "Req", max_req_input_len: int, allow_auto_truncate: bool
 ) -> str | None:
@@ -104,51 +140,3 @@ def validate_input_length(
 # Indices into the tuple that TpModelWorker.get_worker_info returns.
 _MAX_TOTAL, _MOST_RUNNING, _MAX_REQ_LEN = 0, 2, 4
 _INPUT_MARGIN = 5  # SGLang's margin between the longest request and its longest input
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
-        function=init_budget,
-        why="The adder's budget has no seam for memory beyond a request's own tokens.",
-        relies_on=("srt/managers/schedule_policy.py:477 (the two offsets of the budget)",),
-        retire_when="Admission asks the algorithm what a request reserves.",
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        function=add_one_req,
-        why="The adder charges a request's prompt and output, and has no seam for more.",
-        relies_on=(
-            "srt/managers/schedule_policy.py:1395 (who is admitted is in can_run_list)",
-            "srt/managers/schedule_policy.py:1241 (as are those of add_one_req_ignore_eos)",
-        ),
-        retire_when="Admission asks the algorithm what a request reserves.",
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        function=add_chunked_req,
-        why="The adder charges a request's prompt and output, and has no seam for more.",
-        relies_on=("srt/managers/schedule_policy.py:1140",),
-        retire_when="Admission asks the algorithm what a request reserves.",
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
-        function=preempt_to_schedule,
-        why="Else others would give way to a request that is then not admitted.",
-        relies_on=("srt/managers/schedule_policy.py:1707",),
-        retire_when="Admission asks the algorithm what a request reserves.",
-    ),
-    Patch(
-        target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
-        function=worker_info,
-        why="A request that fits the pool but not beside its arena would wait for ever.",
-        relies_on=("srt/managers/tp_worker.py:508 (the order of the tuple)",),
-        retire_when="The longest request may depend on what the algorithm reserves.",
-    ),
-    Patch(
-        target="sglang.srt.managers.utils.validate_input_length",
-        function=validate_input_length,
-        why="It names a number of tokens that follows from no flag, and no way to raise it.",
-        relies_on=("srt/managers/utils.py:258 (answers with the error, or None)",),
-        retire_when="The longest request may depend on what the algorithm reserves.",
-    ),
-)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sglang_smc.process import is_smc
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.registry import needs_host
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+    "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
+    "srt/managers/scheduler.py:1789 (what structured output waits by is the model)",
+    why="Particles are searched for stop texts in every round, before they are weighed, and "
+    "processors read texts: that needs what is emitted on the host. SGLang waits so for "
+    "structured output, and for nothing else.",
+    retire_when="Stop texts are matched on the device.",
+)
 def is_disable_overlap_for_batch(
     original: Callable,
     scheduler: "Scheduler",
@@ -34,6 +46,15 @@ def is_disable_overlap_for_batch(
     return batch.forward_mode.is_decode() and any(map(needs_host, batch.reqs))
 
 
+@PATCHES.on(
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    "srt/managers/scheduler_components/batch_result_processor.py:624",
+    "srt/managers/schedule_batch.py:1192 (the histogram)",
+    why="SGLang books `accept_len - 1`, which is -1 for a round that emits nothing, and an "
+    "index error in the histogram.",
+    retire_when="A result may carry its own number of correct drafts per request.",
+)
 def resolve_tokens(
     original: Callable,
     processor: "SchedulerBatchResultProcessor",
@@ -44,31 +65,3 @@ def resolve_tokens(
     if not isinstance(result, SMCBatchResult):
         return original(processor, result, batch)
     return result.resolve(batch, lambda: original(processor, result, batch))
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
-        function=is_disable_overlap_for_batch,
-        why="Particles are searched for stop texts in every round, before they are weighed, and "
-        "processors read texts: that needs what is emitted on the host. SGLang waits so for "
-        "structured output, and for nothing else.",
-        relies_on=(
-            "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
-            "srt/managers/scheduler.py:1789 (what structured output waits by is the model)",
-        ),
-        retire_when="Stop texts are matched on the device.",
-    ),
-    Patch(
-        target="sglang.srt.managers.scheduler_components.batch_result_processor"
-        ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-        function=resolve_tokens,
-        why="SGLang books `accept_len - 1`, which is -1 for a round that emits nothing, and an "
-        "index error in the histogram.",
-        relies_on=(
-            "srt/managers/scheduler_components/batch_result_processor.py:624",
-            "srt/managers/schedule_batch.py:1192 (the histogram)",
-        ),
-        retire_when="A result may carry its own number of correct drafts per request.",
-    ),
-)

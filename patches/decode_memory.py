@@ -16,7 +16,7 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
 
@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from sglang.srt.session.streaming_session import StreamingSession
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
+    "srt/speculative/spec_utils.py:1026 (the dispatcher)",
+    "srt/managers/schedule_batch.py:2962 (imports it at each call)",
+    "srt/mem_cache/allocation.py (alloc_token_slots evicts from the radix cache as needed)",
+    "srt/managers/schedule_batch.py:2732 (what is free, and what can be evicted)",
+    why="The dispatcher calls either EAGLE's preparation or, for DFLASH alone, the draft "
+    "input's own; a registered algorithm has no say.",
+    retire_when="CustomSpecAlgo has a prepare_for_decode of its own.",
+)
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     """Reserve each running request's arena instead of a window of 2 (K + 1) tokens.
 
@@ -87,6 +100,12 @@ def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
     return torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+    "srt/managers/schedule_batch.py:2716",
+    why="The prediction is written against EAGLE's allocation, which the hook above replaces.",
+    retire_when="The algorithm that prepares a decode step also predicts its memory.",
+)
 def tokens_required(
     original: Callable, batch: "ScheduleBatch", requests: "list[Req]", page_size: int
 ) -> Any:
@@ -104,6 +123,15 @@ def _allocated_after(req: "Req", budget: Budget | None) -> int:
     return max(allocated(req), wanted)
 
 
+@PATCHES.on(
+    "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
+    "srt/session/streaming_session.py:347 (min(target, kv_allocated_len))",
+    "srt/session/streaming_session.py:557 (the free that keeps pages whole)",
+    why="A session keeps the row up to the last output token wherever a slot is allocated, "
+    "taking it for that token's. In SMC it is a slot of the arena: the next turn would read "
+    "another token's KV. `prepare_for_kv_cache_release` is not called on retraction.",
+    retire_when="A session keeps no more than the request has committed.",
+)
 def trim_overshoot(
     original: Callable, sessions: "StreamingSession", req: "Req", finished_len: int
 ) -> None:
@@ -124,40 +152,3 @@ def _end_of_read_text(req: "Req") -> int:
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
     read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))
     return max(read, kv_of(req).cache_protected_len)  # prefilled, and owned by the radix cache
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
-        function=prepare_for_decode,
-        why="The dispatcher calls either EAGLE's preparation or, for DFLASH alone, the draft "
-        "input's own; a registered algorithm has no say.",
-        relies_on=(
-            "srt/speculative/spec_utils.py:1026 (the dispatcher)",
-            "srt/managers/schedule_batch.py:2962 (imports it at each call)",
-            "srt/mem_cache/allocation.py (alloc_token_slots evicts from the radix cache as needed)",
-            "srt/managers/schedule_batch.py:2732 (what is free, and what can be evicted)",
-        ),
-        retire_when="CustomSpecAlgo has a prepare_for_decode of its own.",
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_batch.ScheduleBatch"
-        "._new_tokens_required_next_decode_spec_v2",
-        function=tokens_required,
-        why="The prediction is written against EAGLE's allocation, which the hook above replaces.",
-        relies_on=("srt/managers/schedule_batch.py:2716",),
-        retire_when="The algorithm that prepares a decode step also predicts its memory.",
-    ),
-    Patch(
-        target="sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
-        function=trim_overshoot,
-        why="A session keeps the row up to the last output token wherever a slot is allocated, "
-        "taking it for that token's. In SMC it is a slot of the arena: the next turn would read "
-        "another token's KV. `prepare_for_kv_cache_release` is not called on retraction.",
-        relies_on=(
-            "srt/session/streaming_session.py:347 (min(target, kv_allocated_len))",
-            "srt/session/streaming_session.py:557 (the free that keeps pages whole)",
-        ),
-        retire_when="A session keeps no more than the request has committed.",
-    ),
-)

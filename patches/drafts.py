@@ -11,18 +11,35 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_smc.process import is_smc
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 
+PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
+
+
+@PATCHES.on(
+    "sglang.srt.configs.model_config.ModelConfig._config_draft_model",
+    "srt/configs/model_config.py:1010 (all that is put in place)",
+    why="For drafts SGLang puts the class of extra layers in place of Qwen3-MoE, GLM-4.5, "
+    "DeepSeek V3 and some twenty others, whatever the algorithm is.",
+)
 def keep_architecture(original: Callable, config: "ModelConfig") -> None:
     """Load a draft as the architecture that its checkpoint names."""
     if not is_smc(config):
         original(config)
 
 
+@PATCHES.on(
+    "sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
+    "srt/configs/model_config.py:1602 (num_nextn_predict_layers)",
+    "srt/model_executor/model_runner_components/layer_setup.py:199 (the draft's own pool)",
+    "srt/model_executor/model_runner_components/spec_aux_hidden_state.py:156 (the target's "
+    "runner, which plans for both)",
+    why="SGLang counts num_nextn_predict_layers for a draft whose checkpoint has extra layers.",
+)
 def count_own_layers(original: Callable, config: "ModelConfig") -> None:
     """Size the KV of a draft by all of its layers.
 
@@ -31,27 +48,3 @@ def count_own_layers(original: Callable, config: "ModelConfig") -> None:
     original(config)
     if config.is_draft_model and is_smc(config):
         config.num_nextn_predict_layers = None
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.configs.model_config.ModelConfig._config_draft_model",
-        function=keep_architecture,
-        why="For drafts SGLang puts the class of extra layers in place of Qwen3-MoE, GLM-4.5, "
-        "DeepSeek V3 and some twenty others, whatever the algorithm is.",
-        relies_on=("srt/configs/model_config.py:1010 (all that is put in place)",),
-        retire_when="A registered algorithm says what its draft is.",
-    ),
-    Patch(
-        target="sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
-        function=count_own_layers,
-        why="SGLang counts num_nextn_predict_layers for a draft whose checkpoint has extra layers.",
-        relies_on=(
-            "srt/configs/model_config.py:1602 (num_nextn_predict_layers)",
-            "srt/model_executor/model_runner_components/layer_setup.py:199 (the draft's own pool)",
-            "srt/model_executor/model_runner_components/spec_aux_hidden_state.py:156 (the target's "
-            "runner, which plans for both)",
-        ),
-        retire_when="A registered algorithm says what its draft is.",
-    ),
-)

@@ -11,7 +11,7 @@ from sglang_smc.guard.prompt_length import check_texts
 from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server import presets, refusals, routes
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
 from sglang_smc.state.metrics import META_PREFIX
 from sglang_smc.upstream import NEWER, OLDER, resolved
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    "srt/managers/tokenizer_manager.py:745 (the first that sees a request)",
+    why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
+    "takes all other requests with it. It tokenizes a text before it looks at its length. "
+    "Labels that its metrics lack end its own process. No algorithm is asked what a model's "
+    "name means.",
+    retire_when="SGLang checks the types of sampling_params, token ids and labels itself, and "
+    "keeps named sampling parameters.",
+)
 def generate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
 ) -> Any:
@@ -42,6 +55,13 @@ def generate_request(
     return routes.hand_back(original(manager, obj, request), obj, request)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    "srt/managers/tokenizer_manager.py:1140 (raises ValueError for bad requests)",
+    why="SGLang asks no algorithm which requests it takes, DFLASH's own check apart; fields "
+    "that a worker does not read would be ignored.",
+    retire_when="CustomSpecAlgo has a validate_request.",
+)
 def validate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, input_ids: list[int]
 ) -> None:
@@ -59,6 +79,12 @@ def validate_request(
     original(manager, obj, input_ids)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+    "srt/managers/tokenizer_manager.py:1852 (the loop over samples)",
+    why="All n share one sampling_params: with a seed they would be one text n times.",
+    retire_when="SGLang tells parallel samples of a seeded request apart.",
+)
 def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> Any:
     """Give the i-th of n parallel samples the seed + i."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
@@ -66,6 +92,14 @@ def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+    "srt/managers/tokenizer_manager.py:2578 (with each request's finish reason)",
+    why="customized_info carries lists with one element per token, for all requests of a batch "
+    "as soon as one of them has a field; totals are numbers of a finished request.",
+    retire_when="customized_info can carry a value per request.",
+    family=NEWER,
+)
 def update_meta_info(
     original: Callable,
     manager: "TokenizerManager",
@@ -93,6 +127,13 @@ def _is_own(name: str, value: Any) -> bool:
     return value is not None or name == META_PREFIX + "log_evidence"
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+    "srt/managers/tokenizer_manager.py, of 0.5.17",
+    why="customized_info carries lists with one element per token; totals are numbers.",
+    retire_when="0.5.17 is no longer supported.",
+    family=OLDER,
+)
 def add_meta_info(
     original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
 ) -> None:
@@ -119,51 +160,3 @@ def _sample_params(params: Any) -> Any:
     index = index + 1 if last is params else 0
     _last_sample.set((params, index))
     return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + index)
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        function=generate_request,
-        why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it. It tokenizes a text before it looks at its length. "
-        "Labels that its metrics lack end its own process. No algorithm is asked what a model's "
-        "name means.",
-        relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
-        retire_when="SGLang checks the types of sampling_params, token ids and labels itself, and "
-        "keeps named sampling parameters.",
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        function=validate_request,
-        why="SGLang asks no algorithm which requests it takes, DFLASH's own check apart; fields "
-        "that a worker does not read would be ignored.",
-        relies_on=("srt/managers/tokenizer_manager.py:1140 (raises ValueError for bad requests)",),
-        retire_when="CustomSpecAlgo has a validate_request.",
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
-        function=send_request,
-        why="All n share one sampling_params: with a seed they would be one text n times.",
-        relies_on=("srt/managers/tokenizer_manager.py:1852 (the loop over samples)",),
-        retire_when="SGLang tells parallel samples of a seeded request apart.",
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
-        function=update_meta_info,
-        why="customized_info carries lists with one element per token, for all requests of a batch "
-        "as soon as one of them has a field; totals are numbers of a finished request.",
-        relies_on=("srt/managers/tokenizer_manager.py:2578 (with each request's finish reason)",),
-        retire_when="customized_info can carry a value per request.",
-        family=NEWER,
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager"
-        "._calculate_spec_decoding_metrics",
-        function=add_meta_info,
-        why="customized_info carries lists with one element per token; totals are numbers.",
-        relies_on=("srt/managers/tokenizer_manager.py, of 0.5.17",),
-        retire_when="0.5.17 is no longer supported.",
-        family=OLDER,
-    ),
-)

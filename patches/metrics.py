@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active_budget, config_of, is_smc, memory
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.metrics import finite
 from sglang_smc.state.request import find_state
 
@@ -28,6 +28,17 @@ logger = logging.getLogger(__name__)
 _UNREAD = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+    "srt/managers/scheduler.py:1174 (an override point, after the worker is built)",
+    "srt/observability/metrics_collector.py:238 (labels, and the classes of metrics)",
+    why="Workers are built without it. `stat_loggers` replaces the whole collector, by a "
+    "class that is the user's to choose.",
+    retire_when="A worker may register metrics of its own.",
+)
 def init_metrics_reporter(
     original: Callable, scheduler: "Scheduler", *args: Any, **kwargs: Any
 ) -> None:
@@ -37,6 +48,12 @@ def init_metrics_reporter(
         _monitor(scheduler).report_as(scheduler.metrics_reporter)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    "srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",
+    why="It asks one algorithm, DSpark, for what it has to add.",
+    retire_when="BaseSpecWorker has an internal state to show.",
+)
 def get_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "GetInternalStateReq"
 ) -> "GetInternalStateReqOutput":
@@ -89,6 +106,12 @@ def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
     return sorted(begun, key=lambda one: one["rounds"], reverse=True)[:MOST_TOLD]
 
 
+@PATCHES.on(
+    "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+    "srt/managers/scheduler.py:4219 (the names it lets through)",
+    why="They would be accepted and have no effect.",
+    retire_when="SGLang asks the algorithm which of its settings may change.",
+)
 def set_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "SetInternalStateReq"
 ) -> Any:
@@ -100,32 +123,3 @@ def set_internal_state(
         return original(scheduler, recv_req)
     logger.warning("SMC reads no %s: nothing is updated.", " and no ".join(unread))
     return SetInternalStateReqOutput(updated=False)
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-        function=init_metrics_reporter,
-        why="Workers are built without it. `stat_loggers` replaces the whole collector, by a "
-        "class that is the user's to choose.",
-        relies_on=(
-            "srt/managers/scheduler.py:1174 (an override point, after the worker is built)",
-            "srt/observability/metrics_collector.py:238 (labels, and the classes of metrics)",
-        ),
-        retire_when="A worker may register metrics of its own.",
-    ),
-    Patch(
-        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        function=get_internal_state,
-        why="It asks one algorithm, DSpark, for what it has to add.",
-        relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
-        retire_when="BaseSpecWorker has an internal state to show.",
-    ),
-    Patch(
-        target="sglang.srt.managers.scheduler.Scheduler.set_internal_state",
-        function=set_internal_state,
-        why="They would be accepted and have no effect.",
-        relies_on=("srt/managers/scheduler.py:4219 (the names it lets through)",),
-        retire_when="SGLang asks the algorithm which of its settings may change.",
-    ),
-)

@@ -8,7 +8,7 @@ from sglang_smc.process import active_config, active_monitor
 from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.failures import end_failed, take_mark
 from sglang_smc.state.request import RequestState, find_state, publish, rewind_stream
 from sglang_smc.upstream import NEWER
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from sglang_smc.state.metrics import Monitor
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    "srt/managers/schedule_batch.py:1568",
+    "srt/managers/scheduler_components/output_streamer.py:592 (customized_info)",
+    "srt/managers/scheduler_components/output_streamer.py:506 (counts one at least)",
+    why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
+    "SGLang's search for stop patterns goes back, and can take for ever. "
+    "No other place sees every request's end, in prefill and decode, before it is streamed.",
+    retire_when="update_finish_state(0) is a no-op upstream, and so is a stream of no token.",
+)
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
@@ -73,11 +86,26 @@ def _end_after_prefill(req: "Req", state: RequestState) -> None:
         monitor.count_failed_prefill()
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_batch.Req.next_output_finishes_by_length",
+    "srt/managers/scheduler.py:4456 (asks under the overlap schedule)",
+    why="SGLang leaves a request out of the next batch if the result under way must finish it, "
+    "by its length. A round that holds the last token back, until potentials have scored the "
+    "text, does not: the request would never be looked at again.",
+    retire_when="SGLang asks the algorithm whether a result finishes a request.",
+    family=NEWER,
+)
 def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
     """Return False with potentials or a vote, since a round may hold the last token back."""
     return not registry.has_scorers(req) and original(req)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+    "srt/managers/schedule_batch.py:1603",
+    why="Prefill must put out one token, but the particles of such a request differ in it.",
+    retire_when="A prefill can put out no token.",
+)
 def reset_for_retract(original: Callable, req: "Req") -> None:
     """Drop the open token, which stands in for the first of each particle, before a prefill."""
     if find_state(req) is not None:
@@ -85,6 +113,15 @@ def reset_for_retract(original: Callable, req: "Req") -> None:
     original(req)
 
 
+@PATCHES.on(
+    "sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
+    "srt/constrained/base_grammar_backend.py:172 (cache)",
+    "srt/constrained/xgrammar_backend.py:246 (GrammarCompiler without cache_limit_bytes)",
+    why="`BaseGrammarBackend.cache` and xgrammar's GrammarCompiler keep every grammar that "
+    "came: the scheduler grows with them. A backend of our own (register_grammar_backend) "
+    "would lose the reasoning parser's wrapper.",
+    retire_when="SGLang bounds what it keeps of compiled grammars.",
+)
 def create_grammar_backend(
     original: Callable, *args: Any, **kwargs: Any
 ) -> "BaseGrammarBackend | None":
@@ -94,49 +131,3 @@ def create_grammar_backend(
     """
     backend = original(*args, **kwargs)
     return backend if active_config() is None else grammar_cache.bound(backend)
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        function=update_finish_state,
-        why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
-        "SGLang's search for stop patterns goes back, and can take for ever. "
-        "No other place sees every request's end, in prefill and decode, before it is streamed.",
-        relies_on=(
-            "srt/managers/schedule_batch.py:1568",
-            "srt/managers/scheduler_components/output_streamer.py:592 (customized_info)",
-            "srt/managers/scheduler_components/output_streamer.py:506 (counts one at least)",
-        ),
-        retire_when="update_finish_state(0) is a no-op upstream, and so is a stream of no token.",
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_batch.Req.next_output_finishes_by_length",
-        function=next_output_finishes_by_length,
-        why="SGLang leaves a request out of the next batch if the result under way must finish it, "
-        "by its length. A round that holds the last token back, until potentials have scored the "
-        "text, does not: the request would never be looked at again.",
-        relies_on=("srt/managers/scheduler.py:4456 (asks under the overlap schedule)",),
-        retire_when="SGLang asks the algorithm whether a result finishes a request.",
-        family=NEWER,
-    ),
-    Patch(
-        target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",
-        function=reset_for_retract,
-        why="Prefill must put out one token, but the particles of such a request differ in it.",
-        relies_on=("srt/managers/schedule_batch.py:1603",),
-        retire_when="A prefill can put out no token.",
-    ),
-    Patch(
-        target="sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
-        function=create_grammar_backend,
-        why="`BaseGrammarBackend.cache` and xgrammar's GrammarCompiler keep every grammar that "
-        "came: the scheduler grows with them. A backend of our own (register_grammar_backend) "
-        "would lose the reasoning parser's wrapper.",
-        relies_on=(
-            "srt/constrained/base_grammar_backend.py:172 (cache)",
-            "srt/constrained/xgrammar_backend.py:246 (GrammarCompiler without cache_limit_bytes)",
-        ),
-        retire_when="SGLang bounds what it keeps of compiled grammars.",
-    ),
-)

@@ -10,7 +10,7 @@ from fastapi.responses import ORJSONResponse
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,6 +24,32 @@ if TYPE_CHECKING:
 # Routes without custom_params.
 
 
+_OPENAI = "sglang.srt.entrypoints.openai."
+_OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing."
+_NO_FIELD = (
+    "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
+    "name to itself."
+)
+_OLLAMA_WHY = (
+    " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
+    "of SMC's that may be all."
+)
+_OLLAMA_END = (
+    "SGLang's Ollama routes read the model's name, answer HTTP 400, and stream all of the text."
+)
+_PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
+PATCHES = Hooks(
+    why="SGLang shows meta_info on the chat route alone, on request and not in streams.",
+    retire_when="SGLang shows meta_info on all OpenAI routes.",
+)
+
+
+@PATCHES.on(
+    "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+    "srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",
+    why=_NO_FIELD,
+    retire_when=_PER_ROUTE,
+)
 async def handle_messages(
     original: Callable, serving: "AnthropicServing", request: Any, raw_request: Request
 ) -> Any:
@@ -41,6 +67,12 @@ async def handle_messages(
     return await original(serving, request, raw_request)
 
 
+@PATCHES.on(
+    _OPENAI + "serving_responses.OpenAIServingResponses.create_responses",
+    "srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",
+    why=_NO_FIELD,
+    retire_when=_PER_ROUTE,
+)
 async def create_responses(
     original: Callable,
     serving: "OpenAIServingResponses",
@@ -55,6 +87,18 @@ async def create_responses(
     return await original(serving, request, raw_request)
 
 
+@PATCHES.on(
+    _OLLAMA + "handle_chat",
+    "srt/entrypoints/ollama/serving.py:72 (the whole of the route)",
+    why=_NO_FIELD + _OLLAMA_WHY,
+    retire_when=_OLLAMA_END,
+)
+@PATCHES.on(
+    _OLLAMA + "handle_generate",
+    "srt/entrypoints/ollama/serving.py:172 (the whole of the route)",
+    why=_NO_FIELD + _OLLAMA_WHY,
+    retire_when=_OLLAMA_END,
+)
 async def handle_ollama(
     original: Callable, serving: "OllamaServing", request: Any, raw_request: Request
 ) -> Any:
@@ -73,6 +117,12 @@ async def handle_ollama(
         return ORJSONResponse({"error": str(error)}, status_code=400)
 
 
+@PATCHES.on(
+    _OLLAMA + "_convert_options_to_sampling_params",
+    "srt/entrypoints/ollama/serving.py:58 (the table of names)",
+    why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
+    retire_when="SGLang maps the seed to sampling_seed.",
+)
 def ollama_params(original: Callable, serving: "OllamaServing", options: Any = None) -> dict:
     """Rename Ollama's seed to sampling_seed."""
     params = original(serving, options)
@@ -84,6 +134,13 @@ def ollama_params(original: Callable, serving: "OllamaServing", options: Any = N
 # Conversations.
 
 
+@PATCHES.on(
+    _OPENAI + "serving_chat.OpenAIServingChat._process_messages",
+    "srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",
+    why="The chat route, and those that make a chat of theirs, tokenize before there is a "
+    "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
+    retire_when="SGLang bounds a prompt's text before it tokenizes.",
+)
 def process_messages(
     original: Callable, serving: "OpenAIServingBase", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -97,6 +154,11 @@ def process_messages(
 # Particles on the OpenAI routes, in `meta_info`.
 
 
+@PATCHES.on(
+    _OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
+    "srt/entrypoints/openai/serving_chat.py:2985 (meta_info, where asked for)",
+    retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
+)
 def show_particles(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
@@ -106,6 +168,10 @@ def show_particles(
     return original(serving, request, ret, created)
 
 
+@PATCHES.on(
+    _OPENAI + "serving_completions.OpenAIServingCompletion._build_completion_response",
+    "srt/entrypoints/openai/serving_completions.py:532 (the whole answer)",
+)
 def completion_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
@@ -120,6 +186,14 @@ def completion_with_meta_info(
     return ORJSONResponse(body)
 
 
+@PATCHES.on(
+    _OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
+    "srt/entrypoints/openai/serving_chat.py:2441 (makes the whole stream)",
+)
+@PATCHES.on(
+    _OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+    "srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",
+)
 def stream_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
@@ -134,6 +208,10 @@ def stream_with_meta_info(
     return routes.with_meta_info(chunks, request, routes.note_finished(adapted))
 
 
+@PATCHES.on(
+    _OPENAI + "serving_completions.OpenAIServingCompletion.handle_request",
+    "srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",
+)
 async def take_meta_info_wish(
     original: Callable, serving: "OpenAIServingBase", request: Any, raw_request: Request
 ) -> Any:
@@ -151,6 +229,14 @@ async def take_meta_info_wish(
 # Lists of models.
 
 
+@PATCHES.on(
+    "sglang.srt.entrypoints.http_server.set_global_state",
+    "srt/entrypoints/http_server.py:2856 (called once the model is there)",
+    "srt/entrypoints/http_server.py:1993 (the routes)",
+    why="SGLang lists its model and its LoRA adapters; FastAPI keeps the functions of its "
+    "routes, so that a hook on these is not called.",
+    retire_when="SGLang keeps named sampling parameters.",
+)
 def list_presets(original: Callable, global_state: Any) -> None:
     """List presets at /v1/models, by routes before SGLang's that call them."""
     from sglang.srt.entrypoints import http_server
@@ -183,6 +269,12 @@ def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str])
     app.router.routes[:0] = router.routes
 
 
+@PATCHES.on(
+    _OLLAMA + "get_tags",
+    "srt/entrypoints/ollama/serving.py:287 (the whole of the list)",
+    why="SGLang lists its one model.",
+    retire_when="SGLang keeps named sampling parameters.",
+)
 def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
     """List presets at /api/tags."""
     found = original(serving)
@@ -196,28 +288,18 @@ def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
     return found
 
 
-_OPENAI = "sglang.srt.entrypoints.openai."
-_OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing."
-_NO_FIELD = (
-    "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
-    "name to itself."
-)
-_OLLAMA_WHY = (
-    " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
-    "of SMC's that may be all."
-)
-_OLLAMA_END = (
-    "SGLang's Ollama routes read the model's name, answer HTTP 400, and stream all of the text."
-)
-_CHAT_ALONE = "SGLang shows meta_info on the chat route alone, on request and not in streams."
-_PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
-_SHOWS_META_INFO = "SGLang shows meta_info on all OpenAI routes."
-
 # Tool calls in streams.
 
 _PIECES = re.compile(r"\w+|\W")
 
 
+@PATCHES.on(
+    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk",
+    "srt/function_call/function_call_parser.py:223 (parses one chunk)",
+    why="A round emits several tokens at once. SGLang's parsers return at most one part of a "
+    "call for a chunk: one that comes whole loses its arguments, or its name, too.",
+    retire_when="SGLang's parsers return all parts of the calls that a chunk completes.",
+)
 def parse_stream_chunk(
     original: Callable, parser: "FunctionCallParser", chunk_text: str
 ) -> "tuple[str, list[ToolCallItem]]":
@@ -225,112 +307,3 @@ def parse_stream_chunk(
     pieces = _PIECES.findall(chunk_text) or [chunk_text]
     texts, calls = zip(*(original(parser, piece) for piece in pieces), strict=True)
     return "".join(texts), [call for some in calls for call in some]
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
-        function=handle_messages,
-        why=_NO_FIELD,
-        relies_on=("srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",),
-        retire_when=_PER_ROUTE,
-    ),
-    Patch(
-        target=_OPENAI + "serving_responses.OpenAIServingResponses.create_responses",
-        function=create_responses,
-        why=_NO_FIELD,
-        relies_on=("srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",),
-        retire_when=_PER_ROUTE,
-    ),
-    Patch(
-        target=_OLLAMA + "handle_chat",
-        function=handle_ollama,
-        why=_NO_FIELD + _OLLAMA_WHY,
-        relies_on=("srt/entrypoints/ollama/serving.py:72 (the whole of the route)",),
-        retire_when=_OLLAMA_END,
-    ),
-    Patch(
-        target=_OLLAMA + "handle_generate",
-        function=handle_ollama,
-        why=_NO_FIELD + _OLLAMA_WHY,
-        relies_on=("srt/entrypoints/ollama/serving.py:172 (the whole of the route)",),
-        retire_when=_OLLAMA_END,
-    ),
-    Patch(
-        target=_OLLAMA + "_convert_options_to_sampling_params",
-        function=ollama_params,
-        why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
-        relies_on=("srt/entrypoints/ollama/serving.py:58 (the table of names)",),
-        retire_when="SGLang maps the seed to sampling_seed.",
-    ),
-    Patch(
-        target=_OLLAMA + "get_tags",
-        function=ollama_tags,
-        why="SGLang lists its one model.",
-        relies_on=("srt/entrypoints/ollama/serving.py:287 (the whole of the list)",),
-        retire_when="SGLang keeps named sampling parameters.",
-    ),
-    Patch(
-        target="sglang.srt.entrypoints.http_server.set_global_state",
-        function=list_presets,
-        why="SGLang lists its model and its LoRA adapters; FastAPI keeps the functions of its "
-        "routes, so that a hook on these is not called.",
-        relies_on=(
-            "srt/entrypoints/http_server.py:2856 (called once the model is there)",
-            "srt/entrypoints/http_server.py:1993 (the routes)",
-        ),
-        retire_when="SGLang keeps named sampling parameters.",
-    ),
-    Patch(
-        target=_OPENAI + "serving_chat.OpenAIServingChat._process_messages",
-        function=process_messages,
-        why="The chat route, and those that make a chat of theirs, tokenize before there is a "
-        "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
-        relies_on=("srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",),
-        retire_when="SGLang bounds a prompt's text before it tokenizes.",
-    ),
-    Patch(
-        target=_OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
-        function=show_particles,
-        why=_CHAT_ALONE,
-        relies_on=("srt/entrypoints/openai/serving_chat.py:2985 (meta_info, where asked for)",),
-        retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
-    ),
-    Patch(
-        target=_OPENAI + "serving_completions.OpenAIServingCompletion._build_completion_response",
-        function=completion_with_meta_info,
-        why=_CHAT_ALONE,
-        relies_on=("srt/entrypoints/openai/serving_completions.py:532 (the whole answer)",),
-        retire_when=_SHOWS_META_INFO,
-    ),
-    Patch(
-        target=_OPENAI + "serving_completions.OpenAIServingCompletion.handle_request",
-        function=take_meta_info_wish,
-        why=_CHAT_ALONE,
-        relies_on=("srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",),
-        retire_when=_SHOWS_META_INFO,
-    ),
-    Patch(
-        target=_OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
-        function=stream_with_meta_info,
-        why=_CHAT_ALONE,
-        relies_on=("srt/entrypoints/openai/serving_chat.py:2441 (makes the whole stream)",),
-        retire_when=_SHOWS_META_INFO,
-    ),
-    Patch(
-        target=_OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
-        function=stream_with_meta_info,
-        why=_CHAT_ALONE,
-        relies_on=("srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",),
-        retire_when=_SHOWS_META_INFO,
-    ),
-    Patch(
-        target="sglang.srt.function_call.function_call_parser.FunctionCallParser"
-        ".parse_stream_chunk",
-        function=parse_stream_chunk,
-        why="A round emits several tokens at once. SGLang's parsers return at most one part of a "
-        "call for a chunk: one that comes whole loses its arguments, or its name, too.",
-        relies_on=("srt/function_call/function_call_parser.py:223 (parses one chunk)",),
-        retire_when="SGLang's parsers return all parts of the calls that a chunk completes.",
-    ),
-)

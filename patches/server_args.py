@@ -22,8 +22,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang_smc import upstream
 from sglang_smc.options.server import ALGORITHM, DEFAULTS, FIELDS, SETTINGS, is_smc
 from sglang_smc.server import hooks
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import Arguments
+
+PATCHES = Hooks()
 
 
 def _declared(name: str) -> Any:
@@ -55,6 +57,17 @@ def add_fields() -> None:
         upstream.add_fields(ServerArgs, FLAGS)
 
 
+@PATCHES.on(
+    "sglang.srt.server_args.ServerArgs.__init__",
+    "srt/server_args.py:439 (ServerArgs is a plain dataclass)",
+    "srt/server_args.py:8214 (add_cli_args reads dataclasses.fields)",
+    "srt/server_args.py:8463 (from_cli_args does too)",
+    "srt/server_args.py:8582 (__setattr__ is open until resolution ends)",
+    "srt/arg_groups/arg_utils.py:103 (namespace_of reads NS markers)",
+    why="A plugin can register an algorithm, but not flags for it.",
+    retire_when="SpeculativeAlgorithm.register takes flag declarations.",
+    family=upstream.OLDER,
+)
 def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) -> None:
     """Accept the keywords speculative_smc_*, and refuse them unless SMC is selected.
 
@@ -67,6 +80,14 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
     _refuse_flags_without_smc(self)
 
 
+@PATCHES.on(
+    "sglang.srt.server_args.ServerArgs.check_server_args",
+    "srt/entrypoints/engine.py:1165 (every launch, right after plugins are loaded, and "
+    "before the tokenizer manager and the schedulers)",
+    why="Loaded plugins are not told the arguments. `validate_server_args` is, but not in a "
+    "process that was handed its arguments resolved, as by multiprocessing.",
+    retire_when="SGLang tells the algorithm in every process that its server starts.",
+)
 def check_with_hooks(original: Any, self: ServerArgs) -> None:
     """Install the other hooks of an SMC server in the process that launches it.
 
@@ -102,45 +123,16 @@ SMCServerArgs: type = ServerArgs
 if upstream.IS_NEWER:
     SMCServerArgs = upstream.struct_with(ServerArgs, FLAGS, _post_init, __name__)
 
-PATCHES = (
-    Patch(
-        target="sglang.srt.server_args.ServerArgs",
-        hook_type=HookType.REPLACE,
-        function=SMCServerArgs,
-        what="A subclass with the fields speculative_smc_*, which refuses them unless "
-        "speculative_algorithm is SMC. Without them nothing changes.",
-        why="A plugin can register an algorithm, but not flags for it.",
-        relies_on=(
-            "srt/server_args.py:569 (a struct, which takes no fields once it is made)",
-            "srt/plugins/hook_registry.py:282 (whoever has imported the class gets ours)",
-            "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
-        ),
-        retire_when="SpeculativeAlgorithm.register takes flag declarations.",
-        family=upstream.NEWER,
-    ),
-    Patch(
-        target="sglang.srt.server_args.ServerArgs.__init__",
-        function=init_with_flags,
-        why="A plugin can register an algorithm, but not flags for it.",
-        relies_on=(
-            "srt/server_args.py:439 (ServerArgs is a plain dataclass)",
-            "srt/server_args.py:8214 (add_cli_args reads dataclasses.fields)",
-            "srt/server_args.py:8463 (from_cli_args does too)",
-            "srt/server_args.py:8582 (__setattr__ is open until resolution ends)",
-            "srt/arg_groups/arg_utils.py:103 (namespace_of reads NS markers)",
-        ),
-        retire_when="SpeculativeAlgorithm.register takes flag declarations.",
-        family=upstream.OLDER,
-    ),
-    Patch(
-        target="sglang.srt.server_args.ServerArgs.check_server_args",
-        function=check_with_hooks,
-        why="Loaded plugins are not told the arguments. `validate_server_args` is, but not in a "
-        "process that was handed its arguments resolved, as by multiprocessing.",
-        relies_on=(
-            "srt/entrypoints/engine.py:1165 (every launch, right after plugins are loaded, and "
-            "before the tokenizer manager and the schedulers)",
-        ),
-        retire_when="SGLang tells the algorithm in every process that its server starts.",
-    ),
-)
+
+PATCHES.on(
+    "sglang.srt.server_args.ServerArgs",
+    "srt/server_args.py:569 (a struct, which takes no fields once it is made)",
+    "srt/plugins/hook_registry.py:282 (whoever has imported the class gets ours)",
+    "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
+    hook_type=HookType.REPLACE,
+    what="A subclass with the fields speculative_smc_*, which refuses them unless "
+    "speculative_algorithm is SMC. Without them nothing changes.",
+    why="A plugin can register an algorithm, but not flags for it.",
+    retire_when="SpeculativeAlgorithm.register takes flag declarations.",
+    family=upstream.NEWER,
+)(SMCServerArgs)

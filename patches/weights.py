@@ -11,7 +11,7 @@ from sglang.srt.managers import io_struct
 from sglang_smc import upstream
 from sglang_smc.models.weight_update import names_in, reason_not_to_name
 from sglang_smc.process import is_smc
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -34,23 +34,49 @@ _NOT_LOADED = (
 )
 
 
-def hook(update: Update, output: Callable[..., Any]) -> Callable:
-    """Return a hook on a kind of update: `update`, unless requests hold KV; returns `output`."""
-
-    @wraps(update)
-    def around(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
-        scheduler = _scheduler(manager)
-        if not is_smc(scheduler.server_args):
-            return original(manager, recv_req)
-        answer: Any = _held(scheduler, recv_req)
-        if answer is None:
-            with _at_rest(scheduler):
-                answer = update(original, manager, recv_req)
-        return output(success=False, message=answer) if isinstance(answer, str) else answer
-
-    return around
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+_UPDATER_FILE = "srt/managers/scheduler_components/weight_updater.py"
+_HELD_WHY = (
+    " SGLang loads the weights first, and asks later whether it can flush. It cannot while requests"
+    " that are paused in place hold KV, which is refused, nor while a round is in flight, and with "
+    "the overlap schedule one is as the last request ends."
+)
+_ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
+PATCHES = Hooks(why=_ALIKE + _HELD_WHY)
 
 
+def at_rest(output: Callable[..., Any]) -> Callable[[Update], Update]:
+    """Decorate a hook on a kind of update: it returns `output`, and fails if requests hold KV."""
+
+    def decorate(update: Update) -> Update:
+        @wraps(update)
+        def around(
+            original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+        ) -> Any:
+            scheduler = _scheduler(manager)
+            if not is_smc(scheduler.server_args):
+                return original(manager, recv_req)
+            answer: Any = _held(scheduler, recv_req)
+            if answer is None:
+                with _at_rest(scheduler):
+                    answer = update(original, manager, recv_req)
+            return output(success=False, message=answer) if isinstance(answer, str) else answer
+
+        return around
+
+    return decorate
+
+
+@PATCHES.on(
+    _UPDATER + "update_weights_from_disk",
+    _UPDATER_FILE + ":138 (every model from one path, a draft if there is one)",
+    "srt/managers/scheduler.py:5817 (pause_generation)",
+    "srt/model_executor/model_runner_components/weight_updater.py:235 (rolling back)",
+    why=_ALIKE + " A load that fails half way reads the same files again to roll back, fails "
+    "again, and ends the scheduler." + _HELD_WHY,
+    retire_when="SGLang has a path for each model, and checks before it loads.",
+)
+@at_rest(io_struct.UpdateWeightFromDiskReqOutput)
 def update_from_disk(
     original: Callable,
     manager: "SchedulerWeightUpdaterManager",
@@ -63,13 +89,26 @@ def update_from_disk(
     """
     worker = manager.draft_worker
     reason = worker.reason_not_to_update(recv_req) or worker.load_draft(recv_req)
-    return reason or update_target(original, manager, recv_req)
+    return reason or _update_target(original, manager, recv_req)
 
 
-def update_target(
+@PATCHES.on(
+    _UPDATER + "update_weights_from_ipc",
+    _UPDATER_FILE + ":263 (every model, a draft if there is one)",
+    retire_when="An update by IPC selects its model.",
+)
+@at_rest(io_struct.UpdateWeightsFromIPCReqOutput)
+def update_from_ipc(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> Any:
-    """Update the target alone: hide the draft, into which SGLang would load its weights."""
+    """Update the target alone."""
+    return _update_target(original, manager, recv_req)
+
+
+def _update_target(
+    original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+) -> Any:
+    """Hide the draft, into which SGLang would load the target's weights."""
     worker, manager.draft_worker = manager.draft_worker, None
     try:
         return original(manager, recv_req)
@@ -77,6 +116,12 @@ def update_target(
         manager.draft_worker = worker
 
 
+@PATCHES.on(
+    _UPDATER + "update_weights_from_distributed",
+    _UPDATER_FILE + ":184 (which models load what was received)",
+    retire_when="The selector is 'target' unless it is given.",
+)
+@at_rest(io_struct.UpdateWeightsFromDistributedReqOutput)
 def update_from_distributed(
     original: Callable,
     manager: "SchedulerWeightUpdaterManager",
@@ -94,6 +139,14 @@ def update_from_distributed(
     return original(manager, recv_req)
 
 
+@PATCHES.on(
+    _UPDATER + "update_weights_from_tensor",
+    _UPDATER_FILE + ":232 (which models; the barrier at its end)",
+    "srt/managers/tp_worker.py:194 (the payload is a pickle)",
+    why=_ALIKE + _HELD_WHY + " What loading raises would end the scheduler.",
+    retire_when="The selector is 'target' unless it is given, and a failure is an answer.",
+)
+@at_rest(io_struct.UpdateWeightsFromTensorReqOutput)
 def update_from_tensor(
     original: Callable,
     manager: "SchedulerWeightUpdaterManager",
@@ -112,6 +165,15 @@ def update_from_tensor(
         return _NOT_LOADED + str(error)
 
 
+@PATCHES.on(
+    _UPDATER + "flush_cache_after_weight_update",
+    _UPDATER_FILE + ":103",
+    "srt/managers/scheduler.py:3966 (is_fully_idle)",
+    why="SGLang flushes only when nothing waits, yet requests that are paused with mode "
+    "'retract' wait. It asserts, and the server would die.",
+    retire_when="0.5.17 is no longer supported: later a flush that cannot be is an answer.",
+    family=upstream.OLDER,
+)
 def flush_after_update(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> None:
@@ -126,6 +188,19 @@ def flush_after_update(
         scheduler.waiting_queue = waiting
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
+    "srt/entrypoints/http_server.py:1581 (shows what is raised)",
+    why="SGLang restores the buffers of the target alone, and a busy scheduler dies at an "
+    "assertion.",
+    retire_when="Memory comes back for draft models, too.",
+)
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
+    "srt/entrypoints/http_server.py:1592",
+    why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
+    retire_when="Memory comes back for draft models, too.",
+)
 def release_memory(original: Callable, manager: "TokenizerManager", *args: Any) -> Any:
     """Answer HTTP 400 to /release_memory_occupation and /resume_memory_occupation."""
     if not is_smc(manager.server_args):
@@ -170,81 +245,3 @@ def _at_rest(scheduler: "Scheduler") -> Iterator[None]:
         if not is_paused:
             resume = io_struct.ContinueGenerationReqInput(torch_empty_cache=False)
             scheduler.continue_generation(resume)
-
-
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-_UPDATER_FILE = "srt/managers/scheduler_components/weight_updater.py"
-_HELD_WHY = (
-    " SGLang loads the weights first, and asks later whether it can flush. It cannot while requests"
-    " that are paused in place hold KV, which is refused, nor while a round is in flight, and with "
-    "the overlap schedule one is as the last request ends."
-)
-_ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
-
-PATCHES = (
-    Patch(
-        target=_UPDATER + "update_weights_from_disk",
-        function=hook(update_from_disk, io_struct.UpdateWeightFromDiskReqOutput),
-        why=_ALIKE + " A load that fails half way reads the same files again to roll back, fails "
-        "again, and ends the scheduler." + _HELD_WHY,
-        relies_on=(
-            _UPDATER_FILE + ":138 (every model from one path, a draft if there is one)",
-            "srt/managers/scheduler.py:5817 (pause_generation)",
-            "srt/model_executor/model_runner_components/weight_updater.py:235 (rolling back)",
-        ),
-        retire_when="SGLang has a path for each model, and checks before it loads.",
-    ),
-    Patch(
-        target=_UPDATER + "update_weights_from_ipc",
-        function=hook(update_target, io_struct.UpdateWeightsFromIPCReqOutput),
-        why=_ALIKE + _HELD_WHY,
-        relies_on=(_UPDATER_FILE + ":263 (every model, a draft if there is one)",),
-        retire_when="An update by IPC selects its model.",
-    ),
-    Patch(
-        target=_UPDATER + "update_weights_from_distributed",
-        function=hook(update_from_distributed, io_struct.UpdateWeightsFromDistributedReqOutput),
-        why=_ALIKE + _HELD_WHY,
-        relies_on=(_UPDATER_FILE + ":184 (which models load what was received)",),
-        retire_when="The selector is 'target' unless it is given.",
-    ),
-    Patch(
-        target=_UPDATER + "update_weights_from_tensor",
-        function=hook(update_from_tensor, io_struct.UpdateWeightsFromTensorReqOutput),
-        why=_ALIKE + _HELD_WHY + " What loading raises would end the scheduler.",
-        relies_on=(
-            _UPDATER_FILE + ":232 (which models; the barrier at its end)",
-            "srt/managers/tp_worker.py:194 (the payload is a pickle)",
-        ),
-        retire_when="The selector is 'target' unless it is given, and a failure is an answer.",
-    ),
-    Patch(
-        target=_UPDATER + "flush_cache_after_weight_update",
-        function=flush_after_update,
-        why="SGLang flushes only when nothing waits, yet requests that are paused with mode "
-        "'retract' wait. It asserts, and the server would die.",
-        relies_on=(
-            _UPDATER_FILE + ":103",
-            "srt/managers/scheduler.py:3966 (is_fully_idle)",
-        ),
-        retire_when="0.5.17 is no longer supported: later a flush that cannot be is an answer.",
-        family=upstream.OLDER,
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-        ".release_memory_occupation",
-        function=release_memory,
-        why="SGLang restores the buffers of the target alone, and a busy scheduler dies at an "
-        "assertion.",
-        relies_on=("srt/entrypoints/http_server.py:1581 (shows what is raised)",),
-        retire_when="Memory comes back for draft models, too.",
-    ),
-    Patch(
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-        ".resume_memory_occupation",
-        function=release_memory,
-        why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
-        relies_on=("srt/entrypoints/http_server.py:1592",),
-        retire_when="Memory comes back for draft models, too.",
-    ),
-)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_smc import upstream
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
 
 if TYPE_CHECKING:
     from sglang.srt.configs.load_config import LoadConfig
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+PATCHES = Hooks()
+
+
+@PATCHES.on(
+    "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+    "srt/model_executor/model_runner.py:1301 (calls it where the device is cpu)",
+    "srt/layers/linear.py (QKVParallelLinear replicates key heads, as on a GPU)",
+    why="SGLang pads them for every device called cpu, and weights to match only where its own "
+    "CPU engine runs (SGLANG_USE_CPU_ENGINE=1): a model with one key head would fail under "
+    "--tp-size 2 as its weights are loaded. No platform is asked.",
+    retire_when="SGLang pads heads only where it pads their weights.",
+)
 def adjust_config_with_unaligned_cpu_tp(
     original: Callable, model_config: "ModelConfig", load_config: "LoadConfig", tp_size: int
 ) -> "ModelConfig":
@@ -26,6 +38,14 @@ def adjust_config_with_unaligned_cpu_tp(
     return model_config
 
 
+@PATCHES.on(
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+    "srt/layers/rotary_embedding/factory.py:541 (get_rope_wrapper calls it)",
+    why="For every device called cpu SGLang makes the one that its own CPU engine has a kernel "
+    "for, and asserts that the model's is of that kind: GLM-4.7-Flash, whose positions are "
+    "not scaled, would fail. No platform is asked.",
+    retire_when="SGLang's get_rope_cpu takes embeddings of all kinds.",
+)
 def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> torch.nn.Module:
     """Return the rotary embedding that layers of latent attention get on a GPU."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -34,6 +54,14 @@ def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> t
     return get_rope(*rope[:8])
 
 
+@PATCHES.on(
+    "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
+    "srt/constrained/xgrammar_backend.py:60",
+    why="Without one, pinning raises, and takes the scheduler with it. A grammar backend of "
+    "our own (register_grammar_backend) would lose the reasoning parser's wrapper.",
+    retire_when="A release that serves grammars on a CPU is the oldest supported.",
+    family=upstream.OLDER,
+)
 def allocate_token_bitmask(original: Callable, vocab_size: int, batch_size: int) -> torch.Tensor:
     """Allocate a grammar's bitmask, in pinned memory only where there is an accelerator."""
     if torch.accelerator.is_available():
@@ -43,6 +71,13 @@ def allocate_token_bitmask(original: Callable, vocab_size: int, batch_size: int)
     return allocate_token_bitmask(batch_size, vocab_size)
 
 
+@PATCHES.on(
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+    "srt/constrained/xgrammar_backend.py:137",
+    why="SGLang has kernels for accelerators alone, and raises.",
+    retire_when="A release that serves grammars on a CPU is the oldest supported.",
+    family=upstream.OLDER,
+)
 def apply_vocab_mask(
     original: Callable, grammar: "XGrammarGrammar", logits: torch.Tensor, vocab_mask: torch.Tensor
 ) -> None:
@@ -54,6 +89,13 @@ def apply_vocab_mask(
     return apply_token_bitmask_inplace(logits, vocab_mask)
 
 
+@PATCHES.on(
+    "sglang.srt.layers.logits_processor.fused_softcap",
+    "srt/layers/logits_processor.py:1066",
+    why="SGLang has torch's own formula where its CPU engine runs, and a Triton kernel for all "
+    "other devices.",
+    retire_when="SGLang asks where the logits are.",
+)
 def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> None:
     """Cap logits ``[rows, V]`` that are on a CPU, as those of Gemma 2: cap * tanh(logit / cap)."""
     if logits.device.type != "cpu":
@@ -62,6 +104,14 @@ def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> No
     return None
 
 
+@PATCHES.on(
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    "srt/layers/attention/attention_registry.py:392 (wraps hybrid models)",
+    why="Platforms and the registry of backends give the full one alone; SGLang wraps it with "
+    "its own linear one, of Triton kernels.",
+    retire_when="SGLang has a registry of linear-attention backends that platforms reach.",
+    family=upstream.NEWEST,
+)
 def attn_backend_wrapper(
     original: Callable, runner: "ModelRunner", full_attn_backend: "AttentionBackend"
 ) -> "AttentionBackend":
@@ -78,62 +128,3 @@ def attn_backend_wrapper(
     platform: Any = current_platform  # ours
     linear = platform.linear_attention(runner)
     return HybridLinearAttnBackend(full_attn_backend, linear, config.full_attention_layer_ids)
-
-
-PATCHES = (
-    Patch(
-        target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        function=attn_backend_wrapper,
-        why="Platforms and the registry of backends give the full one alone; SGLang wraps it with "
-        "its own linear one, of Triton kernels.",
-        relies_on=("srt/layers/attention/attention_registry.py:392 (wraps hybrid models)",),
-        retire_when="SGLang has a registry of linear-attention backends that platforms reach.",
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        function=adjust_config_with_unaligned_cpu_tp,
-        why="SGLang pads them for every device called cpu, and weights to match only where its own "
-        "CPU engine runs (SGLANG_USE_CPU_ENGINE=1): a model with one key head would fail under "
-        "--tp-size 2 as its weights are loaded. No platform is asked.",
-        relies_on=(
-            "srt/model_executor/model_runner.py:1301 (calls it where the device is cpu)",
-            "srt/layers/linear.py (QKVParallelLinear replicates key heads, as on a GPU)",
-        ),
-        retire_when="SGLang pads heads only where it pads their weights.",
-    ),
-    Patch(
-        target="sglang.srt.layers.logits_processor.fused_softcap",
-        function=softcap_in_place,
-        why="SGLang has torch's own formula where its CPU engine runs, and a Triton kernel for all "
-        "other devices.",
-        relies_on=("srt/layers/logits_processor.py:1066",),
-        retire_when="SGLang asks where the logits are.",
-    ),
-    Patch(
-        target="sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
-        function=get_rope_cpu,
-        why="For every device called cpu SGLang makes the one that its own CPU engine has a kernel "
-        "for, and asserts that the model's is of that kind: GLM-4.7-Flash, whose positions are "
-        "not scaled, would fail. No platform is asked.",
-        relies_on=("srt/layers/rotary_embedding/factory.py:541 (get_rope_wrapper calls it)",),
-        retire_when="SGLang's get_rope_cpu takes embeddings of all kinds.",
-    ),
-    Patch(
-        target="sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
-        function=allocate_token_bitmask,
-        why="Without one, pinning raises, and takes the scheduler with it. A grammar backend of "
-        "our own (register_grammar_backend) would lose the reasoning parser's wrapper.",
-        relies_on=("srt/constrained/xgrammar_backend.py:60",),
-        retire_when="A release that serves grammars on a CPU is the oldest supported.",
-        family=upstream.OLDER,
-    ),
-    Patch(
-        target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        function=apply_vocab_mask,
-        why="SGLang has kernels for accelerators alone, and raises.",
-        relies_on=("srt/constrained/xgrammar_backend.py:137",),
-        retire_when="A release that serves grammars on a CPU is the oldest supported.",
-        family=upstream.OLDER,
-    ),
-)

@@ -5,10 +5,22 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import silu
 
-from sglang_smc import upstream
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
+from sglang_smc.upstream import NEWEST
+
+_KERNEL = (
+    "It is a Triton kernel, which Qwen3.5 calls by its name on all devices but those that SGLang "
+    "has another one for. No platform is asked."
+)
+_RETIRE = "SGLang asks platforms, or has a torch form of the layers of Qwen3.5."
+PATCHES = Hooks(why=_KERNEL, retire_when=_RETIRE)
 
 
+@PATCHES.on(
+    "sglang.kernels.ops.attention.fla.layernorm_gated.rms_norm_gated",
+    "kernels/ops/attention/fla/layernorm_gated.py (RMSNorm.forward calls it)",
+    family=NEWEST,
+)
 def rms_norm_gated(
     original: Callable,
     *,
@@ -32,6 +44,11 @@ def rms_norm_gated(
     return (normed * opened).to(x.dtype)
 
 
+@PATCHES.on(
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous",
+    "srt/models/qwen3_5.py:1044",
+    family=NEWEST,
+)
 def split_projections(
     original: Callable,
     mixed_qkvz: torch.Tensor,
@@ -48,6 +65,11 @@ def split_projections(
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
 
 
+@PATCHES.on(
+    "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul",
+    "srt/models/qwen3_5.py:1639",
+    family=NEWEST,
+)
 def fused_sigmoid_mul(
     original: Callable,
     attn_output: torch.Tensor,
@@ -60,38 +82,3 @@ def fused_sigmoid_mul(
     opened = gate.float().sigmoid().reshape(attn_output.shape)
     product = (attn_output.float() * opened).to(attn_output.dtype)
     return attn_output.copy_(product) if inplace else product
-
-
-_KERNEL = (
-    "It is a Triton kernel, which Qwen3.5 calls by its name on all devices but those that SGLang "
-    "has another one for. No platform is asked."
-)
-_RETIRE = "SGLang asks platforms, or has a torch form of the layers of Qwen3.5."
-
-PATCHES = (
-    Patch(
-        target="sglang.kernels.ops.attention.fla.layernorm_gated.rms_norm_gated",
-        function=rms_norm_gated,
-        why=_KERNEL,
-        relies_on=("kernels/ops/attention/fla/layernorm_gated.py (RMSNorm.forward calls it)",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target="sglang.kernels.ops.attention.triton_gdn_fused_proj."
-        "fused_qkvzba_split_reshape_cat_contiguous",
-        function=split_projections,
-        why=_KERNEL,
-        relies_on=("srt/models/qwen3_5.py:1044",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target="sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul",
-        function=fused_sigmoid_mul,
-        why=_KERNEL,
-        relies_on=("srt/models/qwen3_5.py:1639",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-)

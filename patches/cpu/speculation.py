@@ -8,15 +8,33 @@ import torch
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.platforms import current_platform
 
-from sglang_smc import upstream
 from sglang_smc.cpu import trees
-from sglang_smc.server.hooks import Patch
+from sglang_smc.server.hooks import Hooks
+from sglang_smc.upstream import NEWEST
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 
+_OPS = "sglang.kernels.ops.speculative."
+_SPEC = "sglang.srt.speculative."
+_CACHE = "sglang.srt.mem_cache."
+_WHY = (
+    "SGLang launches a kernel there, of Triton or CUDA. Platforms are asked for one such function, "
+    "`get_speculative_cache_locs_fn`, and not for this."
+)
+_RETIRE = "SGLang asks platforms for it, or has it in torch for those without Triton."
+PATCHES = Hooks(why=_WHY, retire_when=_RETIRE)
+
+
+@PATCHES.on(
+    _SPEC + "draft_utils.DraftBackendFactory._create_backend",
+    "srt/speculative/draft_utils.py:63",
+    why="The attention of drafts comes from a table of names without `torch_native`.",
+    retire_when="SGLang asks platforms for it, or the registry of attention backends.",
+    family=NEWEST,
+)
 def create_backend(
     original: Callable,
     factory: "DraftBackendFactory",
@@ -40,11 +58,25 @@ def create_backend(
     return original(factory, backend_name, with_ours, error_template, stamps_children)
 
 
+@PATCHES.on(
+    _SPEC + "spec_utils._select_top_k_tokens_later",
+    "srt/speculative/spec_utils.py:437",
+    why="It is decorated with torch.compile, whatever a platform's `get_compile_backend` says.",
+    retire_when="SGLang compiles it with the platform's backend.",
+    family=NEWEST,
+)
 def as_written(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a function without the compilation that it was decorated with."""
     return inspect.unwrap(original)(*args, **kwargs)
 
 
+@PATCHES.on(
+    _SPEC + "eagle_utils._can_use_sparse_uno_tree_target_sampling",
+    "srt/speculative/eagle_utils.py:676",
+    why="That kernel is None without CUDA, and a hook on None would replace every None there "
+    "is. This other way of SGLang's own leads to the same law.",
+    family=NEWEST,
+)
 def samples_target(
     original: Callable, max_top_k: int | None, sampling_info: "SamplingBatchInfo"
 ) -> bool:
@@ -56,6 +88,11 @@ def samples_target(
     return True
 
 
+@PATCHES.on(
+    _SPEC + "uno_utils.sample_uno_tree_target_tokens",
+    "srt/speculative/eagle_utils.py:684 (imported at each call)",
+    family=NEWEST,
+)
 def sample_target(
     original: Callable,
     *,
@@ -89,6 +126,15 @@ def sample_target(
     return tokens.view(shape)
 
 
+@PATCHES.on(
+    _CACHE + "allocation_sizing.get_req_to_token_extra_context_len",
+    "srt/mem_cache/allocation_sizing.py:105",
+    "srt/mem_cache/allocation_sizing.py:64 (get_alloc_reserve_per_decode)",
+    why="With pages of one slot its rows are too short for that, by up to twice what a round "
+    "drafts. Kernels write on into the next row; torch raises, and the scheduler ends.",
+    retire_when="SGLang's rows have room for what it allocates, with pages of one slot too.",
+    family=NEWEST,
+)
 def row_headroom(original: Callable) -> int:
     """Return the columns of `req_to_token` beyond the context, at least what a round reserves."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
@@ -96,6 +142,11 @@ def row_headroom(original: Callable) -> int:
     return max(original(), get_alloc_reserve_per_decode())
 
 
+@PATCHES.on(
+    _CACHE + "allocation.assign_req_to_token_pool_func",
+    "srt/mem_cache/allocation.py:755",
+    family=NEWEST,
+)
 def fill_table(
     original: Callable,
     req_pool_indices: torch.Tensor,
@@ -110,6 +161,11 @@ def fill_table(
     req_to_token[places] = out_cache_loc.to(req_to_token.dtype)
 
 
+@PATCHES.on(
+    _OPS + "cache_locs.assign_draft_cache_locs_contiguous_func",
+    "kernels/ops/speculative/cache_locs.py:110",
+    family=NEWEST,
+)
 def draft_slots(
     original: Callable,
     req_pool_indices: torch.Tensor,
@@ -127,6 +183,11 @@ def draft_slots(
     out_cache_loc.copy_(req_to_token[req_pool_indices.unsqueeze(1), column].flatten())
 
 
+@PATCHES.on(
+    _OPS + "cache_locs.fill_front_out_cache_loc_func",
+    "kernels/ops/speculative/cache_locs.py:772",
+    family=NEWEST,
+)
 def front_slots(
     original: Callable,
     num_front: torch.Tensor,
@@ -139,6 +200,11 @@ def front_slots(
     front_out_cache_loc[: len(found)] = found.to(front_out_cache_loc.dtype)
 
 
+@PATCHES.on(
+    _OPS + "eagle.fill_accept_out_cache_loc_func",
+    "kernels/ops/speculative/eagle.py:86",
+    family=NEWEST,
+)
 def accepted_slots(
     original: Callable,
     accept_index: torch.Tensor,
@@ -151,6 +217,9 @@ def accepted_slots(
     accept_out_cache_loc[: len(found)] = found.to(accept_out_cache_loc.dtype)
 
 
+@PATCHES.on(
+    _OPS + "eagle.fill_bonus_tokens_func", "kernels/ops/speculative/eagle.py:47", family=NEWEST
+)
 def last_accepted(
     original: Callable,
     accept_tokens: torch.Tensor,
@@ -164,6 +233,11 @@ def last_accepted(
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
 
+@PATCHES.on(
+    _OPS + "spec_tree.build_tree_kernel_efficient_func",
+    "kernels/ops/speculative/spec_tree.py:428",
+    family=NEWEST,
+)
 def build_trees(
     original: Callable,
     parent_list: torch.Tensor,
@@ -188,6 +262,11 @@ def build_trees(
     trees.write_tree(sees, seq_lens, positions, links)
 
 
+@PATCHES.on(
+    _OPS + "spec_tree.verify_tree_greedy_func",
+    "kernels/ops/speculative/spec_tree.py:549",
+    family=NEWEST,
+)
 def verify_trees(
     original: Callable,
     predicts: torch.Tensor,
@@ -213,116 +292,3 @@ def verify_trees(
         accept_index[row, : len(nodes)] = places.to(accept_index.dtype)
         accept_token_num[row] = len(nodes) - 1
     return predicts, accept_index, accept_token_num
-
-
-_OPS = "sglang.kernels.ops.speculative."
-_SPEC = "sglang.srt.speculative."
-_WHY = (
-    "SGLang launches a kernel there, of Triton or CUDA. Platforms are asked for one such function, "
-    "`get_speculative_cache_locs_fn`, and not for this."
-)
-_RETIRE = "SGLang asks platforms for it, or has it in torch for those without Triton."
-
-PATCHES = (
-    Patch(
-        target=_SPEC + "draft_utils.DraftBackendFactory._create_backend",
-        function=create_backend,
-        why="The attention of drafts comes from a table of names without `torch_native`.",
-        relies_on=("srt/speculative/draft_utils.py:63",),
-        retire_when="SGLang asks platforms for it, or the registry of attention backends.",
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_SPEC + "spec_utils._select_top_k_tokens_later",
-        function=as_written,
-        why="It is decorated with torch.compile, whatever a platform's `get_compile_backend` says.",
-        relies_on=("srt/speculative/spec_utils.py:437",),
-        retire_when="SGLang compiles it with the platform's backend.",
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_SPEC + "eagle_utils._can_use_sparse_uno_tree_target_sampling",
-        function=samples_target,
-        why="That kernel is None without CUDA, and a hook on None would replace every None there "
-        "is. This other way of SGLang's own leads to the same law.",
-        relies_on=("srt/speculative/eagle_utils.py:676",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_SPEC + "uno_utils.sample_uno_tree_target_tokens",
-        function=sample_target,
-        why=_WHY,
-        relies_on=("srt/speculative/eagle_utils.py:684 (imported at each call)",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        function=row_headroom,
-        why="With pages of one slot its rows are too short for that, by up to twice what a round "
-        "drafts. Kernels write on into the next row; torch raises, and the scheduler ends.",
-        relies_on=(
-            "srt/mem_cache/allocation_sizing.py:105",
-            "srt/mem_cache/allocation_sizing.py:64 (get_alloc_reserve_per_decode)",
-        ),
-        retire_when="SGLang's rows have room for what it allocates, with pages of one slot too.",
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
-        function=fill_table,
-        why=_WHY,
-        relies_on=("srt/mem_cache/allocation.py:755",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "cache_locs.assign_draft_cache_locs_contiguous_func",
-        function=draft_slots,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/cache_locs.py:110",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "cache_locs.fill_front_out_cache_loc_func",
-        function=front_slots,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/cache_locs.py:772",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "eagle.fill_accept_out_cache_loc_func",
-        function=accepted_slots,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/eagle.py:86",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "eagle.fill_bonus_tokens_func",
-        function=last_accepted,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/eagle.py:47",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "spec_tree.build_tree_kernel_efficient_func",
-        function=build_trees,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/spec_tree.py:428",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-    Patch(
-        target=_OPS + "spec_tree.verify_tree_greedy_func",
-        function=verify_trees,
-        why=_WHY,
-        relies_on=("kernels/ops/speculative/spec_tree.py:549",),
-        retire_when=_RETIRE,
-        family=upstream.NEWEST,
-    ),
-)

@@ -1,16 +1,16 @@
 """Define the records of this package's hooks on SGLang, and install them.
 
-Each file in `patches/` covers one part of SGLang and exports `PATCHES`, a tuple of `Patch` records.
-`GROUPS` lists those files by the processes that need them; the others never import them. SGLang's
-own `HookRegistry` applies the records; it only logs a hook that fails, so `verify_installed` checks
-it afterwards.
+Each file in `patches/` covers one part of SGLang and exports `PATCHES`, the records that its
+`@PATCHES.on(...)` makes of functions. `GROUPS` lists those files by the processes that need them;
+the others never import them. SGLang's own `HookRegistry` applies the records; it only logs a hook
+that fails, so `verify_installed` checks it afterwards.
 
 `make catalogue` prints all of them.
 """
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -105,6 +105,29 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
 
     family: Family = upstream.EVERY
     """The releases that need the hook."""
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+class Hooks(list[Patch]):
+    """The records of one file, in their order; fields that all share may be given at first."""
+
+    def __init__(self, **shared: Any) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def on(self, target: str, *relies_on: str, **fields: Any) -> Callable[[Hook], Hook]:
+        """Record a function as the hook on a target; arguments are fields of `Patch`."""
+
+        def record(function: Hook) -> Hook:
+            patch = Patch(
+                target=target, function=function, relies_on=relies_on, **(self._shared | fields)
+            )
+            self.append(patch)
+            return function
+
+        return record
 
 
 def collect(*groups: Group) -> tuple[Patch, ...]:

@@ -177,19 +177,15 @@ PROJECT = {
     "patches/wait.py": """
         _OWNER = "sglang.owner.Owner."
 
+        @PATCHES.on(_OWNER + "wait")
         async def wait(original, owner, obj): ...
 
+        @PATCHES.on("sglang.srt.request.Retired.leave", family=upstream.OLDER)
         def leave(original, owner): ...
 
-        def for_each(output):
-            def hook(original, owner, *args, **kwargs): ...
-            return hook
-
-        PATCHES = (
-            Patch(target=_OWNER + "wait", function=wait),
-            Patch(target=_OWNER + "plain", function=for_each(1), relies_on=("owner.py:27 (why)",)),
-            Patch(target="sglang.srt.request.Retired.leave", function=leave, family=upstream.OLDER),
-        )
+        @PATCHES.on(_OWNER + "plain", "owner.py:27 (why)")
+        @for_each(1)
+        def hook(original, owner, *args, **kwargs): ...
     """,
     "tests/test_it.py": 'TARGET = "sglang.srt.pool.Pool"\n',
 }

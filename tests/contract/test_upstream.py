@@ -114,7 +114,7 @@ def test_a_file_is_read_as_it_runs(code: str) -> None:
 
 def test_struct_takes_no_hook_on_its_init(tmp_path: Path) -> None:
     """A dataclass's constructor can be hooked, though it stands in no file."""
-    hook = 'def init(original, args): ...\nPATCHES = Patch(target="{}", function=init)\n'
+    hook = '@PATCHES.on("{}")\ndef init(original, args): ...\n'
     project = {**PROJECT, "patches/args.py": hook.format(f"{SERVER_ARGS}.__init__")}
     assert found_in(tmp_path / "17", OLDER, project) == []
     (found,) = found_in(tmp_path / "20", NEWER, project)

@@ -95,7 +95,7 @@ def keep_taken(node: ast.AST, of: frozenset[str]) -> None:
     """Leave of a file what runs on a release of some families.
 
     Of a branch on a release the one that is taken stays, and of records that name a family, as
-    `Patch(...)` and `Requirement(...)` may, those that are for this release.
+    `@PATCHES.on(...)` and `Requirement(...)` may, those that are for this release.
     """
     for name, value in ast.iter_fields(node):
         setattr(node, name, list(_taken(value, of)) if isinstance(value, list) else value)
@@ -173,21 +173,19 @@ class Hook(NamedTuple):
 
 
 def hooks(source: Source) -> Iterator[Hook]:
-    functions = _functions(source.body)
+    """What `@PATCHES.on(target, *lines, ...)` records, of functions and of anything else."""
     constants: dict[str, Any] = {}
     for node in source.body.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp):
             with suppress(NameError):  # texts and their sums name nothing but each other
                 exec(ast.unparse(node), constants)
-    for node, given in source.calls("Patch"):
-        relies_on = ast.unparse(given.get("relies_on", ast.Tuple([])))
-        lines = re.findall(r"[\w/]+\.py:\d+", " ".join(eval(relies_on, constants)))
-        target = eval(ast.unparse(given["target"]), constants)
-        function = functions.get(ast.unparse(given["function"]))
-        if isinstance(given["function"], ast.Call):  # of a function whose last statement returns it
-            outer: Any = functions[_called(given["function"])]
-            function = _functions(outer).get(ast.unparse(outer.body[-1].value))
-        yield Hook(target, source.use("", node).place, function, tuple(lines))
+    functions = {id(d): f for f in _functions(source.body).values() for d in f.decorator_list}
+    for node, _ in source.calls("on"):
+        if ast.unparse(node.func) == "PATCHES.on":
+            target, *lines = (eval(ast.unparse(argument), constants) for argument in node.args)
+            relies_on = re.findall(r"[\w/]+\.py:\d+", " ".join(lines))
+            place = source.use("", node).place
+            yield Hook(target, place, functions.get(id(node)), tuple(relies_on))
 
 
 def _functions(node: Any) -> dict[str, Any]:
