@@ -23,9 +23,6 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
 
     Reference: `sglang_smc.smc.edits.edit_logits`, same arguments, bit-identical up to a compiler's
     fusion of products and sums.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(logits)
     num_groups, num_particles, num_columns, vocab_size = logits.shape

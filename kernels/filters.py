@@ -76,9 +76,6 @@ def keep_tokens(
     Reference: `sglang_smc.smc.filters.keep_tokens`, same arguments. It keeps the same tokens,
     except where the mass before a token equals top-p's to rounding (1e-6). Where it cuts
     nothing, the numbers other than ``lowest`` and ``key`` may differ.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(logits)
     num_rows, vocab_size = logits.shape

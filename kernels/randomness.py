@@ -21,13 +21,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
     """Return independent uniforms on [0, 1), one per position of each particle.
 
     Reference: `sglang_smc.smc.randomness.uniforms`, bit-identical. Here the particle is the second
-    index of ``positions``.
-
-    Args:
-        seeds: ``[G]`` int64.
-        positions: ``[G, N]`` or ``[G, N, C]`` int64. Any strides, so that one position a group is
-            ``[G, 1].expand(-1, N)``; if dense, they are those of the result.
-        purpose: the decision that the numbers are for.
+    index of ``positions`` ``[G, N]`` or ``[G, N, C]``, of any strides, so that one position a group
+    is ``[G, 1].expand(-1, N)``; if dense, they are those of the result.
     """
     drawn = torch.empty_like(positions, dtype=torch.float64)  # [G, N(, C)]
     cells, numbers = (t if t.dim() == 3 else t.unsqueeze(2) for t in (positions, drawn))
@@ -35,9 +30,9 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
         seeds.contiguous(),
         cells,
         numbers,
-        *cells.stride(),
-        *numbers.stride(),
-        *cells.shape,
+        cells.stride(),
+        numbers.stride(),
+        tuple(cells.shape),
         purpose=int(purpose),
         block=_BLOCK,
     )
@@ -69,31 +64,25 @@ def _uniforms(
     seeds,
     positions,
     drawn,
-    group_stride,
-    particle_stride,
-    column_stride,
-    drawn_group_stride,
-    drawn_particle_stride,
-    drawn_column_stride,
-    num_groups,
-    num_particles,
-    num_columns,
+    strides,
+    drawn_strides,
+    shape,
     purpose: tl.constexpr,
     block: tl.constexpr,
 ):
+    num_groups, num_particles, num_columns = shape
     place = tl.program_id(0) * block + tl.arange(0, block)
     inside = place < num_groups * num_particles * num_columns
     column = place % num_columns
     particle = place // num_columns % num_particles
     group = place // (num_columns * num_particles)
-    at = group * group_stride + particle * particle_stride + column * column_stride
+    at = group * strides[0] + particle * strides[1] + column * strides[2]
     position = tl.load(positions + at, mask=inside, other=0).to(tl.uint64)
     seed = tl.load(seeds + group, mask=inside, other=0).to(tl.uint64)
     state = _mix(seed ^ (purpose * _INCREMENT % 2**64))
     state = _mix(state ^ (position * _INCREMENT))
     state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
-    to = group * drawn_group_stride + particle * drawn_particle_stride
-    to += column * drawn_column_stride
+    to = group * drawn_strides[0] + particle * drawn_strides[1] + column * drawn_strides[2]
     tl.store(drawn + to, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)
 
 

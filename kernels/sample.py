@@ -36,9 +36,6 @@ def sample_and_score(
 
     Reference: `sglang_smc.smc.distribution.sample_and_score`, same arguments. Tokens are equal
     unless a uniform is within rounding (1e-6) of the boundary between two.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
@@ -61,9 +58,6 @@ def score_tokens(
     """Return the log-probabilities of given tokens.
 
     Reference: `sglang_smc.smc.distribution.score_tokens`, same arguments.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
@@ -82,9 +76,6 @@ def log_probs(
     """Return the log-probabilities of all tokens, ``[D, V]``.
 
     Reference: `sglang_smc.smc.distribution.log_probs`, same arguments.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     shape = num_draws(logits, rows), source.vocab_size
@@ -104,9 +95,6 @@ def log_sums(
     """Return the logarithms of the normalizing constants.
 
     Reference: `sglang_smc.smc.distribution.log_sums`, same arguments.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     shape = num_draws(logits, rows)
@@ -124,9 +112,6 @@ def row_sums(
     """Add up each row once, for the ``sums`` of all draws from it, in one launch.
 
     The reference, `sglang_smc.smc.distribution.row_sums`, returns nothing reusable.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     return _summed(logits, temperature, None, greedy, kept, None)[1]
 

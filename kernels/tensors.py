@@ -1,4 +1,4 @@
-"""Prepare tensors for kernels."""
+"""Prepare tensors for kernels; rows of a vocabulary that are not contiguous raise ValueError."""
 
 from collections.abc import Iterable
 

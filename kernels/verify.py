@@ -72,9 +72,6 @@ def walk_on(
     Reference: `sglang_smc.smc.verification.walk_on`, same arguments, ``walk`` from `begin_walk` of
     this module. Masses agree to rounding (1e-6), and so do the decisions, unless one of them is
     within rounding of its threshold.
-
-    Raises:
-        ValueError: a vocabulary is not contiguous in memory.
     """
     check_contiguous(log_p, "log_p")
     check_contiguous(log_q, "log_q")

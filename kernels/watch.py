@@ -31,9 +31,6 @@ def keep_column(
 
     Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments; the tensor is allocated at the
     first step, and rows of later steps are undefined until then.
-
-    Raises:
-        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(scores)
     num_rows, vocab_size = scores.shape
@@ -60,9 +57,6 @@ def watch(
     """Add a round's measurements, in three launches.
 
     Reference: `sglang_smc.smc.fidelity.watch`, same arguments, to rounding (1e-4 of each term).
-
-    Raises:
-        ValueError: a vocabulary is not contiguous in memory.
     """
     size, num_particles, _ = sums.shape
     at = _At(

@@ -101,7 +101,7 @@ def update_from_disk(
 def update_from_ipc(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> Any:
-    """Update the target alone."""
+    """Update the target alone: hide the draft, into which SGLang would load its weights."""
     return _update_target(original, manager, recv_req)
 
 

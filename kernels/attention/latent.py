@@ -49,15 +49,8 @@ def latent_attention(
 ) -> torch.Tensor:
     """Compute causal softmax attention of particles over latents; never waits for the device.
 
-    Args:
-        query: ``[G, N, C, heads, rank + rope]``. Read in place if its tokens have one stride.
-        latents: ``[slots, 1, rank + rope]`` of one layer, the new tokens' included.
-        rank: width of the value in a latent.
-        req_to_token, tails, rows, committed, particle_rows, starts, max_prefix, max_tail, scaling:
-            as in `particle_attention`.
-
-    Returns:
-        ``[G, N, C, heads, rank]``, contiguous.
+    Reference: `sglang_smc.models.latent_attention.latent_attention`; places as in
+    `particle_attention`. Queries are read in place if their tokens have one stride.
 
     Raises:
         ValueError: for float32, or wider latents than 512 + 64: their blocks do not fit on the

@@ -55,28 +55,18 @@ def particle_attention(
 ) -> torch.Tensor:
     """Compute softmax attention of particles over prefix and tails, causal except in blocks.
 
-    It never waits for the device.
+    Reference: `sglang_smc.models.softmax.shared_prefix_attention`, with its plan's arguments. It
+    never waits for the device.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent. Read in
             place if its tokens have one stride, as in a slice of a wider matrix.
         keys, values: ``[slots, kv_heads, head_dim]`` of one layer, the new tokens' included; of the
             queries' dtype, or 8-bit.
-        req_to_token: ``[rows, width]`` slots by row and position.
-        tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
-        rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
-        particle_rows: ``[G, N]`` int64, rows of the tails, which begin at ``committed``.
-        starts: ``[G, N]`` int64, position of each particle's first query, at least ``committed -
-            1``.
-        max_prefix, max_tail: upper bounds of the prefix length, and of a particle's keys after it.
-        scaling: factor of the scores.
-        cap: scores become cap * tanh(score / cap); 0 for no cap.
-        sinks: ``[q_heads]`` scores of a key without a value.
-        value_scale: factor of the output.
-        window: the number of keys before its own that a query attends to; None for all.
-        sees_block: whether a query attends to all new tokens of its particle that have slots of
-            their own, also those ahead of it. Not with a window.
-        first_key: the first position that has a key; those before it are not attended.
+        req_to_token, tails, starts, window, sees_block, first_key: as in `plan_shared_prefix`.
+        rows, committed, particle_rows, max_tail: as in `KVLocations`.
+        max_prefix: upper bound of the prefix length.
+        scaling, cap, sinks, value_scale: as in `Softmax`.
 
     Returns:
         The output, contiguous, in the shape of ``query``.

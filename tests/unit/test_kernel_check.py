@@ -70,7 +70,7 @@ def test_every_operation_has_one_check() -> None:
     fields = [field for name, one in CHECKS.items() for field in one.fields if name not in MODELS]
     assert sorted(fields) == sorted(set(Ops._fields) - {"kind"})
     folder = Path(sglang_smc.__file__).parent / "kernels" / "attention"
-    files = {path.stem for path in folder.glob("*.py")} - {"join", "work"}
+    files = {path.stem for path in folder.glob("*.py")} - {"spans", "work"}
     assert files == {"particle_attention", "latent", "gated_delta"}
     assert all(CHECKS[name].fields == ("kind",) for name in MODELS)
 

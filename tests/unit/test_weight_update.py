@@ -14,7 +14,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang_smc import upstream
 from sglang_smc.models.weight_update import names_in, reason_not_to_name
 from sglang_smc.patches import weights
-from sglang_smc.patches.weights import hook, update_from_tensor, update_target
+from sglang_smc.patches.weights import update_from_ipc, update_from_tensor
 
 selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
 TENSORS = [("lm_head.weight", torch.ones(2)), ("draft.norm.weight", torch.ones(2))]
@@ -97,7 +97,6 @@ class Manager:
         return ANSWER
 
 
-from_ipc = hook(update_target, io_struct.UpdateWeightsFromIPCReqOutput)
 FLUSHED = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})
 KEPT = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}, flush_cache=False)
 
@@ -109,18 +108,18 @@ def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(
     """And leaves it as it was, though the update failed."""
     manager = Manager(Scheduler(paused=paused), error)
     with pytest.raises(RuntimeError, match=error) if error else nullcontext():
-        assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+        assert update_from_ipc(Manager.update, manager, FLUSHED) is ANSWER
     assert manager.found == [(None, True)]
     assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", paused)
 
 
 def test_kv_in_use_is_not_flushed_and_other_algorithms_are_left_alone() -> None:
     manager = Manager(Scheduler(paused=True, running=True))
-    answer = from_ipc(Manager.update, manager, FLUSHED)
+    answer = update_from_ipc(Manager.update, manager, FLUSHED)
     assert (answer.success, "'retract'" in answer.message, manager.found) == (False, True, [])
-    assert from_ipc(Manager.update, manager, KEPT) is ANSWER
+    assert update_from_ipc(Manager.update, manager, KEPT) is ANSWER
     manager = Manager(Scheduler(smc=False, paused=True, running=True))
-    assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+    assert update_from_ipc(Manager.update, manager, FLUSHED) is ANSWER
     assert manager.found == [("the draft", True)]
 
 
@@ -129,10 +128,9 @@ def test_what_tensors_raise_is_an_answer_that_no_rank_waits_for(
 ) -> None:
     met: list[Any] = []
     monkeypatch.setattr(weights.torch.distributed, "barrier", lambda group: met.append(group))
-    update = hook(update_from_tensor, io_struct.UpdateWeightsFromTensorReqOutput)
     sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]
     request = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=sent)
     manager = Manager(Scheduler(), error="shapes differ")
-    answer = update(Manager.update, manager, request)
+    answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"
