@@ -5,7 +5,7 @@ each kernel is noted; what a capture forbids is refused where it stands: a wait 
 copy between host and device, a kernel's argument that is not on the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -119,15 +119,21 @@ class FakeModel:
             return rows.float().unflatten(0, shape)
 
 
+def nothing(*_: Any, **__: Any) -> None: ...
+
+
 @contextmanager
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeGPU, Account]]:
-    """Let kernels do nothing but be counted, on the fake GPU."""
+def fake_cuda(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any] = nothing
+) -> Iterator[tuple[FakeGPU, Account]]:
+    """Count kernels in place of launching them, on the fake GPU, and hand their launch to `run`."""
     account = Account()
 
-    def launch(kernel: Any, *args: Any, **_: Any) -> None:
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
         is_there = all(one.device.type == "cuda" for one in _tensors(args))
         assert is_there, f"{kernel.__name__} reads the host's memory"
         account.calls.append(Call(kernel.__name__))
+        run(kernel, *args, **options)
 
     with monkeypatch.context() as patches, fake_gpu() as gpu:
         patches.setattr(JITFunction, "run", launch)
@@ -142,9 +148,10 @@ def trace_round(
     shape: RoundShape,
     num_groups: int,
     ops: Ops,
+    run: Callable[..., Any] = nothing,
 ) -> Trace:
     """Play a round of any shape that a server of this configuration can capture."""
-    with fake_cuda(monkeypatch) as (gpu, account):
+    with fake_cuda(monkeypatch, run) as (gpu, account):
         num_rows, width = 1 + num_groups, PROMPT + arena.max_arena(config)
         tables = Tables.of(
             config,

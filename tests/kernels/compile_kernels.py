@@ -6,7 +6,8 @@ A script of its own: in a process that interprets Triton, nothing compiles. It p
 JSON for each compiled kernel, with what it takes of a multiprocessor by the word of NVIDIA's own
 tools, which Triton brings; and it fails like the first kernel that does not compile.
 
-To add kernels, write a function that launches them for some `Sizes`, and mark it `@launches`.
+Rounds, played on tensors without values (`fake_cuda.py`), launch all kernels but those of models,
+which are launched here.
 """
 
 import json
@@ -19,12 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
+import pytest
 import torch
 from compile_sizes import CHIPS, LLAMA, OTHERS, Latents, Layer, Sizes
+from torch.utils._pytree import tree_map_only
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, MockTensor
 
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
@@ -32,160 +36,34 @@ from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.edits import EditColumns, Edits
-from sglang_smc.smc.fidelity import Path as Paths
-from sglang_smc.smc.fidelity import Watchable
-from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.verification import Chains
-from sglang_smc.smc.weighing import SCHEMES, WeightRules
-
-LAUNCHES: list[Callable[[Sizes], None]] = []
-OF_ATTENTION = ("_particle_attention", "_latent_attention", "_linear_attention")
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.round.batch import shape_of_any, shape_of_server
+from sglang_smc.smc.distribution import FilterKinds
+from sglang_smc.state.population import recorded_logprobs
 
 
-def launches(launch: Callable[[Sizes], None]) -> Callable[[Sizes], None]:
-    LAUNCHES.append(launch)
-    return launch
+def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:
+    """Play what a server captures, for plain requests and for any, and each kind of filters."""
+    n_and_k = {"num_particles": sizes.particles, "num_steps": sizes.steps}
+    config = SMCConfig(**n_and_k, max_lag=sizes.max_lag)
+    logprobs = recorded_logprobs(sizes.vocab)
+    plain, every = shape_of_server(config), shape_of_any(config, None, logprobs)
+    kinds = [FilterKinds(*each) for each in ((False, False), (True, False), (True, True))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_cuda, "VOCAB_SIZE", sizes.vocab)
+        for shape in (plain, *(every._replace(kinds=kind) for kind in kinds)):
+            fake_cuda.trace_round(patch, config, shape, sizes.groups, TRITON, run)
 
 
-@launches
-def _sample(sizes: Sizes) -> None:
-    of_draft = sizes.groups * sizes.particles
-    of_target = of_draft * (sizes.steps + 1)
-    ones = torch.ones(sizes.groups)
-    noise = torch.zeros(of_draft, dtype=torch.float64)
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.empty(of_target, sizes.vocab, dtype=dtype)
-        scored, own = torch.arange(of_target), torch.arange(of_draft)
-        TRITON.sample_and_score(logits[:of_draft], ones, noise)
-        TRITON.sample_and_score(logits, ones, noise, own)
-        TRITON.score_tokens(logits, ones, scored)
-        kept = TRITON.keep_tokens(logits, ones, ones.long(), ones, ones)
-        for greedy, left in ((ones.bool(), None), (None, kept), (ones.bool(), kept)):
-            TRITON.sample_and_score(logits, ones, noise, own, greedy, left)
-            TRITON.score_tokens(logits, ones, scored, scored, greedy, left)
-            TRITON.log_probs(logits, ones, own, greedy, left)
-            TRITON.log_sums(logits, ones, own, greedy, left)
+class Address(MockTensor):
+    """A tensor without values, aligned as on a GPU."""
 
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.dtype)
+        self._offset = tensor.storage_offset() * tensor.element_size()
 
-@launches
-def _same_text(sizes: Sizes) -> None:
-    shape = sizes.groups, sizes.particles
-    positions = torch.zeros(shape, dtype=torch.int64)
-    noise = TRITON.uniforms(positions[:, 0], positions, Purpose.DRAFT)
-    TRITON.uniforms(
-        positions[:, 0], positions.unsqueeze(2).repeat(1, 1, sizes.steps), Purpose.DRAFT
-    )
-    TRITON.round_seeds(positions[:, 0], positions[:, 0])
-    pairs = torch.zeros(*shape, sizes.particles, dtype=torch.bool)
-    TRITON.stratify(noise, pairs)
-    TRITON.stratify(noise, pairs, positions)
-    texts = torch.zeros(*shape, 1 + sizes.max_lag + sizes.steps, dtype=torch.int64)
-    TRITON.same_text(texts[:, :, 1:], positions, positions.bool())
-
-
-@launches
-def _edits(sizes: Sizes) -> None:
-    shape, wide = (sizes.groups, sizes.particles), torch.zeros(10, sizes.vocab)
-    flags, cells = torch.zeros(10).bool(), torch.zeros(shape, dtype=torch.int64)
-    columns = EditColumns(flags, flags, torch.zeros(10, 3), wide.int(), wide)
-    texts = torch.zeros(*shape, 2 + sizes.max_lag + sizes.steps, dtype=torch.int64)[:, :, 1:]
-    rows, stops = cells[:, 0], torch.zeros(sizes.groups, sizes.vocab).bool()
-    edits = Edits(columns, range(sizes.groups), rows, rows, stops, cells, texts, cells)
-    drafts = torch.zeros(*shape, sizes.steps, dtype=torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.empty(*shape, sizes.steps + 1, sizes.vocab, dtype=dtype)
-        TRITON.edit_logits(logits, edits, drafts, 0)
-        TRITON.edit_logits(logits[:, :, :1], edits, drafts[:, :, :0], 0)
-    TRITON.count_tokens(columns, rows, texts[:, 0], rows)
-
-
-@launches
-def _reweight(sizes: Sizes) -> None:
-    weights = torch.zeros(sizes.groups, sizes.particles, dtype=torch.float64)
-    scores = torch.zeros(sizes.groups, sizes.particles, sizes.steps)
-    of_groups = weights[:, 0]
-    rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
-    drafts = weights, scores, scores, scores.bool()
-    ways = of_groups.long(), tuple(SCHEMES)
-    TRITON.reweight_and_resample(
-        *drafts, of_groups, rules, weights.bool(), of_groups, weights, *ways
-    )
-
-
-@launches
-def _verify(sizes: Sizes) -> None:
-    shape = sizes.groups, sizes.particles, sizes.steps + 1
-    scores, of_groups = torch.zeros(shape), torch.zeros(sizes.groups, dtype=torch.float64)
-    drafts, steps = scores[:, :, 1:], of_groups.long()
-    chains = Chains(drafts.long(), drafts.bool(), drafts.double(), steps)
-    walk = TRITON.begin_walk(chains, steps, sizes.vocab)
-    rows = torch.zeros(sizes.groups, sizes.vocab)
-    TRITON.walk_on(walk, chains, rows, rows, 1)
-    flags = drafts.bool()
-    TRITON.keep(
-        *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], steps),
-        *(of_groups, of_groups, of_groups),
-    )
-
-
-@launches
-def _watch(sizes: Sizes) -> None:
-    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
-    texts = torch.zeros(*cells.shape, 3 + sizes.max_lag + sizes.steps, dtype=torch.int64)
-    path, flags = Paths(cells, cells, cells, texts[:, :, 2:]), cells[:, 0].bool()
-    of = Watchable(cells[:, 0].double(), cells[:, 0], flags, flags)
-    sums, ones = torch.zeros(*cells.shape, 4, dtype=torch.float64), torch.ones(sizes.groups)
-    of_draft = cells.numel()
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.empty(of_draft * (sizes.steps + 1), sizes.vocab, dtype=dtype)
-        held = TRITON.keep_column(None, logits[:of_draft], of, 1)
-        for filtered in (False, True):
-            laws = [TokenDistribution(scores, ones) for scores in (logits, held)]
-            if filtered:
-                rules = ones, ones.long(), ones, ones
-                laws = [law._replace(kept=TRITON.keep_tokens(law.scores, *rules)) for law in laws]
-            TRITON.watch(sums, of, path, *laws)
-
-
-@launches
-def _agreement(sizes: Sizes) -> None:
-    places = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
-    texts = torch.zeros(*places.shape, 2 + sizes.max_lag + sizes.steps, dtype=torch.int64)
-    TRITON.common_tail(texts, places, places.bool())
-    TRITON.num_distinct(places, places.bool())
-    one, flags = torch.zeros(sizes.groups, dtype=torch.float64), places[:, 0].bool()
-    weights = one.unsqueeze(1).repeat(1, sizes.particles)
-    TRITON.narrow(weights, texts, places, places[:, 0], places.bool(), one, flags)
-    added, latest = (one[:1].expand(sizes.groups), flags, places[:, 0]), (places[:, 0], one)
-    totals = torch.zeros(sizes.groups + 1, 6, dtype=torch.float64)
-    TRITON.tally(totals, places[:, 0], added=added, lowest=one, latest=latest)
-
-
-@launches
-def _ledger(sizes: Sizes) -> None:
-    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
-    rows = of_groups = cells[:, 0]
-    max_tail = sizes.max_lag + sizes.steps
-    table, particles = torch.zeros(2, 100, 4096, dtype=torch.int32)
-    sized = {"num_particles": sizes.particles, "max_tail": max_tail, "num_slots": 300}
-    ledger = TRITON.ledger(table, particles, **sized)
-    ledger.reserve(
-        rows,
-        allocated=of_groups,
-        starts=cells,
-        idle=cells.bool(),
-        unread=of_groups.bool(),
-        num_particles=of_groups,
-        num_columns=of_groups,
-        width=sizes.steps + 1,
-    )
-    tails = {"committed": of_groups, "max_tail": max_tail}
-    ledger.descend(rows, ancestors=cells, **tails)
-    lengths = {"lengths": cells, "counts": of_groups}
-    max_arena = sizes.particles * max_tail + sizes.steps + 1
-    ledger.commit(rows, allocated=of_groups, max_arena=max_arena, **lengths, **tails)
+    def data_ptr(self) -> int:  # type: ignore[override]
+        return self._offset
 
 
 def _texts(sizes: Sizes) -> dict[str, Any]:
@@ -204,7 +82,6 @@ def _texts(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-@launches
 def _particle_attention(sizes: Sizes) -> None:
     _attend(sizes, Layer(sizes.draft), 1)
     _attend(sizes, Layer(sizes.draft), 2)
@@ -235,7 +112,6 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
     )
 
 
-@launches
 def _latent_attention(sizes: Sizes) -> None:
     if sizes.dtype == torch.float32:
         return  # refused
@@ -256,7 +132,6 @@ def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
     )
 
 
-@launches
 def _linear_attention(sizes: Sizes) -> None:
     """Of Qwen3.5-27B, with its states as SGLang has them."""
     size, (k_heads, v_heads, dim) = sizes.groups * sizes.particles, (16, 48, 128)
@@ -290,6 +165,7 @@ class Compiler:
     def run(
         self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> Any:
+        args = tree_map_only(torch.Tensor, Address, args)
         kernel: Any = self._run(function, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in self._seen:
             self._seen.add(kernel.hash)
@@ -330,12 +206,11 @@ def main(arguments: list[str]) -> None:
     JITFunction.run = lambda *args, **options: compiler.run(*args, **options)
     for capability in capabilities:
         compiler.compile_for(abs(capability))
-        launched = [
-            launch for launch in LAUNCHES if capability > 0 or launch.__name__ in OF_ATTENTION
-        ]
         for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
-            for launch in launched:
+            for launch in (_particle_attention, _latent_attention, _linear_attention):
                 launch(compiler.sizes)
+            if capability > 0:
+                _rounds(compiler.sizes, compiler.run)
 
 
 if __name__ == "__main__":
