@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_smc.kv.transfer import each_tensor
+
 Test = Callable[..., None]
 
 
@@ -20,6 +22,20 @@ def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
     cases = st.builds(SimpleNamespace, **each, seed=st.integers(0, 2**16))
     same = settings(max_examples=count, deadline=None, derandomize=True, database=None)
     return lambda test: same(given(c=cases)(test))
+
+
+def assert_same(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    arguments: Any,
+    device: str,
+    rounding: float = 0.0,
+) -> Any:
+    """Return the kernel's results, on the CPU, which are the reference's."""
+    there = each_tensor(lambda tensor: tensor.to(device), list(arguments))
+    found = each_tensor(lambda tensor: tensor.cpu(), kernel(*there))
+    torch.testing.assert_close(found, reference(*arguments), rtol=rounding, atol=rounding)
+    return found
 
 
 def some_banned(logits: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:

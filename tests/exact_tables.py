@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Walker

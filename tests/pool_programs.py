@@ -15,8 +15,7 @@ from toy_worker import NUM_CONTEXTS, Language, SlotModel, ToyWorker
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 

@@ -9,8 +9,7 @@ import laws
 import torch
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner

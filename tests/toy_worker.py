@@ -16,8 +16,7 @@ from toy_request import PROMPT, ToyRequest
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner

@@ -15,8 +15,7 @@ import torch
 
 from sglang_smc.ops.check_cases import CHECKS, Check
 from sglang_smc.ops.check_inputs import Inputs, Sizes
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH, Ops
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,24 @@ for devices where a launch takes longer than its work: there a round's hundreds 
 calls would take as long as a model's forward pass.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from sglang_smc.kv.ledger import Ledger
-from sglang_smc.smc import weighing
+from sglang_smc.ops.rows import tally
+from sglang_smc.smc import (
+    distribution,
+    edits,
+    fidelity,
+    filters,
+    prefixes,
+    randomness,
+    verification,
+    weighing,
+)
 from sglang_smc.smc.filters import KeptTokens
 from sglang_smc.smc.prefixes import Narrowed
 from sglang_smc.smc.verification import Kept, Walk
@@ -20,29 +31,60 @@ Kind = Literal["torch", "triton"]
 
 
 class Ops(NamedTuple):
-    """One implementation of each operation; signatures as in `ops.torch_ops`."""
+    """One implementation of each operation; by default the torch function, its reference."""
 
-    kind: Kind
-    uniforms: Callable[..., torch.Tensor]
-    round_seeds: Callable[..., torch.Tensor]
-    same_text: Callable[..., torch.Tensor]
-    stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    edit_logits: Callable[..., None]
-    count_tokens: Callable[..., None]
-    keep_tokens: Callable[..., KeptTokens]
-    sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    score_tokens: Callable[..., torch.Tensor]
-    log_probs: Callable[..., torch.Tensor]
-    log_sums: Callable[..., torch.Tensor]
-    row_sums: Callable[..., Any]
-    reweight_and_resample: Callable[..., weighing.Reweighted]
-    narrow: Callable[..., Narrowed]
-    common_tail: Callable[..., torch.Tensor]
-    num_distinct: Callable[..., torch.Tensor]
-    tally: Callable[..., torch.Tensor]
-    begin_walk: Callable[..., Walk]
-    walk_on: Callable[..., Walk]
-    keep: Callable[..., Kept]
-    keep_column: Callable[..., torch.Tensor]
-    watch: Callable[..., torch.Tensor]
-    ledger: type[Ledger]
+    kind: Kind = "torch"
+    uniforms: Callable[..., torch.Tensor] = randomness.particle_uniforms
+    round_seeds: Callable[..., torch.Tensor] = randomness.round_seeds
+    same_text: Callable[..., torch.Tensor] = randomness.same_text
+    stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]] = randomness.stratify
+    edit_logits: Callable[..., None] = edits.edit_logits
+    count_tokens: Callable[..., None] = edits.count_tokens
+    keep_tokens: Callable[..., KeptTokens] = filters.keep_tokens
+    sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+        distribution.sample_and_score
+    )
+    score_tokens: Callable[..., torch.Tensor] = distribution.score_tokens
+    log_probs: Callable[..., torch.Tensor] = distribution.log_probs
+    log_sums: Callable[..., torch.Tensor] = distribution.log_sums
+    row_sums: Callable[..., Any] = distribution.row_sums
+    reweight_and_resample: Callable[..., weighing.Reweighted] = weighing.reweight_and_resample
+    narrow: Callable[..., Narrowed] = prefixes.narrow
+    common_tail: Callable[..., torch.Tensor] = prefixes.common_tail
+    num_distinct: Callable[..., torch.Tensor] = prefixes.num_distinct
+    tally: Callable[..., torch.Tensor] = tally
+    begin_walk: Callable[..., Walk] = verification.begin_walk
+    walk_on: Callable[..., Walk] = verification.walk_on
+    keep: Callable[..., Kept] = verification.keep
+    keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
+    watch: Callable[..., torch.Tensor] = fidelity.watch
+    ledger: type[Ledger] = Ledger
+
+
+TORCH = Ops()
+
+
+def kind_of(kernels: str, device: str) -> Kind:
+    """Return the implementation for a value of `--speculative-smc-kernels` on a device.
+
+    Raises:
+        ValueError: for "triton" where Triton has neither a GPU nor its interpreter.
+    """
+    if kernels == "auto":
+        return "torch" if device == "cpu" else "triton"
+    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"--speculative-smc-kernels is {kernels!r} on --device {device}; allowed: 'auto' or "
+            "'torch', since Triton needs a GPU. Leave it out, or set TRITON_INTERPRET=1 to run "
+            "kernels in Triton's interpreter, thousands of times slower."
+        )
+    return "torch" if kernels == "torch" else "triton"
+
+
+def ops_of(kind: Kind) -> Ops:
+    """Return the implementation of a kind; Triton is imported only if needed."""
+    if kind == "torch":
+        return TORCH
+    from sglang_smc.ops.triton_ops import TRITON
+
+    return TRITON

@@ -50,29 +50,9 @@ class KernelLedger(Ledger):
         )
 
 
-TRITON = Ops(
-    kind="triton",
-    uniforms=uniforms,
-    round_seeds=round_seeds,
-    same_text=same_text,
-    stratify=stratify,
-    edit_logits=edit_logits,
-    count_tokens=count_tokens,
-    keep_tokens=keep_tokens,
-    sample_and_score=sample_and_score,
-    score_tokens=score_tokens,
-    log_probs=log_probs,
-    log_sums=log_sums,
-    row_sums=row_sums,
-    reweight_and_resample=reweight_and_resample,
-    begin_walk=begin_walk,
-    walk_on=walk_on,
-    keep=keep,
-    narrow=narrow,
-    keep_column=keep_column,
-    watch=watch,
-    common_tail=common_tail,
-    num_distinct=num_distinct,
-    tally=tally,
-    ledger=KernelLedger,
+_KERNELS = (
+    *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens, keep_tokens),
+    *(sample_and_score, score_tokens, log_probs, log_sums, row_sums, reweight_and_resample),
+    *(begin_walk, walk_on, keep, narrow, keep_column, watch, common_tail, num_distinct, tally),
 )
+TRITON = Ops("triton", ledger=KernelLedger, **{kernel.__name__: kernel for kernel in _KERNELS})

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
-from drawn import drawn
+from drawn import assert_same, drawn
 
 from sglang_smc.kernels import agreement as kernel
 from sglang_smc.smc import prefixes, randomness
+
+EXACTLY: dict[str, Any] = {"rtol": 0, "atol": 0}
 
 
 def generator_of(c: Any) -> tuple[torch.Generator, tuple[int, int]]:
@@ -43,9 +45,7 @@ def test_narrow(c: Any, device: str) -> None:
         torch.rand(shape[:1], generator=generator, dtype=torch.float64),
         torch.rand(shape[:1], generator=generator) < 0.3,
     )
-    found = kernel.narrow(*(argument.to(device) for argument in arguments))
-    for one, other in zip(found, prefixes.narrow(*arguments), strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
+    assert_same(kernel.narrow, prefixes.narrow, arguments, device, rounding=1e-12)
 
 
 @drawn(16, num_groups=[1, 4], num_particles=[1, 2, 3, 8, 9], width=[2, 3, 63, 64, 65, 150])
@@ -61,8 +61,8 @@ def test_common_tail(c: Any, device: str) -> None:
     wide[:, :, 2:] = torch.where(changed, 9, original)
     lengths = torch.randint(c.width // 2, c.width, shape, generator=generator)
     arguments = wide[:, :, 2:], lengths, random_present(shape, generator)
-    found = kernel.common_tail(*(argument.to(device) for argument in arguments)).tolist()
-    assert found == prefixes.common_tail(*arguments).tolist() == by_hand(*arguments)
+    found = assert_same(kernel.common_tail, prefixes.common_tail, arguments, device)
+    assert found.tolist() == by_hand(*arguments)
 
 
 def by_hand(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> list[int]:
@@ -82,10 +82,10 @@ def by_hand(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -
 def test_num_distinct(c: Any, device: str) -> None:
     generator, shape = generator_of(c)
     places = torch.randint(c.num_particles, shape, generator=generator)
-    present = random_present(shape, generator)
-    found = kernel.num_distinct(places.to(device), present.to(device)).tolist()
-    by_sets = [len(set(row[there].tolist())) for row, there in zip(places, present, strict=True)]
-    assert found == prefixes.num_distinct(places, present).tolist() == by_sets
+    arguments = places, random_present(shape, generator)
+    found = assert_same(kernel.num_distinct, prefixes.num_distinct, arguments, device)
+    by_sets = [len(set(row[there].tolist())) for row, there in zip(*arguments, strict=True)]
+    assert found.tolist() == by_sets
 
 
 @drawn(
@@ -107,9 +107,7 @@ def test_spread(c: Any, device: str) -> None:
     chains = torch.randint(max(c.vocab_size, 1), (*shape, 3), generator=generator).to(device)
     tokens, before = chains[:, :, 1] if c.vocab_size else None, same_text.clone()
     found = kernel.stratify(uniforms, same_text, tokens)
-    expected = randomness.stratify(uniforms, same_text, tokens)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found, randomness.stratify(uniforms, same_text, tokens), **EXACTLY)
     assert torch.equal(same_text, before), "the caller's siblings were changed"
 
 

@@ -15,8 +15,7 @@ from pool_programs import CONFIGS, PoolProgram
 from sglang_smc.kernels import lineage
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH, Ops
 
 
 class Compared(Ledger):

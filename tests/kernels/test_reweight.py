@@ -1,14 +1,14 @@
-"""From scored drafts to ancestors, kernel against reference."""
+"""From scored drafts to ancestors, and to the block that is kept, kernel against reference."""
 
 import math
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from drawn import drawn
+from drawn import assert_same, drawn
 
 from sglang_smc.kernels import reweight as kernel
-from sglang_smc.smc import weighing
+from sglang_smc.smc import verification, weighing
 from sglang_smc.smc.weighing import SCHEMES, Reweighted, WeightRules
 
 INF = math.inf
@@ -27,11 +27,6 @@ class Case(NamedTuple):
     present: torch.Tensor
     coins: torch.Tensor
     noise: torch.Tensor
-
-    def to(self, device: str) -> "Case":
-        rules = WeightRules(*(rule.to(device) for rule in self.rules))
-        moved = {name: getattr(self, name).to(device) for name in set(self._fields) - {"rules"}}
-        return Case(rules=rules, **moved)
 
 
 def any_of(values: list[float], shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -78,15 +73,11 @@ def random_case(c: Any) -> Case:
 def check(case: Case, scheme: str, device: str) -> Reweighted:
     """By one scheme, or each group by another."""
     first = ALL.index(scheme) if scheme in ALL else 0
-    groups = torch.arange(len(case.power), device=device)
-    schemes = torch.where(torch.tensor(scheme in ALL, device=device), first, groups % len(ALL))
-    found = kernel.reweight_and_resample(*case.to(device), schemes, ())
-    expected = weighing.reweight_and_resample(*case.to(device), schemes, ALL)
-    for part in ("cut", "resampled"):
-        pair = getattr(found, part)._asdict(), getattr(expected, part)._asdict()
-        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
-    assert torch.equal(found.num_kept, expected.num_kept)
-    return found
+    groups = torch.arange(len(case.power))
+    schemes = torch.where(torch.tensor(scheme in ALL), first, groups % len(ALL))
+    arguments = *case, schemes, ALL
+    run = kernel.reweight_and_resample, weighing.reweight_and_resample
+    return assert_same(*run, arguments, device, rounding=1e-12)
 
 
 @drawn(
@@ -134,3 +125,42 @@ def test_a_dead_particle_is_no_ancestor_whatever_the_noise(
     found = check(case, scheme, device)
     assert found.cut.resample.all()
     assert found.resampled.ancestors.tolist() == [[1, 1, 1, 1]]
+
+
+@drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
+def test_what_is_kept(c: Any, device: str) -> None:
+    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity.
+
+    Uniforms are one number of each group's row, without a copy.
+    """
+    generator = torch.Generator().manual_seed(c.seed)
+    shape = size, num_chains, max_steps = 8, c.num_chains, c.max_steps
+    log_q = torch.randn(shape, generator=generator) - 2
+    log_p = torch.randn(*shape[:2], max_steps + 1, generator=generator) * c.spread
+    log_p[..., :-1] += log_q
+    log_p[torch.rand(log_p.shape, generator=generator) < 0.1] = -torch.inf
+    log_p[torch.rand(log_p.shape, generator=generator) < 0.02] = math.nan
+    num_steps = torch.randint(1, max_steps + 1, (size,), generator=generator)
+    present = torch.arange(num_chains) < torch.randint(
+        1, num_chains + 1, (size, 1), generator=generator
+    )
+    ends = torch.rand(shape, generator=generator) < 0.15
+    within = torch.arange(max_steps) < num_steps.view(-1, 1, 1)
+    before_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
+    nothing = torch.zeros(size, dtype=torch.int64)
+    found = verification.Verified(
+        num_columns=torch.randint(0, max_steps + 1, (size,), generator=generator).minimum(
+            num_steps
+        ),
+        winner=torch.randint(0, num_chains, (size,), generator=generator),
+        rejects=torch.rand(size, generator=generator) < 0.5,
+        left=nothing,
+        residuals=torch.zeros(size, 1),
+    )
+    choices = torch.tensor([0.0, 0.2, 1.0, math.inf], dtype=torch.float64)
+    uniforms = torch.rand(2, size, 3, generator=generator, dtype=torch.float64)
+    arguments = [
+        *(found, log_p, log_q, before_end, ends, present, num_steps),
+        *(choices[torch.randint(4, (size,), generator=generator)], *uniforms[..., 0]),
+    ]
+    assert_same(kernel.keep, verification.keep, arguments, device, rounding=1e-12)

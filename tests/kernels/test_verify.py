@@ -10,6 +10,7 @@ from exact_tables import verify
 
 from sglang_smc.kernels import verify as kernel
 from sglang_smc.kernels.selection import selection_rule
+from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import verification
 from sglang_smc.smc.verification import NUM_BINS, Chains, Walk, middle_ratios
@@ -51,8 +52,7 @@ def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generat
 
 def on(device: str, walk: Walk) -> Walk:
     """A copy, since kernels write over what they are given."""
-    found = verification.Verified(*(part.clone().to(device) for part in walk.found))
-    return Walk(*(part.clone().to(device) for part in walk[:-1]), found=found)
+    return each_tensor(lambda part: part.clone().to(device), walk)
 
 
 @drawn(

@@ -7,7 +7,7 @@ from drawn import drawn
 
 from sglang_smc.kernels import watch as kernel
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 

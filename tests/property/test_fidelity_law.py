@@ -12,7 +12,7 @@ import torch
 from toy_laws import EOS, LENGTH, languages, run
 from toy_worker import Outcome
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import play as round_
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution

@@ -10,7 +10,7 @@ import random
 import pytest
 from pool_programs import CONFIGS, PoolProgram
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 

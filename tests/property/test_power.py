@@ -21,7 +21,7 @@ from toy_laws import (
 )
 from toy_worker import Language
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.distribution import TokenDistribution
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sorted_law import ALL, rules, sorted_law
 from torch import Tensor
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import distribution
 from sglang_smc.smc.distribution import (
     FilterKinds,

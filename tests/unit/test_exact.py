@@ -6,7 +6,7 @@ from exact_tables import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import OFFSETS

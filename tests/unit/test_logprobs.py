@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc import upstream
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.state.logprobs import logprob_distribution, score
 from sglang_smc.state.population import (
     LogprobTable,

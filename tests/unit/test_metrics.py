@@ -17,7 +17,7 @@ from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 
 from sglang_smc import process
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.ingress import add_meta_info, update_meta_info

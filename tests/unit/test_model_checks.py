@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models import supported
 from sglang_smc.models.supported import check_layers
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps

@@ -11,7 +11,7 @@ from populations import population_of
 from toy_corpus import ToyTrie, Tree, answer
 
 from sglang_smc import upstream
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import NONE, Corpus, Matches, as_trees, open_corpus

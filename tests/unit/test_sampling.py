@@ -10,7 +10,7 @@ import torch
 from sorted_law import sorted_law
 from table_entries import entry
 
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.play import still_open
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution

@@ -25,7 +25,7 @@ from toy_request import ToyRequest
 from toy_worker import ToyWorker
 
 from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
-from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import decode_memory
