@@ -247,15 +247,7 @@ def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
 
 @triton.jit
 def _narrow(
-    log_weights,
-    texts,
-    lengths,
-    counts,
-    present,
-    uniforms,
-    heaviest,
-    found,
-    padded: tl.constexpr,
+    log_weights, texts, lengths, counts, present, uniforms, heaviest, found, padded: tl.constexpr
 ):
     group, particle, own, here = _members(texts.num_particles, padded)
     weight = tl.load(log_weights + own, mask=here, other=-float("inf"))

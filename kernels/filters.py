@@ -310,15 +310,7 @@ def _num_left(cut, limit):
 
 @triton.jit
 def _last(
-    rows,
-    found,
-    row,
-    peak,
-    rate,
-    key,
-    num_left,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
+    rows, found, row, peak, rate, key, num_left, padded_tiles: tl.constexpr, tile: tl.constexpr
 ):
     """Return the id of the ``num_left``-th token of a key."""
     part = tl.arange(0, padded_tiles)

@@ -15,11 +15,7 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta
 
 
 def gated_delta(
-    states: torch.Tensor,
-    source: torch.Tensor,
-    past: Columns,
-    num_past: torch.Tensor,
-    new: Columns,
+    states: torch.Tensor, source: torch.Tensor, past: Columns, num_past: torch.Tensor, new: Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance states over past columns, then run new columns from there, in one launch.
 
@@ -39,8 +35,8 @@ def gated_delta(
         states,
         source,
         num_past,
-        *past,
-        *new,
+        tuple(past),
+        tuple(new),
         rolled,
         output,
         past[1].shape[1],
@@ -63,12 +59,8 @@ def _gated_delta(
     states_ptr,  # [particles of all, heads, value_dim, key_dim]
     source_ptr,  # [P] int64
     num_past_ptr,  # [P] int64
-    past_qkv_ptr,  # [P, max_past, width]
-    past_decay_ptr,  # [P, max_past, heads] float32
-    past_beta_ptr,
-    new_qkv_ptr,  # [P, num_columns, width]
-    new_decay_ptr,
-    new_beta_ptr,
+    past,  # qkv [P, max_past, width], decay and beta [P, max_past, heads] float32
+    new,  # the same of [P, num_columns]
     rolled_ptr,  # [P, heads, value_dim, key_dim]
     output_ptr,  # [P, num_columns, heads, value_dim]
     max_past,
@@ -97,26 +89,23 @@ def _gated_delta(
     width: tl.constexpr = 2 * of_keys + heads * value_dim
     at_query = head // shared * key_dim + keys
     at_value = 2 * of_keys + head * value_dim + values
+    at_key = of_keys + at_query
     for j in range(tl.load(num_past_ptr + particle)):
         column = particle * max_past + j
-        qkv_ptr = past_qkv_ptr + column * width
-        gate = column * heads + head
-        key = _unit(qkv_ptr + of_keys + at_query, in_keys, epsilon)
-        value = tl.load(qkv_ptr + at_value, in_values, 0.0).to(tl.float32)
-        decay, beta = tl.load(past_decay_ptr + gate), tl.load(past_beta_ptr + gate)
-        state = _step(state, key, value, decay, beta)
+        row, gate = past[0] + column * width, column * heads + head
+        key = _unit(row + at_key, in_keys, epsilon)
+        value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
+        state = _step(state, key, value, tl.load(past[1] + gate), tl.load(past[2] + gate))
     end = rolled_ptr + (particle * heads + head) * of_head + cell
     tl.store(end, state.to(rolled_ptr.dtype.element_ty), in_state)
 
     for j in range(num_columns):
         column = particle * num_columns + j
-        qkv_ptr = new_qkv_ptr + column * width
-        gate = column * heads + head
-        key = _unit(qkv_ptr + of_keys + at_query, in_keys, epsilon)
-        query = _unit(qkv_ptr + at_query, in_keys, epsilon) * scale
-        value = tl.load(qkv_ptr + at_value, in_values, 0.0).to(tl.float32)
-        decay, beta = tl.load(new_decay_ptr + gate), tl.load(new_beta_ptr + gate)
-        state = _step(state, key, value, decay, beta)
+        row, gate = new[0] + column * width, column * heads + head
+        key = _unit(row + at_key, in_keys, epsilon)
+        query = _unit(row + at_query, in_keys, epsilon) * scale
+        value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
+        state = _step(state, key, value, tl.load(new[1] + gate), tl.load(new[2] + gate))
         read = tl.sum(state * query[None, :], axis=1)
         place = output_ptr + gate * value_dim + values
         tl.store(place, read.to(output_ptr.dtype.element_ty), in_values)

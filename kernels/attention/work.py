@@ -98,12 +98,7 @@ def _blocks(head_dim: int, chip: Chip) -> dict[int, Blocks]:
 
 
 def cut(
-    shape: torch.Size,
-    kv_heads: int,
-    blocks: Blocks,
-    max_prefix: int,
-    max_tail: int,
-    resident: int,
+    shape: torch.Size, kv_heads: int, blocks: Blocks, max_prefix: int, max_tail: int, resident: int
 ) -> WorkSplit:
     """Split the work for queries ``[G, N, C, q_heads, ...]`` into programs of given blocks.
 

@@ -25,14 +25,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.trees import places_in_mask
 from sglang_smc.models.latent_attention import absorb
-from sglang_smc.models.softmax import (
-    Softmax,
-    additive,
-    attend,
-    finish,
-    gather_slots,
-    softmax_of,
-)
+from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
 from sglang_smc.upstream import first_layer
 

@@ -11,11 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import msgspec
-from sglang.srt.managers.io_struct import (
-    GenerateReqInput,
-    SessionParams,
-    TokenizedGenerateReqInput,
-)
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.guard.pattern import num_places

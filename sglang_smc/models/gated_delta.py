@@ -75,11 +75,7 @@ def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor
 
 
 def gated_delta(
-    states: torch.Tensor,
-    source: torch.Tensor,
-    past: Columns,
-    num_past: torch.Tensor,
-    new: Columns,
+    states: torch.Tensor, source: torch.Tensor, past: Columns, num_past: torch.Tensor, new: Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance states over the first of their past columns, then run new columns from there.
 

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def latent_attention(
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    plan: SharedPrefixPlan,
-    rank: int,
-    scaling: float,
+    query: torch.Tensor, latents: torch.Tensor, plan: SharedPrefixPlan, rank: int, scaling: float
 ) -> torch.Tensor:
     """Compute causal softmax attention of particles over the latents of prefix and tails.
 

@@ -40,9 +40,7 @@ class Record(Protocol):
 
 
 def hold(
-    inputs: Iterable[torch.Tensor],
-    padding: Iterable[torch.Tensor],
-    values: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor], padding: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
 ) -> None:
     """Copy ``values`` into a graph's inputs; where they are smaller, padding fills the rest."""
     for column, rest, value in zip(inputs, padding, values, strict=True):

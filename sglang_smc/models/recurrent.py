@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.models.attention import (
-    Implementation,
-    ParticleAttention,
-    seed_tail,
-    slots_before,
-)
+from sglang_smc.models.attention import Implementation, ParticleAttention, seed_tail, slots_before
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
@@ -42,13 +37,7 @@ class StateTables(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        pool: Any,
-        *,
-        num_particles: int,
-        num_columns: int,
-        num_slots: int,
-        dtype: torch.dtype,
+        cls, pool: Any, *, num_particles: int, num_columns: int, num_slots: int, dtype: torch.dtype
     ) -> "StateTables":
         """Return tables of zeros, beside the one state of each request in SGLang's mamba pool.
 

@@ -20,12 +20,7 @@ from sglang_smc.ops.interface import TORCH, Ops
 logger = logging.getLogger(__name__)
 
 FLAG = "--speculative-smc-kernels"
-TOLERANCES = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Largest allowed difference by dtype: absolute for values up to 1, relative beyond.
 
 Tokens, indices and flags must be equal."""

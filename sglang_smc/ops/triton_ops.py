@@ -5,24 +5,12 @@ from typing import Any
 import torch
 
 from sglang_smc.kernels import lineage
-from sglang_smc.kernels.agreement import (
-    common_tail,
-    narrow,
-    num_distinct,
-    same_text,
-    stratify,
-)
+from sglang_smc.kernels.agreement import common_tail, narrow, num_distinct, same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
-from sglang_smc.kernels.sample import (
-    log_probs,
-    log_sums,
-    row_sums,
-    sample_and_score,
-    score_tokens,
-)
+from sglang_smc.kernels.sample import log_probs, log_sums, row_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.kv.ledger import Ledger

@@ -133,10 +133,7 @@ def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch)
     HookRegistry.apply_hooks()
     nothing: dict[str, Any] = {"what": "", "why": "", "relies_on": (), "retire_when": ""}
     ours = hooks.Patch(
-        target="hooked.f",
-        hook_type=HookType.AROUND,
-        function=lambda f: [*f(), "ours"],
-        **nothing,
+        target="hooked.f", hook_type=HookType.AROUND, function=lambda f: [*f(), "ours"], **nothing
     )
     monkeypatch.setattr(hooks, "collect", lambda group: (ours,))
     for _ in range(2):

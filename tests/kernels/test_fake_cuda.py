@@ -82,11 +82,7 @@ def test_a_captured_round_asks_little_of_the_device(
     [("smc", 8, 8), ("exact", 16, 4), ("mixed", 4, 1), ("smc", 1, 12), ("exact", 8, 8)],
 )
 def test_memory_is_what_the_arithmetic_says(
-    mode: str,
-    num_particles: int,
-    num_steps: int,
-    monkeypatch: pytest.MonkeyPatch,
-    kernels: Ops,
+    mode: str, num_particles: int, num_steps: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
     config = SMCConfig(mode=mode, num_particles=num_particles, num_steps=num_steps)
     found = trace_round(monkeypatch, config, shape_of_server(config), 4, kernels)

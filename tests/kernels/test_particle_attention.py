@@ -451,9 +451,7 @@ def test_heads_with_latents_are_refused(heads_need: dict[str, Any]) -> None:
 
 def test_layers_of_latents_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
     """In all modes: by the name that the backend gives itself, whatever the server's is."""
-    from sglang.srt.models.deepseek_common.attention_backend_handler import (
-        AttentionBackendRegistry,
-    )
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
         AttnForwardMethod,
     )

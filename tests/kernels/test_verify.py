@@ -56,11 +56,7 @@ def on(device: str, walk: Walk) -> Walk:
 
 
 @drawn(
-    9,
-    vocab_size=[2, 5, 64, 700],
-    max_chains=[1, 2, 5, 8],
-    spread=[0.0, 0.3, 2.0],
-    step=[0, 1, 2],
+    9, vocab_size=[2, 5, 64, 700], max_chains=[1, 2, 5, 8], spread=[0.0, 0.3, 2.0], step=[0, 1, 2]
 )
 def test_a_column(c: Any, device: str) -> None:
     """From any state of the walk. What does not exist holds anything, and spoils nothing."""

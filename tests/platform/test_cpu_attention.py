@@ -33,14 +33,7 @@ class Harness:
         self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
         self.layer = RadixAttention(q_heads, HEAD_DIM, 0.3, kv_heads, layer_id=0)
         self.pool = MHATokenToKVPool(
-            NUM_SLOTS,
-            1,
-            kv_dtype or dtype,
-            kv_heads,
-            HEAD_DIM,
-            1,
-            "cpu",
-            enable_memory_saver=False,
+            NUM_SLOTS, 1, kv_dtype or dtype, kv_heads, HEAD_DIM, 1, "cpu", enable_memory_saver=False
         )
         self.sinks: torch.Tensor | None = None
         self.hidden: list[int] = []  # new tokens that no other sees, in the reference
