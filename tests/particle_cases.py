@@ -15,6 +15,16 @@ SCALING = 0.3
 PLAIN = Softmax(SCALING)
 
 
+def weights_of(products: torch.Tensor, softmax: Softmax, head: int) -> torch.Tensor:
+    """Weights of keys, ``[keys]``, from their products with a query; the values' scale too."""
+    scaling, cap, sinks, value_scale = softmax
+    scores = products * scaling
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    sink = 0 if sinks is None else sinks[head].double().exp()
+    return value_scale * scores.exp() / (scores.exp().sum() + sink)
+
+
 class Case(NamedTuple):
     """G requests of N particles with C new tokens each; the cache holds all keys.
 
@@ -51,18 +61,8 @@ class Case(NamedTuple):
                     keys = self.keys[slots, head // group].double()
                     values = self.values[slots, head // group].double()
                     scores = keys @ self.query[g, n, c, head].double()
-                    output[g, n, c, head] = self._weights(scores, head) @ values
+                    output[g, n, c, head] = weights_of(scores, self.softmax, head) @ values
         return output
-
-    def _weights(self, scores: torch.Tensor, head: int) -> torch.Tensor:
-        """Weights of keys, ``[keys]``, from their products with a query; the values' scale too."""
-        scaling, cap, sinks, value_scale = self.softmax
-        scores = scores * scaling
-        if cap:
-            scores = cap * torch.tanh(scores / cap)
-        weights = scores.exp()
-        sink = 0 if sinks is None else sinks[head].double().exp()
-        return value_scale * weights / (weights.sum() + sink)
 
     def seen(self, g: int, n: int, c: int) -> torch.Tensor:
         """Slots of the keys that a query sees, in the order of their positions."""

@@ -24,6 +24,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.trees import places_in_mask
+from sglang_smc.models.attention import store
 from sglang_smc.models.latent_attention import absorb
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
@@ -127,6 +128,7 @@ class CpuAttentionBackend(AttentionBackend):
     """Causal decoder attention for a plain CPU; eager only (no graph capture)."""
 
     needs_cpu_seq_lens = False
+    rank: int | None = None  # of latents (MLA): width of the value in a key
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
@@ -180,20 +182,22 @@ class CpuAttentionBackend(AttentionBackend):
         """Attend with the plan of ``init_forward_metadata``.
 
         Args:
-            q: [tokens, q_heads * head_dim]
+            q: [tokens, q_heads * head_dim], or [tokens, q_heads, head_dim]
             k, v: [tokens, kv_heads, head_dim], written to ``out_cache_loc`` first;
                 None where the layer reads another layer's cache.
             sinks: [q_heads] scores of a key without a value, of models that have them.
 
         Returns:
-            [tokens, q_heads * head_dim]
+            The output in the shape of ``q``; of latents [tokens, q_heads * rank].
         """
-        check_layer(layer, self.group, kwargs)
+        unsupported = kwargs if self.rank is None else {**kwargs, "sinks": sinks}
+        check_layer(layer, self.group, unsupported, self.rank)
         if save_kv_cache and k is not None and v is not None:
-            scales = (layer.k_scale, layer.v_scale) if self.is_scaled else ()
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
-        softmax = softmax_of(layer, sinks, self.is_scaled)
-        return self._attended(q, layer, softmax, window_of(layer)).view(q.shape)
+            store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
+        output = self._attended(q, layer, softmax_of(layer, sinks, self.is_scaled))
+        if self.rank is None:
+            return output.view(q.shape)
+        return output[..., : self.rank].reshape(len(output), -1)
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
@@ -204,12 +208,10 @@ class CpuAttentionBackend(AttentionBackend):
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 
-    def _attended(
-        self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax, window: int | None
-    ) -> torch.Tensor:
+    def _attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
         """Run the planned calls; return ``[tokens, q_heads, head_dim]``."""
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        output, plan = torch.empty_like(query), self.plan_of(window)
+        output, plan = torch.empty_like(query), self.plan_of(window_of(layer))
         for call in plan.calls:
             keys, values = self._gather(layer.layer_id, call.slots, plan)
             call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
@@ -241,34 +243,6 @@ class CpuLatentBackend(CpuAttentionBackend):
         super().__init__(model_runner)
         absorb(name)
         self.rank = model_runner.model_config.kv_lora_rank
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend with the plan of ``init_forward_metadata``.
-
-        Args:
-            q: [tokens, heads, rank + rope], or flat
-            k: [tokens, 1, rank + rope], written to ``out_cache_loc`` first
-            v: the first part of ``k``
-
-        Returns:
-            [tokens, heads * rank]
-        """
-        check_layer(layer, self.group, kwargs, rank=self.rank)
-        if save_kv_cache and k is not None and v is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        output = self._attended(q, layer, Softmax(layer.scaling), None)
-        return output[..., : self.rank].reshape(len(output), -1)
-
-    forward_decode = forward_extend
 
     def _gather(
         self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan

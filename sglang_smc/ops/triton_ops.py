@@ -38,7 +38,7 @@ class KernelLedger(Ledger):
         )
 
 
-_KERNELS = (
+_KERNELS: tuple[Any, ...] = (
     *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens, keep_tokens),
     *(sample_and_score, score_tokens, log_probs, log_sums, row_sums, reweight_and_resample),
     *(begin_walk, walk_on, keep, narrow, keep_column, watch, common_tail, num_distinct, tally),

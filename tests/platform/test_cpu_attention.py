@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from particle_cases import runner_of
+from particle_cases import runner_of, weights_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -17,6 +17,7 @@ from sglang_smc.cpu import attention
 from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
 from sglang_smc.cpu.speculation import DraftStep
 from sglang_smc.models import supported
+from sglang_smc.models.softmax import Softmax
 
 HEAD_DIM = 16
 NUM_SLOTS = 4096
@@ -100,6 +101,7 @@ class Harness:
         keys *= self.layer.k_scale_float or 1.0
         values *= self.layer.v_scale_float or 1.0
         window = self.layer.sliding_window_size
+        softmax = Softmax(self.layer.scaling, self.layer.logit_cap, self.sinks)
         group = self.layer.tp_q_head_num // self.layer.tp_k_head_num
         output, token = torch.empty_like(self.q, dtype=torch.float64), 0
         for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
@@ -108,17 +110,11 @@ class Harness:
                 first = max(seen - 1 - window, 0) if window > -1 else 0
                 slots = self.table[row, [p for p in range(first, seen) if p not in hidden]].long()
                 for head in range(self.layer.tp_q_head_num):
-                    logits = keys[slots, head // group] @ self.q[token, head].double()
-                    weights = self._weights(logits * self.layer.scaling, head)
+                    products = keys[slots, head // group] @ self.q[token, head].double()
+                    weights = weights_of(products, softmax, head)
                     output[token, head] = weights @ values[slots, head // group]
                 token += 1
         return output
-
-    def _weights(self, scores, head):
-        cap = self.layer.logit_cap
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        sink = 0 if self.sinks is None else self.sinks[head].double().exp()
-        return scores.exp() / (scores.exp().sum() + sink)
 
     def assert_matches(self, result):
         tolerance = 1e-5 if self.q.dtype == torch.float32 else 2e-2

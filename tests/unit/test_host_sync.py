@@ -20,7 +20,8 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
-from sglang_smc.ops.interface import TORCH, Ops, ops_of
+from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.ops.select import ops_of
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
