@@ -25,7 +25,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.trees import places_in_mask
 from sglang_smc.models.attention import store
-from sglang_smc.models.latent_attention import absorb
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
 from sglang_smc.upstream import first_layer
@@ -222,35 +221,15 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of ``slots`` [rows, kv_len].
 
-        Both are [rows, kv_heads, kv_len, head_dim].
+        Both are [rows, kv_heads, kv_len, head_dim]. Latents are both: all query heads share one key
+        head, values are the first numbers of its keys, and torch has a kernel for values as wide as
+        keys.
         """
         pool = self.token_to_kv_pool
         keys = _gather_rows(pool.get_key_buffer(layer_id), slots, plan.keys)
+        if self.rank is not None:
+            return keys, keys
         return keys, _gather_rows(pool.get_value_buffer(layer_id), slots, plan.values)
-
-
-class CpuLatentBackend(CpuAttentionBackend):
-    """Causal attention over latents (MLA); layers use the absorbed form in prefill, too.
-
-    All query heads share one key head, and values are the first numbers of its keys.
-
-    Args:
-        model_runner: of a model with latent attention.
-        name: the name under which SGLang registers this backend.
-    """
-
-    def __init__(self, model_runner: ModelRunner, name: str) -> None:
-        super().__init__(model_runner)
-        absorb(name)
-        self.rank = model_runner.model_config.kv_lora_rank
-
-    def _gather(
-        self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whole latents for both: torch has a kernel for values as wide as keys."""
-        cache = self.token_to_kv_pool.get_key_buffer(layer_id)
-        latents = _gather_rows(cache, slots, plan.keys)
-        return latents, latents
 
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
