@@ -7,7 +7,6 @@ import torch
 
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.models.forward import particle_backend
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
 
 NUM_SLOTS = 1024
@@ -261,7 +260,7 @@ def backend_of(
     latents = None if case.rank is None else (case.rank, width - case.rank)
     of_model = heads, case.keys.shape[1]
     runner = runner_of(case.req_to_token, kv_pool, case.query.dtype, of_model, latents=latents)
-    backend = particle_backend(runner, case.tails, implementation, **needs)
+    backend = ParticleAttention(runner, case.tails, implementation, **needs)
     tokens = case.query[..., 0, 0].long()
     backend.plan(Chains(tokens, case.starts, tokens, locations_of(case)))
     return backend

@@ -12,7 +12,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import (
-    SharedPrefixPlan,
     plan_shared_prefix,
     shared_prefix_attention,
     softmax_of,
@@ -90,10 +89,29 @@ class ParticleAttention(AttentionBackend):
         self._group = head_group(runner)
         self._first_key, self._blocks = first_key, blocks
         self._rank: int | None = None  # of latents (MLA)
+        if runner.use_mla_backend:
+            self._set_up_latents(runner, implementation)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
+
+    def _set_up_latents(self, runner: "ModelRunner", implementation: Implementation) -> None:
+        if self._first_key or self._blocks:
+            raise ValueError(
+                "heads with latent attention (MLA) are not supported: pass a head with ordinary "
+                "attention, or a draft model"
+            )
+        from sglang_smc.models.latent_attention import NAME, absorb
+
+        absorb(NAME)
+        # SGLang's layers read these names before the server's.
+        self.prefill_attention_backend_str = self.decode_attention_backend_str = NAME
+        rank = self._rank = runner.model_config.kv_lora_rank
+        if implementation == "triton":
+            from sglang_smc.kernels.attention.latent import check_sizes
+
+            check_sizes(runner.dtype, rank, runner.model_config.qk_rope_head_dim)
 
     def plan(self, chains: Chains, merged: MergedRows | None = None) -> None:
         """Plan all layers of a forward over chains.
@@ -144,7 +162,9 @@ class ParticleAttention(AttentionBackend):
     forward_decode = forward_extend
 
     def _caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's keys and values, ``[slots, kv_heads, head_dim]``."""
+        """Return a layer's keys and values, ``[slots, kv_heads, head_dim]``; or its latents."""
+        if self._rank is not None:
+            return (self.token_to_kv_pool.get_key_buffer(layer_id),)
         return self.token_to_kv_pool.get_kv_buffer(layer_id)
 
     def _queries(self, q: torch.Tensor, layer: "RadixAttention") -> torch.Tensor:
@@ -173,7 +193,14 @@ class ParticleAttention(AttentionBackend):
             sees_block=block,
             first_key=self._first_key,
         )
-        return self._in_torch(plan)
+        rank = self._rank
+        if rank is None:
+            return partial(shared_prefix_attention, plan=plan)
+        from sglang_smc.models.latent_attention import latent_attention
+
+        return lambda query, latents, softmax: latent_attention(
+            query, latents, plan, rank, softmax.scaling
+        )
 
     def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         places = {
@@ -183,12 +210,13 @@ class ParticleAttention(AttentionBackend):
             "max_prefix": self._max_prefix,
             **chains.locations._asdict(),
         }
-        return self._in_triton(places, window, block)
+        rank = self._rank
+        if rank is not None:
+            from sglang_smc.kernels.attention.latent import latent_attention
 
-    def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
-        return partial(shared_prefix_attention, plan=plan)
-
-    def _in_triton(self, places: dict[str, Any], window: int | None, block: bool) -> "Attend":
+            return lambda query, latents, softmax: latent_attention(
+                query, latents, rank=rank, scaling=softmax.scaling, **places
+            )
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
         sight = {"window": window, "sees_block": block, "first_key": self._first_key}

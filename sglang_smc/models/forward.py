@@ -47,7 +47,7 @@ class ParticleForward:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
         self._is_mrope = runner.model_config.model_is_mrope
-        self.attn_backend = particle_backend(
+        self.attn_backend = ParticleAttention(
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
@@ -122,15 +122,3 @@ class ParticleForward:
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
             capture_hidden_mode=self._captured,
         )
-
-
-def particle_backend(
-    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation, **sight: Any
-) -> ParticleAttention:
-    """Return the attention over particles for a model; arguments as in `ParticleAttention`."""
-    kind = ParticleAttention
-    if runner.use_mla_backend:
-        from sglang_smc.models.latent_attention import LatentParticleAttention
-
-        kind = LatentParticleAttention
-    return kind(runner, tails, implementation, **sight)

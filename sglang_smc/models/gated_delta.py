@@ -51,14 +51,9 @@ def gates_of(layer: "RadixLinearAttention") -> Gates:
 
 
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Apply a depthwise causal convolution, and SiLU.
+    """Apply a depthwise causal convolution ``[D, W]``, and SiLU; return ``[P, J, D]``.
 
-    Args:
-        inputs: ``[P, W - 1 + J, D]``, J tokens preceded by the W - 1 before them.
-        weight: ``[D, W]``.
-
-    Returns:
-        ``[P, J, D]``.
+    Inputs ``[P, W - 1 + J, D]`` are J tokens preceded by the W - 1 before them.
     """
     width, taps = weight.shape[1], weight.float().unbind(1)
     num_columns = inputs.shape[1] - width + 1
@@ -99,14 +94,10 @@ def gated_delta(
 
 
 def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the recurrence over all columns.
-
-    Args:
-        states: ``[P, v_heads, V, K]`` float32.
+    """Run the recurrence over all columns, from states ``[P, v_heads, V, K]`` float32.
 
     Returns:
-        The states after the last column, and the outputs ``[P, J, v_heads, V]`` in the dtype of
-        ``qkv``.
+        The last states, and the outputs ``[P, J, v_heads, V]`` in the dtype of ``qkv``.
     """
     query, key, value = split_heads(columns.qkv, states.shape)
     keep, outputs = columns.decay.exp(), [value[:, :0]]

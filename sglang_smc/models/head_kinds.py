@@ -72,13 +72,9 @@ def mask_token(config: "ModelConfig") -> int:
 
 
 def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
-    """Return the target layers that give a head its hidden states, counted as by SGLang.
+    """Return which of the target's layers give a head its hidden states; None: SGLang's default.
 
-    Args:
-        num_layers: of the target.
-
-    Returns:
-        The layers; None for SGLang's default.
+    They are counted as by SGLang.
     """
     if kind_of(config) == "dflash":
         parsed = _dflash(config)
@@ -89,11 +85,7 @@ def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
 
 
 def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
-    """Yield what in a draft's checkpoint does not fit, as phrases that follow its path.
-
-    Args:
-        num_steps: K of the server.
-    """
+    """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
     name, kind = _named(config.hf_config), kind_of(config)
     if kind == "model":
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)

@@ -11,21 +11,13 @@ decompressed from the latents. Particles use the absorbed form in all forwards, 
 the cache as it is stored.
 """
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod,
 )
 
-from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, shared_prefix_attention
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_smc.models.attention import Attend
 
 
 def latent_attention(
@@ -55,50 +47,3 @@ NAME = "smc_latent"
 def absorb(backend_name: str) -> None:
     """Make SGLang's layers use the absorbed form, in all modes, for a backend of this name."""
     AttentionBackendRegistry.register(backend_name, lambda *_: AttnForwardMethod.MLA)
-
-
-class LatentParticleAttention(ParticleAttention):
-    """`ParticleAttention` over latents, with the same arguments, errors and use.
-
-    Heads that draft are not supported: it raises for ``first_key`` and ``blocks``.
-    """
-
-    # SGLang's layers read these names before the server's.
-    prefill_attention_backend_str = decode_attention_backend_str = NAME
-
-    def __init__(
-        self,
-        runner: "ModelRunner",
-        tails: torch.Tensor,
-        implementation: Implementation,
-        **sight: Any,
-    ) -> None:
-        if any(sight.values()):
-            raise ValueError(
-                f"heads with latent attention (MLA) are not supported ({sight}): pass a head with "
-                "ordinary attention, or a draft model"
-            )
-        super().__init__(runner, tails, implementation)
-        absorb(NAME)
-        self._rank: int = runner.model_config.kv_lora_rank
-        if implementation == "triton":
-            from sglang_smc.kernels.attention.latent import check_sizes
-
-            check_sizes(runner.dtype, self._rank, runner.model_config.qk_rope_head_dim)
-
-    def _caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's latents, ``[slots, 1, rank + rope]``."""
-        return (self.token_to_kv_pool.get_key_buffer(layer_id),)
-
-    def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
-        return lambda query, latents, softmax: latent_attention(
-            query, latents, plan, self._rank, softmax.scaling
-        )
-
-    def _in_triton(self, places: dict[str, Any], window: int | None, block: bool) -> "Attend":
-        from sglang_smc.kernels.attention.latent import latent_attention
-
-        assert window is None and not block, "checked with the layers"
-        return lambda query, latents, softmax: latent_attention(
-            query, latents, rank=self._rank, scaling=softmax.scaling, **places
-        )

@@ -76,12 +76,7 @@ class Ranks(NamedTuple):
 
 
 class Session:
-    """A sequence of captures, and the memory that they take.
-
-    Args:
-        record: captures one function.
-        device: on which memory is measured.
-    """
+    """A sequence of captures by ``record``, and the memory that they take on a device."""
 
     def __init__(self, record: Record, device: str) -> None:
         self._record = record
@@ -98,11 +93,7 @@ class Session:
         return recorded
 
     def usage(self, recorded: str) -> Usage:
-        """Return and log the cost of all graphs; log a warning if they share no memory.
-
-        Args:
-            recorded: description of the graphs, for the log.
-        """
+        """Return and log what graphs cost; log a warning if they share no memory."""
         taken, largest = self._taken(), self._largest or 0
         usage = Usage(taken / 2**30, time.monotonic() - self._start)
         logger.info(
@@ -193,11 +184,7 @@ class PassRecording(NamedTuple):
 
 
 class RecordedPasses:
-    """A model over particles with passes replayed from CUDA graphs.
-
-    Args:
-        forward: the model; it runs directly the passes that no graph fits.
-    """
+    """A model over particles with passes replayed from CUDA graphs, or run where none fits."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward

@@ -77,12 +77,7 @@ def take_room(pool: Any, num_states: int) -> torch.Tensor:
 
 
 class RecurrentParticles(AttentionBackend):
-    """Attention of particles for models in which some layers use linear attention.
-
-    Args:
-        full: attention of the other layers.
-        tables: of the particles.
-    """
+    """Attention of particles for models in which some layers use linear attention, others full."""
 
     needs_cpu_seq_lens = False
 

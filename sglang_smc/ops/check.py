@@ -36,13 +36,7 @@ class Found(NamedTuple):
 
 
 def findings(ops: Ops, device: str, sizes: Sizes) -> Iterator[Found]:
-    """Run every check with both implementations, and yield the results.
-
-    Args:
-        ops: the kernels.
-        device: of both.
-        sizes: of the server's rounds.
-    """
+    """Run every check with the kernels and with their references, and yield the results."""
     for name, check in CHECKS.items():
         yield _examined(name, partial(_played, check, device, sizes), ops, device)
 
@@ -53,10 +47,7 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
     Every rank of ``group`` must call it; all ranks return the same operations.
 
     Args:
-        ops: the kernels.
         kernels: the value of `--speculative-smc-kernels`.
-        device: of the kernels.
-        sizes: of the server's rounds.
         group: SGLang's group of the ranks that share the models.
 
     Raises:

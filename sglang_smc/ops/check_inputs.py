@@ -19,12 +19,7 @@ class Sizes(NamedTuple):
 
 
 class Inputs:
-    """Random inputs with a fixed seed.
-
-    Args:
-        device: of the inputs.
-        sizes: of the server's rounds.
-    """
+    """Random inputs with a fixed seed, in the sizes of the server's rounds."""
 
     def __init__(self, device: str, sizes: Sizes) -> None:
         self.device, self.sizes = device, sizes

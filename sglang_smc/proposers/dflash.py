@@ -86,12 +86,7 @@ class BlockForward(ParticleForward):
 
 
 class BlockHead(DraftProposer):
-    """A draft by a block head: one pass returns the distributions of all K tokens.
-
-    Args:
-        forward: the head over particles.
-        mask: the mask token id.
-    """
+    """A draft by a block head with a mask token: one pass for the distributions of all K tokens."""
 
     at_once = True
     wants_states = True

@@ -132,10 +132,8 @@ class EagleHead(DraftProposer):
     Args:
         forward: the head over particles.
         table: the target's hidden states.
-        hot: ``[draft vocabulary]`` int64 target token ids of the draft vocabulary; None for all.
-        vocab_size: V, of the target's logits.
-        target: the target over particles.
-        ledger: of KV slots.
+        hot, vocab_size: as in `spread`.
+        target: over particles.
         num_particles: N of the server.
     """
 

@@ -75,14 +75,7 @@ class StateTable(NamedTuple):
         width: int,
         dtype: torch.dtype,
     ) -> "StateTable":
-        """Return a table of zeros.
-
-        Args:
-            tails: `Ledger.tails`, a row for each of the P particles.
-            num_columns: C, the longest chain.
-            num_slots: of KV, the padding slot 0 included.
-            width, dtype: of hidden states.
-        """
+        """Return a table of zeros, for KV slots of which the padding slot 0 is one."""
         return cls(
             torch.zeros(len(tails) * num_columns, width, dtype=dtype, device=tails.device),
             torch.zeros(num_slots, dtype=torch.int64, device=tails.device),

@@ -275,12 +275,7 @@ def as_distribution(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistri
 
 
 class UniformDraft(DraftProposer):
-    """Uniform logits, used where n-gram matches are the only proposer.
-
-    Args:
-        of_target: the target's attention over particles, the only one.
-        vocab_size: V, of the target's logits.
-    """
+    """Uniform logits, used where n-gram matches are the only proposer."""
 
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
         self.attn_backend = of_target

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch_calls import Calls, Launch
 
 from sglang_smc.models import supported
+from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
-from sglang_smc.models.forward import ParticleForward, particle_backend
+from sglang_smc.models.forward import ParticleForward
 
 LAST_POSITION = 99
 
@@ -191,7 +192,7 @@ def of_head(h: Harness, attention: Any) -> Harness:
     """The model as a block head, without a key for the first token."""
     h.model.layer.attn_type = AttentionType.ENCODER_ONLY
     needs: dict[str, Any] = {"first_key": 1, "blocks": True}
-    h.forward.attn_backend = particle_backend(h.runner, h.case.tails, attention, **needs)
+    h.forward.attn_backend = ParticleAttention(h.runner, h.case.tails, attention, **needs)
     return h
 
 
