@@ -9,7 +9,7 @@ from drawn import drawn
 from exact_tables import verify
 
 from sglang_smc.kernels import verify as kernel
-from sglang_smc.kernels.selection import selection_rule
+from sglang_smc.kernels.verify import selection_rule
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import verification
