@@ -98,7 +98,7 @@ def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip:
     return cut(shape, 1, blocks, max_prefix, max_tail, chip.resident_programs(1))
 
 
-# Arguments that differ from batch to batch are not specialized.
+# Arguments that differ from batch to batch are not specialized, as fields of records always are.
 @triton.jit(
     do_not_specialize=[
         *("num_particles", "all_tokens", "num_prefix"),

@@ -97,7 +97,7 @@ def particle_attention(
     )
 
 
-# Arguments that differ from batch to batch are not specialized.
+# Arguments that differ from batch to batch are not specialized, as fields of records always are.
 @triton.jit(
     do_not_specialize=[
         *("window", "first_key", "num_particles", "all_tokens", "num_prefix"),
