@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from results import interval_cell, number_cell, table, tokens_a_pass
 
 from sglang_smc.options.server import LAG
-from sglang_smc.tools.plan import proposals, shapes
+from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import named
 from sglang_smc.tools.plan.roofline import Scenario, ar_step
 
@@ -32,10 +32,10 @@ def round_seconds(planned: str, num_particles: int) -> float:
     """Return a lower bound of the time of a round of K steps of an 8B.
 
     Args:
-        planned: the draft, one of `sglang_smc.tools.plan.proposals.NAMES`.
+        planned: the draft, one of `sglang_smc.tools.plan.shapes.DRAFTS`.
     """
-    target, draft = shapes.from_config(TARGET), proposals.from_config(planned)
-    device = named(DEVICE, proposals.lowest_precision(target, draft))
+    target, draft = shapes.from_config(TARGET), shapes.draft_from_config(planned)
+    device = named(DEVICE, shapes.lowest_precision(target, draft))
     scenario = Scenario(target, draft, device, CONTEXT, TAIL)
     return scenario.smc(BATCH, num_particles, NUM_STEPS).seconds
 

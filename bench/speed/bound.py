@@ -12,8 +12,7 @@ from speed.presets import Preset
 
 from sglang_smc.tools.plan import devices
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.proposals import MODEL, Draft, Round
-from sglang_smc.tools.plan.roofline import ar_step, smc_round
+from sglang_smc.tools.plan.roofline import Round, ar_step, smc_round
 from sglang_smc.tools.plan.shapes import ModelShape
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -46,7 +45,7 @@ def least_round(cell: Cell, preset: Preset) -> Round | None:
         n, k = system.num_particles, system.num_steps
     else:
         return None
-    return smc_round(target, Draft(MODEL, draft), cell.batch, n, k, context)
+    return smc_round(target, draft, cell.batch, n, k, context)
 
 
 def measure_machine(preset: Preset, path: Path) -> None:

@@ -39,7 +39,6 @@ from speed.report import CellRow, make_rows, markdown
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
 
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.proposals import MODEL, Draft
 from sglang_smc.tools.plan.roofline import ar_step, smc_round
 
 QUICK = ("--preset", "cpu", "--quick")
@@ -281,10 +280,10 @@ def test_the_least_that_each_system_moves() -> None:
 
     target, draft = shapes(ANY_CPU)
     assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
-    context, model = 256 + 96 / 2, Draft(MODEL, draft)
-    assert least(BLOCK, 8, 4) == smc_round(target, model, 2, 8, 4, context).bytes
+    context = 256 + 96 / 2
+    assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
     assert least(EXACT, 8, 4) == least(BLOCK, 8, 4)
-    assert least(CHAIN) == smc_round(target, model, 2, 1, 4, context).bytes
+    assert least(CHAIN) == smc_round(target, draft, 2, 1, 4, context).bytes
     assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
     assert least_round(Cell(System(TREE), 2, 256), ANY_CPU) is None
 

@@ -16,9 +16,8 @@ from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.command import doctor, machine, pair
 from sglang_smc.tools.command.machine import FAIL, OK, WARNING, Finding
-from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device, named
-from sglang_smc.tools.plan.shapes import BUILT_IN
+from sglang_smc.tools.plan.shapes import BUILT_IN, draft_from_config
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -189,8 +188,8 @@ def test_drafts_beside_models_have_their_arithmetic(draft: str) -> None:
     asked = options("--draft", draft)
     found = findings_of("h100", "--draft", draft)
     assert {one.level for one in found.values()} == {OK}
-    head = proposals.from_config(draft)
-    states = 8 * head.state_bytes(asked.num_particles, asked.num_steps)  # of --requests
+    head = draft_from_config(draft)
+    states = 8 * head.hidden_state_bytes(asked.num_particles, asked.num_steps)  # of --requests
     weights = BUILT_IN["llama-3.1-8b"].resident_bytes + head.resident_bytes
     room = 0.88 * 80e9 - 1.5e9 - states - weights
     slots = int(room / (131_072 + head.kv_bytes_per_token))

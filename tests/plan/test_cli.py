@@ -12,9 +12,8 @@ from toy_plans import config
 from sglang_smc.tools.plan import cli
 from sglang_smc.tools.plan.cli import main
 from sglang_smc.tools.plan.devices import Device, named
-from sglang_smc.tools.plan.proposals import from_config
 from sglang_smc.tools.plan.roofline import Scenario, ar_step
-from sglang_smc.tools.plan.shapes import from_config as model_from_config
+from sglang_smc.tools.plan.shapes import draft_from_config
 
 Capture = pytest.CaptureFixture[str]
 PAIR = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
@@ -115,7 +114,7 @@ def test_a_row_for_each_device_batch_and_draft(capsys: Capture) -> None:
     keys = [(device, batch) for device in ("h200", "h100") for batch in ("1", "16")]
     wanted = [(*key, "N=8 K=8", draft) for key in keys for draft in DRAFTS]
     assert [tuple(row[:4]) for row in found] == wanted
-    target, dflash = model_from_config("llama-3.1-8b"), from_config("dflash-8b")
+    target, dflash = draft_from_config("llama-3.1-8b"), draft_from_config("dflash-8b")
     cost = Scenario(target, dflash, named("h200"), 2000).smc(1, 8, 8)
     times = [f"{1e3 * value:.3g}" for value in (*cost.parts, cost.seconds)]
     assert found[2][4:8] == times
@@ -153,7 +152,7 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
     assert found["draft"]["proposal"] == "eagle3" and smc["layers"] == 41
     assert list(smc["seconds_by_pass"]) == ["draft", "verify", "follow"]
     assert sum(smc["seconds_by_pass"].values()) == pytest.approx(smc["seconds"])
-    weights = sum(from_config(name).resident_bytes for name in ("llama-3.1-8b", "eagle3-8b"))
+    weights = sum(draft_from_config(name).resident_bytes for name in ("llama-3.1-8b", "eagle3-8b"))
     kv, states = (1024 + 8 * found["tail"]) * (131_072 + 4_096), 8 * 9 * 3 * 4096 * 2
     assert found["memory_bytes"] == pytest.approx(weights + kv + states, abs=1)
 

@@ -14,8 +14,7 @@ from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.memory import memory_table, reserved_bytes, state_bytes
-from sglang_smc.tools.plan.proposals import BUILT_IN as DRAFTS
-from sglang_smc.tools.plan.shapes import BUILT_IN, States
+from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, States
 
 VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]

@@ -11,31 +11,25 @@ from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.memory import kv_slots
-from sglang_smc.tools.plan.proposals import MODEL, NGRAM, Draft
-from sglang_smc.tools.plan.proposals import from_config as proposal_of
-from sglang_smc.tools.plan.roofline import (
-    LARGEST_BATCH,
-    Scenario,
-    ar_step,
-    smc_round,
-)
-from sglang_smc.tools.plan.shapes import from_config
+from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Scenario, ar_step, smc_round
+from sglang_smc.tools.plan.shapes import DRAFTS, NGRAM, ModelShape
+from sglang_smc.tools.plan.shapes import draft_from_config as draft_of
 
 #: A draft that shares nothing with the target but the vocabulary.
-SMALL = Draft(MODEL, dataclasses.replace(TOY, num_heads=2, num_kv_heads=1))
-OWN = Draft(MODEL, TOY)
+SMALL = dataclasses.replace(TOY, num_heads=2, num_kv_heads=1)
+MATCHES = DRAFTS[NGRAM]
 DEVICE = Device("toy", bandwidth=100.0, flops=1000.0)
 H100, H200, B200 = named("h100"), named("h200"), named("b200")
-LLAMA = (from_config("llama-3.1-8b"), proposal_of("llama-3.2-1b"))
+LLAMA = (draft_of("llama-3.1-8b"), draft_of("llama-3.2-1b"))
 NAMES = ("ngram", "dflash-8b", "eagle3-8b", "llama-3.2-1b", "ngram+llama-3.2-1b")
-OF_8B = {name: proposal_of(name) for name in NAMES}
+OF_8B = {name: draft_of(name) for name in NAMES}
 
 CASES = settings(deadline=None, derandomize=True)
 lengths = st.integers(0, 50_000)
 sizes = st.tuples(st.integers(1, 32), st.integers(1, 32), st.integers(1, 14), lengths)
 
 
-def toy_round(draft: Draft, **more: Any) -> Any:
+def toy_round(draft: ModelShape, **more: Any) -> Any:
     """Two requests of three particles, with 10 tokens in common and 4 of their own each."""
     return smc_round(TOY, draft, 2, 3, 2, context=10, tail=4, **more)
 
@@ -53,7 +47,7 @@ def test_ar_step_by_hand() -> None:
 
 
 def test_smc_round_by_hand() -> None:
-    found = toy_round(OWN)
+    found = toy_round(TOY)
     first, second, verify = found.passes
     assert [one.weights for one in found.passes] == [400, 400, 400]
     # Read once a request, read of each particle, written.
@@ -64,13 +58,13 @@ def test_smc_round_by_hand() -> None:
     assert first.flops == 12 * 240 + 6 * (15 + 16) * 32 + 6 * 160
     assert second.flops == 6 * 240 + 6 * 17 * 32 + 6 * 160
     assert verify.flops == 18 * 240 + 6 * (15 + 16 + 17) * 32 + 18 * 160
-    apart = toy_round(OWN, shared_prefix=False)
+    apart = toy_round(TOY, shared_prefix=False)
     assert apart.bytes - found.bytes == 3 * (6 - 2) * 10 * 16
     assert apart.flops == found.flops
 
 
 def test_eagle3_round_by_hand() -> None:
-    found = toy_round(proposal_of(EAGLE3_CONFIG))
+    found = toy_round(draft_of(EAGLE3_CONFIG))
     first, second, verify, follow = found.passes
     assert [one.name for one in found.passes] == ["draft", "draft", "verify", "follow"]
     for step, one in enumerate((first, second)):
@@ -78,7 +72,7 @@ def test_eagle3_round_by_hand() -> None:
         assert one.kv == (2 * 10 + 6 * (4 + step) + 6) * 16
         assert one.logits == 6 * 6 * 8
         assert one.flops == 6 * 2 * (120 + 64 + 24) + 6 * (15 + step) * 32
-    assert verify == toy_round(Draft(NGRAM)).passes[0]
+    assert verify == toy_round(MATCHES).passes[0]
     assert (follow.weights, follow.logits) == (2 * (120 + 64 + 48), 0)
     assert follow.kv == (2 * 10 + 6 * 4 + 6 * 3) * 16
     assert follow.flops == 18 * 2 * (120 + 64 + 48) + 6 * (15 + 16 + 17) * 32
@@ -86,29 +80,29 @@ def test_eagle3_round_by_hand() -> None:
 
 
 def test_dflash_round_by_hand() -> None:
-    found = toy_round(proposal_of(DFLASH_CONFIG))
+    found = toy_round(draft_of(DFLASH_CONFIG))
     draft, verify, follow = found.passes
     assert draft.weights == 2 * (2 * 120 + 80)  # and the target's LM head
     assert draft.kv == (2 * 10 + 6 * 4 + 6 * 3) * 32
     assert draft.logits == 6 * 2 * 20 * 8
     # Each of three columns sees 14 tokens and all three columns; two of them have logits.
     assert draft.flops == 18 * 2 * 240 + 6 * 3 * 17 * 64 + 12 * 2 * 80
-    assert verify == toy_round(Draft(NGRAM)).passes[0]
+    assert verify == toy_round(MATCHES).passes[0]
     assert (follow.weights, follow.kv) == (2 * (48 + 64), 18 * 32)
     assert follow.flops == 18 * 2 * (48 + 64)
     assert found.layers == 2 + 1 + 1
     # With a window, one of two layers sees 5 of 10 tokens: (10 + 5) / 2 on average.
     types = ["sliding_attention", "full_attention"]
-    head = proposal_of(DFLASH_CONFIG | {"layer_types": types, "sliding_window": 5})
-    assert (head.layers.windowed_layers, head.layers.window) == (1, 5)
+    head = draft_of(DFLASH_CONFIG | {"layer_types": types, "sliding_window": 5})
+    assert (head.windowed_layers, head.window) == (1, 5)
     assert toy_round(head).passes[0].kv == (2 * 7.5 + 6 * 4 + 6 * 3) * 32
 
 
 def test_matches_cost_the_target_alone_and_beside_a_draft_what_it_costs() -> None:
-    assert [one.name for one in toy_round(Draft(NGRAM)).passes] == ["verify"]
-    assert toy_round(Draft(NGRAM, TOY)) == toy_round(OWN)
-    assert Draft(NGRAM).resident_bytes == Draft(NGRAM).kv_bytes_per_token == 0
-    assert kv_slots(TOY, Draft(NGRAM), TOY.resident_bytes + 160, SMCConfig(), 1) == 10
+    assert [one.name for one in toy_round(MATCHES).passes] == ["verify"]
+    assert toy_round(dataclasses.replace(TOY, kind=NGRAM)) == toy_round(TOY)
+    assert MATCHES.resident_bytes == MATCHES.kv_bytes_per_token == 0
+    assert kv_slots(TOY, MATCHES, TOY.resident_bytes + 160, SMCConfig(), 1) == 10
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
@@ -158,7 +152,7 @@ def test_a_shared_prefix_never_costs_more_and_one_particle_what_speculation_cost
     assert (one.bytes, one.flops) == pytest.approx((other.bytes, other.flops))
 
 
-IT = Scenario(TOY, OWN, DEVICE, 10)
+IT = Scenario(TOY, TOY, DEVICE, 10)
 
 
 def test_tokens_of_a_round() -> None:
@@ -174,8 +168,8 @@ def test_tokens_of_a_round() -> None:
         (lambda: IT.sd(1, 8, 1.1), "within 0 and 1"),
         (lambda: IT.smc(1, 8, 8, -1), "within 0 and the 8 steps"),
         (lambda: ar_step(TOY, 0, 10), "batch is 0"),
-        (lambda: smc_round(TOY, OWN, 1, 0, 1, 10), "num_particles is 0"),
-        (lambda: smc_round(TOY, OWN, 1, 1, 0, 10), "num_steps is 0"),
+        (lambda: smc_round(TOY, TOY, 1, 0, 1, 10), "num_particles is 0"),
+        (lambda: smc_round(TOY, TOY, 1, 1, 0, 10), "num_steps is 0"),
     ],
 )
 def test_impossible_rounds_are_refused(call: Any, said: str) -> None:
@@ -250,7 +244,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("case", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_speeds_reach_a_plausible_share_of_the_bound(case: Published) -> None:
-    target, draft = from_config(case.target), proposal_of(case.draft)
+    target, draft = draft_of(case.target), draft_of(case.draft)
     scenario = Scenario(target, draft, case.device, case.context, case.tail)
     bound = scenario.smc(1, *case.setting) if case.setting else scenario.ar(1)
     assert case.speed / bound.tokens_per_second == pytest.approx(case.share, rel=0.1)

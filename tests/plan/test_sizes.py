@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
-from sglang_smc.tools.plan import proposals
-from sglang_smc.tools.plan.proposals import NGRAM, Draft, Rows, forward
-from sglang_smc.tools.plan.proposals import from_config as proposal_of
-from sglang_smc.tools.plan.shapes import BUILT_IN, from_config
+from sglang_smc.tools.plan.roofline import Rows, forward
+from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, from_config, lowest_precision
+from sglang_smc.tools.plan.shapes import draft_from_config as draft_of
 
 # Of the checkpoints' tensors, as their model cards state them.
 PARAMETERS = {
@@ -186,27 +185,27 @@ def test_a_pass_moves_each_state(num_tokens: int, moves: int) -> None:
 
 def test_eagle3_sizes_by_hand() -> None:
     """Its first layer makes 16 numbers of an embedding and a state: 4 x 16 more weights."""
-    head = proposal_of(EAGLE3_CONFIG)
+    head = draft_of(EAGLE3_CONFIG)
     assert head.kind == "eagle3"
-    assert (head.entry_parameters, head.fc_parameters) == (4 * (8 + 4 + 4), 3 * 4 * 4)
+    assert (head.layer_parameters, head.fc_parameters) == (120 + 4 * (8 + 4 + 4), 3 * 4 * 4)
     assert head.num_parameters == 120 + 64 + 48 + 6 * 4
     assert head.streamed_bytes == 2 * (120 + 64 + 24)
     assert head.resident_bytes == 2 * (120 + 64 + 24 + 48)
-    assert (head.kv_bytes_per_token, head.state_bytes(3, 2)) == (16, 3 * 3 * 3 * 4 * 2)
+    assert (head.kv_bytes_per_token, head.hidden_state_bytes(3, 2)) == (16, 3 * 3 * 3 * 4 * 2)
     # Layers follow the precision of weights; ``fc`` and LM heads stay in 16 bits.
-    quantized = proposal_of(EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    quantized = draft_of(EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
     assert quantized.streamed_bytes == 1 * (120 + 64) + 2 * 24
-    assert proposals.lowest_precision(TOY, quantized, Draft(NGRAM)) == 1
+    assert lowest_precision(TOY, quantized, DRAFTS["ngram"]) == 1
     for said in (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}},
         {"num_aux_hidden_states": 4},
     ):
-        more = proposal_of(EAGLE3_CONFIG | said)
+        more = draft_of(EAGLE3_CONFIG | said)
         assert more.fc_parameters == 4 * 4 * 4
 
 
 def test_dflash_sizes_by_hand() -> None:
-    head = proposal_of(DFLASH_CONFIG)
+    head = draft_of(DFLASH_CONFIG)
     assert head.kind == "dflash"
     assert head.num_parameters == 2 * 120 + 48
     assert head.streamed_bytes == 2 * 2 * 120
@@ -224,8 +223,8 @@ def test_built_in_heads_are_what_public_configurations_say() -> None:
     dflash = DFLASH_CONFIG | wide | {"num_hidden_layers": 5, "num_target_layers": 36}
     dflash |= {"intermediate_size": 12288, "vocab_size": 151936, "block_size": 16}
     del dflash["dflash_config"]
-    assert proposal_of(eagle3) == proposals.BUILT_IN["eagle3-8b"]
-    assert proposal_of(dflash) == proposal_of("DFlash-8B") == proposals.BUILT_IN["dflash-8b"]
+    assert draft_of(eagle3) == DRAFTS["eagle3-8b"]
+    assert draft_of(dflash) == draft_of("DFlash-8B") == DRAFTS["dflash-8b"]
 
 
 FOUR_BITS = {
@@ -247,18 +246,18 @@ WITHOUT_HOT = {key: value for key, value in EAGLE3_CONFIG.items() if key != "dra
         (from_config, LLAMA_CONFIG | {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         (from_config, LLAMA_CONFIG | {"quantization_config": FOUR_BITS}, "with 8 bits"),
         (from_config, DFLASH_CONFIG, "architecture is DFlashDraftModel"),
-        (proposal_of, WITHOUT_HOT, "number for draft_vocab_size.*write vocab_size there"),
-        (proposal_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
-        (proposal_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
+        (draft_of, WITHOUT_HOT, "number for draft_vocab_size.*write vocab_size there"),
+        (draft_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
+        (draft_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
         (
-            proposal_of,
+            draft_of,
             DFLASH_CONFIG | {"dflash_config": {"projector_type": "domino"}},
             "has projector_type: more than one pass",
         ),
-        (proposal_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
-        (proposal_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
-        (proposal_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
-        (proposal_of, "ngram+eagle3-8b", "beside a draft model .*given is eagle3"),
+        (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
+        (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
+        (draft_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
+        (draft_of, "ngram+eagle3-8b", "beside a draft model .*given is eagle3"),
     ],
 )
 def test_what_it_does_not_know_it_refuses(read: Any, source: Any, said: str) -> None:

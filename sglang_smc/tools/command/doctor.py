@@ -16,10 +16,9 @@ from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.tools.command import machine
 from sglang_smc.tools.command.machine import FAIL, Finding, fail, warning
 from sglang_smc.tools.commands import main_of, number, positive
-from sglang_smc.tools.plan import proposals
+from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.memory import reserved_bytes
-from sglang_smc.tools.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
 
 HERE = "here"
 
@@ -110,9 +109,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
-        both = (options.target, BUILT_IN), (options.draft, proposals.NAMES)
+        both = (options.target, shapes.BUILT_IN), (options.draft, shapes.DRAFTS)
         for name, known in both:
-            is_known = name.lower() in known or (name is options.draft and proposals.is_name(name))
+            is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
             if not is_known and not Path(name).is_dir():
                 raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
     settings = ("num_particles", "num_steps", "max_lag")
@@ -156,10 +155,10 @@ def _device(options: argparse.Namespace) -> tuple[Device, bool]:
     """Return the device, and whether it is this machine's CPU; measured rates are 16-bit."""
     if options.device != HERE:
         try:
-            target, draft = from_config(options.target), proposals.from_config(options.draft)
-            weight_bytes = proposals.lowest_precision(target, draft)  # a bound for both
+            both = shapes.from_config(options.target), shapes.draft_from_config(options.draft)
+            weight_bytes = shapes.lowest_precision(*both)  # a bound for both
         except ValueError:  # no roofline is computed
-            weight_bytes = SIXTEEN_BIT
+            weight_bytes = shapes.SIXTEEN_BIT
         return named(options.device, weight_bytes), False
     import torch
 

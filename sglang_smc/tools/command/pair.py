@@ -11,13 +11,12 @@ from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc.tools.command.machine import Finding, fail, ok, warning
-from sglang_smc.tools.plan import proposals
+from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots
-from sglang_smc.tools.plan.proposals import HEADS, Draft
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Estimate, Scenario
-from sglang_smc.tools.plan.shapes import ModelShape, architecture, contents, from_config
+from sglang_smc.tools.plan.shapes import ModelShape
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -36,7 +35,7 @@ def findings(
             yield _vocabularies(options.target, options.draft)
         yield _accepted(options)
     try:
-        target, draft = from_config(options.target), proposals.from_config(options.draft)
+        target, draft = shapes.from_config(options.target), shapes.draft_from_config(options.draft)
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
         return
@@ -60,26 +59,26 @@ def findings(
 
 def _has_name(options: argparse.Namespace) -> bool:
     """Return whether either model is given by a built-in name, which has no files to read."""
-    return any(map(proposals.is_name, (options.target, options.draft)))
+    return any(map(shapes.is_name, (options.target, options.draft)))
 
 
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
     try:
-        return architecture(contents(draft)) in HEADS
+        return shapes.architecture(shapes.contents(draft)) in shapes.HEADS
     except ValueError:  # reported by other findings
         return False
 
 
-def _misfit(target: ModelShape, draft: Draft, options: argparse.Namespace) -> Finding | None:
+def _misfit(target: ModelShape, draft: ModelShape, options: argparse.Namespace) -> Finding | None:
     """Return a failure if the sizes of target and draft do not fit together, else None."""
     try:
         draft.require_fit(target, options.num_steps)
     except ValueError as error:
         return fail("draft", f"{draft.kind} for another target, or fewer steps", str(error))
-    sizes = target.vocab_size, draft.layers.vocab_size
+    sizes = target.vocab_size, draft.vocab_size
     # For folders, `_vocabularies` compares the tokenizers.
-    if draft.is_head or draft.weight_bytes is None or not _has_name(options) or len({*sizes}) == 1:
+    if draft.is_head or not draft.num_layers or not _has_name(options) or len({*sizes}) == 1:
         return None
     return fail("vocabulary", f"vocab_size is {sizes[0]} and {sizes[1]}", OTHER_DRAFT)
 
@@ -124,9 +123,9 @@ def _accepted(options: argparse.Namespace) -> Finding:
 
 def _context(target: str) -> int:
     """Return the tokens of a request: `CONTEXT`, or fewer if the model's maximum is lower."""
-    if proposals.is_name(target):
+    if shapes.is_name(target):
         return CONTEXT
-    return min(CONTEXT, contents(target).get("max_position_embeddings") or CONTEXT)
+    return min(CONTEXT, shapes.contents(target).get("max_position_embeddings") or CONTEXT)
 
 
 # --- Memory and speed
@@ -136,7 +135,7 @@ class Pair(NamedTuple):
     """A target and a draft on a device, for the requests of the options."""
 
     target: ModelShape
-    draft: Draft
+    draft: ModelShape
     device: Device
     options: argparse.Namespace
     most_slots: int | None

@@ -10,17 +10,25 @@ from pathlib import Path
 
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.commands import main_of, natural, number, positive, several
-from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.tools.plan.proposals import BESIDE, DEFAULT_STEPS, NGRAM, Draft
 from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
-from sglang_smc.tools.plan.shapes import BUILT_IN, from_config
+from sglang_smc.tools.plan.shapes import (
+    BESIDE,
+    BUILT_IN,
+    DEFAULT_STEPS,
+    DRAFTS,
+    NGRAM,
+    ModelShape,
+    draft_from_config,
+    from_config,
+    lowest_precision,
+)
 
 ACCEPTANCE = 0.8
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
 MEASURED = {"measured": None, "measured:cpu": "cpu", "measured:cuda": "cuda"}
-Drafts = Mapping[str, Draft]  # by name: a path's last part unless these coincide
+Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these coincide
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +43,10 @@ def _printed(arguments: argparse.Namespace) -> str:
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
     drafts = {
-        name: proposals.from_config(source, weight_bytes).on_devices(arguments.tp)
+        name: draft_from_config(source, weight_bytes).on_devices(arguments.tp)
         for name, source in zip(names, arguments.draft, strict=True)
     }
-    weight_bytes = proposals.lowest_precision(target, *drafts.values())
+    weight_bytes = lowest_precision(target, *drafts.values())
     lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
     loads = [
         Scenario(target, next(iter(drafts.values())), device.times(arguments.tp), *lengths)
@@ -58,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add, positives = result.add_argument, several(positive)
     models = f"a config.json, its folder, or one of {', '.join(BUILT_IN)}"
-    heads = [name for name in proposals.BUILT_IN if name not in (*BUILT_IN, NGRAM)]
+    heads = [name for name in DRAFTS if name not in (*BUILT_IN, NGRAM)]
     add("--target", required=True, help=models)
     drafts = f"the same; or that of an EAGLE-3 head or a DFlash block, or {', '.join(heads)}; "
     drafts += f"or {NGRAM}, alone or beside a model, as {BESIDE}llama-3.2-1b. Several are compared"

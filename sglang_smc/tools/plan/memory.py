@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sglang_smc.kv.report import Sizes, Table
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.plan.proposals import Draft
 from sglang_smc.tools.plan.shapes import ModelShape
 
 #: Approximations of SGLang's values, which depend on the device: the default of
@@ -26,18 +25,18 @@ def reserved_bytes(capacity: float) -> int:
     return next(mib for most, mib in RESERVED if capacity < most << 20) << 20
 
 
-def state_bytes(target: ModelShape, draft: Draft, config: SMCConfig) -> float:
+def state_bytes(target: ModelShape, draft: ModelShape, config: SMCConfig) -> float:
     """Return the bytes of a request's hidden and recurrent states.
 
     Of recurrent states these are SGLang's own, and the particles' or the columns'.
     """
     n, k = config.num_particles, config.num_steps
     recurrent = target.states.bytes if target.states else 0
-    return draft.state_bytes(n, k) + (1 + max(n, k + 1)) * recurrent
+    return draft.hidden_state_bytes(n, k) + (1 + max(n, k + 1)) * recurrent
 
 
 def kv_slots(
-    target: ModelShape, draft: Draft, num_bytes: float, config: SMCConfig, num_requests: int
+    target: ModelShape, draft: ModelShape, num_bytes: float, config: SMCConfig, num_requests: int
 ) -> int:
     """Return the KV slots, for both models together, that fit beside weights and states."""
     left = num_bytes - target.resident_bytes - draft.resident_bytes
@@ -46,7 +45,7 @@ def kv_slots(
 
 
 def memory_table(
-    target: ModelShape, draft: Draft, capacity: float, config: SMCConfig
+    target: ModelShape, draft: ModelShape, capacity: float, config: SMCConfig
 ) -> Table | None:
     """Return the memory for requests and their use of it, or None if no memory is left.
 

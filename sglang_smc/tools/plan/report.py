@@ -9,9 +9,8 @@ from sglang_smc.kv.report import Table
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.commands import table
 from sglang_smc.tools.plan.memory import STATIC_FRACTION, memory_table
-from sglang_smc.tools.plan.proposals import DFLASH, NGRAM, Draft
 from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Estimate, Scenario
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc.tools.plan.shapes import DFLASH, NGRAM, ModelShape
 
 LEFT_OUT = (
     "These are upper bounds. Left out: launch gaps and waits between kernels, sampling, "
@@ -50,7 +49,7 @@ class Plan(NamedTuple):
         tokens = batch * (one.context + particles * one.tail)
         models = (one.target, one.draft)
         kept = [model.resident_bytes + tokens * model.kv_bytes_per_token for model in models]
-        return sum(kept) + batch * one.draft.state_bytes(particles, steps)
+        return sum(kept) + batch * one.draft.hidden_state_bytes(particles, steps)
 
     @property
     def fits(self) -> bool:
@@ -174,7 +173,7 @@ class Comparison(NamedTuple):
     """Rounds of several drafts, and their speed at measured tokens per pass."""
 
     target: str
-    drafts: Mapping[str, Draft]
+    drafts: Mapping[str, ModelShape]
     tokens: tuple[float, ...]  # per pass of the target
     rows: list[tuple[str, Estimate]]  # a draft's name, and a round of it
 
@@ -242,10 +241,14 @@ class Comparison(NamedTuple):
 # --- Sizes
 
 
-def _sizes(shape: ModelShape | Draft) -> dict[str, Any]:
-    """Return the sizes of a target or a draft, in bytes."""
-    names = ("num_parameters", "weight_bytes", "streamed_bytes", "kv_bytes_per_token")
-    return {name: getattr(shape, name) for name in names}
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    """Return the sizes of a target or a draft, in bytes; without layers a weight has none."""
+    return {
+        "num_parameters": shape.num_parameters,
+        "weight_bytes": shape.weight_bytes if shape.num_layers else None,
+        "streamed_bytes": shape.streamed_bytes,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+    }
 
 
 def _lengths(scenario: Scenario) -> dict[str, Any]:
@@ -260,25 +263,25 @@ def _length_line(scenario: Scenario) -> str:
     )
 
 
-def _model_line(shape: ModelShape | Draft) -> str:
+def _model_line(shape: ModelShape) -> str:
     return (
         f"{si(shape.num_parameters)} parameters, {si(shape.streamed_bytes)}B read a pass, "
         f"{si(shape.kv_bytes_per_token)}B of KV a token"
     )
 
 
-def _draft_line(name: str, draft: Draft, num_particles: int, num_steps: int) -> str:
+def _draft_line(name: str, draft: ModelShape, num_particles: int, num_steps: int) -> str:
     """Return the draft's kind, ``name`` and sizes, and its hidden states in a round of N and K."""
     line = f"{name} ({draft.kind}): "
     if draft.kind == NGRAM:
         line += "matches, found on the host in microseconds, which are left out; "
-    if draft.weight_bytes is None:
+    if not draft.num_layers:
         return line + "in modes that verify: exact, mixed and auto"
     line += _model_line(draft)
     if draft.kind == DFLASH:
         line += "; a pass reads the target's LM head, too"
     if draft.is_head:
-        kept = si(draft.state_bytes(num_particles, num_steps))
+        kept = si(draft.hidden_state_bytes(num_particles, num_steps))
         line += f"; of the target's states {kept}B a request at N={num_particles} K={num_steps}"
     return line
 

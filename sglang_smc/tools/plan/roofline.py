@@ -1,9 +1,13 @@
 """Bound the time of decoding from below: bytes to move and operations to compute.
 
 Each pass of a model takes the longer of its memory and its compute time (Williams et al. 2009; for
-SMC: section 3.1 of arXiv 2604.15672). Passes run one after another, so their times add up. Left out
-are launch gaps, synchronization, sampling, activations and communication between devices: the
-results are bounds, not predictions.
+SMC: section 3.1 of arXiv 2604.15672). A pass reads its weights once (of experts those that its
+tokens visit), reads and writes KV, and writes and reads its logits. Passes run one after another,
+so their times add up. Left out are launch gaps, synchronization, sampling, activations, hidden
+states and communication between devices: the results are bounds, not predictions.
+
+A head's own KV covers the target's columns: once these are known it is computed from their hidden
+states, in a pass named ``follow``.
 """
 
 from __future__ import annotations
@@ -11,14 +15,139 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.proposals import Draft, Round, Rows, forward
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc.tools.plan.shapes import DFLASH, ModelShape
 
 DEFAULT_PARTICLES = (4, 8, 16)
 #: The largest batch at which plain decoding is compared.
 LARGEST_BATCH = 1024
+#: Logits are written in float32 and read once, to draw from and score them.
+LOGIT_BYTES = 2 * 4
+
+
+class Pass(NamedTuple):
+    """A forward pass: its bytes by kind, and its operations."""
+
+    name: str  # decode, draft, verify, or follow: a head's pass over the target's columns
+    weights: float
+    kv: float
+    logits: float
+    flops: float
+    layers: int  # run sequentially
+
+    def with_weights(self, parameters: int, num_bytes: float, rows: int) -> Pass:
+        """Return the pass with a further matrix of ``num_bytes`` a weight, for ``rows`` rows."""
+        return self._replace(
+            weights=self.weights + parameters * num_bytes,
+            flops=self.flops + 2 * parameters * rows,
+        )
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.kv + self.logits
+
+    def seconds(self, device: Device) -> float:
+        return max(self.bytes / device.bandwidth, self.flops / device.flops)
+
+    def bound(self, device: Device) -> str:
+        """Return the limit of the work: ``memory`` or ``compute``."""
+        memory = self.bytes / device.bandwidth >= self.flops / device.flops
+        return "memory" if memory else "compute"
+
+
+class Round(NamedTuple):
+    """Passes that run sequentially."""
+
+    passes: tuple[Pass, ...]
+
+    @property
+    def bytes(self) -> float:
+        return sum(one.bytes for one in self.passes)
+
+    @property
+    def flops(self) -> float:
+        return sum(one.flops for one in self.passes)
+
+    @property
+    def layers(self) -> int:
+        """Return the sequential layers; each adds kernel launches, which no bound counts."""
+        return sum(one.layers for one in self.passes)
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """Return the bytes by kind: ``weights``, ``kv`` and ``logits``."""
+        kinds = ("weights", "kv", "logits")
+        return {kind: sum(getattr(one, kind) for one in self.passes) for kind in kinds}
+
+    def seconds(self, device: Device) -> float:
+        return sum(self.seconds_by_pass(device).values())
+
+    def seconds_by_pass(self, device: Device) -> dict[str, float]:
+        """Return the seconds of all passes of a name, e.g. ``draft`` and ``verify``."""
+        found: dict[str, float] = {}
+        for one in self.passes:
+            found[one.name] = found.get(one.name, 0.0) + one.seconds(device)
+        return found
+
+    def bound(self, device: Device) -> str:
+        """Return ``memory`` or ``compute``, or, if passes differ, the limit of each by name."""
+        limits: dict[str, dict[str, None]] = {}  # in order, without repetition
+        for one in self.passes:
+            limits.setdefault(one.name, {})[one.bound(device)] = None
+        found = {name: "/".join(of_name) for name, of_name in limits.items()}
+        values = set(found.values())
+        return values.pop() if len(values) == 1 else ", ".join(f"{n} {v}" for n, v in found.items())
+
+
+class Rows(NamedTuple):
+    """The sequences that one pass continues: ``batch`` requests of ``num_particles`` each.
+
+    The particles of a request share ``context`` tokens, and each has a ``tail`` of its own, all in
+    the KV cache already. A ``shared_prefix`` is read once per request, not once per particle.
+    """
+
+    batch: int
+    num_particles: int
+    context: float
+    tail: float
+    shared_prefix: bool
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.num_particles
+
+
+def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logits: int) -> Pass:
+    """Return a pass over ``num_tokens`` new tokens per row, with logits of the last ``num_logits``.
+
+    Without logits the LM head is not read.
+    """
+    logits = rows.count * num_logits
+    # Each new token attends to all tokens before it, and to itself.
+    seen = shape.seen(rows.context)
+    keys = num_tokens * (seen + rows.tail) + num_tokens * (num_tokens + 1) / 2
+    flops = (
+        2 * shape.active_parameters * rows.count * num_tokens
+        + shape.attention_flops * rows.count * keys
+        + 2 * shape.head_parameters * logits
+    )
+    states = 0.0
+    if shape.states is not None:  # advanced over the kept last columns, then the new
+        turns = 1 if num_tokens == 1 else 2
+        states = 2 * turns * rows.count * shape.states.bytes
+        flops += turns * rows.count * num_tokens * shape.states.flops
+    prefixes = rows.batch if rows.shared_prefix else rows.count
+    tokens = prefixes * seen + rows.count * (rows.tail + num_tokens)
+    return Pass(
+        name,
+        weights=shape.bytes_read(rows.count * num_tokens, with_head=num_logits > 0),
+        kv=tokens * shape.kv_bytes_per_token + states,
+        logits=LOGIT_BYTES * shape.vocab_size * logits,
+        flops=flops,
+        layers=shape.num_layers,
+    )
 
 
 def ar_step(target: ModelShape, batch: int, context: float) -> Round:
@@ -30,7 +159,7 @@ def ar_step(target: ModelShape, batch: int, context: float) -> Round:
 
 def smc_round(
     target: ModelShape,
-    draft: Draft,
+    draft: ModelShape,
     batch: int,
     num_particles: int,
     num_steps: int,
@@ -48,8 +177,56 @@ def smc_round(
     _require_positive(batch=batch, num_particles=num_particles, num_steps=num_steps)
     rows = Rows(batch, num_particles, context, tail, shared_prefix)
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
-    before, after = draft.passes(target, rows, num_steps)
-    return Round((*before, verify, *after))
+    draft.require_fit(target, num_steps)
+    if draft.kind == DFLASH:
+        block, follow = _of_dflash(target, draft, rows, num_steps)
+        return Round((block, verify, follow))
+    if draft.is_head:
+        drafted = _drafted(draft, rows, [1] * num_steps)
+        return Round((*drafted, verify, _follow(draft, rows, num_steps)))
+    # The first reads the last round's last draft token, not yet in the draft's KV, and the bonus.
+    tokens = (2, *[1] * (num_steps - 1)) if draft.num_layers else ()
+    return Round((*_drafted(draft, rows, tokens), verify))
+
+
+def _drafted(draft: ModelShape, rows: Rows, num_tokens: Iterable[int]) -> list[Pass]:
+    """Return a pass over so many tokens of each row for each step.
+
+    An EAGLE-3 head reads fc's output first, computed before, and then its own states.
+    """
+    found = []
+    for count in num_tokens:
+        found.append(forward("draft", draft, rows, count, 1))
+        rows = rows._replace(tail=rows.tail + count)
+    return found
+
+
+def _follow(draft: ModelShape, rows: Rows, num_steps: int) -> Pass:
+    """Return an EAGLE-3 head's pass over N (K + 1) target columns: all but its LM head."""
+    follow = forward("follow", draft, rows, num_steps + 1, 0)
+    return follow.with_weights(draft.fc_parameters, draft.head_bytes, rows.count * (num_steps + 1))
+
+
+def _of_dflash(
+    target: ModelShape, draft: ModelShape, rows: Rows, num_steps: int
+) -> tuple[Pass, Pass]:
+    """Return a pass over the last token and K masks, and one over the target's columns.
+
+    The first has N K rows of logits by the target's LM head; attention is bidirectional within
+    the block. The layers of the second are independent and count as one.
+    """
+    drafts, columns = rows.count * num_steps, rows.count * (num_steps + 1)
+    unmasked = drafts * (num_steps + 1) / 2
+    block = forward("draft", draft, rows, num_steps + 1, 0)
+    block = block._replace(
+        flops=block.flops + draft.attention_flops * unmasked,
+        logits=LOGIT_BYTES * target.vocab_size * drafts,
+    ).with_weights(target.head_parameters, target.head_bytes, drafts)
+    heads = draft.num_layers * draft.num_kv_heads * draft.head_dim
+    written = columns * draft.kv_bytes_per_token
+    follow = Pass("follow", weights=0.0, kv=written, logits=0.0, flops=0.0, layers=1)
+    follow = follow.with_weights(draft.fc_parameters, draft.head_bytes, columns)
+    return block, follow.with_weights(2 * draft.hidden_size * heads, draft.weight_bytes, columns)
 
 
 def at_least(least: int, particles: Iterable[int]) -> list[int]:
@@ -143,11 +320,11 @@ class Estimate:
 class Scenario:
     """A target and its draft on a device, and the length of their requests.
 
-    The device should compute at `proposals.lowest_precision`.
+    The device should compute at `shapes.lowest_precision`.
     """
 
     target: ModelShape
-    draft: Draft
+    draft: ModelShape
     device: Device
     context: float
     tail: float = 0.0

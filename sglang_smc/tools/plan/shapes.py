@@ -1,6 +1,10 @@
-"""Compute a decoder's weights, traffic and operations from its configuration.
+"""Compute weights, traffic and operations of targets and drafts from their configurations.
 
 Dense decoders, and what differs from one: windows, latents, experts, recurrent states.
+
+A draft is a language model, an EAGLE-3 head, a DFlash block, or n-gram matches. A head drafts from
+the target's hidden states, and its embedding is the target's. N-gram matches need no pass, weights
+or KV; the host's lookup takes microseconds, which are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +21,17 @@ Source = str | Path | Config
 
 SIXTEEN_BIT = 2.0
 STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
+
+#: Kinds of drafts; a target is a `MODEL`.
+MODEL, EAGLE3, DFLASH, NGRAM = ("model", "eagle3", "dflash", "ngram")
+BESIDE = "ngram+"
+DEFAULT_STEPS = (4, 8, 16)
+#: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
+#: reads, and columns of a DFlash block, the last token's among them.
+EAGLE3_STATES = 3
+BLOCK_SIZE = 16
+#: Features of newer blocks; each adds a step after the pass; its cost is not modelled.
+NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder. Norms and biases are left out: below 0.1 % of all weights."""
+    """Sizes of a target or a draft. Norms and biases are left out: below 0.1 % of all weights."""
 
     num_layers: int
     hidden_size: int
@@ -107,6 +122,9 @@ class ModelShape:
     states: States | None = None  # of some layers, in place of KV; queries elsewhere are gated
     windowed_layers: int = 0
     window: int = 0  # keys that a query attends to in these layers, including its own
+    kind: str = MODEL
+    num_states: int = 0  # layers of the target whose concatenated hidden states a head's fc reads
+    max_steps: int | None = None  # the largest K of a draft; None for any
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
@@ -119,6 +137,9 @@ class ModelShape:
         attention = self._attending_layers * self._attention_parameters
         if self.states is not None:
             attention += self.states.layers * self.states.parameters(self.hidden_size)
+        if self.kind == EAGLE3:  # queries, keys and values of an embedding beside a hidden state
+            heads = self.num_heads + 2 * self.num_kv_heads
+            attention += self.hidden_size * self.head_dim * heads
         return attention + dense + sparse
 
     @property
@@ -150,13 +171,18 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def fc_parameters(self) -> int:
+        """Return the weights of a head's fc, from the target's hidden states to one of its own."""
+        return self.num_states * self.hidden_size**2
+
+    @property
     def num_parameters(self) -> int:
         tables = 1 if self.tied_embeddings else 2
-        return self.layer_parameters + tables * self.head_parameters
+        return self.layer_parameters + tables * self.head_parameters + self.fc_parameters
 
     @property
     def head_bytes(self) -> float:
-        """Return the bytes per weight of the LM head: SGLang quantizes only the layers."""
+        """Return the bytes per weight of the LM head and fc: SGLang quantizes only the layers."""
         return max(self.weight_bytes, SIXTEEN_BIT)
 
     @property
@@ -176,8 +202,8 @@ class ModelShape:
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of weights in the device's memory."""
-        embedding = 0.0 if self.tied_embeddings else self.head_parameters * self.head_bytes
-        return self.streamed_bytes + embedding
+        more = self.fc_parameters + (0 if self.tied_embeddings else self.head_parameters)
+        return self.streamed_bytes + more * self.head_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -201,6 +227,39 @@ class ModelShape:
         whole = self.num_layers - self.windowed_layers
         within = min(context, self.window)
         return (self.windowed_layers * within + whole * context) / self.num_layers
+
+    @property
+    def is_head(self) -> bool:
+        return self.kind in (EAGLE3, DFLASH)
+
+    @property
+    def default_steps(self) -> tuple[int, ...]:
+        """Return the candidates for K that are within a head's block."""
+        most = self.max_steps
+        within = tuple(steps for steps in DEFAULT_STEPS if most is None or steps <= most)
+        return within or (most or 1,)
+
+    def hidden_state_bytes(self, num_particles: int, num_steps: int) -> float:
+        """Return the bytes of the target's hidden states that a request's round keeps for a head.
+
+        They are kept from the target's pass to the head's next.
+        """
+        columns = num_particles * (num_steps + 1)
+        return columns * self.num_states * self.hidden_size * self.head_bytes
+
+    def require_fit(self, target: ModelShape, num_steps: int) -> None:
+        """Raise ValueError unless a head has the target's hidden size and enough columns."""
+        if self.is_head and self.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"The head's hidden size is {self.hidden_size} and the target's "
+                f"{target.hidden_size}: it takes the target's embeddings and hidden states, so the "
+                "two must agree. Choose the head that was trained for this target."
+            )
+        if self.max_steps is not None and num_steps > self.max_steps:
+            raise ValueError(
+                f"num_steps is {num_steps}, and the block was trained for {self.max_steps + 1} "
+                f"columns, the last token's among them. Take at most {self.max_steps} steps."
+            )
 
     def on_devices(self, count: int) -> ModelShape:
         """Return the model on ``count`` devices that split every pass; latents are replicated."""
@@ -240,6 +299,21 @@ BUILT_IN = {
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
 }
 
+
+def _head(
+    kind: str, count: int, mlp: int, vocab_size: int, states: int, most: int | None = None
+) -> ModelShape:
+    shape = ModelShape(count, 4096, mlp, 32, 8, 128, vocab_size, tied_embeddings=True)
+    return replace(shape, kind=kind, num_states=states, max_steps=most)
+
+
+#: Heads as published for Llama 3.1 8B and for Qwen3 8B; both fit any target of their hidden size.
+DRAFTS = BUILT_IN | {
+    "eagle3-8b": _head(EAGLE3, 1, 14336, 32000, EAGLE3_STATES),
+    "dflash-8b": _head(DFLASH, 5, 12288, 0, 5, BLOCK_SIZE - 1),
+    NGRAM: ModelShape(0, 0, 0, 0, 0, 0, 0, tied_embeddings=True, kind=NGRAM),
+}
+
 # --- Configurations
 
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
@@ -275,12 +349,8 @@ def _latents_and_experts(config: Config) -> dict[str, Any]:
 def _states(config: Config) -> dict[str, Any]:
     heads = ("linear_num_key_heads", "linear_num_value_heads")
     sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
-    (interval,), num_layers = (
-        numbers_of(config, "full_attention_interval"),
-        config["num_hidden_layers"],
-    )
-    linear = num_layers - num_layers // interval
-    return {"states": States(linear, *sizes), **_nothing_more(config)}
+    layers, interval = numbers_of(config, "num_hidden_layers", "full_attention_interval")
+    return {"states": States(layers - layers // interval, *sizes), **_nothing_more(config)}
 
 
 def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
@@ -291,10 +361,9 @@ def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
     """
 
     def read(config: Config) -> dict[str, Any]:
-        (window,), num_layers = numbers_of(config, "sliding_window"), config["num_hidden_layers"]
+        window, layers = numbers_of(config, "sliding_window", "num_hidden_layers")
         types = config.get("layer_types")
-        every = config.get("sliding_window_pattern") or full_every
-        patterned = num_layers - num_layers // every
+        patterned = layers - layers // (config.get("sliding_window_pattern") or full_every)
         count = types.count("sliding_attention") if types else patterned
         return {"windowed_layers": count, "window": window}
 
@@ -324,8 +393,6 @@ TEXT_OF_IMAGES = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }
-#: Heads, which only draft: `proposals` describes their sizes.
-EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
 
 
 def from_config(source: Source, weight_bytes: float | None = None) -> ModelShape:
@@ -336,13 +403,45 @@ def from_config(source: Source, weight_bytes: float | None = None) -> ModelShape
 
     Raises ValueError for anything but the `FAMILIES`, alone or below images.
     """
-    found = built_in(source, BUILT_IN) or _parse(contents(source, BUILT_IN))
-    return found.in_precision(weight_bytes)
+    return _shape_of(source, BUILT_IN, {}).in_precision(weight_bytes)
 
 
-def built_in(source: Source, known: Mapping[str, Any]) -> Any:
-    """Return the entry of ``known`` named ``source``, case-insensitive; None if there is none."""
-    return None if isinstance(source, Mapping) else known.get(str(source).lower())
+def draft_from_config(source: Source, weight_bytes: float | None = None) -> ModelShape:
+    """Return the shape of a draft, with ``weight_bytes`` used like `from_config`.
+
+    ``source`` is a ``config.json`` of a model or a head, its folder, its contents, one of `DRAFTS`,
+    or ``ngram+`` followed by any of these that is a model.
+
+    Raises ValueError for unsupported configurations.
+    """
+    if isinstance(source, str) and source.lower().startswith(BESIDE):
+        draft = draft_from_config(source[len(BESIDE) :], weight_bytes)
+        if draft.kind != MODEL:
+            raise ValueError(
+                f"n-gram matches go alone ({NGRAM}) or beside a draft model "
+                f"({BESIDE}llama-3.2-1b); given is {draft.kind}."
+            )
+        return replace(draft, kind=NGRAM)
+    return _shape_of(source, DRAFTS, HEADS).in_precision(weight_bytes)
+
+
+def _shape_of(
+    source: Source, known: Mapping[str, ModelShape], heads: Mapping[str, Callable[..., ModelShape]]
+) -> ModelShape:
+    if not isinstance(source, Mapping) and str(source).lower() in known:
+        return known[str(source).lower()]
+    config = contents(source, known)
+    return heads.get(architecture(config), _parse)(config)
+
+
+def is_name(source: str) -> bool:
+    """Return whether ``source`` names a draft without a path."""
+    return source.lower().removeprefix(BESIDE) in DRAFTS
+
+
+def lowest_precision(*shapes: ModelShape) -> float:
+    """Return the fewest bytes per weight of all models; its FLOP/s bound each of them."""
+    return min(shape.weight_bytes for shape in shapes if shape.num_layers)
 
 
 def contents(source: Source, known: Iterable[str] = ()) -> Config:
@@ -377,7 +476,7 @@ def _parse(config: Config) -> ModelShape:
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
             f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
             f"experts {', '.join(LATENT)}, with states {', '.join(RECURRENT)}, and with images "
-            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {EAGLE3} and {DFLASH}, too."
+            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {' and '.join(HEADS)}, too."
         )
     tied = config.get("tie_word_embeddings", False)
     return replace(dense(config, "vocab_size", tied=tied), **FAMILIES[name](config))
@@ -401,6 +500,53 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
         tied_embeddings=tied,
         weight_bytes=quantized_bytes(config.get("quantization_config")),
     )
+
+
+def _read_eagle3(config: Config) -> ModelShape:
+    needs = (
+        "An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
+        "target, write vocab_size there."
+    )
+    layers = _layers_of(config, "draft_vocab_size", needs)
+    target_size = config.get("target_hidden_size") or layers.hidden_size
+    if target_size != layers.hidden_size:
+        raise ValueError(
+            f"The configuration's hidden_size is {layers.hidden_size} and its target_hidden_size "
+            f"{target_size}. Only heads as wide as their target are planned for."
+        )
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    states = config.get("num_aux_hidden_states") or (len(ids) if ids else EAGLE3_STATES)
+    return replace(layers, kind=EAGLE3, num_states=states)
+
+
+def _read_dflash(config: Config) -> ModelShape:
+    needs = "A DFlash block's sizes are those of its own layers, not of the target's."
+    layers = _layers_of(config, None, needs)  # without an LM head
+    options = {**config, **(config.get("dflash_config") or {})}
+    beyond = [key for key in NOT_PLANNED if options.get(key)]
+    if beyond:
+        raise ValueError(
+            f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
+            "head. Planned for are blocks without."
+        )
+    windowed = (config.get("layer_types") or []).count("sliding_attention")
+    if windowed:
+        (window,) = numbers_of(config, "sliding_window")
+        layers = replace(layers, windowed_layers=windowed, window=window)
+    states = len(options.get("target_layer_ids") or range(layers.num_layers))
+    most = (options.get("block_size") or BLOCK_SIZE) - 1
+    return replace(layers, kind=DFLASH, num_states=states, max_steps=most)
+
+
+def _layers_of(config: Config, vocab_key: str | None, needs: str) -> ModelShape:
+    try:
+        return dense(config, vocab_key, tied=True)
+    except ValueError as error:
+        raise ValueError(f"{error} {needs}") from None
+
+
+#: Parsers of head configurations, by architecture.
+HEADS = {"LlamaForCausalLMEagle3": _read_eagle3, "DFlashDraftModel": _read_dflash}
 
 
 def quantized_bytes(quantization: Config | None) -> float:
