@@ -1,4 +1,4 @@
-"""Share what the command lines have in common: numbers, tables, progress and exit statuses."""
+"""Share what commands have in common: arguments, servers, tables, progress, exit statuses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
@@ -26,30 +27,44 @@ def bar(**options: Any) -> tqdm:
     return tqdm(mininterval=0.2 if sys.stderr.isatty() else 10.0, **options)
 
 
-def main_of(
-    run: Callable[[], int | None],
-    interrupted: str = "",
-    *,
-    refused: tuple[type[Exception], ...] = (),
-    status: int = 2,
-) -> int:
+def main_of(run: Callable[[], int | None], interrupted: str = "") -> int:
     """Call ``run``; return its exit status (0 for None), 1 for a ScriptError, or 130 for Ctrl-C.
 
     Args:
         interrupted: printed after Ctrl-C.
-        refused: errors of wrong arguments, printed with exit status ``status``.
     """
     try:
         return run() or 0
     except ScriptError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
-    except refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return status
     except KeyboardInterrupt:
         print(f"\nInterrupted. {interrupted}".rstrip(), file=sys.stderr)
         return 130
+
+
+def command(
+    parser: Callable[[], argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int | None],
+    interrupted: str = "",
+    *,
+    refused: int = 2,
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the ``main`` of a command: parse its words and ``run``, as `main_of` does.
+
+    Args:
+        refused: the exit status of a ValueError or OSError, which is printed.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        options = parser().parse_args(argv)
+        try:
+            return main_of(lambda: run(options), interrupted)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return refused
+
+    return main
 
 
 def as_script(main: Callable[[], int]) -> NoReturn:
@@ -87,6 +102,51 @@ def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
     is_here = any(f"//{name}" in url for name in ("localhost", "127.", "[::1]"))
     base = url.rstrip("/")
     return httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=not is_here)
+
+
+def told_by(url: str, route: str, key: str, api_key: str | None) -> dict[str, Any]:
+    """Return the JSON of a GET to an SGLang server.
+
+    Args:
+        key: one that SGLang's answers have.
+
+    Raises ValueError if there is no server, or another one.
+    """
+    import httpx
+
+    try:
+        reply = client_of(url, api_key, 30.0).get(route)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(
+            f"{url}: no server answers there ({type(error).__name__}). Start one with python -m "
+            "sglang.launch_server --speculative-algorithm SMC, or check host and port."
+        ) from error
+    if reply.status_code in (401, 403):
+        raise ValueError(f"{url}: the server wants a key. Give it with --api-key.")
+    try:
+        told = reply.json()
+    except ValueError:
+        told = None
+    if not reply.is_success or not isinstance(told, dict) or key not in told:
+        raise ValueError(
+            f"{url}: something answers there, but not as an SGLang server (GET {route}: HTTP "
+            f"{reply.status_code}). Give the address of the server itself, without a route."
+        )
+    return told
+
+
+def prompts_in(path: Path) -> list[str]:
+    """Return the lines of a file of --prompts that have text; raise ValueError without any."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--prompts {path}: {error}. Give a text file, one prompt a line."
+        ) from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"--prompts {path}: no prompt in there; needed: one a line, 1 or more.")
+    return found
 
 
 def number(

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_smc.printable import printable
-from sglang_smc.tools.commands import client_of, main_of, number
+from sglang_smc.tools.commands import command, number, told_by
 
-TIMEOUT = 30.0
 CLEAR = "\033[H\033[2J"
 _ID_LENGTH = 12
 #: Columns of both tables, which share places.
@@ -37,12 +36,6 @@ class Snapshot(NamedTuple):
     at: float  # seconds, monotonic
     smc: Mapping[str, Any]  # of /server_info
     load: Mapping[str, Any]  # of /v1/loads: requests, and KV slots
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, or 1 if there is no SMC server; Ctrl-C ends the display."""
-    options = parser().parse_args(argv)
-    return main_of(lambda: run(options), refused=(ValueError,), status=1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,26 +79,13 @@ def snapshot(url: str, api_key: str | None = None) -> list[Snapshot]:
 
     Raises ValueError if there is no server, or it does not run SMC.
     """
-    states = _get(url, "/server_info", api_key).get("internal_states") or ()
-    if not all("smc" in state for state in states) or not states:
-        raise ValueError(
-            printable(f"the server at {url} does not run SMC: /server_info has no `smc`.")
-        )
-    loads = {one["dp_rank"]: one for one in _get(url, "/v1/loads?include=core", api_key)["loads"]}
+    states = told_by(url, "/server_info", "internal_states", api_key)["internal_states"]
+    if not states or not all("smc" in state for state in states):
+        raise ValueError(f"the server at {url} does not run SMC: /server_info has no `smc`.")
+    told = told_by(url, "/v1/loads?include=core", "loads", api_key)["loads"]
+    loads = {one["dp_rank"]: one for one in told}
     at = time.monotonic()
     return [Snapshot(at, one["smc"], loads.get(rank, {})) for rank, one in enumerate(states)]
-
-
-def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
-    import httpx
-
-    try:
-        answer = client_of(url, api_key, TIMEOUT).get(route)
-        answer.raise_for_status()
-        return answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        told = f"{url.rstrip('/')}{route}: {error or type(error).__name__}"
-        raise ValueError(printable(told)) from error
 
 
 def rates(first: Snapshot, last: Snapshot) -> dict[str, Any]:
@@ -181,6 +161,8 @@ def _line(form: str, columns: Sequence[str], values: Mapping[str, Any]) -> str:
     told = ("-" if value is None else format(value, number) for value, number in cells)
     return printable(form.format(*told))
 
+
+main = command(parser, run, refused=1)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_smc.options import request, server
 from sglang_smc.server import refusals
 from sglang_smc.state import metrics
-from sglang_smc.tools.command.cli import COMMANDS
+from sglang_smc.tools.command.cli import module_of
 from sglang_smc.tools.plan import cli as plan
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,8 @@ def known_flags(module: str) -> set[str]:
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
     else:
-        parser = importlib.import_module(module).parser()
+        is_command = "." not in module
+        parser = (module_of if is_command else importlib.import_module)(module).parser()
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
@@ -102,7 +103,7 @@ def unknown_in(words: list[str]) -> set[str]:
         module = words[2] if words[2] == "sglang.launch_server" else f"{words[2]}.cli"
         return flags - known_flags(module)
     if words[0] == "sglang-smc":
-        return flags - known_flags(COMMANDS[words[1]].module)
+        return flags - known_flags(words[1])
     return {words[1]} if words[0] == "python" and not (ROOT / words[1]).exists() else set()
 
 

@@ -138,8 +138,9 @@ LISTED: Listed = {
     "tools/distill/checkpoints.py": {"mkdir", "read_text", "write_bytes", "write_text"},
     "tools/distill/cli.py": {"mkdir", "write_text"},
     "tools/distill/teacher.py": {"mkdir", "read_text", "write_text"},
-    # The checks of a user's own pair: prompts and a report where its user says.
-    "tools/testing/cli.py": {"read_text", "write_text"},
+    # The checks of a user's own pair: a report where its user says. Prompts of both.
+    "tools/testing/cli.py": {"write_text"},
+    "tools/commands.py": {"read_text"},
 }
 
 

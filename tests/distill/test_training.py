@@ -275,7 +275,7 @@ def test_refusals(
         "no held-out answer has 13 tokens": {"draft": draft, "depth": 13},
         "--block-size does not go with --new eagle3": {"new": "eagle3", "block-size": 4},
         "--num-heads does not go with --draft": {"draft": draft, "num-heads": 4},
-        "there is no such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
+        "No such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
     }
     for message, options in cases.items():
         assert main(words(target, tmp_path, **options)) == 2

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from little_server import answering
 
+from sglang_smc.tools.commands import prompts_in
 from sglang_smc.tools.testing import Model, cli, connect, report
-from sglang_smc.tools.testing.cli import read_prompts
 from sglang_smc.tools.testing.model import Pair
 from sglang_smc.tools.testing.report import Result, Verdict
 
@@ -125,12 +125,12 @@ def test_a_plain_server_may_be_the_draft_s_and_stops_answering_without_a_traceba
 def test_prompts_are_lines(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("One line.\n\n  Another. \n")
-    assert read_prompts(file) == ("One line.", "Another.")
+    assert prompts_in(file) == ["One line.", "Another."]
     file.write_text("\n")
     with pytest.raises(ValueError, match="one a line"):
-        read_prompts(file)
+        prompts_in(file)
     with pytest.raises(ValueError, match="Give a text file"):
-        read_prompts(tmp_path / "missing")
+        prompts_in(tmp_path / "missing")
 
 
 def test_fewer_tokens_are_asked_for_where_the_vocabulary_has_fewer(model: MakeModel) -> None:

@@ -5,34 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from types import ModuleType
 
 from sglang_smc import __version__
 
-
-class Command(NamedTuple):
-    """A subcommand; ``module`` has a ``main(argv)`` that returns an exit status."""
-
-    module: str
-    what: str
-
-
-TOOLS = "sglang_smc.tools"
+#: The module of each command, below `sglang_smc.tools`, and what it tells or does.
 COMMANDS = {
-    "doctor": Command(f"{TOOLS}.command.doctor", "what this machine, or a pair, is fit for"),
-    "demo": Command(f"{TOOLS}.demo.cli", "SMC and plain decoding on servers of the shipped pair"),
-    "plan": Command(f"{TOOLS}.plan.cli", "upper bounds on speed, and the fastest N and K"),
-    "check": Command(f"{TOOLS}.testing.cli", "whether a server's answers follow their laws"),
-    "view": Command(f"{TOOLS}.view.page", "what the particles of one answer did, as a page"),
-    "watch": Command(f"{TOOLS}.watch", "a running server, live"),
+    "doctor": ("command.doctor", "what this machine, or a pair, is fit for"),
+    "demo": ("demo.cli", "SMC and plain decoding on servers of the shipped pair"),
+    "plan": ("plan.cli", "upper bounds on speed, and the fastest N and K"),
+    "check": ("testing.cli", "whether a server's answers follow their laws"),
+    "view": ("view.page", "what the particles of one answer did, as a page"),
+    "watch": ("watch", "a running server, live"),
 }
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a command; its ``main(argv)`` returns an exit status."""
+    return import_module(f"sglang_smc.tools.{COMMANDS[name][0]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; 2, with the usage on stderr, if it is unknown."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
-        return import_module(COMMANDS[words[0]].module).main(words[1:])
+        return module_of(words[0]).main(words[1:])
     if words in (["-h"], ["--help"]):
         print(usage())
         return 0
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    commands = "\n".join(f"  {name:8}{command.what}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:8}{told}" for name, (_, told) in COMMANDS.items())
     return (
         f"usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version\n\n{commands}\n\n"
         "sglang-smc COMMAND --help has the options. A server is SGLang's own:\n"

@@ -7,7 +7,7 @@ import json
 import logging
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.tools.command import machine
 from sglang_smc.tools.command.machine import FAIL, Finding, fail, warning
-from sglang_smc.tools.commands import main_of, number, positive
+from sglang_smc.tools.commands import command, number, positive
 from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.memory import reserved_bytes
@@ -23,13 +23,8 @@ from sglang_smc.tools.plan.memory import reserved_bytes
 HERE = "here"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."""
-    options = parser().parse_args(argv)
-    return main_of(lambda: _run(options), refused=(ValueError,))
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Print all findings; return the exit status: 0 if nothing failed, 1 if something did."""
     _check(options)
     found = []
     with _without_log():
@@ -164,3 +159,6 @@ def _device(options: argparse.Namespace) -> tuple[Device, bool]:
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return measure(kind), kind == "cpu"
+
+
+main = command(parser, run)

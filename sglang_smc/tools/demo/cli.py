@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ import httpx
 from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.pair.task import check, held_out, messages
-from sglang_smc.tools.commands import bar, client_of, main_of, positive, table
+from sglang_smc.tools.commands import bar, client_of, command, positive, table
 from sglang_smc.tools.demo.serving import (
     Launch,
     ServerError,
@@ -60,21 +61,6 @@ class Answer(NamedTuple):
     info: dict[str, Any]  # the server's meta_info
 
 
-class Row(NamedTuple):
-    """A decoding method and its answers."""
-
-    name: str
-    server: str  # "smc" or "target"
-    smc: dict[str, Any] | None  # SMC request fields; the server fills in the rest
-    answers: list[Answer]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return exit status 0 if it completes."""
-    options = parser().parse_args(argv)
-    return main_of(lambda: demo(options), "The servers are stopped.")
-
-
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sglang-smc demo",
@@ -99,17 +85,13 @@ def demo(options: argparse.Namespace) -> None:
     """Show an answer of each server, run all rows, and print a table."""
     check_pair(options.pair)
     began = time.monotonic()
-    rows = [
-        Row("AR, target alone", "target", None, []),
-        *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
-    ]
     with tempfile.TemporaryDirectory(prefix="sglang-smc-demo-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        with started(options, logs) as both:
-            _show(both)
-            _ask(rows, both, QUICK if options.quick else options.problems)
-    numbers = [numbers_of(row) for row in rows]
+        with started(options, logs) as (target, smc):
+            _show(target, smc)
+            answers = _ask(target, smc, QUICK if options.quick else options.problems)
+    numbers = [numbers_of(*row) for row in answers.items()]
     shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
     print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
@@ -188,45 +170,38 @@ class Party(NamedTuple):
 
 
 @contextlib.contextmanager
-def started(options: argparse.Namespace, logs: Path) -> Iterator[dict[str, Party]]:
-    """Start both servers for the ``with`` block."""
+def started(options: argparse.Namespace, logs: Path) -> Iterator[list[Party]]:
+    """Start the target alone and with SMC; their command lines differ by the SMC flags alone."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.pair / "target")
-    by_name = launches(options, logs)
-    with running(*by_name.values()) as urls:
-        yield {
-            name: Party(launch, url, options, tokenizer)
-            for (name, launch), url in zip(by_name.items(), urls, strict=True)
-        }
-
-
-def launches(options: argparse.Namespace, logs: Path) -> dict[str, Launch]:
-    """Return the servers; their command lines differ by the SMC flags and nothing else."""
     sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
     slots = TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes))
     common = ("--max-total-tokens", str(slots), "--sleep-on-idle")
-    target, draft = options.pair / "target", options.pair / "draft"
-    smc = (*common, *smc_flags(draft, **sizes))
-    return {
-        "target": Launch(
-            "the target alone", target, logs / "server-target.log", 1, options.seed, common
-        ),
-        "smc": Launch("the server with SMC", target, logs / "server-smc.log", 1, options.seed, smc),
-    }
+    target = options.pair / "target"
+    launches = [
+        Launch(label, target, logs / f"server-{name}.log", 1, options.seed, (*common, *flags))
+        for label, name, flags in (
+            ("the target alone", "target", ()),
+            ("the server with SMC", "smc", smc_flags(options.pair / "draft", **sizes)),
+        )
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    with running(*launches) as urls:
+        both = zip(launches, urls, strict=True)
+        yield [Party(launch, url, options, tokenizer) for launch, url in both]
 
 
 # --- Answers
 
 
-def _show(both: Mapping[str, Party]) -> None:
-    for party in both.values():  # the first answer of a process is slow
+def _show(*both: Party) -> None:
+    for party in both:  # the first answer of a process is slow
         party.ask(SHOWN + 1)
     item = held_out(SHOWN)
     print(f"\n{item.question}", flush=True)
-    for name, title in (("target", "The target alone:"), ("smc", "The target with SMC:")):
+    for party, title in zip(both, ("The target alone:", "The target with SMC:"), strict=True):
         print(f"\n{title}", flush=True)
-        answer = both[name].ask(SHOWN, on_text=lambda text: print(text, end="", flush=True))
+        answer = party.ask(SHOWN, on_text=lambda text: print(text, end="", flush=True))
         verdict = "right" if answer.right else "wrong"
         print(
             f"\n-> {verdict} (the answer is {item.number}); first token after "
@@ -235,26 +210,30 @@ def _show(both: Mapping[str, Party]) -> None:
     print()
 
 
-def _ask(rows: Sequence[Row], both: Mapping[str, Party], count: int) -> None:
+def _ask(target: Party, smc: Party, count: int) -> dict[str, list[Answer]]:
     """Run one problem at a time of each row in turn, so that background load affects all alike."""
+    rows: dict[str, Callable[[int], Answer]] = {"AR, target alone": target.ask}
+    rows |= {f"SMC, mode {mode}": partial(smc.ask, smc={"mode": mode}) for mode in MODES}
+    answers: dict[str, list[Answer]] = {name: [] for name in rows}
     with bar(total=len(rows) * count, desc="Asking", unit="problem") as line:
         for index in range(FIRST_PROBLEM, FIRST_PROBLEM + count):
-            for row in rows:
-                row.answers.append(both[row.server].ask(index, row.smc))
+            for name, ask in rows.items():
+                answers[name].append(ask(index))
                 line.update()
+    return answers
 
 
-def numbers_of(row: Row) -> dict[str, Any]:
+def numbers_of(row: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the summary of a row's answers; seconds are the client's."""
-    infos = [answer.info for answer in row.answers]
+    infos = [answer.info for answer in answers]
     tokens = sum(info["completion_tokens"] for info in infos)
     return {
-        "row": row.name,
-        "problems": len(row.answers),
-        "right": sum(answer.right for answer in row.answers),
+        "row": row,
+        "problems": len(answers),
+        "right": sum(answer.right for answer in answers),
         "tokens_per_target_pass": tokens_per_pass(infos),
-        "tokens_per_second": tokens / sum(answer.seconds for answer in row.answers),
-        "seconds_to_first": fmean(answer.seconds_to_first for answer in row.answers),
+        "tokens_per_second": tokens / sum(answer.seconds for answer in answers),
+        "seconds_to_first": fmean(answer.seconds_to_first for answer in answers),
     }
 
 
@@ -267,3 +246,6 @@ def cells_of(numbers: Mapping[str, Any]) -> dict[str, str]:
         "tokens/s": f"{numbers['tokens_per_second']:.0f}",
         "first token": f"{1000 * numbers['seconds_to_first']:.0f} ms",
     }
+
+
+main = command(parser, demo, "The servers are stopped.")

@@ -6,7 +6,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 import torch
 import transformers
 
-from sglang_smc.tools.commands import main_of, number, positive, several, table
+from sglang_smc.tools.commands import command, number, positive, several, table
 from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
@@ -36,13 +35,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 _BOTH = ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 #: Size options of a new head, by its kind.
 SIZES = {"eagle3": _BOTH, "dflash": (*_BOTH, "num_layers", "block_size", "mask_token_id")}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train a draft; return 0, or 2 with an error on stderr for invalid arguments."""
-    arguments = parser().parse_args(argv)
-    transformers.logging.disable_progress_bar()
-    return main_of(lambda: print(as_text(run(arguments), arguments.out)), refused=(ValueError,))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,11 +81,12 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the distillation; return the report that is written beside the checkpoint.
+def run(arguments: argparse.Namespace) -> None:
+    """Train a draft, and write the checkpoint and its report.
 
     Raises ValueError if files or settings are missing or inconsistent.
     """
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(arguments.seed)
     sizes = _sizes(arguments)
     products = products_of(arguments.device)
@@ -129,7 +122,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "after": _rounded(after),
     }
     (arguments.out / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-    return report
+    print(as_text(report, arguments.out))
 
 
 def _rounded(worth: Worth) -> dict[str, Any]:
@@ -248,3 +241,6 @@ def as_text(report: dict[str, Any], out: Path) -> str:
             f"and by column in {out / REPORT}",
         ]
     )
+
+
+main = command(parser, run)

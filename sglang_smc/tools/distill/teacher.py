@@ -11,6 +11,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from sglang_smc.tools.commands import prompts_in
+
 
 class Text(NamedTuple):
     """Token ids of a prompt and its answer, and the prompt's length."""
@@ -37,11 +39,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
 
     Raises ValueError if the file or a line has no prompt.
     """
-    if not path.is_file():
-        raise ValueError(f"--prompts {path}: there is no such file.")
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"--prompts {path} is empty; give a prompt a line.")
+    lines = prompts_in(path)
     if path.suffix != ".jsonl":
         return [tokenizer(line)["input_ids"] for line in lines]
     return [_prompt(path, number, line, tokenizer) for number, line in enumerate(lines, 1)]

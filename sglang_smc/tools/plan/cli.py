@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from sglang_smc.options.server import LAG
-from sglang_smc.tools.commands import main_of, natural, number, positive, several
+from sglang_smc.tools.commands import command, natural, number, positive, several
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
@@ -31,13 +31,8 @@ MEASURED = {"measured": None, "measured:cpu": "cpu", "measured:cuda": "cuda"}
 Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these coincide
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan; return 0, or 2 with an error on stderr for invalid arguments."""
-    arguments = parser().parse_args(argv)
-    return main_of(lambda: print(_printed(arguments)), refused=(ValueError,))
-
-
-def _printed(arguments: argparse.Namespace) -> str:
+def run(arguments: argparse.Namespace) -> None:
+    """Print a plan; raise ValueError for invalid arguments."""
     weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
     target = from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
@@ -54,7 +49,7 @@ def _printed(arguments: argparse.Namespace) -> str:
     ]
     make = _plan if arguments.tokens_per_pass is None else _comparison
     found = make(arguments, loads, drafts)
-    return json.dumps(found.as_dict(), indent=2) if arguments.json else found.as_text()
+    print(json.dumps(found.as_dict(), indent=2) if arguments.json else found.as_text())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,3 +172,6 @@ def _plot(plan: Plan, path: Path) -> None:
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'sglang-smc[plot]'.") from error
     plot_plan(plan, path)
+
+
+main = command(parser, run)

@@ -30,31 +30,24 @@ class Device(NamedTuple):
         return Device(name, count * self.bandwidth, count * self.flops, capacity)
 
 
-class DataSheet(NamedTuple):
-    """A vendor's figures. FLOP/s are dense: data sheets often print the doubled sparse ones."""
-
-    bandwidth: float
-    bf16_flops: float
-    fp8_flops: float
-    capacity: float
-
-
-#: The SXM module where there are several. With float32 accumulation.
+#: From data sheets, of the SXM module where there are several: bytes a second, FLOP a second in
+#: bf16 and in fp8, and bytes. FLOP/s are dense, with float32 accumulation: data sheets often print
+#: the doubled sparse ones.
 DATA_SHEETS = {
     # NVIDIA A100 80GB SXM data sheet. No fp8 units: fp8 weights are multiplied in bf16.
-    "a100": DataSheet(2.039e12, 312e12, 312e12, 80e9),
+    "a100": (2.039e12, 312e12, 312e12, 80e9),
     # NVIDIA H100 Tensor Core GPU data sheet (1,979 and 3,958 TFLOP/s with sparsity).
-    "h100": DataSheet(3.35e12, 989e12, 1979e12, 80e9),
+    "h100": (3.35e12, 989e12, 1979e12, 80e9),
     # NVIDIA H200 Tensor Core GPU data sheet.
-    "h200": DataSheet(4.8e12, 989e12, 1979e12, 141e9),
+    "h200": (4.8e12, 989e12, 1979e12, 141e9),
     # NVIDIA DGX B200 data sheet, an eighth of its 64 TB/s, 1,440 GB and sparse 72 PFLOP/s of fp8.
-    "b200": DataSheet(8e12, 2250e12, 4500e12, 180e9),
+    "b200": (8e12, 2250e12, 4500e12, 180e9),
     # NVIDIA L40S data sheet.
-    "l40s": DataSheet(864e9, 362e12, 733e12, 48e9),
+    "l40s": (864e9, 362e12, 733e12, 48e9),
     # NVIDIA L4 data sheet.
-    "l4": DataSheet(300e9, 121e12, 242e12, 24e9),
+    "l4": (300e9, 121e12, 242e12, 24e9),
     # NVIDIA Ada GPU architecture white paper, table 2.
-    "rtx-4090": DataSheet(1008e9, 165.2e12, 330.3e12, 24e9),
+    "rtx-4090": (1008e9, 165.2e12, 330.3e12, 24e9),
 }
 
 
@@ -63,19 +56,19 @@ def named(name: str, weight_bytes: float = 2.0) -> Device:
 
     Raises ValueError for other names and precisions.
     """
-    sheet = DATA_SHEETS.get(name.lower())
-    if sheet is None:
+    if name.lower() not in DATA_SHEETS:
         raise ValueError(
             f"{name!r} is no known device. Known: {', '.join(DATA_SHEETS)}. 'measured' measures "
             "this machine."
         )
-    rates = {1.0: sheet.fp8_flops, 2.0: sheet.bf16_flops}
+    bandwidth, bf16, fp8, capacity = DATA_SHEETS[name.lower()]
+    rates = {1.0: fp8, 2.0: bf16}
     if weight_bytes not in rates:
         raise ValueError(
             f"Data sheets give rates for weights of 1 byte (fp8) and 2 (bf16), not {weight_bytes}. "
             "Measure the device instead."
         )
-    return Device(name.lower(), sheet.bandwidth, rates[weight_bytes], sheet.capacity)
+    return Device(name.lower(), bandwidth, rates[weight_bytes], capacity)
 
 
 def measure(

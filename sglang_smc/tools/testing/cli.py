@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.tools.commands import bar, main_of, number, positive
+from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
 from sglang_smc.tools.testing import checks, report
 from sglang_smc.tools.testing.checks import FEW, PROMPTS
 from sglang_smc.tools.testing.model import Pair, connect, started
@@ -22,16 +22,11 @@ TESTS = ("evidence", "draft-law", "exact-answers", "law-of-exact")  # those with
 NAMES = ("equal-models", *TESTS, *(f"law-of-{mode}" for mode in MODES if mode != "exact"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if nothing failed, 1 if a check failed, 2 for invalid arguments."""
-    arguments = parser().parse_args(argv)
-    return main_of(lambda: _run(arguments), refused=(ValueError,))
-
-
 def _run(arguments: argparse.Namespace) -> int:
+    """Print all results; return the exit status: 0 if nothing failed, 1 if a check failed."""
     begin = time.monotonic()
     _check(arguments)
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else PROMPTS
+    prompts = prompts_in(arguments.prompts) if arguments.prompts else PROMPTS
     with _models(arguments) as pair:
         results = run(pair, prompts, arguments.only, arguments.scale, arguments.seed)
     seconds = time.monotonic() - begin
@@ -135,23 +130,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--draft-url goes with --url; own servers know their draft. Leave it out.")
 
 
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """Return the prompts of a file, one per line; skip empty lines."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--prompts {path}: {error}. Give a text file, one prompt a line."
-        ) from error
-    found = tuple(line.strip() for line in lines if line.strip())
-    if not found:
-        raise ValueError(f"--prompts {path}: no prompt in there; needed: one a line, 1 or more.")
-    return found
-
-
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}")
     return names
+
+
+main = command(parser, _run)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_smc.tools.commands import client_of
+from sglang_smc.tools.commands import client_of, told_by
 from sglang_smc.tools.testing.statistics import Text
 
 CHUNK = 128  # requests sent at a time
@@ -214,14 +214,7 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
             raise RefusedError(f"{url} answered HTTP {reply.status_code}: {reply.text[:500]}")
         return reply.json()
 
-    try:
-        reply = client.get("/server_info", timeout=30)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(
-            f"--url {url}: no server answers there ({type(error).__name__}). Start one with "
-            "python -m sglang.launch_server --speculative-algorithm SMC, or check host and port."
-        ) from error
-    info = _server_info(url, reply)
+    info = told_by(url, "/server_info", "internal_states", api_key)
     algorithm = info["speculative_algorithm"]
     if needs_smc and algorithm != "SMC":
         raise ValueError(
@@ -235,21 +228,6 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
         same_models=info["model_path"] == info["speculative_draft_model_path"],
         rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),
     )
-
-
-def _server_info(url: str, reply: Any) -> dict[str, Any]:
-    if reply.status_code in (401, 403):
-        raise ValueError(f"--url {url}: the server wants a key. Give it with --api-key.")
-    try:
-        info = reply.json()
-    except ValueError:
-        info = None
-    if reply.status_code != 200 or not isinstance(info, dict) or "model_path" not in info:
-        raise ValueError(
-            f"--url {url}: something answers there, but not as an SGLang server (GET /server_info: "
-            f"HTTP {reply.status_code}). Give the address of the server itself, without a route."
-        )
-    return info
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 Text = tuple[int, ...]
@@ -41,9 +42,7 @@ class Fit(NamedTuple):
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean of two or more independent values."""
-    mean = math.fsum(values) / len(values)
-    spread = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return Mean(mean, math.sqrt(spread / len(values)))
+    return Mean(fmean(values), stdev(values) / math.sqrt(len(values)))
 
 
 def p_value_of_mean(values: Sequence[float], expected: float) -> float:
@@ -52,15 +51,14 @@ def p_value_of_mean(values: Sequence[float], expected: float) -> float:
     Uses the normal approximation of Student's t after Hall's transformation (1992), which corrects
     for the values' skewness: a mean of weights is too low more often than too high.
     """
-    size, mean = len(values), mean_of(values)
+    from scipy.stats import norm, skew
+
+    mean = mean_of(values)
     if mean.standard_error == 0.0:
         return float(mean.estimate == expected)
     t = (mean.estimate - expected) / mean.standard_error
-    deviation = mean.standard_error * math.sqrt(size)
-    third = math.fsum((value - mean.estimate) ** 3 for value in values) / size
-    skew = third / deviation**3 / math.sqrt(size)
-    straight = t + skew * t**2 / 3 + skew**2 * t**3 / 27 + skew / 6
-    return math.erfc(abs(straight) / math.sqrt(2))
+    a = float(skew(values)) / math.sqrt(len(values))
+    return float(2 * norm.sf(abs(t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6)))
 
 
 def per_token(sums: Sequence[float], lengths: Sequence[int]) -> Mean:

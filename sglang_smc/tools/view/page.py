@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import html
 import sys
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -14,17 +13,11 @@ from typing import Any
 import msgspec
 
 from sglang_smc.state.record import Trace
-from sglang_smc.tools.commands import main_of
+from sglang_smc.tools.commands import command
 from sglang_smc.tools.view.finding import load
 from sglang_smc.tools.view.genealogy import genealogy
 
 SCRIPTS = ("picture.js", "page.js")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, or 1 if there is no valid trace or the page cannot be written."""
-    options = parser().parse_args(argv)
-    return main_of(lambda: _run(options), refused=(ValueError, OSError), status=1)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -89,3 +82,6 @@ def part(name: str) -> str:
 def embedded(data: Any) -> str:
     """Return JSON in which no piece can close the script element that holds it."""
     return msgspec.json.encode(data).decode().replace("<", "\\u003c")
+
+
+main = command(parser, _run, refused=1)
