@@ -15,7 +15,7 @@ from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots
 from sglang_smc.tools.plan.report import si
-from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Estimate, Scenario
+from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
 from sglang_smc.tools.plan.shapes import ModelShape
 
 CONTEXT = 4096
@@ -166,7 +166,7 @@ class Pair(NamedTuple):
     def _is_enough(self, config: SMCConfig) -> bool:
         return self.fitting(config) >= self.options.requests
 
-    def given(self) -> Estimate:
+    def given(self) -> Scenario:
         """Return the speed of one request with the given N and K."""
         tail = self.options.max_lag / 2  # tokens by which a particle runs ahead on average
         device = self.device.times(self.options.tp)
@@ -250,7 +250,7 @@ class Pair(NamedTuple):
         if best.times_ar <= 1:
             most = best.num_particles
             particles = [count for count in DEFAULT_PARTICLES if count <= most] or [most]
-            best, _ = best.scenario.best(1, particles)
+            best, _ = best.best(1, particles)
         if best.times_ar <= 1:
             do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
             found = f"no N and K are faster than plain decoding on {self.device.name}"

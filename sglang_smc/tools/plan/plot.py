@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, cycle
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from sglang_smc.tools.plan.report import Plan
-from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Estimate
+from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Scenario
 
 BLACK, BLUE = "#000000", "#0072B2"
 # Okabe and Ito's colours, distinct to colour-blind readers; the dashes are distinct in grey.
@@ -28,13 +29,13 @@ def plot_plan(plan: Plan, path: Path) -> None:
     batches = _batches([estimate for estimate, _, _ in lines])
     figure, (speed, gain) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", dpi=150)
     for estimate, colour, dashes in lines:
-        shown = [estimate.at(batch) for batch in batches]
+        shown = [replace(estimate, batch=batch) for batch in batches]
         rates = [one.tokens_per_second for one in shown]
         for axes, values in ((speed, rates), (gain, [one.times_ar for one in shown])):
             axes.plot(batches, values, color=colour, ls=dashes, lw=2, label=estimate.label)
         crossing = estimate.plain_wins_from
         if crossing is not None:
-            rate = estimate.at(crossing).tokens_per_second
+            rate = replace(estimate, batch=crossing).tokens_per_second
             for axes, height in ((speed, rate), (gain, 1.0)):
                 axes.plot(crossing, height, "o", color=colour, ms=6, mec="white")
     _dress(speed, plan.best.batch, "tokens/s at most, all requests")
@@ -44,19 +45,19 @@ def plot_plan(plan: Plan, path: Path) -> None:
     speed.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
     gain.set_ylim(bottom=0)
-    scenario = plan.best.scenario
+    best = plan.best
     figure.suptitle(
-        f"Roofline of {plan.target} + {plan.draft} on {scenario.device.name}, "
-        f"{scenario.context:g} tokens of context, SD at acceptance {plan.acceptance:g}"
+        f"Roofline of {plan.target} + {plan.draft} on {best.device.name}, "
+        f"{best.context:g} tokens of context, SD at acceptance {plan.acceptance:g}"
     )
     figure.legend(*speed.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _lines(settings: list[Estimate]) -> list[tuple[Estimate, str, str]]:
+def _lines(settings: list[Scenario]) -> list[tuple[Scenario, str, str]]:
     """Return the fastest setting of each method and N, with its colour and dashes."""
-    fastest: dict[tuple[str, int], Estimate] = {}
+    fastest: dict[tuple[str, int], Scenario] = {}
     for one in settings:
         kind = one.method, one.num_particles
         fastest[kind] = max(fastest.get(kind, one), one, key=lambda one: one.tokens_per_second)
@@ -64,7 +65,7 @@ def _lines(settings: list[Estimate]) -> list[tuple[Estimate, str, str]]:
     return [(one, *style) for one, style in zip(fastest.values(), styles, strict=False)]
 
 
-def _batches(estimates: list[Estimate]) -> list[int]:
+def _batches(estimates: list[Scenario]) -> list[int]:
     """Return batches, log-spaced, to beyond the size at which AR is as fast as all others."""
     crossings = [one.plain_wins_from or one.batch for one in estimates]
     top = min(LARGEST_BATCH, max(SMALLEST_SPAN, 2 * max(crossings)))

@@ -9,7 +9,7 @@ from sglang_smc.kv.report import Table
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.commands import table
 from sglang_smc.tools.plan.memory import STATIC_FRACTION, memory_table
-from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Estimate, Scenario
+from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Scenario
 from sglang_smc.tools.plan.shapes import DFLASH, NGRAM, ModelShape
 
 LEFT_OUT = (
@@ -37,23 +37,23 @@ class Plan(NamedTuple):
     target: str
     draft: str
     acceptance: float
-    settings: list[Estimate]
-    best: Estimate  # of SMC
+    settings: list[Scenario]
+    best: Scenario  # of SMC
 
     @property
     def memory(self) -> float:
         """Return the bytes of weights, KV and hidden states with the most particles in the grid."""
-        one, batch = self.best.scenario, self.best.batch
+        best = self.best
         particles = max(each.num_particles for each in self.settings)
         steps = max(each.num_steps for each in self.settings if each.method == "SMC")
-        tokens = batch * (one.context + particles * one.tail)
-        models = (one.target, one.draft)
+        tokens = best.batch * (best.context + particles * best.tail)
+        models = (best.target, best.draft)
         kept = [model.resident_bytes + tokens * model.kv_bytes_per_token for model in models]
-        return sum(kept) + batch * one.draft.hidden_state_bytes(particles, steps)
+        return sum(kept) + best.batch * best.draft.hidden_state_bytes(particles, steps)
 
     @property
     def fits(self) -> bool:
-        capacity = self.best.scenario.device.capacity
+        capacity = self.best.device.capacity
         return capacity is None or self.memory <= capacity
 
     @property
@@ -62,22 +62,22 @@ class Plan(NamedTuple):
 
         None if the device's capacity is unknown, or no memory is left.
         """
-        one, best = self.best.scenario, self.best
-        if one.device.capacity is None:
+        best = self.best
+        if best.device.capacity is None:
             return None
         config = SMCConfig(num_particles=best.num_particles, num_steps=best.num_steps)
-        return memory_table(one.target, one.draft, one.device.capacity, config)
+        return memory_table(best.target, best.draft, best.device.capacity, config)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for ``--json``, in bytes, operations and seconds."""
-        scenario, best, found = self.best.scenario, self.best, self.table
-        draft = {"proposal": scenario.draft.kind, **_sizes(scenario.draft)}
+        best, found = self.best, self.table
+        draft = {"proposal": best.draft.kind, **_sizes(best.draft)}
         return {
-            "target": {"name": self.target, **_sizes(scenario.target)},
+            "target": {"name": self.target, **_sizes(best.target)},
             "draft": {"name": self.draft, **draft},
-            "device": scenario.device._asdict(),
+            "device": best.device._asdict(),
             "batch": best.batch,
-            **_lengths(scenario),
+            **_lengths(best),
             "acceptance": self.acceptance,
             "memory_bytes": self.memory,
             "fits": self.fits,
@@ -89,8 +89,7 @@ class Plan(NamedTuple):
         }
 
     def as_text(self) -> str:
-        scenario, best = self.best.scenario, self.best
-        device, target = scenario.device, scenario.target
+        best, device, target = self.best, self.best.device, self.best.target
         # At two operations per weight.
         flops = 2 * (target.active_parameters + target.head_parameters)
         rows = device.ridge * target.streamed_bytes / flops
@@ -99,12 +98,10 @@ class Plan(NamedTuple):
         if wins is None:
             crossing = f"AR never catches up, up to batch {LARGEST_BATCH}."
         draft, verify, rest = (f"{seconds * 1e3:.3g} ms" for seconds in best.parts)
-        sizes = best.num_particles, best.num_steps
         lines = [
-            f"target  {self.target}: {_model_line(target)}",
-            f"draft   {_draft_line(self.draft, scenario.draft, *sizes)}",
+            *_models(self.target, {self.draft: best.draft}, best),
             f"device  {device.name}: {si(device.bandwidth)}B/s, {si(device.flops)}FLOP/s",
-            f"load    batch {best.batch}, {_length_line(scenario)}; SD accepts a draft at "
+            f"load    batch {best.batch}, {_length_line(best)}; SD accepts a draft at "
             f"{self.acceptance:g}",
             "",
             *table([self._cells(one) for one in self.settings], TEXTS),
@@ -134,7 +131,7 @@ class Plan(NamedTuple):
             )
         return "\n".join(lines)
 
-    def _cells(self, one: Estimate) -> dict[str, str]:
+    def _cells(self, one: Scenario) -> dict[str, str]:
         never = "" if one.method == "AR" else "never"
         return {
             "setting": one.label + (" *" if one is self.best else ""),
@@ -142,27 +139,26 @@ class Plan(NamedTuple):
             "ms a round": f"{one.seconds * 1e3:.3g}",
             "moved": si(one.round.bytes) + "B",
             "computed": si(one.round.flops) + "FLOP",
-            "bound by": one.round.bound(one.scenario.device),
+            "bound by": one.round.bound(one.device),
             "tokens/s": f"{one.tokens_per_second:,.0f}",
             "x AR": f"{one.times_ar:.2f}",
             "AR wins from batch": str(one.plain_wins_from or never),
         }
 
 
-def _setting(one: Estimate) -> dict[str, Any]:
-    device = one.scenario.device
+def _setting(one: Scenario) -> dict[str, Any]:
     return {
         "method": one.method,
         "num_particles": one.num_particles,
         "num_steps": one.num_steps,
         "tokens_per_round": one.tokens,
         "seconds": one.seconds,
-        "seconds_by_pass": one.round.seconds_by_pass(device),
+        "seconds_by_pass": one.round.seconds_by_pass(one.device),
         "layers": one.round.layers,
         "bytes": one.round.bytes,
         "traffic": one.round.traffic,
         "flops": one.round.flops,
-        "bound": one.round.bound(device),
+        "bound": one.round.bound(one.device),
         "tokens_per_second": one.tokens_per_second,
         "speedup": one.times_ar,
         "plain_wins_from": one.plain_wins_from,
@@ -175,11 +171,11 @@ class Comparison(NamedTuple):
     target: str
     drafts: Mapping[str, ModelShape]
     tokens: tuple[float, ...]  # per pass of the target
-    rows: list[tuple[str, Estimate]]  # a draft's name, and a round of it
+    rows: list[tuple[str, Scenario]]  # a draft's name, and a round of it
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for ``--json``, in bytes and seconds."""
-        load = self.rows[0][1].scenario
+        load = self.rows[0][1]
         return {
             "target": {"name": self.target, **_sizes(load.target)},
             "drafts": [{"name": name, **_sizes(draft)} for name, draft in self.drafts.items()],
@@ -188,10 +184,10 @@ class Comparison(NamedTuple):
             "notes": [PARTS, LEFT_OUT],
         }
 
-    def _row(self, draft: str, one: Estimate) -> dict[str, Any]:
+    def _row(self, draft: str, one: Scenario) -> dict[str, Any]:
         names = ("draft_seconds", "target_seconds", "rest_seconds")
         return {
-            "device": one.scenario.device.name,
+            "device": one.device.name,
             "num_particles": one.num_particles,
             "draft": draft,
             **dict(zip(names, one.parts, strict=True)),
@@ -202,25 +198,20 @@ class Comparison(NamedTuple):
             "tokens_per_second": {
                 f"{each:g}": one.measured(each).tokens_per_second for each in self.tokens
             },
-            "ar_tokens_per_second": one.scenario.ar(one.batch).tokens_per_second,
+            "ar_tokens_per_second": one.ar(one.batch).tokens_per_second,
         }
 
     def as_text(self) -> str:
-        load = self.rows[0][1].scenario
-        sizes = [(one.num_particles, one.num_steps) for _, one in self.rows]
-        largest = max(sizes, key=lambda size: size[0] * (size[1] + 1))
-        return "\n".join(
-            [
-                f"target  {self.target}: {_model_line(load.target)}",
-                *(f"draft   {_draft_line(*one, *largest)}" for one in self.drafts.items()),
-                f"load    {_length_line(load)}",
-                "",
-                *table([self._cells(self._row(*row)) for row in self.rows], TEXTS),
-                "",
-                PARTS,
-                LEFT_OUT,
-            ]
-        )
+        scenarios = [one for _, one in self.rows]
+        largest = max(scenarios, key=lambda one: one.num_particles * (one.num_steps + 1))
+        lines = [
+            *_models(self.target, self.drafts, largest),
+            f"load    {_length_line(largest)}",
+            "",
+            *table([self._cells(self._row(*row)) for row in self.rows], TEXTS),
+            "",
+        ]
+        return "\n".join([*lines, PARTS, LEFT_OUT])
 
     def _cells(self, row: Mapping[str, Any]) -> dict[str, str]:
         times = {"draft ms": "draft_seconds", "target ms": "target_seconds"}
@@ -263,27 +254,33 @@ def _length_line(scenario: Scenario) -> str:
     )
 
 
+def _models(target: str, drafts: Mapping[str, ModelShape], largest: Scenario) -> list[str]:
+    """Return the sizes of target and drafts, and their hidden states in the ``largest`` round."""
+    lines = [f"target  {target}: {_model_line(largest.target)}"]
+    for name, draft in drafts.items():
+        line = f"draft   {name} ({draft.kind}): "
+        if draft.kind == NGRAM:
+            line += "matches, found on the host in microseconds, which are left out; "
+        line += (
+            _model_line(draft)
+            if draft.num_layers
+            else ("in modes that verify: exact, mixed and auto")
+        )
+        if draft.kind == DFLASH:
+            line += "; a pass reads the target's LM head, too"
+        if draft.is_head:
+            n, k = largest.num_particles, largest.num_steps
+            kept = si(draft.hidden_state_bytes(n, k))
+            line += f"; of the target's states {kept}B a request at N={n} K={k}"
+        lines.append(line)
+    return lines
+
+
 def _model_line(shape: ModelShape) -> str:
     return (
         f"{si(shape.num_parameters)} parameters, {si(shape.streamed_bytes)}B read a pass, "
         f"{si(shape.kv_bytes_per_token)}B of KV a token"
     )
-
-
-def _draft_line(name: str, draft: ModelShape, num_particles: int, num_steps: int) -> str:
-    """Return the draft's kind, ``name`` and sizes, and its hidden states in a round of N and K."""
-    line = f"{name} ({draft.kind}): "
-    if draft.kind == NGRAM:
-        line += "matches, found on the host in microseconds, which are left out; "
-    if not draft.num_layers:
-        return line + "in modes that verify: exact, mixed and auto"
-    line += _model_line(draft)
-    if draft.kind == DFLASH:
-        line += "; a pass reads the target's LM head, too"
-    if draft.is_head:
-        kept = si(draft.hidden_state_bytes(num_particles, num_steps))
-        line += f"; of the target's states {kept}B a request at N={num_particles} K={num_steps}"
-    return line
 
 
 def si(value: float) -> str:

@@ -244,36 +244,82 @@ def _require_positive(**values: int) -> None:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """An upper bound of one setting's speed."""
+class Scenario:
+    """A target and its draft on a device, one setting of them, and its speed at most.
 
-    scenario: Scenario
-    method: str  # AR, SD or SMC
-    num_particles: int
-    num_steps: int
-    batch: int
-    tokens: float  # per request and round
+    The device should compute at `shapes.lowest_precision`. The setting is plain decoding of one
+    request until `sd` or `smc` makes another of it.
+    """
+
+    target: ModelShape
+    draft: ModelShape
+    device: Device
+    context: float
+    tail: float = 0.0
+    shared_prefix: bool = True
+    method: str = "AR"  # AR, SD or SMC
+    num_particles: int = 1
+    num_steps: int = 0
+    batch: int = 1
+    tokens: float = 1.0  # per request and round
+
+    def ar(self, batch: int) -> Scenario:
+        """Return plain decoding."""
+        return self._with("AR", batch, 1, 0, 1.0)
+
+    def sd(self, batch: int, num_steps: int, acceptance: float) -> Scenario:
+        """Return speculative decoding with this probability that a draft is accepted.
+
+        A round has 1 + a + ... + a^K tokens: the drafts before the first rejected one, and one of
+        the target's own (Leviathan et al., arXiv 2211.17192, equation 1).
+        """
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance is {acceptance}; it must lie within 0 and 1.")
+        tokens = sum(acceptance**accepted for accepted in range(num_steps + 1))
+        return self._with("SD", batch, 1, num_steps, tokens)
+
+    def smc(self, batch: int, n: int, k: int, kept: float | None = None) -> Scenario:
+        """Return SMC; a round has the bonus token and ``kept`` drafts on average, K by default.
+
+        Keeping all K is the paper's rule; cutting blocks at low evidence keeps fewer.
+        """
+        kept = k if kept is None else kept
+        if not 0 <= kept <= k:
+            raise ValueError(f"kept is {kept}; it must lie within 0 and the {k} steps.")
+        return self._with("SMC", batch, n, k, kept + 1)
+
+    def _with(self, method: str, batch: int, n: int, k: int, tokens: float) -> Scenario:
+        sizes = {"num_particles": n, "num_steps": k}
+        return replace(self, method=method, batch=batch, tokens=tokens, **sizes)
+
+    def measured(self, tokens: float) -> Scenario:
+        """Return the setting at the mean number of tokens that a request commits in a round."""
+        if not 1 <= tokens <= self.num_steps + 1:
+            raise ValueError(
+                f"tokens per pass are {tokens:g}; {self.num_steps} steps yield 1 to "
+                f"{self.num_steps + 1}."
+            )
+        return replace(self, tokens=tokens)
 
     @cached_property
     def round(self) -> Round:
-        one = self.scenario
-        length = one.context + one.tail  # of a method's single text
+        length = self.context + self.tail  # of a method's single text
         if self.method == "AR":
-            return ar_step(one.target, self.batch, length)
+            return ar_step(self.target, self.batch, length)
         sizes = self.batch, self.num_particles, self.num_steps
         if self.method == "SD":
-            return smc_round(one.target, one.draft, *sizes, length)
-        lengths = one.context, one.tail
-        return smc_round(one.target, one.draft, *sizes, *lengths, one.shared_prefix)
+            return smc_round(self.target, self.draft, *sizes, length)
+        lengths = self.context, self.tail
+        return smc_round(self.target, self.draft, *sizes, *lengths, self.shared_prefix)
 
     @cached_property
     def seconds(self) -> float:
-        return self.round.seconds(self.scenario.device)
+        return self.round.seconds(self.device)
 
     @property
     def parts(self) -> tuple[float, float, float]:
         """Return the seconds of the draft, the target, and a head's pass over its columns."""
-        found = self.round.seconds_by_pass(self.scenario.device)
+        found = self.round.seconds_by_pass(self.device)
         return found.get("draft", 0.0), found["verify"], found.get("follow", 0.0)
 
     @property
@@ -291,7 +337,7 @@ class Estimate:
     @cached_property
     def times_ar(self) -> float:
         """Return the speed relative to plain decoding of the same batch."""
-        return self.tokens_per_second / self.scenario.ar(self.batch).tokens_per_second
+        return self.tokens_per_second / self.ar(self.batch).tokens_per_second
 
     @cached_property
     def plain_wins_from(self) -> int | None:
@@ -300,60 +346,7 @@ class Estimate:
         None if there is none up to `LARGEST_BATCH`, and for plain decoding itself.
         """
         batches = range(1, LARGEST_BATCH + 1) if self.method != "AR" else ()
-        return next((batch for batch in batches if self.at(batch).times_ar <= 1), None)
-
-    def at(self, batch: int) -> Estimate:
-        """Return the estimate at another batch, all else equal."""
-        return replace(self, batch=batch)
-
-    def measured(self, tokens: float) -> Estimate:
-        """Return the estimate at the mean number of tokens that a request commits in a round."""
-        if not 1 <= tokens <= self.num_steps + 1:
-            raise ValueError(
-                f"tokens per pass are {tokens:g}; {self.num_steps} steps yield 1 to "
-                f"{self.num_steps + 1}."
-            )
-        return replace(self, tokens=tokens)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A target and its draft on a device, and the length of their requests.
-
-    The device should compute at `shapes.lowest_precision`.
-    """
-
-    target: ModelShape
-    draft: ModelShape
-    device: Device
-    context: float
-    tail: float = 0.0
-    shared_prefix: bool = True
-
-    def ar(self, batch: int) -> Estimate:
-        """Return plain decoding."""
-        return Estimate(self, "AR", 1, 0, batch, 1.0)
-
-    def sd(self, batch: int, num_steps: int, acceptance: float) -> Estimate:
-        """Return speculative decoding with this probability that a draft is accepted.
-
-        A round has 1 + a + ... + a^K tokens: the drafts before the first rejected one, and one of
-        the target's own (Leviathan et al., arXiv 2211.17192, equation 1).
-        """
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"acceptance is {acceptance}; it must lie within 0 and 1.")
-        tokens = sum(acceptance**accepted for accepted in range(num_steps + 1))
-        return Estimate(self, "SD", 1, num_steps, batch, tokens)
-
-    def smc(self, batch: int, n: int, k: int, kept: float | None = None) -> Estimate:
-        """Return SMC; a round has the bonus token and ``kept`` drafts on average, K by default.
-
-        Keeping all K is the paper's rule; cutting blocks at low evidence keeps fewer.
-        """
-        kept = k if kept is None else kept
-        if not 0 <= kept <= k:
-            raise ValueError(f"kept is {kept}; it must lie within 0 and the {k} steps.")
-        return Estimate(self, "SMC", n, k, batch, kept + 1)
+        return next((b for b in batches if replace(self, batch=b).times_ar <= 1), None)
 
     def best(
         self,
@@ -363,7 +356,7 @@ class Scenario:
         *,
         min_particles: int = 1,
         kept: Mapping[int, float] | None = None,
-    ) -> tuple[Estimate, list[Estimate]]:
+    ) -> tuple[Scenario, list[Scenario]]:
         """Return the (N, K) with the most tokens per second, and all that were compared.
 
         Fewer particles are never slower, and never closer to the target: ``min_particles`` is the
@@ -373,4 +366,4 @@ class Scenario:
         steps = self.draft.default_steps if steps is None else steps
         counts = at_least(min_particles, particles)
         grid = [self.smc(batch, n, k, (kept or {}).get(k)) for k in steps for n in counts]
-        return max(grid, key=lambda estimate: estimate.tokens_per_second), grid
+        return max(grid, key=lambda one: one.tokens_per_second), grid
