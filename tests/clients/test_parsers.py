@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -11,9 +12,9 @@ import torch
 from http_server import Server, running_server
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
-from tiny_models import smc_arguments
+from tiny_models import make_tiny_model, smc_arguments
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sglang_smc.patches.routes import parse_stream_chunk
 
@@ -34,31 +35,19 @@ TOOL = {"type": "function", "function": FORECAST}
 QUESTION = {"role": "user", "content": "about the weather"}
 
 
-def make_scripted_model(path: Path, words: list[str], *, certainty: float) -> str:
-    """Save a model that answers each chat with ``words``, no two alike, a space behind each.
+def make_scripted_model(path: Path, certainty: float) -> str:
+    """Save a model that answers each chat with `WORDS`, no two alike, a space behind each.
 
     A Llama whose layers add nothing, so that the next token follows from the last one alone.
 
     Args:
         certainty: the logit of the right next word; all others have 0.
     """
-    vocabulary = [PAD, EOS, START, *(word + " " for word in words)]
+    vocabulary = [PAD, EOS, START, *(word + " " for word in WORDS)]
     size = len(vocabulary)
     hidden = 16 * -(-size // 16)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=hidden,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).float()
+    make_tiny_model(path, vocab_size=size, hidden=hidden, layers=1, heads=1, kv_heads=1)
+    model: Any = LlamaForCausalLM.from_pretrained(path)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.fill_(1.0 if "norm" in name else 0.0)
@@ -66,24 +55,17 @@ def make_scripted_model(path: Path, words: list[str], *, certainty: float) -> st
         after = [*range(3, size), 1]  # of START and each word
         # The last norm makes a word's one entry the root of the width.
         model.lm_head.weight[after, range(2, size)] = certainty / hidden**0.5
-    model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    _tokenizer(vocabulary).save_pretrained(path)
-    return str(path)
-
-
-def _tokenizer(vocabulary: list[str]) -> PreTrainedTokenizerFast:
     ids = {word: i for i, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,
-        chat_template=CHAT_TEMPLATE,
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": PAD}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special
     )
+    made.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +73,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its draft is less sure of its words than the target is."""
     folder = tmp_path_factory.mktemp("scripted")
     pair = [
-        make_scripted_model(folder / name, WORDS, certainty=certainty)
-        for name, certainty in (("target", 30.0), ("draft", 4.0))
+        make_scripted_model(folder / "target", 30.0),
+        make_scripted_model(folder / "draft", 4.0),
     ]
     parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     settings = {"num_particles": 4, "num_steps": 3, "enable_cache_report": True}

@@ -165,7 +165,7 @@ def test_round_graphs_are_those_that_memory_holds() -> None:
     """By hand, for 7.6 GB less prefill: a fourth of a share for rounds call by call."""
     asked = options("--device", "l40s", *LLAMA)
     asked.mem_fraction = None
-    (found,) = [one for one in doctor.pair_findings(asked) if one.about == "round graphs"]
+    (found,) = [one for one in pair.findings(asked) if one.about == "round graphs"]
     share, each = 0.8 * 0.81 * (7_270 << 20), 128_256 * 864
     launched = int(share / 4 / each)
     pool = share - launched * each
@@ -233,15 +233,20 @@ def test_a_head_is_not_asked_for_a_tokenizer(
         assert "memory" in found and ("vocabulary" in found) == expected
 
 
-def test_what_a_configuration_says_of_its_model(draft: Path) -> None:
+def test_what_a_configuration_says_of_its_model(
+    draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 8 bits it is computed as the device does; of an unknown shape there is no arithmetic."""
-    asked = options("--device", "h100", "--target", str(draft), "--draft", "llama-3.2-1b")
-    assert doctor._device(asked) == (named("h100"), False)
+    given = "--device", "h100", "--target", str(draft), "--draft", "llama-3.2-1b"
+    monkeypatch.setattr(pair, "_misfit", lambda *_: None)
+    monkeypatch.setattr(pair, "named", seen := mock.Mock(return_value=named("h100")))
+    list(pair.findings(options(*given)))
     edit(draft, quantization_config={"quant_method": "fp8"})
-    assert doctor._device(asked) == (named("h100", 1.0), False)
+    list(pair.findings(options(*given)))
+    assert seen.call_args_list == [mock.call("h100", 2.0), mock.call("h100", 1.0)]
     edit(draft, architectures=["MixtralForCausalLM"], quantization_config=None)
-    found = {one.about: one for one in pair.findings(asked, named("h100"), None)}
-    assert found["arithmetic"].level == WARNING and "Mixtral" in found["arithmetic"].do
+    (found,) = pair.findings(options(*given))
+    assert (found.about, found.level) == ("arithmetic", WARNING) and "Mixtral" in found.do
 
 
 # --- The command

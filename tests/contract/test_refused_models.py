@@ -21,38 +21,29 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
-MODELS = {
+DEEPSEEK = {**LATENT, "arch": "DeepseekV3ForCausalLM"}
+QWEN_NEXT = {"arch": "Qwen3NextForCausalLM", "full_attention_interval": 4, "num_hidden_layers": 4}
+LLAMA_4 = {"text_config": {"model_type": "llama4_text", "num_hidden_layers": 8}}
+MODELS: dict[str, dict[str, Any]] = {
     "sparse attention": {"model_type": "llama", "arch": "MiniMaxM3SparseForCausalLM"},
     r"sparse attention \(DSA, index_topk is 4\)": {
-        **LATENT,
-        "arch": "DeepseekV3ForCausalLM",
-        "index_topk": 4,
-        "index_head_dim": 8,
+        **DEEPSEEK, "index_topk": 4, "index_head_dim": 8
     },
     r"queries that are scaled by position \(llama_4_scaling\)": {
-        **LATENT,
-        "arch": "DeepseekV3ForCausalLM",
-        "llama_4_scaling": {"beta": 0.1},
+        **DEEPSEEK, "llama_4_scaling": {"beta": 0.1}
     },
     "latent attention .MLA. of LongcatFlash": {**LATENT, "arch": "LongcatFlashForCausalLM"},
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
-    "a recurrent (?=.*Qwen3_5ForCausalLM)": {
-        "model_type": "qwen3_next",
-        "arch": "Qwen3NextForCausalLM",
-        "full_attention_interval": 4,
-        "num_hidden_layers": 4,
-    },
+    "a recurrent (?=.*Qwen3_5ForCausalLM)": {"model_type": "qwen3_next", **QWEN_NEXT},
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {"model_type": "llava", "arch": "LlavaForConditionalGeneration"},
     "no next-token head": {"model_type": "llama", "arch": "LlamaForSequenceClassification"},
     "layers whose heads differ in width": {"model_type": "llama", "arch": "Gemma4ForCausalLM"},
     "chunked attention in .* of 8": {
-        "model_type": "llama4",
-        "arch": "Llama4ForConditionalGeneration",
-        "text_config": {"model_type": "llama4_text", "num_hidden_layers": 8},
+        "model_type": "llama4", "arch": "Llama4ForConditionalGeneration", **LLAMA_4
     },
     "chunked attention": {"model_type": "llama4_text", "arch": "Llama4ForCausalLM"},
-}
+}  # fmt: skip
 
 # With full attention in all layers, or with windows.
 ATTENTION: dict[str, dict[str, Any]] = {

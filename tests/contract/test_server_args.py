@@ -20,11 +20,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_smc import upstream
 from sglang_smc.options import server
 from sglang_smc.options.server import (
-    AUTO_EVIDENCE_THRESHOLD,
-    EVIDENCE_THRESHOLD,
     FIELDS,
-    LAG,
-    LONG_LAG,
     SETTINGS,
     Range,
     SMCConfig,
@@ -60,15 +56,6 @@ GIVEN = {
 TILT = {"speculative_smc_tilt": 0.1}
 OURS = GIVEN | dict.fromkeys(TILT)
 DEFAULTS = {field: getattr(server.DEFAULTS, name) for name, field in FIELDS.items()}
-HELP = {
-    "evidence_threshold": EVIDENCE_THRESHOLD,
-    "proposal": "'verified' for requests with potentials or structured output, else 'draft'",
-    "tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
-    "draft_temperature": "the request's own",
-    "max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with return_particles",
-    "potential": "none",
-    "presets": "none",
-}
 
 
 def ours(server_args: ServerArgs) -> dict[str, Any]:
@@ -109,14 +96,6 @@ def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
 def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
     found = ours(resolve(**smc, **TILT))
     assert (found["speculative_smc_mode"], found["speculative_smc_tilt"]) == ("auto", 0.1)
-
-
-def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
-    told = {action.dest: action.help or "" for action in parser._actions}
-    for name in FIELDS.keys() - {"num_steps"}:
-        default = HELP.get(name, getattr(server.DEFAULTS, name))
-        shown = f"{default:g}" if isinstance(default, float) else default
-        assert told[FIELDS[name]].replace("default: ", "default ").endswith(f"default {shown}).")
 
 
 def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:

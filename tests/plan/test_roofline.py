@@ -1,7 +1,7 @@
 """What a round costs: by hand, as laws, and against what others have published."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -212,39 +212,28 @@ def test_plain_decoding_wins_from_just_that_batch_or_never() -> None:
     assert scenario.ar(LARGEST_BATCH).round.bound(B200) == "memory"
 
 
-class Published(NamedTuple):
-    """A measured speed, with the context that it had on average, and its share of the bound."""
-
-    device: Device
-    target: str
-    draft: str
-    setting: tuple[int, int] | None  # N and K; None is plain decoding
-    context: float
-    tail: float
-    speed: float
-    share: float
-
-
 PAIR = ("llama-3.1-8b", "llama-3.2-1b")
-PUBLISHED = {
+#: Published speeds at batch 1 with the context that they had on average, and their share of the
+#: bound: device, models, N and K (None for plain decoding), context, tail, tokens/s, share.
+PUBLISHED: dict[str, tuple[Any, ...]] = {
     # The reference implementation's docs/smc/performance.md: prompts of three lengths, 1,024
     # tokens of output; its blog puts it at 34.5 % of the roofline.
-    "SMC, prompt 256": Published(B200, *PAIR, (8, 8), 256, 512, 677, 0.345),
-    "SMC, prompt 4k": Published(B200, *PAIR, (8, 8), 4096, 512, 522, 0.28),
+    "SMC, prompt 256": (B200, *PAIR, (8, 8), 256, 512, 677, 0.345),
+    "SMC, prompt 4k": (B200, *PAIR, (8, 8), 4096, 512, 522, 0.28),
     # Its log of GSM8K runs.
-    "SMC, H100": Published(H100, *PAIR, (12, 8), 256, 256, 307.7, 0.37),
+    "SMC, H100": (H100, *PAIR, (12, 8), 256, 256, 307.7, 0.37),
     # SGLang's documentation of speculative decoding, MT-bench.
-    "AR 8B": Published(H100, *PAIR, None, 512, 0, 158.34, 0.71),
+    "AR 8B": (H100, *PAIR, None, 512, 0, 158.34, 0.71),
     # The paper's figure 1.
-    "AR 70B": Published(H100.times(4), "llama-3.1-70b", PAIR[1], None, 512, 0, 65.0, 0.68),
+    "AR 70B": (H100.times(4), "llama-3.1-70b", PAIR[1], None, 512, 0, 65.0, 0.68),
     # The reference's comparison with EAGLE-3.
-    "AR Qwen3": Published(B200, "qwen3-8b", "qwen3-0.6b", None, 512, 0, 264, 0.5),
+    "AR Qwen3": (B200, "qwen3-8b", "qwen3-0.6b", None, 512, 0, 264, 0.5),
 }
 
 
 @pytest.mark.parametrize("case", PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_published_speeds_reach_a_plausible_share_of_the_bound(case: Published) -> None:
-    target, draft = draft_of(case.target), draft_of(case.draft)
-    scenario = Scenario(target, draft, case.device, case.context, case.tail)
-    bound = scenario.smc(1, *case.setting) if case.setting else scenario.ar(1)
-    assert case.speed / bound.tokens_per_second == pytest.approx(case.share, rel=0.1)
+def test_published_speeds_reach_a_plausible_share_of_the_bound(case: tuple[Any, ...]) -> None:
+    device, target, draft, setting, context, tail, speed, share = case
+    scenario = Scenario(draft_of(target), draft_of(draft), device, context, tail)
+    bound = scenario.smc(1, *setting) if setting else scenario.ar(1)
+    assert speed / bound.tokens_per_second == pytest.approx(share, rel=0.1)

@@ -14,13 +14,10 @@ from typing import Any
 
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.tools.command import machine
-from sglang_smc.tools.command.machine import FAIL, Finding, fail, warning
+from sglang_smc.tools.command.machine import FAIL, HERE, Finding, warning
 from sglang_smc.tools.commands import command, number, positive
 from sglang_smc.tools.plan import shapes
-from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.tools.plan.memory import reserved_bytes
-
-HERE = "here"
+from sglang_smc.tools.plan.devices import DATA_SHEETS
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,38 +124,9 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     if failed:
         yield warning("pair", "not looked at", "Fix what failed above first.")
         return
-    yield from pair_findings(options)
-
-
-def pair_findings(options: argparse.Namespace) -> Iterator[Finding]:
-    """Yield the findings on a target and a draft on a device."""
-    from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
     from sglang_smc.tools.command import pair
 
-    try:
-        device, on_cpu = _device(options)
-    except ValueError as error:
-        yield fail("device of the pair", options.device, str(error))
-        return
-    if options.mem_fraction is None:
-        kept = reserved_bytes(device.capacity or 0.0)
-        options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (device.capacity or kept)
-    yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
-
-
-def _device(options: argparse.Namespace) -> tuple[Device, bool]:
-    """Return the device, and whether it is this machine's CPU; measured rates are 16-bit."""
-    if options.device != HERE:
-        try:
-            both = shapes.from_config(options.target), shapes.draft_from_config(options.draft)
-            weight_bytes = shapes.lowest_precision(*both)  # a bound for both
-        except ValueError:  # no roofline is computed
-            weight_bytes = shapes.SIXTEEN_BIT
-        return named(options.device, weight_bytes), False
-    import torch
-
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return measure(kind), kind == "cpu"
+    yield from pair.findings(options)
 
 
 main = command(parser, run)

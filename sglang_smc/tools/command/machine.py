@@ -19,6 +19,7 @@ ENTRY_POINTS = (
 )
 GIB = 1 << 30
 OK, WARNING, FAIL = "ok", "warning", "fail"
+HERE = "here"  # this machine, as the device of a pair
 
 
 class Finding(NamedTuple):

@@ -10,10 +10,16 @@ from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
-from sglang_smc.tools.command.machine import Finding, fail, ok, warning
+from sglang_smc.tools.command.machine import HERE, Finding, fail, ok, warning
 from sglang_smc.tools.plan import shapes
-from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots
+from sglang_smc.tools.plan.devices import Device, measure, named
+from sglang_smc.tools.plan.memory import (
+    ASIDE_BYTES,
+    MOST_RUNNING,
+    PREFILL_SHARE,
+    kv_slots,
+    reserved_bytes,
+)
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
 from sglang_smc.tools.plan.shapes import ModelShape
@@ -27,9 +33,14 @@ SETTINGS = ("num_particles", "num_steps", "max_lag")
 
 
 def findings(
-    options: argparse.Namespace, device: Device, most_slots: int | None
+    options: argparse.Namespace, device: Device | None = None, most_slots: int | None = None
 ) -> Iterator[Finding]:
-    """Yield all findings; ``most_slots`` bounds SGLang's KV pool regardless of the memory."""
+    """Yield all findings.
+
+    Args:
+        device: that of the options for None.
+        most_slots: bounds SGLang's KV pool regardless of the memory.
+    """
     if not _has_name(options):
         if not _is_head(options.draft):
             yield _vocabularies(options.target, options.draft)
@@ -43,6 +54,12 @@ def findings(
     if misfit is not None:
         yield misfit
         return
+    if device is None:
+        try:
+            device, most_slots = _device(options, shapes.lowest_precision(target, draft))
+        except ValueError as error:
+            yield fail("device of the pair", options.device, str(error))
+            return
     options.context = options.context or _context(options.target)
     pair = Pair(target, draft, device, options, most_slots)
     yield pair.memory()
@@ -52,6 +69,24 @@ def findings(
             yield pair.round_graphs()
     yield pair.speed()
     yield pair.advice()
+
+
+def _device(options: argparse.Namespace, weight_bytes: float) -> tuple[Device, int | None]:
+    """Return the device, measured in 16 bits if it is here, and a CPU's limit of KV slots.
+
+    Without --mem-fraction the options get the share that a server takes.
+    """
+    import torch
+
+    from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
+
+    is_here = options.device == HERE
+    on_cpu = is_here and not torch.cuda.is_available()
+    found = measure("cpu" if on_cpu else "cuda") if is_here else named(options.device, weight_bytes)
+    if options.mem_fraction is None:
+        kept = reserved_bytes(found.capacity or 0.0)
+        options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (found.capacity or kept)
+    return found, MAX_TOTAL_TOKENS if on_cpu else None
 
 
 # --- Whether a server would start
@@ -160,11 +195,13 @@ class Pair(NamedTuple):
 
     def lag(self) -> int | None:
         """Return the longest lag at which the wanted number of requests fits, or None."""
-        lags = (lag for lag in LAGS if lag <= self.options.max_lag)
-        return next((lag for lag in lags if self._is_enough(self.settings(max_lag=lag))), None)
-
-    def _is_enough(self, config: SMCConfig) -> bool:
-        return self.fitting(config) >= self.options.requests
+        fitting = (
+            lag
+            for lag in LAGS
+            if lag <= self.options.max_lag
+            and self.fitting(self.settings(max_lag=lag)) >= self.options.requests
+        )
+        return next(fitting, None)
 
     def given(self) -> Scenario:
         """Return the speed of one request with the given N and K."""
@@ -199,7 +236,7 @@ class Pair(NamedTuple):
         lag = self.lag()
         if lag is not None and lag < self.options.max_lag:
             remedy = f"With --speculative-smc-max-lag {lag} they fit."
-        elif self._is_enough(self.settings(VERIFYING)):
+        elif self.fitting(self.settings(VERIFYING)) >= self.options.requests:
             remedy = "In mode auto or exact they fit."
         else:
             remedy = "Texts as long as --context are too long for this device, or N is too large."

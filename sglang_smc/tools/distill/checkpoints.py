@@ -46,14 +46,8 @@ def new_head(
     Args:
         kind: ``eagle3`` or ``dflash``.
         target: the target's folder.
-        folder: created if it is missing.
-        dtype: of the weights.
-        seed: of the weights.
         scale: of the weights: 1 keeps activations' size; more gives peaked distributions.
-        sizes: ``layer_ids``, of the target's layers that the head reads, ascending, 0 to its number
-            of layers - 2; None for an early, the middle and a late one. And ``num_heads``,
-            ``num_kv_heads``, ``head_dim``, ``intermediate_size``; None for the target's. Then those
-            of `_new_eagle3` or `_new_dflash`.
+        sizes: those of `_new_settings` and of `_new_eagle3` or `_new_dflash`.
 
     Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
@@ -186,18 +180,20 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 # --- Configurations
 
 
-def target_config(folder: str | Path) -> Any:
-    """Return the language model's part of a target's configuration.
-
-    Raises ValueError if ``folder`` has none that transformers can read.
-    """
+def loaded(kind: Any, folder: str | Path, what: str, **how: Any) -> Any:
+    """Return ``kind.from_pretrained``; raise ValueError if transformers cannot load it."""
     try:
-        return AutoConfig.from_pretrained(str(folder)).get_text_config()
+        return kind.from_pretrained(str(folder), **how)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder} holds no model that transformers can read: {error}. Give the folder of a "
-            "checkpoint with its config.json."
+            f"{folder} holds no {what} that transformers can load: {error}. Give the folder of a "
+            "checkpoint with its config.json and tokenizer."
         ) from error
+
+
+def target_config(folder: str | Path) -> Any:
+    """Return the language model's part of a target's configuration."""
+    return loaded(AutoConfig, folder, "model").get_text_config()
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
@@ -224,7 +220,12 @@ def _new_settings(
     head_dim: int | None = None,
     intermediate_size: int | None = None,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the layers that a new head reads, and its settings, both kinds' alike."""
+    """Return the layers that a new head reads, and its settings, both kinds' alike.
+
+    Args:
+        layer_ids: of the target, ascending, 0 to its number of layers - 2; None for an early, the
+            middle and a late one. Of the other sizes None is the target's.
+    """
     heads, rope = num_heads or config.num_attention_heads, config.rope_parameters
     sizes = {
         "num_hidden_layers": num_layers,

@@ -88,15 +88,17 @@ def run(arguments: argparse.Namespace) -> None:
     """
     transformers.logging.disable_progress_bar()
     torch.manual_seed(arguments.seed)
-    sizes = _sizes(arguments)
+    new_sizes = _sizes(arguments)
     products = products_of(arguments.device)
     stored = "auto" if products == torch.bfloat16 else products
     model = load_model(arguments.target, stored, arguments.device)
     teacher = Teacher(model, arguments.temperature)
-    draft = _begin(arguments, sizes, teacher)
+    draft = _begin(arguments, new_sizes, teacher)
     course = _course(arguments, draft)
     learned, held_out = _split(_texts(arguments, teacher), arguments.held_out)
-    before = _measure(arguments, draft, teacher, held_out)
+    names = ("depth", "anchors", "batch", "particles")
+    sizes = {name: getattr(arguments, name) for name in names}
+    before = validate(draft, teacher, held_out, **sizes)
     began = time.monotonic()
     steps = train(draft, teacher, learned, LOSSES[arguments.loss], course)
     seconds = time.monotonic() - began
@@ -104,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
     draft.save(arguments.out, getattr(torch, arguments.dtype))
     # Measure the checkpoint as written, rounded to its dtype.
     written = load_draft(arguments.out, arguments.target, arguments.device)
-    after = _measure(arguments, written, teacher, held_out)
+    after = validate(written, teacher, held_out, **sizes)
     report = {
         "loss": arguments.loss,
         "particles": arguments.particles,
@@ -207,13 +209,6 @@ def _split(texts: list[Text], held_out: int) -> tuple[list[Text], list[Text]]:
     while at > 1 and prompts[at - 1] == prompts[at]:
         at -= 1
     return texts[:at], texts[at:]
-
-
-def _measure(
-    arguments: argparse.Namespace, draft: Draft, teacher: Teacher, texts: list[Text]
-) -> Worth:
-    names = ("depth", "anchors", "batch", "particles")
-    return validate(draft, teacher, texts, **{name: getattr(arguments, name) for name in names})
 
 
 def as_text(report: dict[str, Any], out: Path) -> str:

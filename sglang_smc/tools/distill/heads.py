@@ -16,45 +16,39 @@ distributions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-
-class Rotation(NamedTuple):
-    """Rotary embedding of some positions: ``[B, T, head_dim]`` each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def of(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys ``[B, H, T, head_dim]``."""
-        first, second = heads.chunk(2, -1)
-        other = torch.cat([-second, first], -1)
-        return heads * self.cos.unsqueeze(1) + other * self.sin.unsqueeze(1)
+#: Cosines and sines ``[B, 1, T, head_dim]`` of positions; keys and values ``[B, kv heads, ...,
+#: head_dim]``.
+Rotation = KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of attention: ``[B, kv heads, ..., head_dim]`` each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+def rotated(heads: torch.Tensor, at: Rotation) -> torch.Tensor:
+    """Apply the rotary embedding to queries or keys ``[B, H, T, head_dim]``."""
+    cos, sin = at
+    return heads * cos + rotate_half(heads) * sin
 
 
 def queries_of(attention: Any, read: torch.Tensor, at: Rotation) -> torch.Tensor:
     """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
-    return at.of(attention.q_norm(_by_head(attention, attention.q_proj(read))))
+    return rotated(attention.q_norm(_by_head(attention, attention.q_proj(read))), at)
 
 
 def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> KeysValues:
     """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, read size]``."""
     keys = attention.k_norm(_by_head(attention, attention.k_proj(read)))
-    return KeysValues(at.of(keys), _by_head(attention, attention.v_proj(read)))
+    return rotated(keys, at), _by_head(attention, attention.v_proj(read))
 
 
 def _by_head(attention: Any, projected: torch.Tensor) -> torch.Tensor:
@@ -107,7 +101,8 @@ class Head(nn.Module):
         """Return the rotation at ``positions`` ``[B, T]``, those from 0 on for None."""
         if positions is None:
             positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        return Rotation(*self._rotary[0](states, positions))
+        cos, sin = self._rotary[0](states, positions)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 class Eagle3(Head):
@@ -178,9 +173,9 @@ class Eagle3(Head):
         layer, at = self.midlayer, self.rotation(states, positions)
         read = layer.read(embedded, states)
         own.append(keys_values_of(layer.self_attn, read, at))
-        remembered = KeysValues(*(torch.stack(parts, 3) for parts in zip(*own, strict=True)))
+        keys, values = (torch.stack(parts, 3) for parts in zip(*own, strict=True))
         queries = queries_of(layer.self_attn, read, at).unsqueeze(3)
-        return output_of(layer, attend(queries, context, seen, remembered), states)
+        return output_of(layer, attend(queries, context, seen, (keys, values)), states)
 
 
 class DFlashLayer(Qwen3DecoderLayer):
@@ -199,9 +194,9 @@ class DFlashLayer(Qwen3DecoderLayer):
         """
         attention, blocks = self.self_attn, (seen.shape[1], -1)
         read = self.input_layernorm(hidden)
-        own = [part.unflatten(2, blocks) for part in keys_values_of(attention, read, at)]
+        keys, values = (part.unflatten(2, blocks) for part in keys_values_of(attention, read, at))
         queries = queries_of(attention, read, at).unflatten(2, blocks)
-        return output_of(self, attend(queries, context, seen, KeysValues(*own)), hidden)
+        return output_of(self, attend(queries, context, seen, (keys, values)), hidden)
 
 
 class DFlash(Head):
@@ -267,7 +262,7 @@ def attend(
     both = zip(context, own, strict=True)
     keys, values = (torch.cat([far, near.flatten(2, 3)], 2) for far, near in both)
     itself = torch.eye(blocks, dtype=torch.bool, device=seen.device)
-    itself = itself.repeat_interleave(own.keys.shape[3], 1)  # [A, A * T]
+    itself = itself.repeat_interleave(own[0].shape[3], 1)  # [A, A * T]
     mask = torch.cat([seen, itself.expand(len(seen), -1, -1)], 2)
     mask = mask.repeat_interleave(width, 1).unsqueeze(1)  # [B, 1, A * S, L + A * T]
     queries = queries.flatten(2, 3)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sglang_smc.tools.commands import prompts_in
+from sglang_smc.tools.distill.checkpoints import loaded
 
 
 class Text(NamedTuple):
@@ -146,20 +147,13 @@ class Teacher:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:
-    """Load a causal language model with transformers; raise ValueError if it cannot be loaded."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no model that transformers can load: {error}") from error
-    return model.to(device)
+    """Load a causal language model."""
+    return loaded(AutoModelForCausalLM, folder, "model", dtype=dtype).to(device)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load a tokenizer with transformers; raise ValueError if it cannot be loaded."""
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no tokenizer, which prompts need: {error}") from error
+    """Load a tokenizer."""
+    return loaded(AutoTokenizer, folder, "tokenizer")
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang_smc.tools.testing import statistics
@@ -89,13 +89,9 @@ def check_exact_answers(
     length = settings["num_steps"] + 2  # the prefill's token, a round, and the next round's first
     proves = "answers of mode exact follow the target's own law"
     result = Result("exact-answers", proves, alpha=alpha, num_answers=num_answers)
-
-    def law(prompt: Text, answers: Sequence[Answer]) -> Law:
-        return short_law([smc] * length, prompt, statistics.SMALLEST_CELL / len(answers))
-
     advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
     texts = _token_ids(smc, prompts, seed)
-    return _by_chi_square(result, smc, texts, length, settings, law, advice)
+    return _by_chi_square(result, smc, texts, length, settings, [smc] * length, advice)
 
 
 def check_draft_law(
@@ -118,24 +114,13 @@ def check_draft_law(
     if smc.settings["adaptive"]:
         return result._replace(note=_ADAPTIVE)
     num_steps = 1 if draft is None else _two_steps(smc)
-    settings = {
-        "mode": "smc",
-        "num_particles": 1,
-        "num_steps": num_steps,
-        "evidence_threshold": 0,
-        "draft_temperature": 1.0,
-    }
-
-    def law(prompt: Text, answers: Sequence[Answer]) -> Law:
-        if draft is None:
-            return claimed_law(smc, prompt, answers)
-        models = [smc, *[draft] * num_steps]
-        return short_law(models, prompt, statistics.SMALLEST_CELL / len(answers))
-
+    settings = {"mode": "smc", "num_particles": 1, "num_steps": num_steps}
+    settings |= {"evidence_threshold": 0, "draft_temperature": 1.0}
+    models = [] if draft is None else [smc, *[draft] * num_steps]
     result = result._replace(alpha=alpha, num_answers=num_answers)
     advice = f"Drafts do not follow the draft model, or are weighed by another law: {SWITCHES}."
     texts = _token_ids(smc, prompts, seed)
-    return _by_chi_square(result, smc, texts, 1 + num_steps, settings, law, advice)
+    return _by_chi_square(result, smc, texts, 1 + num_steps, settings, models, advice)
 
 
 def check_equal_models(
@@ -254,15 +239,22 @@ def _by_chi_square(
     prompts: Sequence[Text],
     length: int,
     settings: dict[str, Any],
-    law: Callable[[Text, Sequence[Answer]], Law],
+    models: Sequence[Model],
     advice: str,
 ) -> Result:
-    """Compare answers of ``length`` tokens with ``law``, over all prompts together."""
+    """Compare answers of ``length`` tokens with their distribution, over all prompts together.
+
+    Args:
+        models: those whose distributions the tokens follow; none for what weights imply.
+    """
     size, fits = result.num_answers // len(prompts), []
     for prompt in prompts:
         answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
-        texts = [answer.text for answer in answers]
-        fits.append(statistics.goodness_of_fit(texts, law(prompt, answers)))
+        if models:
+            law = short_law(models, prompt, statistics.SMALLEST_CELL / size)
+        else:
+            law = claimed_law(smc, prompt, answers)
+        fits.append(statistics.goodness_of_fit([answer.text for answer in answers], law))
     fit = Fit(*map(sum, zip(*fits, strict=True)))
     result = result._replace(
         statistic=f"chi-square, {fit.df} df",

@@ -16,10 +16,14 @@ from sglang_smc.tools.testing.checks import FEW, PROMPTS
 from sglang_smc.tools.testing.model import Pair, connect, started
 from sglang_smc.tools.testing.report import Result
 
-TOTAL_ALPHA = 1e-3
-MODES = ("exact", "smc", "mixed", "auto")
-TESTS = ("evidence", "draft-law", "exact-answers", "law-of-exact")  # those with a p-value
-NAMES = ("equal-models", *TESTS, *(f"law-of-{mode}" for mode in MODES if mode != "exact"))
+CHECKS = {
+    "equal-models": checks.check_equal_models,
+    "evidence": checks.check_evidence,
+    "draft-law": checks.check_draft_law,
+    "exact-answers": checks.check_exact_answers,
+}
+WITH_FEW = ("draft-law", "exact-answers")  # prompts: many answers to each
+NAMES = (*CHECKS, *(f"law-of-{mode}" for mode in ("exact", "smc", "mixed", "auto")))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -82,24 +86,20 @@ def run(
 
 
 def _result(name: str, pair: Pair, prompts: Sequence[str], scale: float, seed: int) -> Result:
-    """Run one check, each with seeds of its own."""
+    """Run one check with ``scale`` times its own number of answers, each with seeds of its own."""
     smc, draft = pair
+    check: Any = CHECKS.get(name, checks.check_mode)
+    defaults = check.__kwdefaults__
+    how = {"seed": seed + defaults["seed"]}
     if name == "equal-models":
-        twins = smc if smc.same_models or not (draft and draft.settings) else draft
-        return checks.check_equal_models(twins, prompts, seed=seed + 40_000_000)
-    how: dict[str, Any] = {"alpha": TOTAL_ALPHA / len(TESTS)}
-    many, few = round(2048 * scale), prompts[:FEW]
-    if name == "evidence":
-        most = round(1536 * scale)
-        return checks.check_evidence(smc, prompts, num_answers=most, seed=seed, **how)
-    if name == "draft-law":
-        how |= {"num_answers": many, "seed": seed + 30_000_000}
-        return checks.check_draft_law(smc, few, draft=draft, **how)
-    if name == "exact-answers":
-        how |= {"num_answers": many, "seed": seed + 10_000_000}
-        return checks.check_exact_answers(smc, few, **how)
-    how |= {"num_answers": round(128 * scale), "seed": seed + 20_000_000}
-    return checks.check_mode(smc, name.removeprefix("law-of-"), prompts, draft=draft, **how)
+        smc = smc if smc.same_models or not (draft and draft.settings) else draft
+    else:
+        how["num_answers"] = round(scale * defaults["num_answers"])
+    if "draft" in defaults:
+        how["draft"] = draft
+    if name not in CHECKS:
+        how["mode"] = name.removeprefix("law-of-")
+    return check(smc, prompts=prompts[:FEW] if name in WITH_FEW else prompts, **how)
 
 
 @contextlib.contextmanager

@@ -244,7 +244,13 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
     from sglang_smc.tools.demo.serving import Launch, ServerError, running
 
     for flag, path in (("--target", target), ("--draft", draft)):
-        _check_folder(flag, path)
+        # Other names may be on the Hub.
+        looks_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
+        if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+            raise ValueError(
+                f"{flag} {path}: no config.json there. Give the folder of a Hugging Face "
+                "checkpoint, or its name on the hub."
+            )
     settings = _SETTINGS | arguments
     settings |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": draft}
     flags: list[str] = []
@@ -261,13 +267,3 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
                 yield Pair(*map(connect, urls))
         except ServerError as error:
             raise ValueError(str(error)) from error
-
-
-def _check_folder(flag: str, path: str) -> None:
-    """Raise ValueError for a local path without a config.json; other names may be on the Hub."""
-    looks_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
-    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
-        raise ValueError(
-            f"{flag} {path}: no config.json there. Give the folder of a Hugging Face checkpoint, "
-            "or its name on the hub."
-        )
