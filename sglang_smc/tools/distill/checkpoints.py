@@ -137,12 +137,12 @@ def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
                     f"{folder}: config.json has no {name}, which training has to know."
                 )
         head = DFlash(settings, _layer_ids(flat["target_layer_ids"], config.num_hidden_layers))
-    for name, weight in head.named_parameters():
-        found = tensors.get(name)
-        if found is None or found.shape != weight.shape:
-            had = "is missing" if found is None else f"has the shape {list(found.shape)}"
-            raise ValueError(f"{folder}: {name} {had}; wanted: {list(weight.shape)}.")
-        weight.data.copy_(found)
+    try:
+        missing = head.load_state_dict(tensors, strict=False).missing_keys
+    except RuntimeError as error:  # of shapes
+        raise ValueError(f"{folder}: {error}") from error
+    if missing:
+        raise ValueError(f"{folder}: no weights of {', '.join(missing)}.")
     return head
 
 

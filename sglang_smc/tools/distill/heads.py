@@ -15,13 +15,12 @@ distributions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
@@ -29,36 +28,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-#: Cosines and sines ``[B, 1, T, head_dim]`` of positions; keys and values ``[B, kv heads, ...,
-#: head_dim]``.
-Rotation = KeysValues = tuple[torch.Tensor, torch.Tensor]
-
-
-def rotated(heads: torch.Tensor, at: Rotation) -> torch.Tensor:
-    """Apply the rotary embedding to queries or keys ``[B, H, T, head_dim]``."""
-    cos, sin = at
-    return heads * cos + rotate_half(heads) * sin
-
-
-def queries_of(attention: Any, read: torch.Tensor, at: Rotation) -> torch.Tensor:
-    """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
-    return rotated(attention.q_norm(_by_head(attention, attention.q_proj(read))), at)
-
-
-def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> KeysValues:
-    """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, read size]``."""
-    keys = attention.k_norm(_by_head(attention, attention.k_proj(read)))
-    return rotated(keys, at), _by_head(attention, attention.v_proj(read))
-
-
-def _by_head(attention: Any, projected: torch.Tensor) -> torch.Tensor:
-    return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-
-
-def output_of(layer: Any, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Return a layer's output ``[B, T, D]`` from the attention output."""
-    states = states + layer.self_attn.o_proj(attended)
-    return states + layer.mlp(layer.post_attention_layernorm(states))
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines ``[B, T, head_dim]`` of some positions."""
 
 
 class Midlayer(LlamaDecoderLayer):
@@ -70,12 +41,26 @@ class Midlayer(LlamaDecoderLayer):
         for name in ("q_proj", "k_proj", "v_proj"):
             size = attention.get_submodule(name).out_features
             setattr(attention, name, nn.Linear(2 * config.hidden_size, size, bias=False))
-        attention.q_norm = attention.k_norm = nn.Identity()
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return the attention input ``[B, T, 2 D]`` from tokens and states ``[B, T, D]``."""
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- of tokens and states
+        self,
+        embedded: torch.Tensor,
+        states: torch.Tensor,
+        at: Rotation,
+        cache: DynamicCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output ``[B, T, D]`` from tokens and states ``[B, T, D]``.
+
+        Args:
+            cache: the columns before, to which these are added.
+            mask: ``[B, 1, T, columns]`` bool, those that each attends to; None for all before it.
+        """
+        read = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+        attended, _ = self.self_attn(read, at, mask, past_key_values=cache)
+        states = states + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Head(nn.Module):
@@ -88,7 +73,7 @@ class Head(nn.Module):
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__()
         self.settings, self.layer_ids = settings, layer_ids
-        config: Any = AutoConfig.for_model(**settings)
+        config: Any = AutoConfig.for_model(**settings, attn_implementation="sdpa")
         try:
             self._rotary = [LlamaRotaryEmbedding(config)]  # in a list, so that it is no submodule
         except KeyError as error:
@@ -101,8 +86,7 @@ class Head(nn.Module):
         """Return the rotation at ``positions`` ``[B, T]``, those from 0 on for None."""
         if positions is None:
             positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        cos, sin = self._rotary[0](states, positions)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+        return self._rotary[0](states, positions)
 
 
 class Eagle3(Head):
@@ -139,64 +123,17 @@ class Eagle3(Head):
             anchors: ``[B, A]`` int64 in 1..L - 1, the last kept tokens.
             depth: number of drafted tokens, 1 or more.
         """
-        columns = anchors - 1
-        states, context = self._whole(embedded[:, 1:], features[:, :-1])
-        seen = torch.arange(states.shape[1], device=anchors.device) <= columns.unsqueeze(2)
+        columns, cache = anchors - 1, DynamicCache()
+        states = self.fc(features[:, :-1])
+        states = self.midlayer(embedded[:, 1:], states, self.rotation(states), cache)
         drafts = [at_columns(states, columns)]  # each [B, A, D]
-        own: list[KeysValues] = []
+        seen, own = visible(anchors, states.shape[1], 1)
         for step in range(1, depth):
             token = at_columns(embedded, (anchors + step).clamp_max(embedded.shape[1] - 1))
-            drafts.append(self._next(token, drafts[-1], columns + step, context, seen, own))
+            seen = torch.cat([seen, own], 3)
+            at = self.rotation(token, columns + step)
+            drafts.append(self.midlayer(token, drafts[-1], at, cache, seen))
         return self.lm_head(self.norm(torch.stack(drafts, 2)))
-
-    def _whole(
-        self, embedded: torch.Tensor, features: torch.Tensor
-    ) -> tuple[torch.Tensor, KeysValues]:
-        """Run all columns on the target's states: outputs ``[B, L - 1, D]``, keys and values."""
-        states, layer = self.fc(features), self.midlayer
-        read, at = layer.read(embedded, states), self.rotation(states)
-        context = keys_values_of(layer.self_attn, read, at)
-        queries = queries_of(layer.self_attn, read, at)
-        attended = scaled_dot_product_attention(queries, *context, is_causal=True, enable_gqa=True)
-        return output_of(layer, attended.transpose(1, 2).flatten(2), states), context
-
-    def _next(
-        self,
-        embedded: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        context: KeysValues,
-        seen: torch.Tensor,
-        own: list[KeysValues],
-    ) -> torch.Tensor:
-        """Return one more column ``[B, A, D]`` behind each anchor, and append its KV to ``own``."""
-        layer, at = self.midlayer, self.rotation(states, positions)
-        read = layer.read(embedded, states)
-        own.append(keys_values_of(layer.self_attn, read, at))
-        keys, values = (torch.stack(parts, 3) for parts in zip(*own, strict=True))
-        queries = queries_of(layer.self_attn, read, at).unsqueeze(3)
-        return output_of(layer, attend(queries, context, seen, (keys, values)), states)
-
-
-class DFlashLayer(Qwen3DecoderLayer):
-    """A DFlash layer; the context's keys and values are computed from the target's states."""
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- of blocks
-        self, hidden: torch.Tensor, at: Rotation, context: KeysValues, seen: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the layer's output ``[B, A * S, D]`` for A blocks of S columns.
-
-        Args:
-            hidden: the layer's input, ``[B, A * S, D]``.
-            at: of the blocks' positions.
-            context: ``[B, kv heads, L, head_dim]``.
-            seen: ``[B, A, L]`` bool, as in `attend`.
-        """
-        attention, blocks = self.self_attn, (seen.shape[1], -1)
-        read = self.input_layernorm(hidden)
-        keys, values = (part.unflatten(2, blocks) for part in keys_values_of(attention, read, at))
-        queries = queries_of(attention, read, at).unflatten(2, blocks)
-        return output_of(self, attend(queries, context, seen, (keys, values)), hidden)
 
 
 class DFlash(Head):
@@ -207,7 +144,9 @@ class DFlash(Head):
         flat, config = flattened(settings), self.config
         self.mask_token_id, self.block_size = flat["mask_token_id"], flat["block_size"]
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, n) for n in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, n) for n in range(config.num_hidden_layers)
+        )
 
     def forward(
         self,
@@ -232,42 +171,46 @@ class DFlash(Head):
         near = self.rotation(hidden, (anchors.unsqueeze(2) + columns).flatten(1))
         read = self.hidden_norm(self.fc(features))
         far = self.rotation(read)
-        seen = torch.arange(read.shape[1], device=anchors.device) < anchors.unsqueeze(2)
-        for layer in cast("Sequence[DFlashLayer]", self.layers):
-            hidden = layer(hidden, near, keys_values_of(layer.self_attn, read, far), seen)
+        seen, own = visible(anchors, read.shape[1], self.block_size)
+        seen, cache = torch.cat([seen, own], 3), DynamicCache()
+        for number, layer in enumerate(self.layers):
+            cache.update(*keys_values_of(layer.self_attn, read, far), number)
+            hidden = layer(hidden, seen, past_key_values=cache, position_embeddings=near)
         return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
+
+
+def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> list[torch.Tensor]:
+    """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, D]``."""
+    keys, values = (
+        project(read).unflatten(-1, (-1, attention.head_dim))
+        for project in (attention.k_proj, attention.v_proj)
+    )
+    keys, (cos, sin) = attention.k_norm(keys), (part.unsqueeze(2) for part in at)
+    return [part.transpose(1, 2) for part in (keys * cos + rotate_half(keys) * sin, values)]
+
+
+def visible(anchors: torch.Tensor, length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the columns of each block attend to: of the text, and of all blocks.
+
+    Args:
+        anchors: ``[B, A]`` int64; a block attends to the text's columns before its anchor.
+        length: L, of the text.
+        width: S, of a block.
+
+    Returns:
+        ``[B, 1, A * S, L]`` and ``[B, 1, A * S, A * S]`` bool.
+    """
+    size, blocks = anchors.shape
+    seen = torch.arange(length, device=anchors.device) < anchors.unsqueeze(2)
+    number = torch.arange(blocks, device=anchors.device).repeat_interleave(width)
+    own = number.unsqueeze(1) == number
+    return seen.repeat_interleave(width, 1).unsqueeze(1), own.expand(size, 1, -1, -1)
 
 
 def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with those of a head's own section among them."""
     sections = (settings.get(name) or {} for name in ("eagle_config", "dflash_config"))
     return dict(settings) | {key: value for one in sections for key, value in one.items()}
-
-
-def attend(
-    queries: torch.Tensor, context: KeysValues, seen: torch.Tensor, own: KeysValues
-) -> torch.Tensor:
-    """Compute attention of A short blocks to a masked context and to themselves.
-
-    Args:
-        queries: ``[B, H, A, S, head_dim]``, S columns in each block.
-        context: ``[B, kv heads, L, head_dim]``.
-        seen: ``[B, A, L]`` bool: the context's columns that a block attends to.
-        own: ``[B, kv heads, A, T, head_dim]``, all of which the block's queries attend to.
-
-    Returns:
-        ``[B, A * S, H * head_dim]``.
-    """
-    _, _, blocks, width, _ = queries.shape
-    both = zip(context, own, strict=True)
-    keys, values = (torch.cat([far, near.flatten(2, 3)], 2) for far, near in both)
-    itself = torch.eye(blocks, dtype=torch.bool, device=seen.device)
-    itself = itself.repeat_interleave(own[0].shape[3], 1)  # [A, A * T]
-    mask = torch.cat([seen, itself.expand(len(seen), -1, -1)], 2)
-    mask = mask.repeat_interleave(width, 1).unsqueeze(1)  # [B, 1, A * S, L + A * T]
-    queries = queries.flatten(2, 3)
-    found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    return found.transpose(1, 2).flatten(2)
 
 
 def at_columns(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

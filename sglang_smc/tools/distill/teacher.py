@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -87,8 +88,7 @@ def read_texts(path: Path, temperature: float) -> list[Text]:
 
 def collate(texts: Sequence[Text], device: torch.device) -> Batch:
     """Return ``texts`` as one padded batch."""
-    length = max(len(text.ids) for text in texts)
-    ids = torch.tensor([text.ids + [0] * (length - len(text.ids)) for text in texts])
+    ids = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True)
     prompts = torch.tensor([text.prompt for text in texts])
     lengths = torch.tensor([len(text.ids) for text in texts])
     return Batch(ids.to(device), prompts.to(device), lengths.to(device))

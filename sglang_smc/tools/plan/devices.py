@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Device(NamedTuple):
@@ -82,6 +80,7 @@ def measure(
     Raises ValueError for other precisions and for devices that torch does not find.
     """
     import torch
+    from torch.utils.benchmark import Timer
 
     types = {2.0: torch.bfloat16, 4.0: torch.float32}
     if weight_bytes not in types:
@@ -93,29 +92,21 @@ def measure(
         raise ValueError(f"{device!r} cannot be measured; 'cpu' and 'cuda' can.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device here. Measure 'cpu', or name a device.")
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def fastest(work: str, **values: Any) -> float:
+        """Return the seconds of the fastest run of ``work``."""
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=seconds).times)
+
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copy = 2 * nbytes / _fastest(lambda: target.copy_(source), wait, seconds)
-    read = nbytes / _fastest(source.sum, wait, seconds)
+    copy = 2 * nbytes / fastest("target.copy_(source)", source=source, target=target)
+    read = nbytes / fastest("source.sum()", source=source)
     size = 8192 if device == "cuda" else 1024
     square = torch.ones(size, size, dtype=types[weight_bytes], device=device)
-    flops = 2 * size**3 / _fastest(lambda: square @ square, wait, seconds)
+    flops = 2 * size**3 / fastest("square @ square", square=square)
     if device == "cuda":
         capacity = torch.cuda.get_device_properties(0).total_memory
     else:
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(f"{device} (measured)", max(copy, read), flops, float(capacity))
-
-
-def _fastest(work: Callable[[], object], wait: Callable[[], None], seconds: float) -> float:
-    """Return the seconds of the fastest run of ``work``, after a warm-up run."""
-    work()
-    wait()
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        work()
-        wait()
-        best = min(best, time.perf_counter() - start)
-    return best

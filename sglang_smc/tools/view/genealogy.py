@@ -145,19 +145,11 @@ class _Growth:
             self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
         self.emitted += record.emitted
         same = ("ess", "log_block_evidence", "log_evidence", "cut", "resampled")
-        self.steps.append(
-            Step(
-                start=start,
-                kept_to=kept_to,
-                end=end,
-                num_particles=len(weights),
-                gone=gone,
-                resized=record.resized_from is not None,
-                retracted=retracted,
-                emitted_to=len(self.emitted),
-                **{name: getattr(record, name) for name in same},
-            )
-        )
+        fields = {name: getattr(record, name) for name in same}
+        fields |= {"start": start, "kept_to": kept_to, "end": end, "gone": gone}
+        fields |= {"num_particles": len(weights), "retracted": retracted}
+        fields |= {"resized": record.resized_from is not None, "emitted_to": len(self.emitted)}
+        self.steps.append(Step(**fields))
 
     def begin(self, number: int, tokens: list[int]) -> None:
         """Start all particles anew behind a prefill, after the emitted tokens."""
@@ -181,16 +173,9 @@ class _Growth:
         for lane, drafted in enumerate(record.drafted):
             loses = self.verifies and lane not in record.ancestors
             kept = 0 if loses else min(record.kept[lane], len(drafted))
-            self.extend(
-                lane,
-                drafted[:kept],
-                rejected=drafted[kept:],
-                kind=DRAFTED,
-                round=number,
-                before=before[lane],
-                after=weights[lane],
-                log_weight=record.log_weights[lane],
-            )
+            shown = {"before": before[lane], "after": weights[lane]}
+            shown |= {"log_weight": record.log_weights[lane], "rejected": drafted[kept:]}
+            self.extend(lane, drafted[:kept], kind=DRAFTED, round=number, **shown)
 
     def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
         if record.cut == "failure":
@@ -208,25 +193,22 @@ class _Growth:
         is_told = record.narrowed_to is None
         weights_after = shares(record.log_weights_after) if is_told else weights
         for lane, token in enumerate(record.bonus):
-            self.extend(
-                lane,
-                [] if token is None else [token],
-                kind=BONUS,
-                round=number,
-                before=weights[lane],
-                after=weights_after[lane],
-                log_weight=None if record.narrowed_to else record.log_weights_after[lane],
-            )
+            log_weight = None if record.narrowed_to else record.log_weights_after[lane]
+            shown = {
+                "before": weights[lane],
+                "after": weights_after[lane],
+                "log_weight": log_weight,
+            }
+            tokens = [] if token is None else [token]
+            self.extend(lane, tokens, kind=BONUS, round=number, **shown)
 
-    def extend(
-        self, lane: int, tokens: list[int], *, rejected: Sequence[int] = (), **fields: Any
-    ) -> None:
+    def extend(self, lane: int, tokens: list[int], **fields: Any) -> None:
         """Append a segment to a particle, unless it neither writes nor moves to another lane."""
         head = self.heads[lane]
         here = self.segments[head]
-        if tokens or rejected or here.lane != lane:
+        if tokens or fields.get("rejected") or here.lane != lane:
             fields |= {"parent": head, "lane": lane, "start": here.end}
-            self.heads[lane] = self.add(tokens=tokens, rejected=list(rejected), **fields)
+            self.heads[lane] = self.add(tokens=tokens, **fields)
 
     def descend(self, by: list[int], fate: str) -> None:
         """Replace particles by copies of their ancestors; those without a copy end."""

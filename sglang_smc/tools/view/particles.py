@@ -139,12 +139,8 @@ class Particles(NamedTuple):
 
 def _particle(given: Mapping[str, Any]) -> Particle:
     ids, log_weight = list(given["output_ids"]), given["log_weight"]
-    return Particle(
-        ids,
-        given.get("text") or " ".join(map(str, ids)),
-        given["weight"],
-        -math.inf if log_weight is None else log_weight,
-    )
+    text = given.get("text") or " ".join(map(str, ids))
+    return Particle(ids, text, given["weight"], -math.inf if log_weight is None else log_weight)
 
 
 def _imported(name: str) -> Any:
