@@ -21,6 +21,7 @@ from sglang_smc.tools.plan.shapes import BUILT_IN, draft_from_config
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
+NGRAM = ("ngram", "ngram+llama-3.2-1b")
 LLAMA = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
 
 
@@ -108,13 +109,10 @@ def exchange_two_tokens(folder: Path) -> None:
     ("spoil", "level", "says"),
     [
         (lambda folder: None, OK, ""),
-        (lambda folder: edit(folder, vocab_size=576), OK, ""),  # padding
-        (lambda folder: edit(folder, vocab_size=511), FAIL, "512 in the target and 511 in the"),
         (exchange_two_tokens, FAIL, "2 tokens differ: 'a'"),
         (lambda folder: (folder / "tokenizer.json").unlink(), FAIL, "cannot be read"),
-        (shutil.rmtree, FAIL, "cannot be read"),
     ],
-    ids=["the same", "padded", "another size", "exchanged", "no tokenizer", "no folder"],
+    ids=["the same", "exchanged", "no tokenizer"],
 )
 def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], level: str, says: str) -> None:
     spoil(draft)
@@ -131,22 +129,6 @@ def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     edit(draft, architectures=["LlamaForSequenceClassification"])
     found = pair._accepted(options("--target", TARGET, "--draft", str(draft)))
     assert found.level == FAIL and "has no next-token head" in found.do
-
-
-@pytest.mark.parametrize("device", ["l4", "h100"])
-def test_memory_is_that_of_weights_and_arenas(device: str) -> None:
-    """By hand: 16 bits a number, 128 KiB and 32 KiB of KV a token."""
-    weights = sum(2 * BUILT_IN[name].num_parameters for name in LLAMA[1::2])
-    room = 0.88 * (named(device).capacity or 0) - 1.5e9 - weights
-    slots = int(room / ((128 + 32) * 1024))
-    found = findings_of(device)
-    assert (found["memory"].numbers or {})["slots"] == slots
-    for mode in ("smc", "exact"):
-        own = arena(SMCConfig(mode=mode), 4096)
-        (told,) = (one for about, one in found.items() if about.startswith(f"mode {mode}"))
-        fitting = slots // (4096 + own)
-        assert told.numbers == {"arena": own, "requests": fitting}
-        assert told.level == (OK if fitting >= 8 else WARNING if fitting else FAIL)
 
 
 def test_what_makes_room_is_advised() -> None:
@@ -183,19 +165,27 @@ def test_speed_is_that_of_the_plan() -> None:
     assert slow["speed"].level == slow["advice"].level == WARNING
 
 
-@pytest.mark.parametrize("draft", ["eagle3-8b", "dflash-8b", "ngram", "ngram+llama-3.2-1b"])
-def test_drafts_beside_models_have_their_arithmetic(draft: str) -> None:
-    asked = options("--draft", draft)
-    found = findings_of("h100", "--draft", draft)
-    assert {one.level for one in found.values()} == {OK}
-    head = draft_from_config(draft)
-    states = 8 * head.hidden_state_bytes(asked.num_particles, asked.num_steps)  # of --requests
-    weights = BUILT_IN["llama-3.1-8b"].resident_bytes + head.resident_bytes
-    room = 0.88 * 80e9 - 1.5e9 - states - weights
-    slots = int(room / (131_072 + head.kv_bytes_per_token))
+@pytest.mark.parametrize(
+    ("device", "draft"),
+    [("l4", LLAMA[3]), *(("h100", name) for name in (LLAMA[3], "eagle3-8b", "dflash-8b", *NGRAM))],
+)
+def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) -> None:
+    """By hand: 16 bits a number, 128 KiB of KV a token beside the draft's; matches are free."""
+    shape, found = draft_from_config(draft), findings_of(device, "--draft", draft)
+    states = 8 * shape.hidden_state_bytes(8, 8)  # of --requests
+    weights = 2 * BUILT_IN["llama-3.1-8b"].num_parameters + shape.resident_bytes
+    room = 0.88 * (named(device).capacity or 0) - 1.5e9 - states - weights
+    slots = int(room / (128 * 1024 + shape.kv_bytes_per_token))
     assert (found["memory"].numbers or {})["slots"] == slots
-    times = (found["speed"].numbers or {})["times_ar"]
-    with_model = (findings_of("h100")["speed"].numbers or {})["times_ar"]
+    for mode in ("smc", "exact"):
+        own = arena(SMCConfig(mode=mode), 4096)
+        (told,) = (one for about, one in found.items() if about.startswith(f"mode {mode}"))
+        fitting = slots // (4096 + own)
+        assert told.numbers == {"arena": own, "requests": fitting}
+        assert told.level == (OK if fitting >= 8 else WARNING if fitting else FAIL)
+    times, with_model = (
+        (one["speed"].numbers or {})["times_ar"] for one in (found, findings_of(device))
+    )
     assert (times == with_model) == draft.endswith("1b") and times >= with_model
 
 

@@ -1,4 +1,4 @@
-"""Heads: no text sees another one, and their folders; the classes of SGLang judge the rest."""
+"""Heads: no text sees another one, and their folders; test_golden.py runs them in SGLang."""
 
 import json
 from pathlib import Path

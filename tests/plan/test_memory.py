@@ -130,16 +130,3 @@ def test_states_of_all_requests_are_kept_aside() -> None:
         config = SMCConfig(num_particles=n, num_steps=7)
         assert state_bytes(target, model, config) == copies * 480
     assert state_bytes(TARGET, model, SMCConfig()) == 0
-
-
-def test_a_heads_states_are_kept_aside() -> None:
-    """48 requests of 8 x 9 columns: with 100 times as many layers read, slots are fewer by that."""
-    config, slots = SMCConfig(num_particles=8, num_steps=8), []
-    for num_states in (3, 300):
-        head = replace(DRAFTS["eagle3-8b"], num_states=num_states)
-        table = memory_table(TARGET, head, 80e9, config)
-        assert table is not None
-        slots.append(table.as_dict()["pool_slots"])
-    fc = 297 * 4096 * 4096 * 2
-    states = 48 * 8 * 9 * 297 * 4096 * 2
-    assert slots[0] - slots[1] == pytest.approx((fc + states) / (131_072 + 4_096), abs=1)
