@@ -10,6 +10,7 @@ or KV; the host's lookup takes microseconds, which are left out.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,7 +192,7 @@ class ModelShape:
 
         Of the embedding table a pass looks up a few rows, which do not count.
         """
-        return self.layer_parameters * self.weight_bytes + self.head_parameters * self.head_bytes
+        return self.bytes_read(math.inf)
 
     def bytes_read(self, num_tokens: float, *, with_head: bool = True) -> float:
         """Return the bytes of weights that a pass reads: of experts, those that tokens visit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -274,7 +275,7 @@ def _by_chi_square(
 
 def _token_ids(smc: Model, prompts: Sequence[str], seed: int) -> list[Text]:
     """Tokenize prompts, and let answers begin with ``seed``; refuse a prompt without a token."""
-    smc.seed_from(seed)
+    smc.seeds = itertools.count(seed)
     texts = [smc.token_ids(prompt) for prompt in prompts]
     if all(texts):
         return texts

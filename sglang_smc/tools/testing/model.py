@@ -7,6 +7,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,35 +70,17 @@ class Position(NamedTuple):
     """Log-probabilities of the likeliest tokens, most likely first."""
 
 
+@dataclass
 class Model:
-    """The interface of a server or an engine for the checks; tests substitute toy models.
+    """The interface of a server or an engine for the checks; tests substitute toy models."""
 
-    Args:
-        send: sends a /generate body.
-        settings: the server's SMC settings (`num_particles`, `mode`, ...); empty for a plain model.
-        same_models: whether the target and the draft are one model.
-        rounding: tolerance between log-probabilities of one text, in nats per token.
-    """
-
-    def __init__(
-        self,
-        send: Send,
-        settings: dict[str, Any],
-        *,
-        same_models: bool = False,
-        rounding: float = 1e-3,
-    ) -> None:
-        self.settings = settings
-        self.same_models = same_models
-        self.rounding = rounding
-        self.on_answers: Callable[[int], Any] = lambda count: None
-        self._send = send
-        self._top = TOP
-        self._seeds = itertools.count()
-
-    def seed_from(self, seed: int) -> None:
-        """Use the seeds ``seed``, ``seed + 1``, ... for the following answers."""
-        self._seeds = itertools.count(seed)
+    send: Send  # a /generate body
+    settings: dict[str, Any]  # SMC's of the server, `num_particles` ...; empty for a plain model
+    same_models: bool = False  # whether the target and the draft are one model
+    rounding: float = 1e-3  # between log-probabilities of one text, in nats per token
+    on_answers: Callable[[int], Any] = lambda count: None
+    seeds: Iterator[int] = field(default_factory=itertools.count)  # of the following answers
+    top: int = TOP  # log-probabilities that are asked for; fewer once these are refused
 
     def answers(
         self, prompts: Sequence[Text], length: int, smc: dict[str, Any], **params: Any
@@ -107,7 +90,7 @@ class Model:
         common = {**PLAIN, **params, **fields}
         found: list[Answer] = []
         for chunk in _chunks(prompts):
-            sampling = [{**common, "sampling_seed": next(self._seeds)} for _ in chunk]
+            sampling = [{**common, "sampling_seed": next(self.seeds)} for _ in chunk]
             replies = self._ask({"input_ids": chunk, "sampling_params": sampling})
             found += [Answer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies]
         return found
@@ -139,14 +122,14 @@ class Model:
         """Request as many top log-probabilities as the server allows, halving after a rejection."""
         while True:
             try:
-                return self._ask(_scoring({**body, "top_logprobs_num": self._top}))
+                return self._ask(_scoring({**body, "top_logprobs_num": self.top}))
             except RefusedError:
-                if self._top == 1:
+                if self.top == 1:
                     raise
-                self._top //= 2
+                self.top //= 2
 
     def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        replies = self._send(body)
+        replies = self.send(body)
         self.on_answers(len(replies))
         return replies
 
