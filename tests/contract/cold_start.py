@@ -1,22 +1,16 @@
 """What a new process does that has imported SGLang's launcher, and no plugin yet.
 
-A script, since the answers are only true in a process of its own: `python cold_start.py MODEL` with
-pickled server arguments on its standard input. Copies of that process answer, so that SGLang is
-imported once, and each answer is a line of JSON:
-
-- the values of `speculative_smc_*` in arguments that are unpickled before any plugin is loaded,
-- what `sglang serve` says of a setting out of range,
-- what loading the plugin imports.
+A script, since the answers are only true in a process of its own: `python cold_start.py MODEL`. It
+prints, each as a line of JSON, what `sglang serve` says of a setting out of range, in a copy of the
+process, and what loading the plugin imports.
 """
 
 import contextlib
 import io
 import json
 import os
-import pickle
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -32,14 +26,6 @@ def imports_torch(module: ModuleType) -> bool:
     assert module.__spec__ is not None
     path = module.__spec__.origin  # None: a folder without __init__.py
     return path is not None and bool(IMPORTS_TORCH.search(Path(path).read_text()))
-
-
-def unpickled(data: bytes) -> dict[str, object]:
-    server_args = pickle.loads(data)
-    from sglang_smc import upstream
-    from sglang_smc.patches.server_args import FLAG_FIELDS
-
-    return {name: getattr(upstream.resolved(server_args), name) for name in FLAG_FIELDS}
 
 
 def refused(model: str) -> str:
@@ -71,16 +57,10 @@ def imported() -> dict[str, list[str]]:
     }
 
 
-def in_a_copy(answer: Callable[[], object]) -> None:
-    process = os.fork()
-    if process == 0:
-        print(json.dumps(answer()), flush=True)
-        os._exit(0)
-    os.waitpid(process, 0)
-
-
 if __name__ == "__main__":
-    given = sys.stdin.buffer.read()
-    in_a_copy(lambda: unpickled(given))
-    in_a_copy(lambda: refused(sys.argv[1]))
-    in_a_copy(imported)
+    if process := os.fork():
+        os.waitpid(process, 0)
+        print(json.dumps(imported()))
+    else:
+        print(json.dumps(refused(sys.argv[1])), flush=True)
+        os._exit(0)
