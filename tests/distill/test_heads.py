@@ -85,7 +85,6 @@ def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
         ("dflash", {"block_size": 1}, "block_size is 1; allowed: 2 or more"),
         ("dflash", {"mask_token_id": 24}, "mask_token_id is 24; allowed: 0 to 23"),
         ("eagle3", {"num_kv_heads": 3}, "4 heads cannot share 3"),
-        ("eagle3", {"hot_tokens": [5, 4]}, "hot_tokens must be ascending ids, 0 to 23"),
     ],
 )
 def test_refusals_of_sizes(
@@ -116,5 +115,5 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         load_head(tmp_path, target)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"neither a config\.json"):
         kind_of(tmp_path)

@@ -257,7 +257,7 @@ def test_refusals(
     other = make_tiny_model(tmp_path / "other", vocab_size=30)
     cases = {
         "has another vocabulary than the target: vocab_size 30 and 24": {"draft": other},
-        "nowhere has no config.json": {"draft": tmp_path / "nowhere"},
+        "neither a config.json, nor a folder with one.": {"draft": tmp_path / "nowhere"},
         "holds no model": {"target": tmp_path / "nowhere", "new": "eagle3"},
         "layer ids are [7]; allowed: 0 to 2": {"new": "eagle3", "layer-ids": "7"},
         "--depth is 9; allowed: 1 to 8": {"new": "dflash", "depth": 9},

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from sglang_smc.tools.distill.heads import DFlash, Eagle3, flattened
+from sglang_smc.tools.plan.shapes import architecture, contents
 
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -67,12 +68,7 @@ def _new_eagle3(config: Any, *, hot_tokens: Sequence[int] | None = None, **sizes
     Args:
         hot_tokens: the target's ids of the tokens that the head can draft, ascending; None for all.
     """
-    hot = None
-    if hot_tokens is not None:
-        ids, most = list(hot_tokens), config.vocab_size - 1
-        if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= most:
-            raise ValueError(f"hot_tokens must be ascending ids, 0 to {most}, one or more.")
-        hot = torch.tensor(ids)
+    hot = None if hot_tokens is None else torch.tensor(list(hot_tokens))
     layer_ids, settings = _new_settings(config, **sizes)
     settings |= {
         "architectures": [EAGLE3],
@@ -196,18 +192,9 @@ def target_config(folder: str | Path) -> Any:
     return loaded(AutoConfig, folder, "model").get_text_config()
 
 
-def read_settings(folder: str | Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json; raise ValueError if there is none."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint.")
-    return json.loads(path.read_text())
-
-
 def kind_of(folder: str | Path) -> str:
     """Return ``eagle3``, ``dflash``, or ``model`` for any other checkpoint."""
-    names = read_settings(folder).get("architectures") or [""]
-    return {EAGLE3: "eagle3", DFLASH: "dflash"}.get(names[0], "model")
+    return {EAGLE3: "eagle3", DFLASH: "dflash"}.get(architecture(contents(folder)), "model")
 
 
 def _new_settings(
@@ -234,9 +221,6 @@ def _new_settings(
         "head_dim": head_dim or config.head_dim or config.hidden_size // config.num_attention_heads,
         "intermediate_size": intermediate_size or config.intermediate_size,
     }
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; allowed: 1 or more.")
     if heads % sizes["num_key_value_heads"]:
         raise ValueError(
             f"{heads} heads cannot share {sizes['num_key_value_heads']} heads of keys and values; "
@@ -269,15 +253,15 @@ def _layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, .
 
 def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any], Any]:
     """Return the config.json of a head and its target's; raise ValueError if they do not fit."""
-    settings = read_settings(folder)
-    architecture = settings["architectures"][0]
+    settings = dict(contents(folder))
+    kind = architecture(settings)
     flat = flattened(settings)
-    given = [name for name in UNSUPPORTED[architecture] if flat.get(name) not in (None, False, 0)]
+    given = [name for name in UNSUPPORTED[kind] if flat.get(name) not in (None, False, 0)]
     if set(settings.get("layer_types") or ()) - {"full_attention"}:
         given.append("layer_types")
     if settings.get("hidden_act", "silu") != "silu":
         given.append("hidden_act")
-    if architecture == EAGLE3 and settings["num_hidden_layers"] != 1:
+    if kind == EAGLE3 and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")
     if given:
         raise ValueError(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.tools.distill.checkpoints import kind_of, load_head, read_settings, save_head
+from sglang_smc.tools.distill.checkpoints import kind_of, load_head, save_head
 from sglang_smc.tools.distill.heads import DFlash, Eagle3, Head, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
+from sglang_smc.tools.plan.shapes import contents
 
 
 class Draft:
@@ -87,7 +88,7 @@ def begin_as_target(draft: Draft, teacher: Teacher) -> None:
 
 def check_vocabulary(draft: Path, target: Path) -> None:
     """Raise ValueError unless a draft model has the target's vocabulary."""
-    sizes = [read_settings(folder).get("vocab_size") for folder in (draft, target)]
+    sizes = [contents(folder).get("vocab_size") for folder in (draft, target)]
     words = [load_tokenizer(folder).get_vocab() for folder in (draft, target)]
     if sizes[0] != sizes[1] or words[0] != words[1]:
         differing = len(words[0].items() ^ words[1].items())

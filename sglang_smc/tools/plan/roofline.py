@@ -152,7 +152,6 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
 
 def ar_step(target: ModelShape, batch: int, context: float) -> Round:
     """Return the pass for one token of each of ``batch`` requests with ``context`` tokens."""
-    _require_positive(batch=batch)
     rows = Rows(batch, 1, context, 0.0, shared_prefix=True)
     return Round((forward("decode", target, rows, 1, 1),))
 
@@ -172,9 +171,8 @@ def smc_round(
     ``context`` tokens are common to a request's particles, ``tail`` are each particle's own when
     the round starts. With one particle it is a round of speculative decoding with one chain.
 
-    Raises ValueError for sizes below 1, and for a draft that does not fit.
+    Raises ValueError for a draft that does not fit.
     """
-    _require_positive(batch=batch, num_particles=num_particles, num_steps=num_steps)
     rows = Rows(batch, num_particles, context, tail, shared_prefix)
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
     draft.require_fit(target, num_steps)
@@ -237,12 +235,6 @@ def at_least(least: int, particles: Iterable[int]) -> list[int]:
     return allowed
 
 
-def _require_positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-
-
 @dataclass(frozen=True)
 class Scenario:
     """A target and its draft on a device, one setting of them, and its speed at most.
@@ -273,8 +265,6 @@ class Scenario:
         A round has 1 + a + ... + a^K tokens: the drafts before the first rejected one, and one of
         the target's own (Leviathan et al., arXiv 2211.17192, equation 1).
         """
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"acceptance is {acceptance}; it must lie within 0 and 1.")
         tokens = sum(acceptance**accepted for accepted in range(num_steps + 1))
         return self._with("SD", batch, 1, num_steps, tokens)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -445,7 +445,7 @@ def lowest_precision(*shapes: ModelShape) -> float:
     return min(shape.weight_bytes for shape in shapes if shape.num_layers)
 
 
-def contents(source: Source, known: Iterable[str] = ()) -> Config:
+def contents(source: Source, known: Collection[str] = ()) -> Config:
     """Return a configuration's contents; raise ValueError, naming the ``known``, without one."""
     if isinstance(source, Mapping):
         return source
@@ -453,8 +453,9 @@ def contents(source: Source, known: Iterable[str] = ()) -> Config:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"{str(source)!r} is neither a config.json, nor a folder with one, nor one of "
-            f"{', '.join(known)}. For a model of the Hub, download its config.json."
+            f"{str(source)!r} is neither a config.json, nor a folder with one"
+            + (f", nor one of {', '.join(known)}" if known else "")
+            + ". For a model of the Hub, download its files."
         )
     try:
         return json.loads(path.read_text())
