@@ -45,14 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunked attention": {"model_type": "llama4_text", "arch": "Llama4ForCausalLM"},
 }  # fmt: skip
 
-# With full attention in all layers, or with windows.
+# With full attention in all layers, or with windows; engine/test_golden.py runs more.
 ATTENTION: dict[str, dict[str, Any]] = {
-    "Gemma2ForCausalLM": {"model_type": "gemma2"},
-    "Gemma3ForCausalLM": {"model_type": "gemma3_text"},
     "Cohere2ForCausalLM": {"model_type": "cohere2"},
     "Olmo3ForCausalLM": {"model_type": "olmo3"},
     "GptOssForCausalLM": {"model_type": "gpt_oss"},
-    "LlamaForCausalLM": {"model_type": "llama"},
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 4096},
     "Phi3ForCausalLM": {"model_type": "phi3", "sliding_window": 2047, "pad_token_id": 0},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2", "sliding_window": 4096},
@@ -69,11 +66,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"model_type": "granite"},
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "use_sliding_window": False},
-    "DeepseekV2ForCausalLM": {**LATENT, "model_type": "deepseek_v2"},
     "Gemma3ForConditionalGeneration": {"model_type": "gemma3"},
-    "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
     "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"},
-    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"},
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"},
     "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"},
 }

@@ -1,4 +1,4 @@
-"""Devices, and bytes: of a round, held by test_fake_cuda.py to what it takes, and of a server."""
+"""Devices, and what a server's memory holds."""
 
 import json
 import os
@@ -10,13 +10,11 @@ import pytest
 from programs import printed
 from toy_plans import config
 
-from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.memory import memory_table, reserved_bytes, state_bytes
 from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, States
 
-VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]
 TARGET = BUILT_IN["llama-3.1-8b"]
 LLAMA = config(
@@ -55,13 +53,6 @@ def test_measures_a_gpu() -> None:
     device = measure("cuda", seconds=0.2)
     assert 1e11 < device.bandwidth < 2e13
     assert device.ridge > 10
-
-
-def test_a_round_holds_the_targets_logits_twice_and_what_was_drafted() -> None:
-    """In bf16 as the head makes them, and in float32; and the draft's where they are watched."""
-    assert round_bytes(8, 8, VOCAB) == (8 * 4 + 72 * 6) * VOCAB
-    assert round_bytes(8, 8, VOCAB, verifies=True) == ((64 + 8) * 4 + 72 * 6) * VOCAB
-    assert round_bytes(1, 0, VOCAB) == VOCAB * 6, "without drafts one token is read"
 
 
 @pytest.mark.parametrize(
