@@ -49,7 +49,7 @@ def command(
     interrupted: str = "",
     *,
     refused: int = 2,
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """Return the ``main`` of a command: parse its words and ``run``, as `main_of` does.
 
     Args:

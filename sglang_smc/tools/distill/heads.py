@@ -174,7 +174,8 @@ class DFlash(Head):
         seen, own = visible(anchors, read.shape[1], self.block_size)
         seen, cache = torch.cat([seen, own], 3), DynamicCache()
         for number, layer in enumerate(self.layers):
-            cache.update(*keys_values_of(layer.self_attn, read, far), number)
+            keys, values = keys_values_of(layer.self_attn, read, far)
+            cache.update(keys, values, number)
             hidden = layer(hidden, seen, past_key_values=cache, position_embeddings=near)
         return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
 
