@@ -61,7 +61,10 @@ def findings(
             yield fail("device of the pair", options.device, str(error))
             return
     options.context = options.context or _context(options.target)
-    pair = Pair(target, draft, device, options, most_slots)
+    tail = options.max_lag / 2  # tokens by which a particle runs ahead on average
+    scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)
+    given = scenario.smc(1, options.num_particles, options.num_steps)
+    pair = Pair(given, options, most_slots)
     yield pair.memory()
     if pair.slots > 0:
         yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
@@ -167,21 +170,19 @@ def _context(target: str) -> int:
 
 
 class Pair(NamedTuple):
-    """A target and a draft on a device, for the requests of the options."""
+    """A target and a draft on a device with one request, and the options."""
 
-    target: ModelShape
-    draft: ModelShape
-    device: Device
+    given: Scenario
     options: argparse.Namespace
     most_slots: int | None
 
     @property
     def slots(self) -> int:
         """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
-        options = self.options
-        share = options.mem_fraction * (self.device.capacity or 0.0) * options.tp
+        given, options = self.given, self.options
+        share = options.mem_fraction * (given.device.capacity or 0.0)
         share -= ASIDE_BYTES if self.most_slots is None else 0.0
-        slots = kv_slots(self.target, self.draft, share, self.settings(), options.requests)
+        slots = kv_slots(given.target, given.draft, share, self.settings(), options.requests)
         return slots if self.most_slots is None else min(slots, self.most_slots)
 
     def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
@@ -203,18 +204,12 @@ class Pair(NamedTuple):
         )
         return next(fitting, None)
 
-    def given(self) -> Scenario:
-        """Return the speed of one request with the given N and K."""
-        tail = self.options.max_lag / 2  # tokens by which a particle runs ahead on average
-        device = self.device.times(self.options.tp)
-        scenario = Scenario(self.target, self.draft, device, self.options.context, tail)
-        return scenario.smc(1, self.options.num_particles, self.options.num_steps)
-
     def memory(self) -> Finding:
-        weights = self.target.resident_bytes + self.draft.resident_bytes
-        slot = self.target.kv_bytes_per_token + self.draft.kv_bytes_per_token
+        both = self.given.target, self.given.draft
+        weights = sum(one.resident_bytes for one in both)
+        slot = sum(one.kv_bytes_per_token for one in both)
         found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on "
-        found += self.device.name
+        found += self.given.device.name
         if self.slots <= 0:
             do = "Too large: split it (--tp), take a larger device, or leave less of it free "
             do += "(--mem-fraction, --mem-fraction-static of the server)."
@@ -246,8 +241,8 @@ class Pair(NamedTuple):
     def round_graphs(self) -> Finding:
         """Report how many requests' rounds are captured as CUDA graphs in the free memory."""
         options = self.options
-        kept = (1 - options.mem_fraction) * (self.device.capacity or 0.0)
-        sizes = options.num_particles, options.num_steps, self.target.vocab_size
+        kept = (1 - options.mem_fraction) * (self.given.device.capacity or 0.0) / options.tp
+        sizes = options.num_particles, options.num_steps, self.given.target.vocab_size
         weighed, verified = (
             Graphs.beside_recordings(
                 int((1 - PREFILL_SHARE) * kept),
@@ -270,7 +265,7 @@ class Pair(NamedTuple):
         return warning("round graphs", found, do, numbers)
 
     def speed(self) -> Finding:
-        given = self.given()
+        given = self.given
         found = f"N = {given.num_particles}, K = {given.num_steps} at most {given.times_ar:.2f} "
         found += "times plain decoding, one request at a time"
         if given.times_ar <= 1:
@@ -283,14 +278,14 @@ class Pair(NamedTuple):
 
     def advice(self) -> Finding:
         """Recommend the given settings if they gain time, else the fastest with fewer particles."""
-        best = self.given()
+        best = self.given
         if best.times_ar <= 1:
             most = best.num_particles
             particles = [count for count in DEFAULT_PARTICLES if count <= most] or [most]
             best, _ = best.best(1, particles)
         if best.times_ar <= 1:
             do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
-            found = f"no N and K are faster than plain decoding on {self.device.name}"
+            found = f"no N and K are faster than plain decoding on {self.given.device.name}"
             return warning("advice", found, do)
         lag = self.lag()
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
