@@ -19,7 +19,7 @@ They need no server::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from sglang_smc.potentials.base import Potential, Text
@@ -50,79 +50,64 @@ def check_potential(
     """
     if not texts:
         raise ValueError("check_potential was given no texts; needed: one or more.")
-    values = _Values(potential, texts, most_beginnings, tolerance)
+    methods = {"prefix": potential.prefix, "complete": potential.complete}
+    series = [_beginnings(text, most_beginnings) for text in texts]
+    asked = {"prefix": list(chain(*series)), "complete": list(texts)}
+    values = {name: list(method(asked[name])) for name, method in methods.items()}
+
+    def differing(name: str, others: Iterable[float], form: str) -> Iterator[str]:
+        """Yield each value that another one differs from, which ``form`` describes."""
+        for text, value, other in zip(asked[name], values[name], others, strict=True):
+            if not math.isclose(value, other, rel_tol=tolerance, abs_tol=tolerance):
+                yield f"of {_shown(text)} {name} is {value:g}{form.format(other)}"
+
+    found = {"values": list(_unusable(asked, values)), "batched": [], "repeated": []}
+    if not found["values"]:
+        for name, method in methods.items():
+            alone = [next(iter(method([text]))) for text in asked[name]]
+            found["batched"] += differing(name, alone, " among others, {:g} alone")
+            found["repeated"] += differing(name, method(asked[name]), ", then {:g}")
+        found["forbidden"] = list(_allowed_again(series, values))
+        if potential.prefix_is_complete:
+            of_prefix = potential.prefix(asked["complete"])
+            found["whole"] = list(differing("complete", of_prefix, ", and prefix {:g}"))
     results: list[Result] = []
-    for name, proves, remedy, check in _CHECKS:
+    for name, (proves, remedy) in _CHECKS.items():
         if results and results[0].failed:
             verdict, note = Verdict.NOT_APPLICABLE, "Its values are unusable."
-        elif name == "whole" and not potential.prefix_is_complete:
+        elif name not in found:
             verdict, note = Verdict.NOT_APPLICABLE, "It does not set prefix_is_complete."
-        elif found := list(check(values)):
-            more = f" ({len(found)} such)" if len(found) > 1 else ""
-            verdict, note = Verdict.FAIL, f"{found[0]}{more}. {remedy}"
+        elif problems := found[name]:
+            more = f" ({len(problems)} such)" if len(problems) > 1 else ""
+            verdict, note = Verdict.FAIL, f"{problems[0]}{more}. {remedy}"
         else:
             verdict, note = Verdict.PASS, f"On {len(texts)} texts."
         results.append(Result(f"potential-{name}", proves, verdict, note, num_answers=len(texts)))
     return results
 
 
-class _Values:
-    """The values of a potential on texts and their prefixes; each check yields what it finds."""
+def _unusable(asked: dict[str, list[Text]], values: dict[str, list[float]]) -> Iterator[str]:
+    for name, texts in asked.items():
+        if len(values[name]) != len(texts):
+            yield f"{name} gave {len(values[name])} values for {len(texts)} texts"
+            continue
+        for text, value in zip(texts, values[name], strict=True):
+            if math.isnan(value) or value == math.inf:
+                yield f"{name} of {_shown(text)} is {value}"
 
-    def __init__(
-        self, potential: Potential, texts: Sequence[Text], most: int, tolerance: float
-    ) -> None:
-        self.tolerance = tolerance
-        self.series = [_beginnings(text, most) for text in texts]
-        self.methods = {"prefix": potential.prefix, "complete": potential.complete}
-        self.texts = {"prefix": list(chain(*self.series)), "complete": list(texts)}
-        self.values = {name: self.again(name) for name in self.methods}
 
-    def again(self, name: str) -> list[float]:
-        return list(self.methods[name](self.texts[name]))
-
-    def unusable(self) -> Iterator[str]:
-        for name, texts in self.texts.items():
-            values = self.values[name]
-            if len(values) != len(texts):
-                yield f"{name} gave {len(values)} values for {len(texts)} texts"
-                continue
-            for text, value in zip(texts, values, strict=True):
-                if math.isnan(value) or value == math.inf:
-                    yield f"{name} of {_shown(text)} is {value}"
-
-    def differing(self, name: str, others: Iterable[float], form: str) -> Iterator[str]:
-        """Yield each value that another one differs from, which ``form`` describes."""
-        near = {"rel_tol": self.tolerance, "abs_tol": self.tolerance}
-        for text, value, other in zip(self.texts[name], self.values[name], others, strict=True):
-            if not math.isclose(value, other, **near):
-                yield f"of {_shown(text)} {name} is {value:g}{form.format(other)}"
-
-    def unlike_alone(self) -> Iterator[str]:
-        for name, method in self.methods.items():
-            alone = [next(iter(method([text]))) for text in self.texts[name]]
-            yield from self.differing(name, alone, " among others, {:g} alone")
-
-    def unlike_again(self) -> Iterator[str]:
-        for name in self.methods:
-            yield from self.differing(name, self.again(name), ", then {:g}")
-
-    def unlike_whole(self) -> Iterator[str]:
-        of_prefix = self.methods["prefix"](self.texts["complete"])
-        yield from self.differing("complete", of_prefix, ", and prefix {:g}")
-
-    def allowed_again(self) -> Iterator[str]:
-        """Yield prefixes of value -inf with an extension of another value."""
-        values = iter(self.values["prefix"])
-        for of_text, whole in zip(self.series, self.values["complete"], strict=True):
-            forbidden = None
-            for text, value in zip(of_text, islice(values, len(of_text)), strict=True):
-                if forbidden is None:
-                    forbidden = text if value == -math.inf else None
-                elif value > -math.inf:
-                    yield f"prefix of {_shown(forbidden)} is -inf, of {_shown(text)} {value:g}"
-            if forbidden is not None and whole > -math.inf:
-                yield f"prefix of {_shown(forbidden)} is -inf, complete of the whole text {whole:g}"
+def _allowed_again(series: list[list[Text]], values: dict[str, list[float]]) -> Iterator[str]:
+    """Yield prefixes of value -inf with an extension of another value."""
+    of_prefixes = iter(values["prefix"])
+    for of_text, whole in zip(series, values["complete"], strict=True):
+        forbidden = None
+        for text, value in zip(of_text, islice(of_prefixes, len(of_text)), strict=True):
+            if forbidden is None:
+                forbidden = text if value == -math.inf else None
+            elif value > -math.inf:
+                yield f"prefix of {_shown(forbidden)} is -inf, of {_shown(text)} {value:g}"
+        if forbidden is not None and whole > -math.inf:
+            yield f"prefix of {_shown(forbidden)} is -inf, complete of the whole text {whole:g}"
 
 
 def _beginnings(text: Text, most: int) -> list[Text]:
@@ -133,39 +118,29 @@ def _beginnings(text: Text, most: int) -> list[Text]:
     return [text.beginning(some) for some in sorted(lengths)]
 
 
-#: Each check's name, what a pass proves, the remedy, and the function that yields findings.
-_CHECKS: tuple[tuple[str, str, str, Callable[[_Values], Iterator[str]]], ...] = (
-    (
-        "values",
+#: Of each check what a pass proves, and the remedy.
+_CHECKS = {
+    "values": (
         "prefix and complete give one value for each text: a finite logarithm, or -inf",
         "Give a float for each text; log 0 is float('-inf').",
-        _Values.unusable,
     ),
-    (
-        "batched",
+    "batched": (
         "a text's value does not depend on what else is asked about",
         "Let the texts of a call not influence each other: of a model, look at padding and masks.",
-        _Values.unlike_alone,
     ),
-    (
-        "repeated",
+    "repeated": (
         "the same text has the same value when it is asked about again",
         "Draw no random numbers, and keep nothing from one call to the next.",
-        _Values.unlike_again,
     ),
-    (
-        "forbidden",
+    "forbidden": (
         "no text goes on from a beginning that was forbidden",
         "Give -inf only where no continuation can mend it; else a large finite cost.",
-        _Values.allowed_again,
     ),
-    (
-        "whole",
+    "whole": (
         "prefix of a whole text is complete of it, as it claims",
         "Let it not set prefix_is_complete, or let prefix and complete agree.",
-        _Values.unlike_whole,
     ),
-)
+}
 
 
 def _shown(text: Text) -> str:
