@@ -66,8 +66,7 @@ class Position(NamedTuple):
 
     token: int
     logprob: float
-    top: dict[int, float]
-    """Log-probabilities of the likeliest tokens, most likely first."""
+    top: dict[int, float]  # log-probabilities of the likeliest tokens, most likely first
 
 
 @dataclass

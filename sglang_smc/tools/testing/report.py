@@ -17,8 +17,7 @@ class Verdict(str, Enum):
 
     PASS = "pass"
     FAIL = "fail"
-    MEASURED = "measured"
-    """The distance of an approximate mode from the target; not a failure."""
+    MEASURED = "measured"  # the distance of an approximate mode from the target
     NOT_ENOUGH_DATA = "not enough data"
     NOT_APPLICABLE = "not applicable"
 
@@ -27,18 +26,15 @@ class Result(NamedTuple):
     """The result of one check; numbers are None if the check did not compute them."""
 
     check: str
-    proves: str
-    """The property that a pass demonstrates, in one sentence."""
+    proves: str  # the property that a pass demonstrates, in one sentence
     verdict: Verdict = Verdict.NOT_APPLICABLE
-    note: str = ""
-    """The finding, and for a failure the remedy."""
+    note: str = ""  # the finding, and for a failure the remedy
     statistic: str = ""
     estimate: float | None = None
     expected: float | None = None
     standard_error: float | None = None
     p_value: float | None = None
-    alpha: float | None = None
-    """The probability that this check fails on a correct implementation."""
+    alpha: float | None = None  # the probability that a correct implementation fails
     num_answers: int = 0
 
     @property

@@ -41,9 +41,7 @@ class Particles(NamedTuple):
     """All particles of one answer, before one was drawn."""
 
     particles: list[Particle]
-    log_ml: float | None
-    """log Z-hat, the estimate of the target's normalising constant; None if the server has none."""
-
+    log_ml: float | None  # log Z-hat, of the target's normalising constant; None without one
     trace: Trace | None = None
 
     @classmethod
