@@ -8,11 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_smc.tools.distill.checkpoints import (
-    kind_of,
-    load_head,
-    new_head,
-)
+from sglang_smc.tools.distill.checkpoints import kind_of, load_head, new_head
 from sglang_smc.tools.distill.drafts import Draft, load_draft
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate
 
@@ -35,6 +31,20 @@ def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> 
 
 
 TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_before_an_anchor_are_read_and_no_others(
+    kind: str, target: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """The first of them, too, and for the first anchor none that only the second one has."""
+    draft, given = head(kind, target, tmp_path), lesson(teacher, TEXT)
+    before = draft.logits(teacher, given, ANCHORS, DEPTH)[:, 0]
+    for place, is_read in ((0, True), (3, True), (4, False), (6, False), (11, False)):
+        features = given.features.clone()
+        features[:, place] += 5.0
+        after = draft.logits(teacher, given._replace(features=features), ANCHORS, DEPTH)[:, 0]
+        assert torch.allclose(before, after, atol=1e-6) != is_read
 
 
 @pytest.mark.parametrize("kind", KINDS)
