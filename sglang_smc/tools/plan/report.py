@@ -147,21 +147,15 @@ class Plan(NamedTuple):
 
 
 def _setting(one: Scenario) -> dict[str, Any]:
+    same = ("method", "num_particles", "num_steps", "seconds", "tokens_per_second")
+    of_round = ("layers", "bytes", "traffic", "flops")
     return {
-        "method": one.method,
-        "num_particles": one.num_particles,
-        "num_steps": one.num_steps,
+        **{name: getattr(one, name) for name in (*same, "plain_wins_from")},
+        **{name: getattr(one.round, name) for name in of_round},
         "tokens_per_round": one.tokens,
-        "seconds": one.seconds,
         "seconds_by_pass": one.round.seconds_by_pass(one.device),
-        "layers": one.round.layers,
-        "bytes": one.round.bytes,
-        "traffic": one.round.traffic,
-        "flops": one.round.flops,
         "bound": one.round.bound(one.device),
-        "tokens_per_second": one.tokens_per_second,
         "speedup": one.times_ar,
-        "plain_wins_from": one.plain_wins_from,
     }
 
 
@@ -185,19 +179,16 @@ class Comparison(NamedTuple):
         }
 
     def _row(self, draft: str, one: Scenario) -> dict[str, Any]:
-        names = ("draft_seconds", "target_seconds", "rest_seconds")
+        same = ("batch", "num_particles", "num_steps", "seconds")
+        parts = ("draft_seconds", "target_seconds", "rest_seconds")
+        speeds = {f"{each:g}": one.measured(each).tokens_per_second for each in self.tokens}
         return {
             "device": one.device.name,
-            "num_particles": one.num_particles,
             "draft": draft,
-            **dict(zip(names, one.parts, strict=True)),
-            "seconds": one.seconds,
+            **{name: getattr(one, name) for name in same},
+            **dict(zip(parts, one.parts, strict=True)),
             "layers": one.round.layers,
-            "batch": one.batch,
-            "num_steps": one.num_steps,
-            "tokens_per_second": {
-                f"{each:g}": one.measured(each).tokens_per_second for each in self.tokens
-            },
+            "tokens_per_second": speeds,
             "ar_tokens_per_second": one.ar(one.batch).tokens_per_second,
         }
 

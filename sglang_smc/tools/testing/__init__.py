@@ -9,29 +9,16 @@ The command is ``python -m sglang_smc.tools.testing``; the same checks as a libr
         assert not result.failed, result.note
 """
 
-from sglang_smc.tools.testing.checks import (
-    check_draft_law,
-    check_equal_models,
-    check_evidence,
-    check_exact_answers,
-    check_mode,
-)
-from sglang_smc.tools.testing.model import Answer, Model, Position, connect, started
-from sglang_smc.tools.testing.potential_checks import check_potential
-from sglang_smc.tools.testing.report import Result, Verdict
-
-__all__ = [
-    "Answer",
-    "Model",
-    "Position",
-    "Result",
-    "Verdict",
-    "check_draft_law",
-    "check_equal_models",
-    "check_evidence",
-    "check_exact_answers",
-    "check_mode",
-    "check_potential",
-    "connect",
-    "started",
-]
+from sglang_smc.tools.testing.checks import check_draft_law as check_draft_law
+from sglang_smc.tools.testing.checks import check_equal_models as check_equal_models
+from sglang_smc.tools.testing.checks import check_evidence as check_evidence
+from sglang_smc.tools.testing.checks import check_exact_answers as check_exact_answers
+from sglang_smc.tools.testing.checks import check_mode as check_mode
+from sglang_smc.tools.testing.model import Answer as Answer
+from sglang_smc.tools.testing.model import Model as Model
+from sglang_smc.tools.testing.model import Position as Position
+from sglang_smc.tools.testing.model import connect as connect
+from sglang_smc.tools.testing.model import started as started
+from sglang_smc.tools.testing.potential_checks import check_potential as check_potential
+from sglang_smc.tools.testing.report import Result as Result
+from sglang_smc.tools.testing.report import Verdict as Verdict
