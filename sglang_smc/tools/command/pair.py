@@ -11,15 +11,8 @@ from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc.tools.command.machine import HERE, Finding, fail, ok, warning
-from sglang_smc.tools.plan import shapes
+from sglang_smc.tools.plan import memory, shapes
 from sglang_smc.tools.plan.devices import Device, measure, named
-from sglang_smc.tools.plan.memory import (
-    ASIDE_BYTES,
-    MOST_RUNNING,
-    PREFILL_SHARE,
-    kv_slots,
-    reserved_bytes,
-)
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
 from sglang_smc.tools.plan.shapes import ModelShape
@@ -87,7 +80,7 @@ def _device(options: argparse.Namespace, weight_bytes: float) -> tuple[Device, i
     on_cpu = is_here and not torch.cuda.is_available()
     found = measure("cpu" if on_cpu else "cuda") if is_here else named(options.device, weight_bytes)
     if options.mem_fraction is None:
-        kept = reserved_bytes(found.capacity or 0.0)
+        kept = memory.reserved_bytes(found.capacity or 0.0)
         options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (found.capacity or kept)
     return found, MAX_TOTAL_TOKENS if on_cpu else None
 
@@ -181,8 +174,8 @@ class Pair(NamedTuple):
         """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
         given, options = self.given, self.options
         share = options.mem_fraction * (given.device.capacity or 0.0)
-        share -= ASIDE_BYTES if self.most_slots is None else 0.0
-        slots = kv_slots(given.target, given.draft, share, self.settings(), options.requests)
+        share -= memory.ASIDE_BYTES if self.most_slots is None else 0.0
+        slots = memory.kv_slots(given.target, given.draft, share, self.settings(), options.requests)
         return slots if self.most_slots is None else min(slots, self.most_slots)
 
     def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
@@ -245,13 +238,13 @@ class Pair(NamedTuple):
         sizes = options.num_particles, options.num_steps, self.given.target.vocab_size
         weighed, verified = (
             Graphs.beside_recordings(
-                int((1 - PREFILL_SHARE) * kept),
+                int((1 - memory.PREFILL_SHARE) * kept),
                 round_bytes(*sizes, verifies=verifies),
                 round_bytes(*sizes, mixes=True),
             )
             for verifies in (False, True)
         )
-        most = [min(one, MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
+        most = [min(one, memory.MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
         found = (
             f"of up to {most[0]} requests in mode smc, {most[1]} in the modes that verify, "
             f"{most[2]} where one asks for what most do not, in {si(kept)}B that are left free; "

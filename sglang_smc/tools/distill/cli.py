@@ -108,9 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     written = load_draft(arguments.out, arguments.target, arguments.device)
     after = validate(written, teacher, held_out, **sizes)
     report = {
-        "loss": arguments.loss,
-        "particles": arguments.particles,
-        "temperature": arguments.temperature,
+        **{name: getattr(arguments, name) for name in ("loss", "particles", "temperature")},
         "course": msgspec.to_builtins(course),
         "texts": len(learned),
         "answer_tokens": sum(len(text.ids) - text.prompt for text in learned),

@@ -10,20 +10,11 @@ from pathlib import Path
 
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.commands import command, natural, number, positive, several
+from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
-from sglang_smc.tools.plan.shapes import (
-    BESIDE,
-    BUILT_IN,
-    DEFAULT_STEPS,
-    DRAFTS,
-    NGRAM,
-    ModelShape,
-    draft_from_config,
-    from_config,
-    lowest_precision,
-)
+from sglang_smc.tools.plan.shapes import BESIDE, DEFAULT_STEPS, NGRAM, ModelShape
 
 ACCEPTANCE = 0.8
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
@@ -34,14 +25,14 @@ Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these co
 def run(arguments: argparse.Namespace) -> None:
     """Print a plan; raise ValueError for invalid arguments."""
     weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
-    target = from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
+    target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
     drafts = {
-        name: draft_from_config(source, weight_bytes).on_devices(arguments.tp)
+        name: shapes.draft_from_config(source, weight_bytes).on_devices(arguments.tp)
         for name, source in zip(names, arguments.draft, strict=True)
     }
-    weight_bytes = lowest_precision(target, *drafts.values())
+    weight_bytes = shapes.lowest_precision(target, *drafts.values())
     lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
     loads = [
         Scenario(target, next(iter(drafts.values())), device.times(arguments.tp), *lengths)
@@ -60,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
         "--tokens-per-pass, of drafts side by side.",
     )
     add, positives = result.add_argument, several(positive)
-    models = f"a config.json, its folder, or one of {', '.join(BUILT_IN)}"
-    heads = [name for name in DRAFTS if name not in (*BUILT_IN, NGRAM)]
+    models = f"a config.json, its folder, or one of {', '.join(shapes.BUILT_IN)}"
+    heads = [name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM)]
     add("--target", required=True, help=models)
     drafts = f"the same; or that of an EAGLE-3 head or a DFlash block, or {', '.join(heads)}; "
     drafts += f"or {NGRAM}, alone or beside a model, as {BESIDE}llama-3.2-1b. Several are compared"

@@ -25,11 +25,8 @@ PROMPTS = (
 )
 """Default prompts, for models of any kind."""
 
-FEW = 4
-"""The number of prompts for checks that need many answers to each."""
-
-ALPHA = 2.5e-4
-"""The probability that one check fails on a correct implementation."""
+FEW = 4  # prompts, for checks that need many answers to each
+ALPHA = 2.5e-4  # the probability that one check fails on a correct implementation
 
 SWITCHES = (
     "start again with --speculative-smc-kernels torch --speculative-smc-round-graph off; if that "

@@ -59,14 +59,8 @@ def page_of(trace: Trace, title: str = "Particles of one answer") -> str:
 
     Raises ValueError if the trace has no round.
     """
-    data = {
-        "mode": trace.mode,
-        "num_particles": trace.num_particles,
-        "num_steps": trace.num_steps,
-        "prompt_length": trace.prompt_length,
-        "pieces": trace.pieces,
-        "genealogy": genealogy(trace),
-    }
+    names = ("mode", "num_particles", "num_steps", "prompt_length", "pieces")
+    data = {name: getattr(trace, name) for name in names} | {"genealogy": genealogy(trace)}
     return Template(part("page.html")).substitute(
         title=html.escape(title),
         style=part("page.css"),
