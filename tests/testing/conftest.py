@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -40,30 +41,16 @@ def mixed(one: Table, other: Table, share: float) -> Table:
     ]
 
 
+@dataclass
 class Toy:
-    """Answers /generate bodies as SGLang does, with its slip at the vocabulary's last token.
+    """Answers /generate bodies as SGLang does, with its slip at the vocabulary's last token."""
 
-    Args:
-        p, q: the target and the draft, as scoring tells them.
-        drawn: what texts of mode exact really follow; p where it is right.
-        drafted: what drafts really follow; q where it is right.
-        factor: what weights are multiplied by; 1 where they are right.
-        weighs: whether answers tell their evidence, or always 1.
-    """
-
-    def __init__(
-        self,
-        p: Table,
-        q: Table,
-        *,
-        drawn: Table | None = None,
-        drafted: Table | None = None,
-        factor: float = 1.0,
-        weighs: bool = True,
-    ) -> None:
-        self.p, self.q = p, q
-        self.drawn, self.drafted = drawn or p, drafted or q
-        self.factor, self.weighs = factor, weighs
+    p: Table  # the target, as scoring tells it
+    q: Table  # the draft, likewise
+    drawn: Table = field(default_factory=list)  # what texts of mode exact really follow
+    drafted: Table = field(default_factory=list)  # what drafts really follow
+    factor: float = 1.0  # what weights are multiplied by
+    weighs: bool = True  # whether answers tell their evidence, or always 1
 
     def send(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         if "text" in body:
@@ -102,23 +89,19 @@ class Toy:
         if smc["mode"] == "exact":
             text, log_evidence = walk(prompt, [self.drawn] * length, source), 0.0
         else:
-            text, log_evidence = self._weighed(prompt, length, smc, params["temperature"], source)
+            text, log_evidence = self._weighed(prompt, params, source)
         meta = {"spec_smc_log_evidence": log_evidence * self.weighs, "spec_smc_resample_ct": 0}
         return {"output_ids": list(text), "meta_info": meta}
 
     def _weighed(
-        self,
-        prompt: tuple[int, ...],
-        length: int,
-        smc: dict[str, Any],
-        temperature: float,
-        source: random.Random,
+        self, prompt: tuple[int, ...], params: dict[str, Any], source: random.Random
     ) -> tuple[tuple[int, ...], float]:
         """Importance sampling: no resampling, one particle drawn by weight."""
-        p, q, drafted = (warmed(law, temperature) for law in (self.p, self.q, self.drafted))
-        settings = SETTINGS | smc
+        laws_of_all = (self.p, self.q, self.drafted)
+        p, q, drafted = (warmed(law, params["temperature"]) for law in laws_of_all)
+        settings = SETTINGS | params["custom_params"]["smc"]
         block = settings["num_steps"] + 1
-        laws = [drafted if index % block else p for index in range(length)]
+        laws = [drafted if index % block else p for index in range(params["max_new_tokens"])]
         texts = [walk(prompt, laws, source) for _ in range(settings["num_particles"])]
         weights = [
             math.prod(
