@@ -30,7 +30,6 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from sglang_smc import upstream
-from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
@@ -228,22 +227,6 @@ class CheckpointRounds(ToyWorker):
         for model in (self.target, self.draft):
             model.read(prompt, self.table[self.num_begun, : len(prompt)])
         return req
-
-    def batch(self, reqs: list[Any]) -> Any:
-        held = [upstream.kv_of(req) for req in reqs]
-        return SimpleNamespace(
-            reqs=reqs,
-            req_pool_indices=self.tensor([kv.req_pool_idx for kv in held]),
-            seq_lens=self.tensor([kv.kv_committed_len for kv in held]),
-            return_logprob=False,
-        )
-
-    def reserve(self, reqs: list[Any]) -> None:
-        for req in reqs:
-            state, committed = state_of(req), upstream.kv_of(req).kv_committed_len
-            wanted = committed + arena.arena(state.span(None), arena.remaining(req))
-            state.step_to(None)
-            state.arena = committed, max(state.arena[1], wanted)
 
     def emitted(self, result: Any, reqs: list[Any]) -> list[list[int]]:
         """What a round has emitted, by request, once it is booked."""

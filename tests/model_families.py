@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tiny_models import tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCAB, EOS = 64, 1
 
@@ -118,6 +118,74 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": {**_LATENT, "v_head_dim": 8},  # SGLang takes hidden size by heads for it
 }
 
+# Models that take images beside text.
+_TEXT: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": VOCAB,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "in_chans": 3,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+}
+_EYE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32}
+_PLACES = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
+
+OF_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        **_PLACES,
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+        "vision_config": {**_VISION, "embed_dim": 16, "hidden_size": 32},
+    },
+    "qwen2_5_vl": {
+        **_PLACES,
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+        "vision_config": {
+            **_VISION,
+            **_EYE,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [0],
+        },
+    },
+    "qwen3_vl": {
+        **_PLACES,
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **_VISION,
+            **_EYE,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "mistral3": {
+        "image_token_index": 60,
+        "text_config": {"model_type": "mistral", **_TEXT},
+        "vision_config": {
+            **_EYE,
+            "model_type": "pixtral",
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "image_size": 16,
+        },
+    },
+}
+
 
 # Of decays of linear attention, as slow as trained ones: random ones forget all in a token.
 LOG_RATE = -2.0
@@ -132,19 +200,24 @@ def make_family(
     vocab: int = VOCAB,
     **changes: Any,
 ) -> str:
-    """Save a random checkpoint of ``family`` and its tokenizer under ``path``; return it."""
+    """Save a random checkpoint of ``family`` and its tokenizer under ``path``; return it.
+
+    There is no image processor beside one that takes images: whatever asks for it fails.
+    """
+    takes_images = family in OF_IMAGES
+    sizes = {} if takes_images else {"vocab_size": vocab, "initializer_range": scale}
     config = AutoConfig.for_model(
         family,
-        **{"tie_word_embeddings": False, **FAMILIES[family], **changes},
-        vocab_size=vocab,
-        initializer_range=scale,
+        **{"tie_word_embeddings": False, **{**FAMILIES, **OF_IMAGES}[family], **changes},
+        **sizes,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=EOS,
     )
+    auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).float()
+        model = auto.from_config(config).float()
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
             torch.nn.init.constant_(parameter, LOG_RATE)
@@ -152,7 +225,12 @@ def make_family(
     model.save_pretrained(path)
     if family == "qwen3_5_text":
         _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
-    tiny_tokenizer(vocab, EOS).save_pretrained(path)
+    tokenizer = tiny_tokenizer(vocab, EOS)
+    if takes_images:
+        tokenizer.chat_template = (
+            "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+        )
+    tokenizer.save_pretrained(path)
     return str(path)
 
 

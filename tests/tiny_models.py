@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sglang_smc.options.server import FIELDS
+
 # The fastest start of a real engine: nothing is warmed up, captured or sized by free memory.
 ENGINE_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -89,33 +91,12 @@ def tiny_tokenizer(vocab_size: int, eos: int) -> PreTrainedTokenizerFast:
 
 def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
     """Engine keywords for SMC; settings without prefix: ``num_particles=4, num_steps=2``."""
-    arguments: dict[str, Any] = {
+    own = {FIELDS[name]: settings.pop(name) for name in FIELDS.keys() & settings.keys()}
+    return {
         "model_path": target,
         "speculative_algorithm": "SMC",
         "speculative_draft_model_path": draft,
-        "speculative_num_steps": settings.pop("num_steps", 3),
+        "speculative_num_steps": 3,
+        **own,
+        **settings,
     }
-    own = (
-        "mode",
-        "num_particles",
-        "ess_threshold",
-        "resampling_method",
-        "resample_at",
-        "proposal",
-        "selection",
-        "power",
-        "evidence_threshold",
-        "draft_temperature",
-        "ngram_weight",
-        "max_lag",
-        "kernels",
-        "round_graph",
-        "adaptive",
-        "presets",
-        "potential",
-        "potential_timeout",
-    )
-    for name in own:
-        if name in settings:
-            arguments[f"speculative_smc_{name}"] = settings.pop(name)
-    return {**arguments, **settings}

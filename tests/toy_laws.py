@@ -1,19 +1,16 @@
 """Runs of `toy_worker` and the laws to hold them against."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import laws
 import torch
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.potentials.runner import PotentialRunner
-from sglang_smc.proposers.ngram import Corpus
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
 Text = tuple[int, ...]
@@ -67,22 +64,14 @@ def run(
     rows: list[int] | None = None,
     *,
     num_runs: int = NUM_RUNS,
-    chosen: tuple[dict[str, Any], ...] = ({},),
-    budgets: tuple[Budget | None, ...] = (None,),
-    grammar: Callable[[], Any] = lambda: None,
-    asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
-    ops: Ops = TORCH,
-    corpus: Corpus | None = None,
-    runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
+    **options: Any,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``budgets`` bound rounds in turn.
-    All have ``asked`` for sampling parameters, or one of several in turn.
+    ``options`` are those of `ToyWorker`.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
-    own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
-    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus, runners=runners)
+    worker = ToyWorker(config, *pair, **sizes, **options)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows)
     worker.check_owned()
     return outcome

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from toy_request import PROMPT, ToyRequest
 
+from sglang_smc import upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.ops.interface import TORCH, Ops
@@ -27,7 +28,7 @@ from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
 from sglang_smc.state.metrics import Counters, Monitor, fidelity_of
-from sglang_smc.state.request import RequestStates, has_open_token
+from sglang_smc.state.request import RequestStates, has_open_token, state_of
 from sglang_smc.worker import SMCWorker
 
 NUM_CONTEXTS = 97
@@ -264,20 +265,21 @@ class ToyWorker:
         self.reserve(reqs)
         return self.worker.launch_round(self.batch(reqs))
 
-    def reserve(self, reqs: list[ToyRequest]) -> None:
+    def reserve(self, reqs: list[Any]) -> None:
         budget = self.budgets[self.num_reserved % len(self.budgets)]
         self.num_reserved += 1
         for req in reqs:
-            remaining = arena.remaining(req)  # type: ignore[arg-type]
-            wanted = req.kv_committed_len + arena.arena(req.smc_state.span(budget), remaining)
-            req.smc_state.step_to(budget)
-            req.smc_state.arena = req.kv_committed_len, max(req.smc_state.arena[1], wanted)
+            state, committed = state_of(req), upstream.kv_of(req).kv_committed_len
+            wanted = committed + arena.arena(state.span(budget), arena.remaining(req))
+            state.step_to(budget)
+            state.arena = committed, max(state.arena[1], wanted)
 
-    def batch(self, reqs: list[ToyRequest]) -> Any:
+    def batch(self, reqs: list[Any]) -> Any:
         """What of SGLang's `ScheduleBatch` a round looks at."""
+        held = [upstream.kv_of(req) for req in reqs]
         return SimpleNamespace(
             reqs=reqs,
-            req_pool_indices=self.tensor([req.row for req in reqs]),
-            seq_lens=self.tensor([req.kv_committed_len for req in reqs]),
+            req_pool_indices=self.tensor([kv.req_pool_idx for kv in held]),
+            seq_lens=self.tensor([kv.kv_committed_len for kv in held]),
             return_logprob=False,
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from http_server import Server, running_server
-from image_families import make_image_family
+from model_families import make_family
 from routed import MESSAGES, ROUTES, chat, response, text_of
 from tiny_models import smc_arguments
 
@@ -50,7 +50,7 @@ MEDIA: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def of_images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("images")
-    path = make_image_family(folder / "model", "qwen3_vl")
+    path = make_family(folder / "model", "qwen3_vl")
     arguments = smc_arguments(path, path, num_particles=2, num_steps=2, served_model_name="m")
     with running_server(folder, **arguments) as running:
         yield running

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 from checkpoint_rounds import CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, Draft, make_head
-from image_families import FAMILIES as OF_IMAGES
-from image_families import make_image_family
 from model_families import make_family
 from tiny_models import make_tiny_model, smc_arguments
 
@@ -100,8 +98,6 @@ OTHERS = {
 def make(path: Path, family: str, seed: int, target: str = "") -> str:
     if family in HEADS:
         return make_head(family, target, path, num_steps=NUM_STEPS)
-    if family in OF_IMAGES:
-        return make_image_family(path, family, seed=seed)
     if family == "padded":
         return make_tiny_model(path, padding=3, seed=seed, layers=4)
     changes = {"num_hidden_layers": 4} if family == "llama" else {}

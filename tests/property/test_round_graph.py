@@ -189,11 +189,16 @@ def test_at_temperature_0_a_tree_is_replayed_and_gives_the_same_texts(
     [
         {"grammar": maker("(ab|b)*a?")},
         {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"})},
+        {"chosen": ({"trace": True, "num_particles": 2, "num_steps": 1},)},
+        {"chosen": ({"trace": True, "num_particles": 1},)},
     ],
-    ids=["a grammar", "traces"],
+    ids=["a grammar", "traces", "fewer columns", "fewer particles"],
 )
 def test_what_the_host_looks_into_has_its_models_replayed(case: dict[str, Any]) -> None:
-    """Red if a recorded round plays it: its trace would be that of the recording, or none."""
+    """Red if a recorded round plays it: its trace would be that of the recording, or none.
+
+    Passes of fewer requests, particles or columns than the recording's have padding around them.
+    """
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     recorded: list[int] = []
     by_graph = serve(config, rows=FIVE, recorded=recorded, **case)

@@ -191,13 +191,6 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
         assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
 
 
-def test_forbidden_tokens_have_no_rank_and_are_not_drawn() -> None:
-    """Even where their ids come first and the cut lies behind everything."""
-    logits = torch.tensor([[-INF, -INF, 0.0, -90.0, -80.0, -100.0]])
-    kept = law_of(logits, rules(top_k=3))[0] > -INF
-    assert kept.tolist() == [False, False, True, True, True, False]
-
-
 def test_groups_have_rules_of_their_own_and_draws_choose_rows() -> None:
     logits = drawn(3, 2, 50, seed=5)
     own = rules(0.5, top_k=3, min_p=0.1), rules(2.0, top_p=0.5), rules(top_k=1)
@@ -221,15 +214,6 @@ def test_draws_follow_the_filtered_law() -> None:
     assert torch.allclose(log_p, expected.gather(1, tokens.unsqueeze(1)).squeeze(1), atol=1e-5)
     assert len(tokens.unique()) > 5
     assert torch.allclose(law.score(TORCH, tokens), log_p)
-
-
-def test_many_rows_are_worked_on_some_at_a_time() -> None:
-    """What is kept of a row does not depend on the others."""
-    logits, asked = drawn(3000, 300, seed=7), rules(top_p=0.8)[:4]
-    together = keep_tokens(logits, *asked)
-    for rows in (slice(0, 1), slice(1020, 1030), slice(2999, 3000)):
-        for one, every in zip(keep_tokens(logits[rows], *asked), together, strict=True):
-            assert torch.equal(one, every[rows])
 
 
 # --- Masks

@@ -18,9 +18,8 @@ from sglang_smc.state.population import (
     LogprobWidths,
     TailLogprobs,
 )
-from sglang_smc.state.request import take_back
 
-VOCAB, PARTS = 11, ("_val", "_idx")
+VOCAB = 11
 ROWS = torch.tensor([3, 1])
 
 
@@ -142,13 +141,3 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     for column in (expected.top[..., 2:], expected.top_ids[..., 2:], expected.listed):
         column.zero_()
     assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)), expected)
-
-
-def test_what_is_taken_back_leaves_the_books() -> None:
-    """A retraction drops an open first token: what SGLang appends next is of the next one."""
-    kinds = [f"output_{kind}_logprobs" + part for kind in ("token", "top") for part in PARTS]
-    ids = ["output_token_ids_logprobs" + part for part in PARTS]
-    books = req(**{name: [1, 2, 3] for name in kinds}, **{name: [] for name in ids})
-    take_back(books, 2)
-    assert [getattr(books.logprob, name) for name in kinds] == [[1, 2]] * 4
-    take_back(req(return_logprob=False), 0)

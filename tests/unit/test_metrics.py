@@ -17,13 +17,11 @@ from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 
 from sglang_smc import process
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.ingress import add_meta_info, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.state import metrics
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import (
     COUNTERS,
@@ -34,7 +32,6 @@ from sglang_smc.state.metrics import (
     LOW_ESS_SECONDS,
     PREFIX,
     Counters,
-    CounterTable,
     Monitor,
     Played,
     meta_info,
@@ -57,84 +54,7 @@ def gains(**values: Any) -> Counters:
 
 # --- Counters of a request
 
-
-def add(table: CounterTable, rows: list[int], ess: list[float], **others: list[int]) -> list:
-    index, numbers = torch.tensor(rows), torch.tensor(ess, dtype=torch.float64)
-    events = ("resample_ct", "narrow_ct", "all_zero_ct", "nan_ct", "exact_ct", "killed_ct")
-    return table.add_round(
-        index,
-        numbers.unsqueeze(1) * torch.arange(1, 5),
-        **{name: torch.tensor(others.get(name, [0] * len(rows))) for name in events},
-        ess_sum=numbers,
-        ancestors=numbers.nan_to_num(9.0).long(),
-        particles_sum=index * 2,
-        steps_sum=index * 3,
-        log_evidence=-numbers,
-    ).tolist()
-
-
-def test_every_event_has_its_own_counter_and_a_retracted_request_goes_on_counting() -> None:
-    table = CounterTable(5, "cpu", TORCH)
-    table.begin(torch.tensor([1, 2, 3]), torch.tensor([zero_counters(8)] * 3).double())
-    add(table, [3, 1], [4.0, 2.0], killed_ct=[2, 1], resample_ct=[1, 0])
-    add(table, [1, 3], [3.0, 1.0], narrow_ct=[0, 1], all_zero_ct=[1, 0])
-    add(table, [2], [math.nan], exact_ct=[1], nan_ct=[1])
-    carried = add(table, [1, 2, 3], [1.5, 6.0, 2.0], killed_ct=[4, 3, 0], resample_ct=[1, 1, 1])
-    table.begin(torch.tensor([4]), torch.tensor(carried[:1], dtype=torch.float64))
-    found = [Counters(*row) for row in [*carried[1:], *add(table, [4], [5.0], killed_ct=[1])]]
-    expected = {
-        "rounds_ct": [2, 3, 4],
-        "resample_ct": [1, 2, 1],
-        "narrow_ct": [0, 1, 0],
-        "all_zero_ct": [0, 0, 1],
-        "nan_ct": [1, 0, 0],
-        "exact_ct": [1, 0, 0],
-        "killed_ct": [3, 2, 6],
-        "ess_sum": [6.0, 7.0, 11.5],
-        "particles_sum": [8, 18, 14],
-        "steps_sum": [12, 27, 21],
-        "ess_min": [0.0, 1.0, 1.5],
-        "ancestors": [6, 2, 5],
-        "tilt_sum": [6.0, 2.0, 5.0],
-        "tilt_information": [12.0, 4.0, 10.0],
-        "innovation_sum": [18.0, 6.0, 15.0],
-        "watched_ct": [24.0, 8.0, 20.0],
-        "log_evidence": [-6.0, -2.0, -5.0],
-    }
-    assert {name: [getattr(row, name) for row in found] for name in Counters._fields} == expected
-
-
 OF_REQUEST = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.75, 3, -0.75)
-
-
-def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
-    config = RequestConfig(num_particles=6, num_steps=3)
-    found = meta_info([float(value) for value in OF_REQUEST], config, 3)
-    assert found == {
-        "spec_smc_mode": "smc",
-        "spec_smc_num_particles": 6,
-        "spec_smc_num_steps": 3,
-        "spec_smc_evidence_threshold": 0.5,
-        "spec_smc_particles_mean": 5.5,
-        "spec_smc_steps_mean": 2.75,
-        "spec_smc_rounds_ct": 4,
-        "spec_smc_replayed_ct": 3,
-        "spec_smc_resample_ct": 2,
-        "spec_smc_narrow_ct": 1,
-        "spec_smc_all_zero_ct": 3,
-        "spec_smc_nan_ct": 7,
-        "spec_smc_exact_ct": 5,
-        "spec_smc_ess_mean": 2.5,
-        "spec_smc_ess_min": 1.5,
-        "spec_smc_distinct_ancestors": 2,
-        "spec_smc_tilt": 0.25,
-        "spec_smc_tilt_information": 2.0,
-        "spec_smc_innovation": -0.25,
-        "spec_smc_watched_ct": 3,
-        "spec_smc_log_evidence": -0.75,
-    }
-    counts = [v for k, v in found.items() if k.endswith(("_ct", "_ancestors"))]
-    assert all(type(count) is int for count in counts)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +77,7 @@ def test_what_a_mode_leaves_out(
     assert found["spec_smc_log_evidence"] == log_evidence
     assert found["spec_smc_evidence_threshold"] == threshold
     assert found["spec_smc_all_zero_ct"] == all_zero_ct
+    assert all(type(value) is int for name, value in found.items() if name.endswith("_ct"))
 
 
 def test_before_the_first_round_all_particles_count() -> None:
@@ -218,13 +139,13 @@ def test_a_chunk_of_a_request_that_goes_on_has_no_totals() -> None:
     assert read["text"] == "ab"
 
 
-def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
+def test_totals_are_numbers_on_the_oldest_release_too() -> None:
     """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
-    found = shown(spec_smc_rounds_ct=[None, 3], theirs=[1, 2])
-    assert found == {"spec_smc_rounds_ct": 3, "theirs": [1, 2]}
+    found = shown(spec_smc_rounds_ct=[None, 3], theirs=[1, 2], spec_smc_log_evidence=[None])
+    own = {"spec_smc_rounds_ct": 3, "spec_smc_log_evidence": None}
+    assert found == {**own, "theirs": [1, 2]}
     for of_neighbours in ([], [None], [None, None]):
-        assert shown(spec_smc_particles=of_neighbours, spec_smc_trace=of_neighbours) == {}
-    assert shown(spec_smc_log_evidence=[None]) == {"spec_smc_log_evidence": None}
+        assert shown(spec_smc_particles=of_neighbours) == {}
 
 
 ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": [4]}
@@ -289,17 +210,20 @@ def play(found: Monitor, share: float, num_rounds: int, num_particles: int = 8) 
         found.end_round()
 
 
-@pytest.mark.parametrize("num_particles", [2, 8, 64])
-def test_a_low_ess_is_warned_of_with_advice(
-    caplog: pytest.LogCaptureFixture, num_particles: int
+@pytest.mark.parametrize(("num_particles", "ess"), [(2, 1.1), (64, 9.5)])
+def test_a_low_ess_of_weighed_rounds_is_warned_of_by_one_rank(
+    caplog: pytest.LogCaptureFixture, num_particles: int, ess: float
 ) -> None:
     """For two particles, too, whose ESS / N is never below a half."""
     interval = 2 * LOW_ESS_ROUNDS
     play(Monitor(interval), LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
+    quiet: dict[str, Any] = {"interval": interval, "exports": False}
+    for kind in ({"weighs": False}, {"greedy": True}):
+        monitor(*[[played(**kind, ess_sum=1.0)]] * LOW_ESS_ROUNDS, **quiet)
+    play(monitor(**quiet, logs=False), 0.0, LOW_ESS_ROUNDS, num_particles)
     assert not caplog.records
     play(Monitor(interval), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
-    ess = 1 + LOW_ESS * 0.9 * (num_particles - 1)
-    told = rf"{ess:.1f} of {num_particles}\.0 particles, with 6\.0 tokens.*--speculative-smc-mode"
+    told = rf"{ess} of {num_particles}\.0 particles, with 6\.0 tokens.*--speculative-smc-mode"
     assert re.search(told, caplog.text)
 
 
@@ -356,11 +280,18 @@ EXPECTED = {
 }
 
 
-def test_each_event_has_a_counter_of_its_own(registry: CollectorRegistry) -> None:
+def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegistry) -> None:
+    """Without Prometheus, too; none is exported where SGLang exports none."""
+    totals = monitor(*EVERYTHING, exports=False).totals()
+    assert not samples(registry)
+    sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 11}
+    means = {"mean_ess_ratio": 0.625} | {f"mean_{name}": sums[name] / 3 for name in sums}
+    assert totals == {**EXPECTED, **means, "weighed_rounds": 2}
+    nothing = Monitor(interval=1).totals()
+    assert [nothing[name] for name in means] == [None] * len(means)
     monitor(*EVERYTHING)
     found = samples(registry)
-    counted = {name: found[f"{name}_total"] for name in EXPECTED}
-    assert counted == EXPECTED
+    assert {name: found[f"{name}_total"] for name in EXPECTED} == EXPECTED
     assert {total.name for total in COUNTERS} == set(EXPECTED)
 
 
@@ -407,6 +338,7 @@ def test_the_log_has_one_line_an_interval(
         played(weighs=False, ess_sum=4.0, narrow_ct=1, nan_ct=3, resample_ct=1),
         played(greedy=True, ess_sum=4.0, all_zero_ct=1),
     ]
+    monitor(*[[played(**one)]] * 2, interval=2, exports=False, logs=False)
     found = monitor([played(**one, all_zero_ct=1)], interval=2, exports=False)
     assert not caplog.messages
     for batch in (others, [], []):
@@ -495,39 +427,11 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     assert samples(registry)["nan_rounds_total"] == 1
 
 
-def test_totals_are_kept_without_prometheus_and_have_means(registry: CollectorRegistry) -> None:
-    found = monitor(*EVERYTHING, exports=False).totals()
-    assert not samples(registry), "only where SGLang exports do we"
-    sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 11}
-    means = {"mean_ess_ratio": 0.625} | {f"mean_{name}": sums[name] / 3 for name in sums}
-    assert found == {**EXPECTED, **means, "weighed_rounds": 2}
-    assert all(type(found[name]) is int for name in EXPECTED)
-    nothing = Monitor(interval=1).totals()
-    assert [nothing[name] for name in means] == [None] * len(means)
-
-
 def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
     given, made = reporter(), mock.Mock()
     given.metrics_collector._counter_cls = given.metrics_collector._histogram_cls = made
     Monitor(interval=1).report_as(given)
     assert made.call_count == len(COUNTERS) + len(HISTOGRAMS)
-
-
-@pytest.mark.parametrize(
-    ("logs", "given", "num_lines"),
-    [(True, {}, 2), (True, {"weighs": False}, 1), (True, {"greedy": True}, 1), (False, {}, 0)],
-)
-def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    logs: bool,
-    given: dict[str, bool],
-    num_lines: int,
-) -> None:
-    monkeypatch.setattr(metrics, "LOW_ESS_ROUNDS", 2)
-    low = [played(**given, ess_sum=1.0)]
-    monitor(low, low, interval=2, exports=False, logs=logs)
-    assert len(caplog.messages) == num_lines
 
 
 @pytest.mark.parametrize(("mode", "kills"), [("smc", True), ("exact", False)])

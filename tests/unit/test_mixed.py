@@ -6,40 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_smc.smc.verification import Kept, Verified, draw_block, keep
+from sglang_smc.smc.verification import Kept, Verified, keep
 from sglang_smc.smc.weighing import covered_columns
 
-INF = math.inf
-ALMOST_ONE = math.nextafter(1.0, 0.0)
-COINS = (0.0, 0.5, ALMOST_ONE)
 NUM_STEPS = 4
 
 
 def of_group(*values: Any) -> list[torch.Tensor]:
     return [torch.tensor([value], dtype=torch.float64) for value in values]
-
-
-# Log-weights after each column, the first before the block; threshold, coin, K; columns covered.
-COVERED = [
-    # Threshold 0 keeps all that lives, however little, and an infinite one none.
-    *(([[0.0, 0.0], [-900.0, -900.0], [-INF] * 2], 0.0, coin, 2, 1) for coin in COINS),
-    *(([[0.0, 0.0], [700.0, 700.0]], INF, coin, 1, 0) for coin in COINS),
-    # By what the block multiplies the weights, whatever they were; the dead dilute nothing.
-    *(
-        ([[level, -INF], [level - 1.0, -INF]], c, math.exp(-1) / c + beyond, 1, int(beyond < 0))
-        for level in (-50.0, 50.0)
-        for c in (0.5, 1.0)
-        for beyond in (-1e-9, 1e-9)
-    ),
-]
-
-
-@pytest.mark.parametrize(("running", "threshold", "coin", "num_steps", "expected"), COVERED)
-def test_columns_that_the_evidence_covers(
-    running: list[list[float]], threshold: float, coin: float, num_steps: int, expected: int
-) -> None:
-    weights, c, uniform = of_group(running, threshold, coin)
-    assert covered_columns(weights, c, torch.tensor([num_steps]), uniform) == expected
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])
@@ -68,39 +42,6 @@ def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> 
 # Increments of the chains, threshold, uniform, chains absent, columns before an end; what is found:
 # covered, columns, winner, effective sample size.
 THREE = math.log(3.0)
-JUDGED = [
-    ([[-3.0] * 4, [-9.0] * 4], 0.0, 0.0, 0, 4, (4, 4, 0, 1.0)),
-    ([[3.0] * 4, [9.0] * 4], INF, 0.0, 0, 4, (0, 0, 0, 1.0)),
-    # Weights 1 to 3 where the block is cut; behind that all would go to one.
-    *(
-        ([[0.0, -50.0], [THREE, -50.0]], 1.0, uniform, 0, 2, (1, 1, winner, 1.6))
-        for uniform, winner in ((0.2, 0), (0.3, 1), (0.99, 1))
-    ),
-    ([[0.0, 9.0, 9.0]], 1.0, 0.0, 0, 1, (3, 1, 0, 1.0)),  # a chain that ends keeps its weight
-    *(
-        ([[0.0], [0.0], [50.0]], 1.0, uniform, 1, 1, (1, 1, winner, 2.0))
-        for uniform, winner in ((0.0, 0), (ALMOST_ONE, 1))
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("increments", "threshold", "uniform", "num_absent", "num_open", "expected"), JUDGED
-)
-def test_a_chain_is_drawn_by_weight_where_the_evidence_covers_the_block(
-    increments: list[list[float]],
-    threshold: float,
-    uniform: float,
-    num_absent: int,
-    num_open: int,
-    expected: tuple[float, ...],
-) -> None:
-    gained, c, coin, place = of_group(increments, threshold, 0.5, uniform)
-    _, size, num_steps = gained.shape
-    before_end = torch.arange(num_steps).expand(1, size, -1) < num_open
-    present = torch.arange(size).unsqueeze(0) < size - num_absent
-    found = draw_block(gained, before_end, present, torch.tensor([num_steps]), c, coin, place)
-    assert tuple(map(float, found)) == pytest.approx(expected)
 
 
 def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:

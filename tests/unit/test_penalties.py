@@ -13,7 +13,6 @@ from populations import population_of
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
-    DeepseekOCRNoRepeatNGramLogitProcessor,
     DisallowedTokensLogitsProcessor,
 )
 
@@ -229,18 +228,6 @@ def test_each_particle_is_shown_its_own_text() -> None:
     req.sampling_params.custom_params = None
     apply([req], [[1]], [[[]]], [[[]]])
     assert recorder.seen == [*shown, None], "without parameters as in SGLang"
-
-
-def test_sglang_s_own_processors_read_prompt_and_output_as_they_do_there() -> None:
-    """Bigrams of prompt 7 8 and of 1 2 1: what follows a 1 may be no 2, and after 1 2 no 1."""
-    req = with_processor(
-        [1, 2], DeepseekOCRNoRepeatNGramLogitProcessor(), ngram_size=2, window_size=9, smc={}
-    )
-    found = apply([req], [[2]], [[[1]]], [[[2]]])[0, 0]
-    assert (found == -torch.inf).nonzero().tolist() == [[0, 2], [1, 1]]
-    disallowed = with_processor([1], DisallowedTokensLogitsProcessor(), token_ids=[3, 5])
-    found = apply([disallowed], [[1]], [[[]]], [[[]]])[0, 0, 0]
-    assert found.isinf().nonzero().flatten().tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
-from steered import Broken, Picky
+from steered import Broken, Never, Picky
 from toy_laws import EOS, languages
-from toy_request import PROMPT, Letters, ToyRequest
+from toy_request import Letters, ToyRequest
 from toy_worker import ToyWorker
 
 from sglang_smc.options.request import request_config
@@ -360,32 +360,12 @@ def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float
 SERVER = SMCConfig(num_particles=3, num_steps=2, max_lag=8)
 
 
-class Writes(Potential):
-    """Notes what it is given, and tries to write into it."""
-
-    def __init__(self) -> None:
-        self.given: list[Text] = []
-
-    def complete(self, texts: Sequence[Text]) -> list[float]:
-        self.given += texts
-        for text in texts:
-            text.output_ids[:] = [7]  # type: ignore[index]
-        return [0.0] * len(texts)
-
-    prefix = complete
-
-
 def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
-
-    class Stopped(PotentialRunner):
-        def refusal(self) -> MissingValue | None:
-            stopped = MissingValue("the breaker is open", is_late=True)
-            return stopped if refused else super().refusal()
-
-    size = len(chosen)
+    size, runner = len(chosen), PotentialRunner("named", potential, 600.0)
+    if refused:
+        runner.refusal = lambda: MissingValue("the breaker is open", is_late=True)  # type: ignore[method-assign]
     sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
-    runners = {"named": Stopped("named", potential, 600.0)}
-    worker = ToyWorker(SERVER, *languages(), runners=runners, **sizes)
+    worker = ToyWorker(SERVER, *languages(), runners={"named": runner}, **sizes)
     reqs = worker.begin(list(range(1, size + 1)))
     worker.play_round(reqs)
     return reqs
@@ -395,25 +375,10 @@ def named(*args: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"potentials": [{"name": "named", "args": one, **more} for one in args]}
 
 
-def test_what_a_potential_is_given_is_its_own() -> None:
-    """Red if it is the scheduler's own list: what is written there is another request's prefix."""
-    writes = Writes()
-    req, plain = play(writes, named({}), {})
-    assert isinstance(req.origin_input_ids, list) and req.origin_input_ids == list(PROMPT)
-    assert len(req.output_ids) == 1
-    assert writes.given and all(text.prompt_ids == PROMPT for text in writes.given)
-    assert len({id(text.prompt_ids) for text in writes.given}) == 1, "copied once a request"
-    assert "TypeError: 'tuple' object" in req.to_finish.message
-    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-    assert plain.to_finish is None
-
-
 def test_all_who_name_a_potential_that_is_stopped_end_at_once() -> None:
     """Also who would ask it at the end alone. Red if it is asked, which every request waits for."""
-    writes = Writes()
-    chosen = named({}), named({}, when="end"), {}
-    first, last, plain = play(writes, *chosen, refused=True)
-    assert writes.given == [] and plain.to_finish is None
+    first, last, plain = play(Never(), named({}), named({}, when="end"), {}, refused=True)
+    assert plain.to_finish is None
     for req in (first, last):
         assert req.to_finish.message == "the breaker is open"
         assert req.to_finish.status_code == HTTPStatus.SERVICE_UNAVAILABLE

@@ -14,8 +14,8 @@ import torch
 
 from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
-from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.models.recorder import PassRecording, Ranks, RecordedPasses, Session, cuda_session
+from sglang_smc.models.chains import Chains
+from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
@@ -150,57 +150,6 @@ def test_recordings_that_share_no_memory_are_told_of(
     assert [one.levelname for one in caplog.records] == ["INFO", *["WARNING"] * warns]
 
 
-class Adder:
-    """A model whose logits tell what it has read, and that writes to slots."""
-
-    attn_backend: Any = None
-
-    def __init__(self) -> None:
-        self.kv = torch.zeros(10, dtype=torch.int64)
-        self.num_runs = 0
-
-    def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, slots, locations = chains
-        self.num_runs += 1
-        self.kv[slots] = tokens
-        sums = tokens + starts.unsqueeze(2) + locations.rows.view(-1, 1, 1)
-        return (sums + locations.particle_rows.unsqueeze(2)).unsqueeze(3).expand(-1, -1, -1, 4)
-
-    def next_logits(self, chains: Chains) -> torch.Tensor:
-        return self.chain_logits(chains)[:, :, -1]
-
-
-def test_a_smaller_pass_is_replayed_with_padding_around_it() -> None:
-    model = Adder()
-    torch.manual_seed(0)
-    passes = RecordedPasses(model)
-
-    def record(run: Any) -> tuple[Any, Any]:
-        found = run().clone()
-        return found, lambda: found.copy_(run())
-
-    for name, columns in (("chain_logits", 3), ("next_logits", 1)):
-        passes.record(PassRecording(record, 2, [1, 4], 5, "cpu"), name, columns)
-    model.num_runs = 0
-    for size, particles, columns in ((4, 2, 3), (3, 1, 2), (1, 2, 1), (1, 1, 3)):
-        tokens = torch.randint(1, 99, (size, particles, columns))
-        slots = torch.randperm(9).repeat(3)[: tokens.numel()].view_as(tokens) + 1
-        rows = torch.arange(size) + 1
-        locations = KVLocations(rows, rows, rows.unsqueeze(1) + tokens[:, :, 0], 5)
-        given = Chains(tokens, tokens[:, :, 0] * 2, slots, locations)
-        before = model.kv.clone()
-        found = passes.chain_logits(given)
-        written, model.kv = model.kv.clone(), before
-        assert torch.equal(found, model.chain_logits(given))
-        assert torch.equal(written[1:], model.kv[1:]), "padding writes to slot 0 alone"
-        if columns == 1:
-            assert torch.equal(passes.next_logits(given), model.next_logits(given))
-    runs = model.num_runs
-    chains, cells, rows = torch.ones(5, 2, 3).long(), torch.ones(5, 2).long(), torch.ones(5).long()
-    passes.chain_logits(Chains(chains, cells, chains, KVLocations(rows, rows, cells, 5)))
-    assert model.num_runs == runs + 1, "no recording is so large"
-
-
 class Card:
     """Memory of a GPU that is not there, with torch.cuda mocked; it counts bytes and rounds.
 
@@ -285,7 +234,7 @@ class Card:
 
 
 # MiB of memory
-CARDS = {"L4": 23_034, "RTX 5090": 32_607, "L40S": 46_068, "H100": 81_559, "B300": 275_040}
+CARDS = {"L4": 23_034, "L40S": 46_068, "H100": 81_559, "B300": 275_040}
 
 
 def left_free(memory: int) -> float:

@@ -17,7 +17,7 @@ from sglang_smc.smc.weighing import (
 )
 
 INF = math.inf
-G, N, K = 3000, 4, 3
+G, N, K = 1500, 4, 3
 
 
 def choices(generator: torch.Generator, values: list, *shape: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def definition(
 
 
 def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
-    """3,000 groups that differ in N, K, rules and fates; all numbers are dyadic, so none ties.
+    """1,500 groups that differ in N, K, rules and fates; all numbers are dyadic, so none ties.
 
     What stands behind an end, beyond a group's own K or in an empty place is NaN and counts for
     nothing; NaN and infinity within a block kill.
@@ -125,7 +125,7 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
         assert resampled.log_weights[g].tolist() == [0.0] * size + [-INF] * (N - size)
         mean = log_total(after) - math.log(size)
         assert float(resampled.log_evidence[g]) == pytest.approx(mean, abs=1e-12)
-    assert min(int(cut.resample.sum()), int(cut.all_zero.sum())) > 100
+    assert min(int(cut.resample.sum()), int(cut.all_zero.sum())) > 50
 
 
 @pytest.mark.parametrize("level", [0.0, -1e4, 745.3, 0.1])
@@ -164,30 +164,6 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     w = torch.full((num_particles,), 1.0 / num_particles, dtype=torch.float64)
     u = torch.rand(num_particles, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
-
-
-SIZE = 4_000
-WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.5, 0.0, 0.0], dtype=torch.float64)  # of four present
-
-
-@pytest.mark.parametrize("method", list(SCHEMES))
-@pytest.mark.parametrize("num_particles", [1, 2, 3, 5, 6])
-def test_offspring_are_expected_in_proportion_to_weight(num_particles: int, method: str) -> None:
-    """Of another size. Within 5 standard errors of a multinomial draw, which none exceeds."""
-    uniforms = torch.rand(SIZE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    present = (torch.arange(6) < 4).expand(SIZE, -1)
-    after = torch.full((SIZE,), num_particles)
-    found = resize(WEIGHTS.log().expand(SIZE, -1), present, after, uniforms, method)
-    drawn = found.ancestors[:, :num_particles]
-    offspring = torch.stack([(drawn == n).sum(1) for n in range(6)], 1).double().mean(0)
-    shares = WEIGHTS / WEIGHTS.sum()
-    error = (num_particles * shares * (1 - shares) / SIZE).sqrt()
-    assert ((offspring - num_particles * shares).abs() <= 5 * error + 1e-12).all()
-    assert torch.allclose(found.log_evidence, torch.tensor(math.log(4 / 4)).double())
-    assert found.present.sum(1).eq(num_particles).all()
-    assert found.log_weights[:, :num_particles].eq(0).all()
-    assert found.log_weights[:, num_particles:].eq(-torch.inf).all()
-    assert found.ancestors[:, num_particles:].eq(torch.arange(num_particles, 6)).all()
 
 
 def test_who_keeps_its_size_keeps_everything() -> None:

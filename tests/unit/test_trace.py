@@ -259,25 +259,6 @@ def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None
     assert 0 < by_lag < 24, "both kinds of ends"
 
 
-def test_a_plain_neighbour_has_none_and_its_round_is_the_same() -> None:
-    """And without a trace nothing is kept: red if a batch's shape, or its outcome, has one."""
-    plain, both = (toy(*chosen, num_requests=2) for chosen in (({}, {}), ({"trace": True}, {})))
-    texts = []
-    for worker in (plain, both):
-        reqs = worker.begin([1, 2])
-        result = worker.play_round(reqs)
-        texts.append(result.next_token_ids.tolist())
-        assert (result.trace is not None) == (worker is both)
-        for group, req in enumerate(reqs):
-            worker.take(result, group, req)
-        req = reqs[1]
-        assert req.smc_state.rounds == []
-        req.finished = lambda: True  # type: ignore[method-assign]
-        publish(req)  # type: ignore[arg-type]
-        assert "spec_smc_trace" not in req.customized_info
-    assert texts[0] == texts[1]
-
-
 def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     """Logits that are NaN: the record has null or 0 in place of what means nothing."""
     worker = toy({"trace": True}, {"trace": True, "mode": "exact"}, pair=languages())
