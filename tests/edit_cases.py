@@ -9,13 +9,12 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from table_entries import NEUTRAL, entry
+from toy_request import begun
 
-from sglang_smc.options.request import RequestConfig
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
 
 
@@ -33,17 +32,7 @@ class Echo(CustomLogitProcessor):
 
 def make_req(output_ids: list[int], **params: Any) -> Any:
     """A request that has been begun; ``params`` are sampling parameters."""
-    return SimpleNamespace(
-        rid="a",
-        sampling_params=SimpleNamespace(**{**NEUTRAL, **params}),
-        custom_logit_processor=None,
-        origin_input_ids=[7, 8],
-        output_ids=list(output_ids),
-        to_finish=None,
-        grammar=None,
-        smc_state=RequestState.of(0, RequestConfig()),
-        finished=lambda: False,
-    )
+    return begun({}, output_ids, **params)
 
 
 def begin_rules(reqs: list[Any], logits: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,11 @@ class ToyRequest:
                 self.grammar.accept_token(token)
 
 
-def begun(smc: dict[str, Any], output_ids: Sequence[int] = (0,), grammar: Any = None) -> Any:
+def begun(
+    smc: dict[str, Any], output_ids: Sequence[int] = (0,), grammar: Any = None, **params: Any
+) -> Any:
     """Return a request of letters that has a state, behind these tokens."""
-    req = ToyRequest(0, 27, 8, {}, grammar)
+    req = ToyRequest(0, 27, 8, params, grammar)
     req.output_ids = list(output_ids)
     req.smc_state = RequestState.of(0, request_config(SMCConfig(), {"smc": smc}))
     return req

@@ -91,6 +91,7 @@ def test_server_info_shows_settings_and_the_same_totals(server: Server) -> None:
     }
     mean = exported["ess_ratio_sum"] / exported["ess_ratio_count"]
     assert totals["mean_ess_ratio"] == pytest.approx(mean)
+    assert found["fidelity"]["all"]["answers"] >= len(MODES)
 
 
 @pytest.mark.parametrize("queries", [queries_of_dashboard, queries_of_page])

@@ -166,14 +166,6 @@ def test_structured_output_as_chat_clients_ask_for_it(server: Server, mode: str)
     assert "".join(map(STREAMED["/v1/chat/completions"], parts)) == text
 
 
-def test_each_prompt_of_a_batch_has_a_preset_of_its_own(server: Server) -> None:
-    names = ["two", None, "exact"]
-    batch = {"text": [PROMPT] * 3, "lora_path": names, "sampling_params": {"max_new_tokens": 4}}
-    infos = [answer["meta_info"] for answer in server.post("/generate", **batch).json()]
-    assert [info["spec_smc_num_particles"] for info in infos] == [2, 4, 4]
-    assert [info["spec_smc_mode"] for info in infos] == ["exact", "smc", "exact"]
-
-
 def test_log_and_server_info_tell_how_smc_does(server: Server, model: str) -> None:
     server.post("/generate", text=PROMPT, sampling_params={"max_new_tokens": 60})
     info = server.get("/server_info").json()

@@ -204,15 +204,6 @@ def apply(
     return of_round.apply(logits, drafted, first)[0]
 
 
-def test_each_row_is_shown_what_it_follows() -> None:
-    recorder = Recorder()
-    reqs = [make_req([1]), with_processor([1, 2], recorder)]
-    found = apply(reqs, [[1, 1], [2, 2]], [[[], []], [[3], []]], [[[0], [0]], [[4], [5]]])
-    assert recorder.seen == [[1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 2, 5]]
-    assert found[1].argmax(2).tolist() == [[3, 4], [2, 3]]
-    assert not found[0].any(), "a neighbour without a processor"
-
-
 def test_each_particle_is_shown_its_own_text() -> None:
     """What has been drafted, too; its own first token while that is open; not once it has ended."""
     recorder = Recorder()
