@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_entries import entry
 
-from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
+from sglang_smc.options.policy import (
+    COSTS_ENV,
+    PRIOR_INFORMATION,
+    SCALE,
+    WINDOW_INFORMATION,
+    Costs,
+    Curve,
+    Dial,
+    Kept,
+    Policy,
+    RoundCosts,
+)
 from sglang_smc.options.request import (
     OFF,
     Budget,
@@ -85,7 +98,7 @@ def test_the_best_budget(
     assert Policy(TOP, roofline(free=free, draft=draft)).best(batch_size, widest) == best
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     st.one_of(
         st.builds(roofline, st.integers(1, 2000), draft=st.floats(0.001, 2.0)),
@@ -124,8 +137,8 @@ def test_a_budget_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
 
 def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
     policy = Policy(TOP, roofline(free=256))
-    bests = {n: policy.best(n, TOP) for n in range(5, 512)}  # from 4 to 5 it gains 12 %
-    boundary = next(n for n in range(6, 512) if bests[n] != bests[n - 1])
+    bests = itertools.pairwise((n, policy.best(n, TOP)) for n in range(5, 512))  # 4 to 5: 12 %
+    boundary = next(n for (_, before), (n, best) in bests if best != before)
     seen = [rounds(policy, boundary - index % 2, PATIENT)[-1] for index in range(100)]
     assert len(list(itertools.groupby(seen))) <= 3
 
@@ -264,3 +277,66 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     assert found.evidence_threshold.tolist() == [
         config.effective_evidence_threshold for config in expected
     ]
+
+
+# --- The dial: thresholds that follow the tilt that is asked for
+
+INFORMATION = 3.0  # of an answer, as those of the shipped pair have
+
+
+def answer(rng: random.Random, threshold: float, scale: float = 0.7) -> tuple[float, ...]:
+    """Of a server whose tilt is ``scale / (1 + threshold)``: c, numerator, information."""
+    noise = rng.gauss(0.0, math.sqrt(INFORMATION))
+    return threshold, scale / (1.0 + threshold) * INFORMATION + noise, INFORMATION
+
+
+@pytest.mark.parametrize(
+    ("tilt", "scales"), [(0.05, [0.7]), (0.15, [0.7]), (0.4, [1.5, 0.7]), (0.7, [1.5, 0.7])]
+)
+def test_answers_come_to_have_the_tilt_that_is_asked_for(tilt: float, scales: list[float]) -> None:
+    """To four standard errors of what is remembered: another scale of before is forgotten."""
+    dial, rng = Dial(), random.Random(0)
+    for scale in scales:
+        for _ in range(10_000):
+            dial.learn(*answer(rng, dial.threshold(tilt), scale))
+        gives = scale / (1.0 + dial.threshold(tilt))
+        assert gives == pytest.approx(tilt, rel=4 / (scale * math.sqrt(WINDOW_INFORMATION)))
+
+
+def test_answers_that_cannot_lean_teach_nothing() -> None:
+    """By their noise alone a server of much exact traffic would walk away from what it knows."""
+    dial, rng = Dial(), random.Random(2)
+    for _ in range(5_000):
+        dial.learn(*answer(rng, math.inf))
+    assert dial.scale == SCALE
+    for _ in range(5_000):
+        dial.learn(*answer(rng, 1e6, SCALE))
+    assert dial.scale == pytest.approx(SCALE, abs=1e-3)
+
+
+def test_the_first_guess_weighs_what_it_says_and_no_scale_is_below_zero() -> None:
+    """No tilt is exact, whatever is known; more than the scale keeps whole blocks."""
+    dial = Dial()
+    assert [dial.threshold(tilt) for tilt in (0.0, SCALE, 9.0)] == [math.inf, 0.0, 0.0]
+    assert dial.threshold(SCALE / 3) == pytest.approx(2.0)
+    dial.learn(0.0, 2 * SCALE * PRIOR_INFORMATION, PRIOR_INFORMATION)
+    assert dial.scale == pytest.approx(1.5 * SCALE)
+    dial.learn(0.0, -1000.0, 500.0)
+    assert dial.scale == dial.threshold(0.1) == 0.0
+    assert dial.threshold(0.0) == math.inf
+
+
+def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:
+    return Dial().with_threshold(request_config(server or SMCConfig(), {"smc": chosen}))
+
+
+def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:
+    assert settled(tilt=SCALE / 3).effective_evidence_threshold == pytest.approx(2.0)
+    assert settled(tilt=0).effective_evidence_threshold == math.inf
+    assert settled(mode="auto").effective_evidence_threshold == 2.0
+    assert settled(
+        SMCConfig(mode="auto", tilt=SCALE / 5)
+    ).effective_evidence_threshold == pytest.approx(4.0)
+    assert (
+        settled(SMCConfig(mode="auto", tilt=0.1), mode="mixed").effective_evidence_threshold == 0.5
+    )

@@ -41,7 +41,7 @@ from sglang_smc.potentials.spec import (
     problems,
 )
 from sglang_smc.rules.potentials import PrefixTree
-from sglang_smc.smc.weighing import majority_vote, revalue
+from sglang_smc.smc.weighing import majority_vote
 from sglang_smc.tools.testing import check_potential
 
 # The flag.
@@ -320,14 +320,6 @@ def test_the_tree_knows_the_last_time_of_each_text(
 
 
 # What becomes of weights.
-
-
-def test_weights_hold_the_last_value_alone() -> None:
-    weights = torch.tensor([[0.5, -0.5, -math.inf, 0.0]], dtype=torch.float64)
-    first = revalue(weights, torch.zeros(1, 4).double(), torch.tensor([[1.0, math.nan, 2.0, 3.0]]))
-    assert first.log_weights.tolist() == [[1.5, -0.5, -math.inf, 3.0]]
-    second = revalue(*first, torch.tensor([[-1.0, 2.0, 0.0, -math.inf]]))
-    assert second.log_weights.tolist() == [[-0.5, 1.5, -math.inf, -math.inf]]
 
 
 @given(

@@ -84,35 +84,26 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
         assert graphs[0].shape.kinds.greedy and not graphs[0].shape.branches
 
 
-@pytest.fixture
-def table() -> LogprobTable:
-    table = LogprobTable(3, 2, 5, "cpu")
-    table.make_room(LOGPROBS)
-    return table
-
-
-@pytest.fixture
-def found(table: LogprobTable) -> Recordings:
-    kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
-    shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
-    graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    greedy = [RoundGraphs(play, shape, play, [1]) for _, shape in kinds.greedy]
-    return Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
-
-
 def shape(**change: Any) -> RoundShape:
     return shape_of_server(SMCConfig(num_particles=2, num_steps=2))._replace(**change)
 
 
 def test_the_first_recording_that_does_enough_is_replayed(
-    found: Recordings, table: LogprobTable, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is not replayed says why, and once.
 
     They write where the table was: who needs none of a wider one goes on replaying.
     """
     caplog.set_level(logging.INFO)
-    plain, chat, edited, edited_chat, anything = found.of_budget[None]
+    table = LogprobTable(3, 2, 5, "cpu")
+    table.make_room(LOGPROBS)
+    kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
+    shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
+    graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
+    plain, chat, edited, edited_chat, anything = graphs
+    greedy = [RoundGraphs(play, shape, play, [1]) for _, shape in kinds.greedy]
+    found = Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
     filtered = shape().kinds._replace(filtered=True)
     assert found.find(shape()) is plain
     assert found.find(shape(kinds=filtered)) is chat
