@@ -28,11 +28,7 @@ class Server:
     """A running server: its process, its address, its log; requests are sent with its API key."""
 
     def __init__(
-        self,
-        process: warm.Process | subprocess.Popen,
-        port: int,
-        log: Path,
-        key: str | None = None,
+        self, process: warm.Process | subprocess.Popen, port: int, log: Path, key: str | None = None
     ) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"

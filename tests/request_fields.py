@@ -63,6 +63,4 @@ GENERATE_REQUEST_SOME: dict[str, str] = {
     """,
     "0.5.23": "mm_processor_kwargs",
 }
-SAMPLING_PARAMS_SOME: dict[str, str] = {
-    "0.5.22 0.5.23": "beam_width ebnf_full_assistant watermark",
-}
+SAMPLING_PARAMS_SOME: dict[str, str] = {"0.5.22 0.5.23": "beam_width ebnf_full_assistant watermark"}

@@ -34,9 +34,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"regex": r"[a-c]{2,4}-\d{2}(é|ß)?"},
     "json_schema": {"json_schema": json.dumps(PERSON)},
     "ebnf": {"ebnf": 'root ::= ("yes" | "no") (" " [x-z])? "!"'},
-    "structural_tag": {
-        "structural_tag": json.dumps({"type": "structural_tag", "format": _TAG}),
-    },
+    "structural_tag": {"structural_tag": json.dumps({"type": "structural_tag", "format": _TAG})},
 }
 # Most JSON that a random model writes is whitespace.
 SERVER = {"constrained_json_disable_any_whitespace": True}

@@ -72,8 +72,8 @@ class ToyTrie:
         self.open -= set(req_ids)
 
 
-def corpus() -> Corpus:
-    return Corpus(ToyTrie(), DEPTH, NUM_NODES)
+def corpus(*, alone: bool = False) -> Corpus:
+    return Corpus(ToyTrie(), DEPTH, NUM_NODES, alone=alone)
 
 
 def children(text: tuple[int, ...], start: int) -> list[int]:

@@ -24,11 +24,7 @@ KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "plain": ({}, {}),
     "sessions": (
         {},
-        {
-            "enable_streaming_session": True,
-            "reasoning_parser": "qwen3",
-            "context_length": LONGEST,
-        },
+        {"enable_streaming_session": True, "reasoning_parser": "qwen3", "context_length": LONGEST},
     ),
     "short wait": ({"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}, {"max_running_requests": 1}),
     "short run": (

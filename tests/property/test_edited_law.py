@@ -28,9 +28,9 @@ EDITS: dict[str, dict[str, Any]] = {
     "a least length": {"min_new_tokens": 3},
 }
 FILTERS: dict[str, dict[str, Any]] = {
-    "top-k": {"top_k": 2},
+    "top-k": {"top_k": 2, "temperature": 1.7},
     "top-p": {"top_p": 0.7},
-    "top-p and min-p": {"top_p": 0.9, "min_p": 0.4},
+    "top-p and min-p": {"top_p": 0.9, "min_p": 0.4, "temperature": 0.6},
 }
 ASKED = EDITS | FILTERS
 GREEDY = {"top_k": 1, "top_p": 0.6}

@@ -8,16 +8,7 @@ import math
 
 import pytest
 import torch
-from toy_laws import (
-    EOS,
-    LENGTH,
-    NUM_CONTEXTS,
-    VOCAB,
-    languages,
-    law,
-    run,
-    total_variation,
-)
+from toy_laws import EOS, LENGTH, NUM_CONTEXTS, VOCAB, languages, law, run, total_variation
 from toy_worker import Language, Outcome
 
 from sglang_smc.options.server import SMCConfig

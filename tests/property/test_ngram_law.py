@@ -5,9 +5,10 @@ Seeds are fixed, so a test passes always or never; error probabilities are those
 """
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import toy_worker
 from toy_corpus import children, corpus, with_matches
 from toy_laws import (
     EOS,
@@ -24,12 +25,15 @@ from toy_laws import (
 from toy_worker import Outcome
 
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.ngram import UniformDraft
 
 
-def played(num_particles: int, num_steps: int, weight: float, **more: Any) -> Outcome:
+def played(
+    num_particles: int, num_steps: int, weight: float, *, alone: bool = False, **more: Any
+) -> Outcome:
     settings = {"evidence_threshold": 0.0, "ngram_weight": weight, **more}
     config = SMCConfig(num_particles=num_particles, num_steps=num_steps, **settings)
-    return run(config, languages(), corpus=corpus())
+    return run(config, languages(), corpus=corpus(alone=alone))
 
 
 def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
@@ -83,6 +87,15 @@ def test_verification_follows_the_target(
 ) -> None:
     """Error probability 1e-4 each; w = 1 has no mass on most tokens where something matches."""
     outcome = played(num_particles, num_steps, weight, mode=mode, evidence_threshold=1e9)
+    assert p_value(outcome, law([languages()[0]] * LENGTH)) > 1e-4
+
+
+def test_matches_alone_leave_the_law_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error probability 1e-4: without a draft model what is drafted where nothing matches is
+    nonsense, and rejected."""
+    uniform: Any = UniformDraft(cast("Any", None), VOCAB)
+    monkeypatch.setattr(toy_worker, "LanguageModel", lambda *_: uniform)
+    outcome = played(3, 3, 1.0, mode="exact", alone=True)
     assert p_value(outcome, law([languages()[0]] * LENGTH)) > 1e-4
 
 

@@ -78,11 +78,7 @@ def test_texts_are_weighed_by_the_power_of_p(
     target, draft = languages()
     num_particles, num_steps, max_lag = sizes
     config = SMCConfig(
-        num_particles=num_particles,
-        num_steps=num_steps,
-        max_lag=max_lag,
-        power=power,
-        **advance,
+        num_particles=num_particles, num_steps=num_steps, max_lag=max_lag, power=power, **advance
     )
     assert_properly_weighted(run(config, (target, draft)), powers_of_texts(target, power))
 

@@ -30,9 +30,7 @@ def spelling(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="package")
 def server(
-    schedule: dict[str, str],
-    spelling: tuple[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    schedule: dict[str, str], spelling: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Results reach its scheduler one round late, as on a GPU; nightly also at once."""
     arguments = smc_arguments(

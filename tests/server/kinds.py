@@ -7,9 +7,7 @@ from routed import PRESETS as OF_ROUTES
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor as NoRepeat,
 )
-from sglang.srt.sampling.custom_logit_processor import (
-    DisallowedTokensLogitsProcessor as Disallowed,
-)
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor as Disallowed
 from spelling import GRAMMARS
 
 EOS = 1

@@ -16,10 +16,7 @@ ENDLESS = 'a\na ::= a "x"'  # what an a is nobody can say
 
 
 def steered(
-    name: str = "count",
-    smc: dict[str, Any] | None = None,
-    grammar: str | None = None,
-    **more: Any,
+    name: str = "count", smc: dict[str, Any] | None = None, grammar: str | None = None, **more: Any
 ) -> dict[str, Any]:
     """A request with a potential."""
     return asked({"potentials": [{"name": name, **more}], **(smc or {})}, regex=grammar)

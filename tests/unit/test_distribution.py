@@ -191,17 +191,6 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
         assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
 
 
-def test_groups_have_rules_of_their_own_and_draws_choose_rows() -> None:
-    logits = drawn(3, 2, 50, seed=5)
-    own = rules(0.5, top_k=3, min_p=0.1), rules(2.0, top_p=0.5), rules(top_k=1)
-    law = filtered(logits, SamplingRules(*map(torch.cat, zip(*own, strict=True))))
-    rows = torch.tensor([1, 1, 0, 3, 2, 2, 5, 5, 4])
-    found = law.at(rows).log_probs(TORCH)
-    for draw, row in enumerate(rows.tolist()):
-        alone = sorted_law(logits.flatten(0, 1)[[row]], own[draw // 3])
-        assert torch.allclose(found[[draw]], alone, atol=1e-6)
-
-
 def test_draws_follow_the_filtered_law() -> None:
     """Token by token what inverting the sorted law's sums gives."""
     generator = torch.Generator().manual_seed(6)

@@ -7,14 +7,7 @@ import torch
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from sglang_smc.models.gated_delta import (
-    Columns,
-    Gates,
-    causal_conv,
-    columns_of,
-    gated_delta,
-    scan,
-)
+from sglang_smc.models.gated_delta import Columns, Gates, causal_conv, columns_of, gated_delta, scan
 
 HEADS, DIM, LENGTH = (2, 4), 8, 11
 

@@ -109,9 +109,7 @@ def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == TORCH
 
 
-def test_operations_that_raise_or_deviate_fall_back_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_operations_that_raise_or_deviate_fall_back_alone(caplog: pytest.LogCaptureFixture) -> None:
     kernels = TORCH._replace(
         narrow=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")),
         log_probs=lambda *a, **k: TORCH.log_probs(*a, **k) + 0.5,

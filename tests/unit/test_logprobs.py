@@ -13,11 +13,7 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang_smc import upstream
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.state.logprobs import logprob_distribution, score
-from sglang_smc.state.population import (
-    LogprobTable,
-    LogprobWidths,
-    TailLogprobs,
-)
+from sglang_smc.state.population import LogprobTable, LogprobWidths, TailLogprobs
 
 VOCAB = 11
 ROWS = torch.tensor([3, 1])

@@ -107,10 +107,7 @@ def test_sglangs_corpus_continues_each_particles_own_text() -> None:
     """Red where a particle is matched by another's text or by its own of the round before."""
     corpus = corpus_of([11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25])
     req = request([40, 11], [12])
-    assert trees(corpus, [req], [[[13], [21, 22]]]) == [
-        {14: {15: {16: {}}}},
-        {23: {24: {25: {}}}},
-    ]
+    assert trees(corpus, [req], [[[13], [21, 22]]]) == [{14: {15: {16: {}}}}, {23: {24: {25: {}}}}]
     # The same request, each particle with a text that is no continuation of its last.
     assert trees(corpus, [req], [[[21, 22, 23], [13, 14]]]) == [{24: {25: {}}}, {15: {16: {}}}]
     assert trees(corpus, [req], [[[99], [13]]]) == [{}, {14: {15: {16: {}}}}]

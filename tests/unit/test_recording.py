@@ -88,9 +88,7 @@ def shape(**change: Any) -> RoundShape:
     return shape_of_server(SMCConfig(num_particles=2, num_steps=2))._replace(**change)
 
 
-def test_the_first_recording_that_does_enough_is_replayed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
     """What is not replayed says why, and once.
 
     They write where the table was: who needs none of a wider one goes on replaying.

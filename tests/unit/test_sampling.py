@@ -14,13 +14,7 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.play import still_open
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
-from sglang_smc.state.settings import (
-    RequestTable,
-    Settings,
-    TableEntry,
-    filter_kinds,
-    stop_tokens,
-)
+from sglang_smc.state.settings import RequestTable, Settings, TableEntry, filter_kinds, stop_tokens
 
 VOCAB = 6
 
