@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_smc.smc.verification import Kept, Verified, keep
+from sglang_smc.smc.verification import Kept, Verified, draw_block, keep
 from sglang_smc.smc.weighing import covered_columns
 
 NUM_STEPS = 4
@@ -42,6 +42,16 @@ def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> 
 # Increments of the chains, threshold, uniform, chains absent, columns before an end; what is found:
 # covered, columns, winner, effective sample size.
 THREE = math.log(3.0)
+
+
+@pytest.mark.parametrize(("uniform", "winner"), [(0.0, 0), (math.nextafter(1.0, 0.0), 1)])
+def test_an_absent_chain_is_not_drawn_whatever_stands_in_its_place(
+    uniform: float, winner: int
+) -> None:
+    gained, c, coin, place = of_group([[0.0], [0.0], [50.0]], 1.0, 0.5, uniform)
+    open_, present = torch.ones(1, 3, 1).bool(), torch.tensor([[True, True, False]])
+    found = draw_block(gained, open_, present, torch.tensor([1]), c, coin, place)
+    assert tuple(map(float, found)) == pytest.approx((1, 1, winner, 2.0))
 
 
 def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
