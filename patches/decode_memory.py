@@ -17,7 +17,7 @@ from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.request import state_of
+from sglang_smc.state.request import find_state, state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ def trim_overshoot(
 
 
 def _end_of_read_text(req: "Req") -> int:
-    """Return the end of what both models have processed; the draft is one token behind."""
+    """Return the end of what both models have processed; the draft is one token behind or more."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
     read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))
+    if (state := find_state(req)) is not None and state.num_read is not None:
+        read = min(read, state.num_read)
     return max(read, kv_of(req).cache_protected_len)  # prefilled, and owned by the radix cache

@@ -20,6 +20,7 @@ from sglang_smc.upstream import Arguments
 logger = logging.getLogger(__name__)
 
 _policy: Policy | None = None
+_config: tuple[Arguments, SMCConfig | None] | None = None  # of the arguments that it was read from
 _monitor: Monitor | None = None
 _measure: Callable[..., Table] | None = None
 _memory: Table | None = None
@@ -129,5 +130,8 @@ def active_budget() -> Budget | None:
 
 def active_config() -> SMCConfig | None:
     """Return the SMC options of this scheduler process; None for another algorithm."""
+    global _config
     server_args = get_server_args()
-    return config_of(server_args) if is_smc(server_args) else None
+    if _config is None or _config[0] is not server_args:
+        _config = server_args, config_of(server_args) if is_smc(server_args) else None
+    return _config[1]

@@ -21,7 +21,7 @@ from sglang_smc.round.batch import RoundInputs, Tables, shape_of
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import RequestStates, state_of
+from sglang_smc.state.request import RequestStates, find_state, skip_draft, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,7 @@ class SMCWorker(WeightUpdates):
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
 
+    _stream: Any = None  # of rounds; None before the first
     _most_launched: int | None = None  # most requests of a round without a graph; None: any number
 
     def __init__(
@@ -203,6 +204,11 @@ class SMCWorker(WeightUpdates):
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host reads its result after the device has finished it."""
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
+        self._stream = torch.get_device_module(self.device).current_stream()
+        if shape.skips_draft and self._steps.draft.lags:
+            skip_draft(batch.reqs)
+        else:
+            self._prefill.catch_up(batch.reqs, inputs.committed)
         resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
         recordings = self._recordings
         recorded = None if recordings is None else recordings.find(shape)
@@ -224,11 +230,14 @@ class SMCWorker(WeightUpdates):
             self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
-        """Keep the last slot of a finished sequence out of the radix cache.
+        """Have the draft read a finished sequence, and keep its last slot out of the radix cache.
 
         The draft would read the last token only in a further round. Both models have read all
         tokens that the cache already owns, in a prefill.
         """
+        if find_state(req) is not None and self._stream is not None:
+            with torch.get_device_module(self.device).stream(self._stream):
+                self._prefill.catch_up([req])
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)

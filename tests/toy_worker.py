@@ -156,10 +156,9 @@ class ToyWorker:
     def _make_worker(self, num_slots: int) -> SMCWorker:
         worker, config = SMCWorker.__new__(SMCWorker), self.config
         worker.config, worker.device = config, self.device
-        sizes = {"num_slots": num_slots, "vocab_size": self.vocab_size}
-        worker._tables = tables = Tables.of(
-            config, self.ops, self.table, **sizes, device=self.device
-        )
+        room: dict[str, Any] = {"num_slots": num_slots, "vocab_size": self.vocab_size}
+        room["device"] = self.device
+        worker._tables = tables = Tables.of(config, self.ops, self.table, **room)
         models: Any = self.target, self.draft
         nobody: Any = None
         for model in models:
@@ -169,6 +168,8 @@ class ToyWorker:
         worker._corpus = self.corpus
         worker._round = Round(worker._steps, tables, self.ops, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
+        sizes = config.num_particles, config.num_steps + 1
+        worker._prefill = Prefill(nobody, drafts, worker._states, tables, TORCH, *sizes)
         worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
@@ -246,10 +247,7 @@ class ToyWorker:
         """Begin particles behind the prompt and an output."""
         logits = self.target.language.after(output_ids).expand(len(reqs), -1)
         self.first_output = output = LogitsProcessorOutput(next_token_logits=logits)
-        states, tables = self.worker._states, self.worker._tables
-        nobody: Any = None
-        prefill = Prefill(nobody, nobody, states, tables, TORCH, self.config.num_particles)
-        tokens, _ = prefill.begin(self.batch(reqs), output, None, None)
+        tokens, _ = self.worker._prefill.begin(self.batch(reqs), output, None, None)
         for req, token in zip(reqs, tokens.tolist(), strict=True):
             req.say([token])
 

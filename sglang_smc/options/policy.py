@@ -102,11 +102,13 @@ class Costs(NamedTuple):
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """Return the seconds of a round of ``batch_size`` requests with at most ``widest`` each.
 
-        With K = 0 the draft still reads the tokens.
+        With K = 0 a single chain costs no draft pass.
         """
         num_particles, num_steps = budget.within(widest)
         chains = batch_size * num_particles
-        drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
+        drafts = max(num_steps - 1, 0) * self.draft.at(chains)
+        if num_steps or num_particles > 1:
+            drafts += self.draft.at(2 * chains)
         return drafts + self.target.at(chains * (num_steps + 1)) + self.overhead
 
 

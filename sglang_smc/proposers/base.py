@@ -48,6 +48,9 @@ class DraftProposer(ABC):
     wants_states = False
     """Whether `read_prompts` takes the target's hidden states."""
 
+    lags = False
+    """Whether it reads the tokens of rounds without drafts later, in `catch_up`."""
+
     attn_backend: ParticleAttention
 
     @property
@@ -68,6 +71,14 @@ class DraftProposer(ABC):
     @abstractmethod
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return the logits ``[G, N, V]`` after the tokens ``[G, N]`` sampled at ``step - 1``."""
+
+    def follow(self, last_two: torch.Tensor, at: DraftSlots) -> None:
+        """Keep up in a round without drafts; arguments as in `first_logits`."""
+        return None
+
+    def catch_up(self, chains: Chains) -> None:
+        """Read committed tokens of rounds without drafts, if the proposer `lags`."""
+        return None
 
     def recorded(self, recording: PassRecording) -> "DraftProposer":
         """Return a proposer with captured passes, for rounds that are launched from the host."""
@@ -93,7 +104,7 @@ class LanguageModel(DraftProposer):
     """A draft model: it runs over its own draft tokens, and over those that the target appends.
 
     The last draft token is not run in its own round: if it is kept, the next round runs it together
-    with the token after it, in one pass.
+    with the token after it, in one pass. Rounds of single chains without drafts do not run it.
 
     Args:
         forward: the draft model over particles.
@@ -101,7 +112,7 @@ class LanguageModel(DraftProposer):
         last_read: the last token id that has an embedding; None for all.
     """
 
-    has_stock_passes = True
+    has_stock_passes = lags = True
 
     def __init__(
         self, forward: Forward, runner: "ModelRunner", last_read: int | None = None
@@ -110,12 +121,21 @@ class LanguageModel(DraftProposer):
         self.attn_backend = forward.attn_backend
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the first pass, without drafts too, which keeps the draft's KV complete."""
+        """Run the first pass; see `DraftProposer.first_logits`."""
         return self.forward.next_logits(at.chains(last_two, 0))  # the first may not have been run
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
         return self.forward.next_logits(at.chains(tokens.unsqueeze(2), step + 1))
+
+    def follow(self, last_two: torch.Tensor, at: DraftSlots) -> None:
+        """Run the first pass over several chains, which may be dropped before `catch_up`."""
+        if last_two.shape[1] > 1:
+            self.first_logits(last_two, at)
+
+    def catch_up(self, chains: Chains) -> None:
+        """Run over committed tokens; see `DraftProposer.catch_up`."""
+        self.forward.chain_logits(chains)
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
         """Return the proposer with captured passes; see `DraftProposer.recorded`."""

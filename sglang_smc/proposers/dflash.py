@@ -98,11 +98,9 @@ class BlockHead(DraftProposer):
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the one pass of a round, none without drafts; see `DraftProposer.first_logits`."""
-        last, num_steps = last_two[:, :, 1:], len(at.slots) - 2
-        if num_steps == 0:
-            return last.float()
-        masks = torch.full_like(last, self._mask).expand(-1, -1, num_steps)
+        """Run the one pass of a round; see `DraftProposer.first_logits`."""
+        last = last_two[:, :, 1:]
+        masks = torch.full_like(last, self._mask).expand(-1, -1, len(at.slots) - 2)
         self._steps = self._forward.block_logits(at.chains(torch.cat([last, masks], dim=2), 1))
         return self._steps[0]
 

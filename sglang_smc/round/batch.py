@@ -61,6 +61,11 @@ class RoundShape(NamedTuple):
     logprobs: LogprobWidths  # of the log-probabilities that requests return
     methods: tuple[str, ...]  # resampling methods that occur
 
+    @property
+    def skips_draft(self) -> bool:
+        """Return whether a language model does not read the tokens of this round until later."""
+        return self.num_steps == 0 and self.num_particles == 1
+
     def lacks(self, other: "RoundShape") -> list[str]:
         """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._parts().items(), other._parts().values(), strict=True)
@@ -281,6 +286,23 @@ def no_drafts(population: Population) -> Drafts:
     """Return the drafts of a round with K = 0."""
     nothing = population.tokens[:, :, :0]  # [G, N, 0]
     return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
+
+
+def decide_nothing(
+    batch: RoundBatch, population: Population, p: TokenDistribution, failure: torch.Tensor
+) -> Decision:
+    """Return the decision of a round of single chains without drafts: p draws the next token."""
+    none = torch.zeros_like(batch.rows)
+    no, log_weights = none.bool(), population.log_weights
+    masses = None if p.log_mass is None else p.log_mass.view_as(log_weights)
+    return Decision(
+        cut=weighing.BlockCut(none, log_weights, torch.ones_like(log_weights[:, 0]), no, no),
+        num_kept=none.unsqueeze(1),
+        resampled=weighing.Resampled(none.unsqueeze(1), log_weights, none.double()),
+        next_tokens=NextTokens(p._replace(log_mass=None), masses),
+        verified=~batch.settings.weighs,
+        failure=failure,
+    )
 
 
 class Tables(NamedTuple):

@@ -110,7 +110,7 @@ def assemble(
         states,
         tables,
         ops,
-        config.num_particles,
+        *sizes,
         init_from_prompt=None if recurrent is None else recurrent.init_from_prompt,
     )
     return Parts(steps, prefill, Round(steps, tables, ops, corpus))

@@ -39,6 +39,7 @@ from sglang_smc.round.batch import (
     RoundInputs,
     RoundShape,
     Tables,
+    decide_nothing,
     no_drafts,
 )
 from sglang_smc.round.observers import choose, look, trace_of
@@ -157,9 +158,10 @@ class Steps:
         if self._merges:  # particles with equal texts share KV slots
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
-        logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         if num_steps == 0:
+            self.draft.follow(batch.last_two, slots)
             return no_drafts(population)
+        logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
         positions = (batch.starts + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
@@ -272,6 +274,8 @@ class Steps:
         of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
         failure = failure_of_round(*of_drafts, ~population.ended)
         weighs, found = batch.settings.weighs, None
+        if shape.skips_draft:
+            return decide_nothing(batch, population, p, failure)
         if shape.num_steps == 0:  # the target draws the next token, in every mode
             return self._weigh(batch, population, drafts, p, log_p, failure)
         if shape.walks or shape.branches:
@@ -343,9 +347,10 @@ class Steps:
         num_steps = batch.shape.num_steps
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
-        # The draft has read all draft tokens but its last one, if K > 0.
+        # The draft has read all draft tokens but its last one, and of single chains without drafts
+        # nothing.
         num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.cut.num_columns
-        unread = num_kept == (num_steps or -1)
+        unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         resampled = decision.resampled
         self.ledger.descend(
             batch.rows,

@@ -8,6 +8,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 from sglang_smc.kv.transfer import on_device
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget
 from sglang_smc.round.batch import Tables
@@ -20,8 +21,9 @@ from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.metrics import fidelity_of
-from sglang_smc.state.request import RequestStates, has_open_token, state_of
+from sglang_smc.state.request import RequestStates, has_open_token, state_of, take_unread
 from sglang_smc.state.settings import Settings, filter_kinds
+from sglang_smc.upstream import kv_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
     from sglang_smc.proposers.base import DraftProposer
+
+
+_AT_ONCE = 32  # requests of a pass in `Prefill.catch_up`, which has logits for each token
 
 
 class Prefill:
@@ -43,6 +48,7 @@ class Prefill:
         tables: state of requests on the device.
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
+        num_columns: K + 1 of the server.
         init_from_prompt: for a target with recurrent states, initialises the particles' states
             from those behind prompts, by rows and lengths ``[G]``.
     """
@@ -55,6 +61,7 @@ class Prefill:
         tables: Tables,
         ops: Ops,
         num_particles: int,
+        num_columns: int,
         init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
     ) -> None:
         self._init_from_prompt = init_from_prompt
@@ -64,6 +71,7 @@ class Prefill:
         self._tables = tables
         self._ops = ops
         self._num_particles = num_particles
+        self._num_columns = num_columns
 
     def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
         """Prefill a batch of prompts; the target's first token is an exact sample."""
@@ -72,6 +80,38 @@ class Prefill:
         assert isinstance(result.next_token_ids, torch.Tensor), "there is one pipeline stage alone"
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
+
+    def catch_up(self, reqs: "list[Req]", committed: torch.Tensor | None = None) -> None:
+        """Run the draft over the tokens of rounds that it has skipped.
+
+        Args:
+            reqs: of which some may have such tokens.
+            committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
+        """
+        known = [(i, kv_of(req).req_pool_idx, *take_unread(req)) for i, req in enumerate(reqs)]
+        behind = [each for each in known if each[3]]
+        ledger = self._tables.ledger
+        for part in (behind[i : i + _AT_ONCE] for i in range(0, len(behind), _AT_ONCE)):
+            which, rows, starts = on_device(ledger.device, [each[:3] for each in part]).unbind(1)
+            self._read_committed(rows, starts, [tokens for *_, tokens in part])
+            if committed is not None:
+                ledger.reenter(rows, committed[which] - 1, torch.ones_like(rows), 1)
+
+    def _read_committed(
+        self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
+    ) -> None:
+        """Run the draft over tokens from ``starts`` ``[R]`` on, a round's width at a time."""
+        ledger, width, longest = self._tables.ledger, self._num_columns, max(map(len, tokens))
+        device, particle_rows = ledger.device, ledger.particle_rows(rows, 1)
+        padded = on_device(device, [of + [0] * (longest - len(of)) for of in tokens])  # [R, L]
+        lengths = on_device(device, [len(of) for of in tokens])
+        for done, some in zip(range(0, longest, width), padded.split(width, 1), strict=True):
+            first = starts + done
+            slots = ledger.reenter(rows, first, lengths - done, some.shape[1])
+            locations = KVLocations(rows, first, particle_rows, max_tail=width)
+            chains = some.unsqueeze(1), first.unsqueeze(1), slots.unsqueeze(1), locations
+            with torch.no_grad():
+                self._draft.catch_up(Chains(*chains))
 
     def _read(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
         target = self._target

@@ -199,6 +199,8 @@ class RequestState(msgspec.Struct):
     num_prefilled: int = 0  # tokens of its output that the last prefill read
     unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
+    # Tokens of its sequence that the draft has read, where rounds without drafts have been skipped.
+    num_read: int | None = None
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
@@ -219,7 +221,7 @@ class RequestState(msgspec.Struct):
         self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
         self.num_prefilled, self.unrecorded = len(output_ids), self._unrecorded(output_ids)
-        self.particles = None
+        self.particles = self.num_read = None
 
     def _unrecorded(self, output_ids: Sequence[int]) -> list[int]:
         """Return the output tokens after those in the rounds of the trace."""
@@ -420,6 +422,24 @@ def shared_ids(req: "Req") -> list[int]:
     """Return the output tokens that all particles share."""
     state = find_state(req)
     return list(req.output_ids[: state.open_token.place if state is not None else None])
+
+
+def skip_draft(reqs: "list[Req]") -> None:
+    """Note that the draft does not read the tokens of a round; it has not read the last two."""
+    for req in reqs:
+        if (state := state_of(req)).num_read is None:
+            num_tokens = len(req.origin_input_ids) + len(shared_ids(req))
+            state.num_read = max(num_tokens - 2, len(req.origin_input_ids))
+
+
+def take_unread(req: "Req") -> tuple[int, list[int]]:
+    """Return the position and ids of the tokens, but the last, that the draft has skipped.
+
+    The host may be a round behind; the next round's first pass reads its last two tokens anyway.
+    """
+    state, prompt = state_of(req), len(req.origin_input_ids)
+    start, state.num_read = state.num_read, None
+    return (0, []) if start is None else (start, shared_ids(req)[start - prompt : -1])
 
 
 class Tails(Protocol):

@@ -180,7 +180,7 @@ def prefilled(
     draft: Any = SimpleNamespace(
         wants_states=False, read_prompts=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
     )
-    return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3).run(batch, None)
+    return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3, 3).run(batch, None)
 
 
 def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
