@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -16,6 +17,9 @@ from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,14 @@ def drafts_all(resolved: Arguments) -> bool:
         resolved.speculative_draft_model_revision,
     )
     return path is None or knows_all(path, revision, resolved.trust_remote_code)
+
+
+def is_own_layer(config: "ModelConfig") -> bool:
+    """Return whether a draft's configuration is of the target's checkpoint, for its MTP layer."""
+    from sglang_smc.models.head_kinds import reads_states
+
+    resolved = upstream.resolved(get_server_args())
+    return config.model_path == resolved.model_path and reads_states(resolved)
 
 
 def potentials_of(server_args: Arguments) -> tuple[str, ...]:

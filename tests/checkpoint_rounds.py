@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import Draft
+from head_laws import Draft, MTPDraft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ class CheckpointSlots(SlotModel):
 class HeadSlots(CheckpointSlots):
     """A head, which knows where its round began."""
 
-    head: Draft
+    head: Draft | MTPDraft
     anchors: torch.Tensor  # [G, N]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
@@ -150,7 +150,7 @@ class CheckpointRounds(ToyWorker):
     def __init__(
         self,
         target: str,
-        draft: str | Draft | None,
+        draft: str | Draft | MTPDraft | None,
         settings: dict[str, Any],
         num_requests: int,
         *,
@@ -187,7 +187,7 @@ class CheckpointRounds(ToyWorker):
         if draft is None:
             proposal: Any = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
             worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
-        elif isinstance(draft, Draft):
+        elif isinstance(draft, Draft | MTPDraft):
             own.head = draft
             nobody: Any = None
             worker._steps = Steps(steps.target, HeadDrafts(own, nobody), steps.ledger, self.ops)

@@ -1,11 +1,16 @@
-"""What heads draft, by transformers and the heads of `sglang_smc.tools.distill`, in float64."""
+"""What heads draft, by transformers and the heads of `sglang_smc.tools.distill`, in float64.
+
+Those of MTP layers are by transformers' layers of the target's own family.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
@@ -62,3 +67,88 @@ class Draft:
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
         probs = logits.new_zeros(*logits.shape[:2], len(self.model.lm_head.weight))
         return probs.index_copy(2, self.head.hot, logits.softmax(-1))
+
+
+def add_mtp_layer(target: str, *, seed: int = 4, scale: float = 0.3) -> None:
+    """Add a random MTP layer to a checkpoint of GLM-4.5, or to one of Qwen2, which is MiMo's then."""
+    folder = Path(target)
+    config = json.loads((folder / "config.json").read_text())
+    weights, last = load_file(folder / "model.safetensors"), config["num_hidden_layers"] - 1
+    is_glm, width = config["model_type"] == "glm4_moe", config["hidden_size"]
+    prefix = f"model.layers.{last + 1}." if is_glm else "model.mtp_layers.0."
+    draw = torch.Generator().manual_seed(seed)
+    like = {name: value for name, value in weights.items() if f"layers.{last}." in name}
+    shapes = {name.partition(f"layers.{last}.")[2]: value.shape for name, value in like.items()}
+    names = GLM if is_glm else MIMO
+    shapes |= {f"{name}.weight": (width,) for name in names.values()}
+    shapes[f"{names['join']}.weight"] = (width, 2 * width)
+    for name, shape in shapes.items():
+        noise = scale * torch.randn(shape, generator=draw)
+        weights[prefix + name] = noise + 1 if "norm" in name else noise
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if not is_glm:
+        more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config | more))
+
+
+#: Names of what an MTP layer has beside a decoder layer.
+GLM = {"token": "enorm", "state": "hnorm", "join": "eh_proj", "last": "shared_head.norm"}
+MIMO = {
+    "token": "token_layernorm",
+    "state": "hidden_layernorm",
+    "join": "input_proj",
+    "last": "final_layernorm",
+}
+
+
+class MTPDraft:
+    """The law of drafts by the MTP layer of a checkpoint; see `Draft`."""
+
+    def __init__(self, target: str, num_steps: int) -> None:
+        options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, **options).eval()
+        self.num_steps, self.is_glm = num_steps, self.model.config.model_type == "glm4_moe"
+        weights = load_file(Path(target, "model.safetensors"))
+        count = self.model.config.num_hidden_layers
+        self.prefix = f"model.layers.{count}." if self.is_glm else "model.mtp_layers.0."
+        own = {n.removeprefix(self.prefix): w for n, w in weights.items() if self.prefix in n}
+        names = GLM if self.is_glm else MIMO
+        self.own = {part: own[f"{name}.weight"].double() for part, name in names.items()}
+        if self.is_glm:  # as one layer more of the model
+            longer = {**options, "num_hidden_layers": count + 1}
+            whole: Any = AutoModelForCausalLM.from_pretrained(target, **longer).eval()
+            self.layer = whole.model.layers[count]
+        else:
+            self.layer = type(self.model.model.layers[0])(self.model.config, 0).double()
+            self.layer.load_state_dict(own, strict=False)
+
+    def _norm(self, part: str, values: torch.Tensor) -> torch.Tensor:
+        squares = values.square().mean(-1, keepdim=True)
+        return values * (squares + self.model.config.rms_norm_eps).rsqrt() * self.own[part]
+
+    def _pairs(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Of tokens ``[R, L]`` and the states before them ``[R, L, H]``."""
+        embedded = self.model.get_input_embeddings()(tokens)
+        if not self.is_glm:  # of the pair at position 0
+            embedded[:, 0] = 0.0
+        parts = self._norm("token", embedded), self._norm("state", states)
+        return torch.cat(parts if self.is_glm else parts[::-1], -1) @ self.own["join"].T
+
+    @torch.no_grad()
+    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """As `Draft.laws`; the pair of x_{i + 1} and the state at i has position i."""
+        states, row = self.model.model(texts).last_hidden_state, torch.arange(len(texts))
+        before, found = states[:, :-1].clone(), []
+        length = before.shape[1]
+        places = torch.arange(length).unsqueeze(0)
+        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        for step in range(self.num_steps):
+            pairs = self._pairs(texts[:, 1:], before)
+            rotary = self.model.model.rotary_emb(pairs, places)
+            given = {"position_embeddings": rotary, "attention_mask": mask}
+            output = self.layer(pairs, **given)
+            state = self._norm("last", output[row, anchors - 1 + step])  # [R, H]
+            found.append(self.model.lm_head(state).softmax(-1))
+            if step + 1 < self.num_steps:
+                before[row, anchors + step] = state
+        return torch.stack(found, 1)

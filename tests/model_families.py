@@ -81,6 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": SIZES,
+    "qwen2": SIZES,
     "qwen3_moe": {
         **SIZES,
         "head_dim": 8,

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
-Kind = Literal["model", "eagle3", "dflash"]
+Kind = Literal["model", "eagle3", "dflash", "mtp"]
 
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
-_HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash"}
+MTP = {"Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN", "MiMoForCausalLM": "MiMoMTP"}
+"""SGLang's classes of MTP layers, by the class of the target whose checkpoint has one."""
+
+_HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash", **dict.fromkeys(MTP.values(), "mtp")}
 
 # Unsupported heads, by a part of their architecture's name.
 _OTHER_HEADS = {
@@ -18,8 +21,8 @@ _OTHER_HEADS = {
     "Eagle": "an EAGLE head of the first or second kind",
     "DFlash": "a block head of a kind that walks through candidates",
     "DSpark": "a DSpark head",
-    "NextN": "an MTP layer",
-    "MTP": "an MTP layer",
+    "NextN": "an MTP layer of a kind that is not supported",
+    "MTP": "an MTP layer of a kind that is not supported",
 }
 _DFLASH_EXTRAS = {
     "projector_type": "a projector (Domino)",
@@ -44,6 +47,21 @@ def is_head(config: "ModelConfig") -> bool:
 def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is a head, from its configuration alone."""
     return _named(_config_at(path, revision, trust_remote_code)) in _HEADS
+
+
+def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
+    """Return whether a checkpoint is of a target with an MTP layer."""
+    config = _config_at(path, revision, trust_remote_code)
+    return _named(config) in MTP and bool(config.to_dict().get("num_nextn_predict_layers"))
+
+
+def reads_states(server_args: Any) -> bool:
+    """Return whether the draft of these arguments is a head over the target's hidden states."""
+    path, of_target = server_args.speculative_draft_model_path, server_args.model_path
+    if path is None:
+        return False
+    where = path, server_args.speculative_draft_model_revision, server_args.trust_remote_code
+    return is_head_at(*where) or (path == of_target and has_mtp(*where))
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
@@ -92,9 +110,10 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
         if other is not None:
             yield f"is {other} ({name})"
         return
-    yield from (
-        _eagle_problems(config) if kind == "eagle3" else _block_problems(config, target, num_steps)
-    )
+    if kind == "eagle3":
+        yield from _eagle_problems(config)
+    elif kind == "dflash":
+        yield from _block_problems(config, target, num_steps)
     yield from _width_problems(config, target)
     yield from _layer_problems(config, target)
 
@@ -134,13 +153,15 @@ def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[st
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
     if reads != target.hidden_size:
         yield f"reads states of width {reads}, and the target's have {target.hidden_size}"
-    elif kind_of(config) == "eagle3" and config.hidden_size != target.hidden_size:
+    elif kind_of(config) != "dflash" and config.hidden_size != target.hidden_size:
         yield f"has width {config.hidden_size}, and the target {target.hidden_size}"
-    if kind_of(config) == "eagle3" and config.vocab_size != target.vocab_size:
+    if kind_of(config) != "dflash" and config.vocab_size != target.vocab_size:
         yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
 
 
 def _layer_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
+    if kind_of(config) == "mtp":  # it reads the last layer's output
+        return
     last = target.num_hidden_layers - 2  # the last layer's output is not captured
     try:
         layers = captured_layers(config, target.num_hidden_layers)

@@ -85,18 +85,22 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
+    revision = server_args.speculative_draft_model_revision or "main"
+    brings_layer = kinds.has_mtp(draft, revision, server_args.trust_remote_code)
     config = ModelConfig.from_server_args(
         server_args,
         model_path=draft,
-        model_revision=server_args.speculative_draft_model_revision or "main",
-        is_draft_model=True,
+        model_revision=revision,
+        is_draft_model=not brings_layer,  # `patches.drafts` cannot tell the target's path yet
     )
     config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
+    if brings_layer and draft == server_args.model_path:
+        config.hf_config.architectures = [kinds.MTP[config.hf_config.architectures[0]]]
     flag = "--speculative-draft-model-path"
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [
-        f"{flag} {draft} {what}; allowed: a language model, an EAGLE-3 head ({kinds.EAGLE3}) or a "
-        f"DFlash block head ({kinds.DFLASH}) of this target. Choose another draft."
+        f"{flag} {draft} {what}; allowed: a language model, an EAGLE-3 head ({kinds.EAGLE3}), a "
+        f"DFlash block head ({kinds.DFLASH}) or an MTP layer of this target. Choose another draft."
         for what in kinds.problems(config, target, num_steps)
     ]
     if kinds.is_head(config):

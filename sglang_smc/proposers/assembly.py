@@ -33,6 +33,7 @@ _GIVES_OUT = {
         "logits_processor",
         "lm_head",
     ),
+    "mtp": ("get_embed_and_head",),
 }
 
 
@@ -76,6 +77,10 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
             f"{type(model).__name__} gives out no states for one (it has no {lacking[0]}). Choose "
             "a language model as the draft, or a target of another family."
         )
+    if kind == "mtp":
+        # The classes' own `set_embed_and_head` wait for a CUDA device.
+        head.model.embed_tokens.weight, head.lm_head.weight = model.get_embed_and_head()
+        return
     layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
     getattr(model, _GIVES_OUT[kind][0])(layers)
     if kind == "eagle3":
@@ -141,7 +146,7 @@ def assemble(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
     """Build the target and the draft over particles, for targets with softmax attention alone."""
     if parts.draft is None:
         return _uniform_draft(parts)
-    build = {"model": _model, "eagle3": _eagle, "dflash": _block}
+    build = {"model": _model, "eagle3": _eagle, "dflash": _block, "mtp": _eagle}
     return build[kinds.kind_of(parts.draft.model_runner.model_config)](parts, parts.draft)
 
 
@@ -167,18 +172,20 @@ def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
 
     runner, of_target, ledger = draft.model_runner, parts.target.model_runner, parts.ledger
     model: Any = runner.model
+    is_eagle = kinds.kind_of(runner.model_config) == "eagle3"
+    width = model.model.fc.in_features if is_eagle else of_target.model_config.hidden_size
     table = StateTable.of(
         ledger.tails,
         num_columns=parts.num_columns,
         num_slots=len(ledger.rank),
-        width=model.model.fc.in_features,
+        width=width,
         dtype=of_target.dtype,
     )
     target = ReadTarget(of_target, *parts.over)
     target.reader = head = EagleHead(
         EagleForward(runner, *parts.over),
         table,
-        model.hot_token_id,
+        model.hot_token_id if is_eagle else None,
         of_target.model_config.vocab_size,
         target=target,
         ledger=ledger,

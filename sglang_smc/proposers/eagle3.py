@@ -14,7 +14,7 @@ sequence has no hidden state before it and therefore no key, and attention skips
 
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -87,8 +87,7 @@ class EagleForward(ParticleForward):
 
     def read_batch(self, batch: ForwardBatch) -> None:
         """Run the layers over a batch of pairs, to write their keys alone."""
-        model: Any = self._runner.model
-        model.model(batch.input_ids, batch.positions, batch)
+        self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def prompt_batch(self, target: ForwardBatch, states: torch.Tensor) -> ForwardBatch:
         """Return the pairs of new tokens of prompts and the states ``[T, F]`` before them."""
@@ -200,7 +199,8 @@ class EagleHead(DraftProposer):
         pairs = self._forward.prompt_batch(target, self._states_before(batch, states, ends))
         attention = self._forward.prompt_attention
         attention.plan(batch)
-        with forward_context(ForwardContext(attn_backend=attention)), torch.no_grad():
+        context = forward_context(ForwardContext(attn_backend=attention))
+        with suppress(KeysWritten), context, torch.no_grad():
             self._forward.read_batch(pairs)
         rows, last = batch.req_pool_indices, ends - 1
         self._table.keep_prompts(

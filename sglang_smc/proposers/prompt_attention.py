@@ -6,7 +6,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch.nn.attention.bias import causal_lower_right
 
-from sglang_smc.models.attention import store
+from sglang_smc.models.attention import KeysWritten, store
 from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
 
@@ -21,6 +21,7 @@ class PromptAttention(AttentionBackend):
     """Causal attention of a head over prompts, without their first token.
 
     No backend of SGLang does that. Prompts are processed one by one, each in one call of torch's.
+    The last layer's keys end the pass, by `KeysWritten`.
 
     Args:
         runner: the head's, its pools built.
@@ -34,6 +35,7 @@ class PromptAttention(AttentionBackend):
         self._table = runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._group = head_group(runner)
+        self._last_layer = self.token_to_kv_pool.start_layer + self.token_to_kv_pool.layer_num - 1
         self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         self._rows: torch.Tensor  # [G]
         self._spans: list[tuple[int, int]]  # of each prompt: cached tokens, and new tokens
@@ -57,6 +59,8 @@ class PromptAttention(AttentionBackend):
         """Attend over the batch given to `plan`; returns ``[T, q_heads * head_dim]``."""
         check_layer(layer, self._group, kwargs)
         store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
+        if layer.layer_id == self._last_layer:
+            raise KeysWritten
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):

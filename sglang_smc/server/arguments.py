@@ -11,7 +11,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
-from sglang_smc.models.head_kinds import is_head_at
+from sglang_smc.models.head_kinds import MTP, has_mtp, reads_states
 from sglang_smc.ops.select import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
@@ -35,6 +35,7 @@ ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
 
 def check(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
+    _draft_from_target(server_args)
     problems = [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
@@ -46,6 +47,16 @@ def check(server_args: Arguments) -> None:
             "--speculative-algorithm SMC cannot start this server:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
+
+
+def _draft_from_target(server_args: Arguments) -> None:
+    """Name the target as its own draft where no other is given and it has an MTP layer."""
+    view = resolved_view(server_args)
+    if view.speculative_draft_model_path is not None or view.speculative_smc_ngram_weight == 1:
+        return
+    if has_mtp(view.model_path, view.revision, view.trust_remote_code):
+        server_args.speculative_draft_model_path = view.model_path
+        server_args.speculative_draft_model_revision = view.revision
 
 
 def resolve(server_args: Arguments) -> None:
@@ -69,7 +80,7 @@ def resolve(server_args: Arguments) -> None:
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"
     graphs.decode.backend = Backend.DISABLED
-    if graphs.prefill.backend != Backend.DISABLED and _reads_states(server_args):
+    if graphs.prefill.backend != Backend.DISABLED and reads_states(resolved_view(server_args)):
         graphs.prefill.backend = Backend.DISABLED
         logger.info(
             "SGLang's prefill graphs are disabled: --speculative-draft-model-path is a head, which "
@@ -93,13 +104,6 @@ def resolve(server_args: Arguments) -> None:
             _DEFAULT_MAX_RUNNING_REQUESTS,
         )
     logger.info("SMC speculative decoding: %s", config)
-
-
-def _reads_states(server_args: Arguments) -> bool:
-    """Return whether the draft is a head over the target's hidden states."""
-    view = resolved_view(server_args)
-    path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
-    return path is not None and is_head_at(path, revision, view.trust_remote_code)
 
 
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:
@@ -183,5 +187,6 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
         yield (
             "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
             f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
-            "matches alone, in the modes that verify."
+            "matches alone, in the modes that verify. A target with an MTP layer needs none: "
+            f"{' or '.join(MTP)}."
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoint_rounds import CheckpointRounds, check
-from head_laws import DFLASH, EAGLE3, HOT, Draft, make_head
+from head_laws import DFLASH, EAGLE3, HOT, Draft, MTPDraft, add_mtp_layer, make_head
 from model_families import make_family
 from tiny_models import make_tiny_model, smc_arguments
 
@@ -68,6 +68,7 @@ class Case(NamedTuple):
 
 
 HEADS = (EAGLE3, HOT, DFLASH)
+MTP = "its own MTP layer"
 CASES = {
     "windows and caps": Case("gemma2", "gemma3_text"),
     "latents": Case("deepseek_v3", "deepseek_v2"),
@@ -77,6 +78,7 @@ CASES = {
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in HEADS},
+    "an MTP layer": Case("glm4_moe", MTP),
     # More particles than columns: their states find no room among those of columns.
     "recurrent states": Case(
         "qwen3_5_text", "llama", {"disable_radix_cache": True}, num_particles=6
@@ -91,11 +93,15 @@ OTHERS = {
     "fused projections": Case("phi3", "gpt2"),
     "experts that would be layers": Case("qwen3_moe", "qwen3_moe"),
     "other 8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e4m3"}, retracts=False),
+    "an MTP layer behind dense layers": Case("qwen2", MTP),
     "images, in other places": Case("qwen3_vl", "qwen2_vl"),
 }
 
 
 def make(path: Path, family: str, seed: int, target: str = "") -> str:
+    if family == MTP:
+        add_mtp_layer(target)
+        return target
     if family in HEADS:
         return make_head(family, target, path, num_steps=NUM_STEPS)
     if family == "padded":
@@ -154,7 +160,11 @@ def test_answers_are_those_of_rounds_over_transformers(
         known = {"drafts_all": False}
     if case.draft == DFLASH:  # the law here has as many masks as the server's K
         asked = [each for each in ASKED if "num_steps" not in each[0]]
-    law = Draft(case.draft, target, draft, NUM_STEPS) if case.draft in HEADS else draft
+    law: Any = draft
+    if case.draft in HEADS:
+        law = Draft(case.draft, target, draft, NUM_STEPS)
+    elif case.draft == MTP:
+        law, draft = MTPDraft(target, NUM_STEPS), None
     attention = case.arguments.get("kv_cache_dtype", "eager")
     own = CheckpointRounds(
         target, law, settings | known, 2 * len(asked + NEXT), attention=attention
