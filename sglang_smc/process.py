@@ -53,7 +53,10 @@ def is_own_layer(config: "ModelConfig") -> bool:
     """Return whether a draft's configuration is of the target's checkpoint, for its MTP layer."""
     from sglang_smc.models.head_kinds import reads_states
 
-    resolved = upstream.resolved(get_server_args())
+    try:
+        resolved = upstream.resolved(get_server_args())
+    except ValueError:  # in the process that starts a server, where `models.supported` knows it
+        return False
     return config.model_path == resolved.model_path and reads_states(resolved)
 
 

@@ -70,29 +70,29 @@ class Draft:
 
 
 def add_mtp_layer(target: str, *, seed: int = 4, scale: float = 0.3) -> None:
-    """Add a random MTP layer to a checkpoint of GLM-4.5, or to one of Qwen2, which is MiMo's then."""
+    """Add a random MTP layer to a checkpoint; one of Qwen2 is MiMo's then."""
     folder = Path(target)
     config = json.loads((folder / "config.json").read_text())
     weights, last = load_file(folder / "model.safetensors"), config["num_hidden_layers"] - 1
-    is_glm, width = config["model_type"] == "glm4_moe", config["hidden_size"]
-    prefix = f"model.layers.{last + 1}." if is_glm else "model.mtp_layers.0."
+    is_mimo, width = config["model_type"] == "qwen2", config["hidden_size"]
+    prefix = "model.mtp_layers.0." if is_mimo else f"model.layers.{last + 1}."
     draw = torch.Generator().manual_seed(seed)
     like = {name: value for name, value in weights.items() if f"layers.{last}." in name}
     shapes = {name.partition(f"layers.{last}.")[2]: value.shape for name, value in like.items()}
-    names = GLM if is_glm else MIMO
+    names = MIMO if is_mimo else NEXTN
     shapes |= {f"{name}.weight": (width,) for name in names.values()}
     shapes[f"{names['join']}.weight"] = (width, 2 * width)
     for name, shape in shapes.items():
         noise = scale * torch.randn(shape, generator=draw)
         weights[prefix + name] = noise + 1 if "norm" in name else noise
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    if not is_glm:
-        more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-        (folder / "config.json").write_text(json.dumps(config | more))
+    more = {"architectures": ["MiMoForCausalLM"]} if is_mimo else {}
+    text = json.dumps(config | more | {"num_nextn_predict_layers": 1})
+    (folder / "config.json").write_text(text)
 
 
 #: Names of what an MTP layer has beside a decoder layer.
-GLM = {"token": "enorm", "state": "hnorm", "join": "eh_proj", "last": "shared_head.norm"}
+NEXTN = {"token": "enorm", "state": "hnorm", "join": "eh_proj", "last": "shared_head.norm"}
 MIMO = {
     "token": "token_layernorm",
     "state": "hidden_layernorm",
@@ -107,20 +107,22 @@ class MTPDraft:
     def __init__(self, target: str, num_steps: int) -> None:
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, **options).eval()
-        self.num_steps, self.is_glm = num_steps, self.model.config.model_type == "glm4_moe"
+        self.num_steps, self.is_mimo = num_steps, self.model.config.model_type == "qwen2"
         weights = load_file(Path(target, "model.safetensors"))
         count = self.model.config.num_hidden_layers
-        self.prefix = f"model.layers.{count}." if self.is_glm else "model.mtp_layers.0."
-        own = {n.removeprefix(self.prefix): w for n, w in weights.items() if self.prefix in n}
-        names = GLM if self.is_glm else MIMO
+        prefix = "model.mtp_layers.0." if self.is_mimo else f"model.layers.{count}."
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if prefix in n}
+        names = MIMO if self.is_mimo else NEXTN
         self.own = {part: own[f"{name}.weight"].double() for part, name in names.items()}
-        if self.is_glm:  # as one layer more of the model
-            longer = {**options, "num_hidden_layers": count + 1}
-            whole: Any = AutoModelForCausalLM.from_pretrained(target, **longer).eval()
-            self.layer = whole.model.layers[count]
-        else:
+        if self.is_mimo:
             self.layer = type(self.model.model.layers[0])(self.model.config, 0).double()
             self.layer.load_state_dict(own, strict=False)
+        else:  # as one layer more of the model
+            longer = {**options, "num_hidden_layers": count + 1}
+            if hasattr(self.model.config, "mlp_layer_types"):
+                longer["mlp_layer_types"] = [*self.model.config.mlp_layer_types, "sparse"]
+            whole: Any = AutoModelForCausalLM.from_pretrained(target, **longer).eval()
+            self.layer = whole.model.layers[count]
 
     def _norm(self, part: str, values: torch.Tensor) -> torch.Tensor:
         squares = values.square().mean(-1, keepdim=True)
@@ -129,10 +131,10 @@ class MTPDraft:
     def _pairs(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Of tokens ``[R, L]`` and the states before them ``[R, L, H]``."""
         embedded = self.model.get_input_embeddings()(tokens)
-        if not self.is_glm:  # of the pair at position 0
+        if self.is_mimo:  # of the pair at position 0
             embedded[:, 0] = 0.0
         parts = self._norm("token", embedded), self._norm("state", states)
-        return torch.cat(parts if self.is_glm else parts[::-1], -1) @ self.own["join"].T
+        return torch.cat(parts[::-1] if self.is_mimo else parts, -1) @ self.own["join"].T
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

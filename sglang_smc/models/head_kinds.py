@@ -10,7 +10,12 @@ if TYPE_CHECKING:
 Kind = Literal["model", "eagle3", "dflash", "mtp"]
 
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
-MTP = {"Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN", "MiMoForCausalLM": "MiMoMTP"}
+MTP = {
+    "DeepseekV3ForCausalLM": "DeepseekV3ForCausalLMNextN",
+    "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLMNextN",
+    "MiMoForCausalLM": "MiMoMTP",
+}
 """SGLang's classes of MTP layers, by the class of the target whose checkpoint has one."""
 
 _HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash", **dict.fromkeys(MTP.values(), "mtp")}
@@ -52,7 +57,12 @@ def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(path, revision, trust_remote_code)
-    return _named(config) in MTP and bool(config.to_dict().get("num_nextn_predict_layers"))
+    return _named(config) in MTP and config.to_dict().get("num_nextn_predict_layers") == 1
+
+
+def take_mtp(config: "ModelConfig") -> None:
+    """Make a target's configuration that of its MTP layer, as SGLang does for drafts."""
+    config.hf_config.architectures = [MTP[_named(config.hf_config)]]
 
 
 def reads_states(server_args: Any) -> bool:
@@ -109,6 +119,12 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
             yield f"is {other} ({name})"
+        return
+    if kind == "mtp" and config.model_path != target.model_path:
+        yield (
+            "is an MTP layer in a checkpoint of its own: leave the flag out where the target's "
+            "checkpoint has one"
+        )
         return
     if kind == "eagle3":
         yield from _eagle_problems(config)

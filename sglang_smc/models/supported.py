@@ -85,17 +85,15 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
-    revision = server_args.speculative_draft_model_revision or "main"
-    brings_layer = kinds.has_mtp(draft, revision, server_args.trust_remote_code)
     config = ModelConfig.from_server_args(
         server_args,
         model_path=draft,
-        model_revision=revision,
-        is_draft_model=not brings_layer,  # `patches.drafts` cannot tell the target's path yet
+        model_revision=server_args.speculative_draft_model_revision or "main",
+        is_draft_model=True,
     )
     config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
-    if brings_layer and draft == server_args.model_path:
-        config.hf_config.architectures = [kinds.MTP[config.hf_config.architectures[0]]]
+    if draft == server_args.model_path and kinds.reads_states(server_args):
+        kinds.take_mtp(config)
     flag = "--speculative-draft-model-path"
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [

@@ -69,7 +69,8 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
     kind = kinds.kind_of(config)
     if kind == "model":
         return
-    model, head = target.model_runner.model, draft.model_runner.model
+    model: Any = target.model_runner.model
+    head = draft.model_runner.model
     lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
@@ -78,8 +79,9 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
             "a language model as the draft, or a target of another family."
         )
     if kind == "mtp":
+        layer: Any = head
         # The classes' own `set_embed_and_head` wait for a CUDA device.
-        head.model.embed_tokens.weight, head.lm_head.weight = model.get_embed_and_head()
+        layer.model.embed_tokens.weight, layer.lm_head.weight = model.get_embed_and_head()
         return
     layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
     getattr(model, _GIVES_OUT[kind][0])(layers)

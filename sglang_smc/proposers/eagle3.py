@@ -1,8 +1,9 @@
-"""Draft with EAGLE-3 heads (arXiv 2503.01840), run over particles on SGLang's model class.
+"""Draft with EAGLE-3 heads (arXiv 2503.01840) and MTP layers, over particles on SGLang's classes.
 
-A head reads pairs: a token x_i, and the target's hidden state at the token before it. From a pair
-it returns the distribution of x_{i+1}. Within a round it takes its own output in place of the
-hidden state, until the target has scored the draft tokens. So each draft token is run twice: on the
+A head reads pairs: a token x_i, and the target's hidden state at the token before it, that of some
+layers (EAGLE-3) or of the last one (multi-token prediction, arXiv 2412.19437, section 2.2). A pair
+gives the distribution of x_{i+1}. Within a round a head takes its own output in place of the hidden
+state, until the target has scored the draft tokens. So each draft token is run twice: on the
 head's own state while the round drafts, and on the target's hidden state right after the target's
 pass. The second run overwrites the keys of the first, and later rounds attend to it.
 

@@ -7,6 +7,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_smc.models.attention import KeysWritten, store
+from sglang_smc.models.latent_attention import NAME as LATENTS
 from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
 
@@ -28,6 +29,8 @@ class PromptAttention(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    # Latents (MLA) are written in the form that `LatentParticleAttention` reads.
+    prefill_attention_backend_str = decode_attention_backend_str = LATENTS
 
     def __init__(self, runner: "ModelRunner") -> None:
         super().__init__()
@@ -57,10 +60,10 @@ class PromptAttention(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend over the batch given to `plan`; returns ``[T, q_heads * head_dim]``."""
-        check_layer(layer, self._group, kwargs)
         store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         if layer.layer_id == self._last_layer:
             raise KeysWritten
+        check_layer(layer, self._group, kwargs)
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):

@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from transformers import CONFIG_MAPPING
 
 from sglang_smc import upstream
-from sglang_smc.models import supported
+from sglang_smc.models import head_kinds, supported
 from sglang_smc.server import algorithm, arguments
 
 LATENT = {
@@ -145,6 +145,26 @@ def test_a_draft_is_not_taken_for_extra_layers(smc: dict, tmp_path: Path, arch: 
     extra = ModelConfig(str(tmp_path), is_draft_model=True, speculative_algorithm="EAGLE")
     assert extra.hf_config.architectures != [arch]
     assert extra.num_nextn_predict_layers == 1
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 2])
+def test_a_target_with_one_mtp_layer_needs_no_draft(
+    smc: dict, tmp_path: Path, num_layers: int
+) -> None:
+    """It is its own draft then, and read for that layer, by a head's rules."""
+    config = WITH_EXTRA_LAYERS["MiMoForCausalLM"] | {"num_nextn_predict_layers": num_layers}
+    saved(tmp_path, "MiMoForCausalLM", **config)
+    target = {"model_path": str(tmp_path), "speculative_draft_model_path": None}
+    if num_layers != 1:
+        with pytest.raises(ValueError, match="A target with an MTP layer needs none: Deepseek"):
+            resolve(**smc | target)
+        return
+    found = upstream.resolved(resolve(**smc | target))
+    assert found.speculative_draft_model_path == str(tmp_path)
+    assert head_kinds.reads_states(found)
+    matches = {"speculative_smc_ngram_weight": 1, "speculative_smc_mode": "exact"}
+    found = upstream.resolved(resolve(**smc | target | matches))
+    assert found.speculative_draft_model_path is None, "matches alone draft"
 
 
 RECURRENT = {

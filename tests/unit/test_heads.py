@@ -24,6 +24,7 @@ def model_config(config: Any) -> Any:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_hidden_layers=config.num_hidden_layers,
+        model_path=str(config.architectures),
     )
 
 
@@ -71,7 +72,8 @@ def test_what_fits_is_taken() -> None:
         (dflash(target_layer_ids=[0, 9]), "cannot read the target's states: .*out-of-range"),
         (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
         (eagle3(architectures=["LlamaForCausalLMEagle"]), "is an EAGLE head of the first or"),
-        (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer"),
+        (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer of a kind that"),
+        (eagle3(architectures=["MiMoMTP"]), "is an MTP layer in a checkpoint of its own"),
         (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
     ],
 )
