@@ -46,6 +46,7 @@ def latent_attention(
     max_prefix: int,
     max_tail: int,
     scaling: float,
+    first_key: int = 0,
 ) -> torch.Tensor:
     """Compute causal softmax attention of particles over latents; never waits for the device.
 
@@ -65,7 +66,7 @@ def latent_attention(
         query,
         (latents, latents.stride(0)),
         Slots.of(req_to_token, tails, rows, committed, particle_rows, starts),
-        (scaling * LOG2_E,),
+        (scaling * LOG2_E, first_key),
         split,
         Layer.of(query, 1, rank, split, rope=rope, block_rope=block_rope),
     )
@@ -101,7 +102,7 @@ def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip:
 # Arguments that differ from batch to batch are not specialized, as fields of records always are.
 @triton.jit(
     do_not_specialize=[
-        *("num_particles", "all_tokens", "num_prefix"),
+        *("first_key", "num_particles", "all_tokens", "num_prefix"),
         *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans", "tail_span"),
     ]
 )
@@ -112,6 +113,7 @@ def _attend_latents(
     partial,
     layer,
     scaling,
+    first_key,
     num_particles,
     all_tokens,
     num_prefix,
@@ -124,7 +126,7 @@ def _attend_latents(
     """Compute flash attention of a block of rows over one span of a prefix or a tail."""
     sizes = num_particles, all_tokens, num_prefix
     parts = prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span
-    span = own_span(slots, layer, 0, 0, sizes, parts)
+    span = own_span(slots, layer, 0, first_key, sizes, parts)
     token, head, column, in_rows = own_rows(span, layer)
     last_seen = span.start + column
     dim, turned = tl.arange(0, layer.block_dim)[None, :], tl.arange(0, layer.block_rope)[None, :]

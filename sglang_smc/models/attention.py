@@ -97,10 +97,10 @@ class ParticleAttention(AttentionBackend):
         self._attend_over: Callable[[int | None, bool], Attend]
 
     def _set_up_latents(self, runner: "ModelRunner", implementation: Implementation) -> None:
-        if self._first_key or self._blocks:
+        if self._blocks:
             raise ValueError(
-                "heads with latent attention (MLA) are not supported: pass a head with ordinary "
-                "attention, or a draft model"
+                "block heads with latent attention (MLA) are not supported: pass a head with "
+                "ordinary attention, or a draft model"
             )
         from sglang_smc.models.latent_attention import NAME, absorb
 
@@ -214,8 +214,9 @@ class ParticleAttention(AttentionBackend):
         if rank is not None:
             from sglang_smc.kernels.attention.latent import latent_attention
 
+            own = {"rank": rank, "first_key": self._first_key}
             return lambda query, latents, softmax: latent_attention(
-                query, latents, rank=rank, scaling=softmax.scaling, **places
+                query, latents, scaling=softmax.scaling, **own, **places
             )
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
