@@ -130,16 +130,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1555,
-    "file_changes": 72,
+    "round_lines": 1559,
+    "file_changes": 73,
     "types": 30,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_087,
-    "core_lines": 18_486,
-    "kernel_and_hook_lines": 5_624,
-    "bench_lines": 7_499,
-    "test_lines": 35_681,
+    "package_lines": 26_940,
+    "core_lines": 18_710,
+    "kernel_and_hook_lines": 5_630,
+    "bench_lines": 7_500,
+    "test_lines": 35_175,
     "page_words": 28_000,
     "glossary": 30,
 }

@@ -104,6 +104,12 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "latents, no tail at all": ([64, 10], [[-1, -1], [-1, None]], 1, latents(4, 32, 16)),
     "latents, one particle": ([33], [[2]], 9, latents(1, 32, 16)),
     "latents, a tail of two spans": ([5], [[300, 10, 513]], 2, latents(4, 16, 16)),
+    "latents, no key at the first": (
+        [1, 70, 3],
+        [[0, 4], [-1, 2], [None, -1]],
+        2,
+        latents(4, 32, 16, first_key=1),
+    ),
     "latents of many heads": ([40], [[1, 2]], 5, latents(20, 32, 8)),
     "latents of no power of two": ([40, 8], [[1, -1], [3, 0]], 3, latents(7, 20, 12)),
     "latents as wide as DeepSeek's": ([70], [[1, -1]], 2, latents(3, 512, 64)),
@@ -132,7 +138,7 @@ def arguments_of(case: Case) -> dict[str, Any]:
     if case.rank is None:
         left_out, arguments = left_out | {"rank"}, arguments | softmax
     else:
-        left_out |= {"keys", "values", "window", "sees_block", "first_key"}
+        left_out |= {"keys", "values", "window", "sees_block"}
         arguments |= {"latents": arguments["keys"], "scaling": SCALING}
     return {name: value for name, value in arguments.items() if name not in left_out}
 
@@ -442,11 +448,20 @@ def test_new_latents(implementation: Any) -> None:
     case.assert_close(output.view(*case.query.shape[:4], rank))
 
 
-@pytest.mark.parametrize("heads_need", [{"first_key": 1}, {"blocks": True}])
-def test_heads_with_latents_are_refused(heads_need: dict[str, Any]) -> None:
-    """Not run as models with all keys, or without blocks."""
-    with pytest.raises(ValueError, match="heads with latent attention"):
-        backend_of_latents("latents, decode", "torch", **heads_need)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_heads_with_latents_skip_the_first_key(implementation: Any) -> None:
+    case, attention, layer = backend_of_latents(
+        "latents, no key at the first", implementation, first_key=1
+    )
+    batch: Any = None
+    query = on_device(case).query.flatten(0, 2)
+    output = attention.forward_extend(query, None, None, layer, batch, save_kv_cache=False)
+    case.assert_close(output.view(*case.query.shape[:4], layer.v_head_dim))
+
+
+def test_block_heads_with_latents_are_refused() -> None:
+    with pytest.raises(ValueError, match="block heads with latent attention"):
+        backend_of_latents("latents, decode", "torch", blocks=True)
 
 
 def test_layers_of_latents_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
