@@ -21,7 +21,7 @@ from sglang_smc.round.batch import RoundInputs, Tables, shape_of
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import RequestStates, find_state, skip_draft, state_of
+from sglang_smc.state.request import RequestStates, find_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,7 +206,7 @@ class SMCWorker(WeightUpdates):
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
         self._stream = torch.get_device_module(self.device).current_stream()
         if shape.skips_draft and self._steps.draft.lags:
-            skip_draft(batch.reqs)
+            self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
         resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None

@@ -189,13 +189,18 @@ class PoolProgram(ToyWorker):
         """Take a round's result, and end a request that has come to its end or is broken."""
         self.note(result, group, req)
         self.take(result, group, req)
-        text = [*PROMPT, *req.output_ids][: req.kv_committed_len]
-        # The draft is one token behind.
-        for model, text_read in ((self.target, text), (self.draft, text[:-1])):
-            slots = self.table[req.row, : len(text_read)].long()
-            assert model.has_text(slots, text_read), "KV of the emitted text is lost"
+        self.check_read(self.target, req, None)
+        self.check_read(self.draft, req, req.smc_state.num_read or -1)
         if self.has_ended(req) or result.failure[group] > 0:
+            self.worker._prefill.catch_up([req])
+            self.check_read(self.draft, req, -1)
             self.stop(req)
+
+    def check_read(self, model: Any, req: ToyRequest, end: int | None) -> None:
+        """See the KV of a text up to its ``end``; the draft is one token behind, or more."""
+        text = [*PROMPT, *req.output_ids][: req.kv_committed_len][:end]
+        slots = self.table[req.row, : len(text)].long()
+        assert model.has_text(slots, text), "KV of the emitted text is lost"
 
     def note(self, result: Any, group: int, req: ToyRequest) -> None:
         """Count situations."""

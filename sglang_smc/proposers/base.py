@@ -104,7 +104,8 @@ class LanguageModel(DraftProposer):
     """A draft model: it runs over its own draft tokens, and over those that the target appends.
 
     The last draft token is not run in its own round: if it is kept, the next round runs it together
-    with the token after it, in one pass. Rounds of single chains without drafts do not run it.
+    with the token after it, in one pass. Rounds of single chains without drafts do not run the
+    model: one pass reads the tokens of K + 1 of them.
 
     Args:
         forward: the draft model over particles.
@@ -127,11 +128,6 @@ class LanguageModel(DraftProposer):
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
         return self.forward.next_logits(at.chains(tokens.unsqueeze(2), step + 1))
-
-    def follow(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        """Run the first pass over several chains, which may be dropped before `catch_up`."""
-        if last_two.shape[1] > 1:
-            self.first_logits(last_two, at)
 
     def catch_up(self, chains: Chains) -> None:
         """Run over committed tokens; see `DraftProposer.catch_up`."""

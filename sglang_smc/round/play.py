@@ -159,7 +159,8 @@ class Steps:
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if num_steps == 0:
-            self.draft.follow(batch.last_two, slots)
+            reads = self.draft.lags and not batch.shape.skips_draft
+            (self.draft.first_logits if reads else self.draft.follow)(batch.last_two, slots)
             return no_drafts(population)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
@@ -347,8 +348,7 @@ class Steps:
         num_steps = batch.shape.num_steps
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
-        # The draft has read all draft tokens but its last one, and of single chains without drafts
-        # nothing.
+        # The draft has read all draft tokens but its last one; nothing where it skips the round.
         num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.cut.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         resampled = decision.resampled

@@ -21,7 +21,13 @@ from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.metrics import fidelity_of
-from sglang_smc.state.request import RequestStates, has_open_token, state_of, take_unread
+from sglang_smc.state.request import (
+    RequestStates,
+    has_open_token,
+    skip_draft,
+    state_of,
+    take_unread,
+)
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.upstream import kv_of
 
@@ -81,6 +87,16 @@ class Prefill:
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
+    def skip_draft(self, reqs: "list[Req]", committed: torch.Tensor) -> None:
+        """Leave a round's tokens to a later pass of the draft, which reads K + 1 of each request.
+
+        Arguments as in `catch_up`.
+        """
+        if max(map(skip_draft, reqs)) >= self._num_columns:
+            self.catch_up(reqs, committed)
+            for req in reqs:
+                skip_draft(req)
+
     def catch_up(self, reqs: "list[Req]", committed: torch.Tensor | None = None) -> None:
         """Run the draft over the tokens of rounds that it has skipped.
 
@@ -101,6 +117,7 @@ class Prefill:
         self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
     ) -> None:
         """Run the draft over tokens from ``starts`` ``[R]`` on, a round's width at a time."""
+        # Longer than a round is wide where the host is a round behind.
         ledger, width, longest = self._tables.ledger, self._num_columns, max(map(len, tokens))
         device, particle_rows = ledger.device, ledger.particle_rows(rows, 1)
         padded = on_device(device, [of + [0] * (longest - len(of)) for of in tokens])  # [R, L]

@@ -424,12 +424,17 @@ def shared_ids(req: "Req") -> list[int]:
     return list(req.output_ids[: state.open_token.place if state is not None else None])
 
 
-def skip_draft(reqs: "list[Req]") -> None:
-    """Note that the draft does not read the tokens of a round; it has not read the last two."""
-    for req in reqs:
-        if (state := state_of(req)).num_read is None:
-            num_tokens = len(req.origin_input_ids) + len(shared_ids(req))
-            state.num_read = max(num_tokens - 2, len(req.origin_input_ids))
+def skip_draft(req: "Req") -> int:
+    """Note that the draft does not read the token of a round; return how many it has skipped.
+
+    In a round before it may have left the last two tokens unread. A policy keeps a budget for some
+    rounds: when drafting resumes, the host knows all others, though it may be a round behind.
+    """
+    state, prompt = state_of(req), len(req.origin_input_ids)
+    num_tokens = prompt + len(shared_ids(req))
+    if state.num_read is None:
+        state.num_read = max(num_tokens - 2, prompt)
+    return num_tokens - 1 - state.num_read
 
 
 def take_unread(req: "Req") -> tuple[int, list[int]]:

@@ -78,7 +78,6 @@ CASES = {
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in HEADS},
-    "an MTP layer": Case("glm4_moe", MTP),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
     "recurrent states": Case(
@@ -94,6 +93,7 @@ OTHERS = {
     "fused projections": Case("phi3", "gpt2"),
     "experts that would be layers": Case("qwen3_moe", "qwen3_moe"),
     "other 8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e4m3"}, retracts=False),
+    "an MTP layer": Case("glm4_moe", MTP),
     "an MTP layer behind dense layers": Case("qwen2", MTP),
     "an MTP layer over latents of a later family": Case("glm4_moe_lite", MTP),
     "images, in other places": Case("qwen3_vl", "qwen2_vl"),
