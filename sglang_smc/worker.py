@@ -39,7 +39,7 @@ class SMCWorker(WeightUpdates):
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
 
-    _stream: Any = None  # of rounds; None before the first
+    _stream: Any  # of rounds in which the draft has skipped tokens
     _most_launched: int | None = None  # most requests of a round without a graph; None: any number
 
     def __init__(
@@ -204,8 +204,8 @@ class SMCWorker(WeightUpdates):
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host reads its result after the device has finished it."""
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
-        self._stream = torch.get_device_module(self.device).current_stream()
         if shape.skips_draft and self._steps.draft.lags:
+            self._stream = torch.get_device_module(self.device).current_stream()
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
@@ -235,7 +235,7 @@ class SMCWorker(WeightUpdates):
         The draft would read the last token only in a further round. Both models have read all
         tokens that the cache already owns, in a prefill.
         """
-        if find_state(req) is not None and self._stream is not None:
+        if (state := find_state(req)) is not None and state.num_read is not None:
             with torch.get_device_module(self.device).stream(self._stream):
                 self._prefill.catch_up([req])
         if len(req.output_ids) > 1:

@@ -61,7 +61,7 @@ class Partial(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What is compiled in."""
+    """Constants that an attention kernel is compiled for."""
 
     num_columns: Any
     kv_heads: Any

@@ -78,8 +78,7 @@ class EagleForward(ParticleForward):
         self._pairs = PairStates(states.flatten(0, 2))
         merged = merge_rows(chains.slots, last=False) if self._merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
-        pool = self.attn_backend.token_to_kv_pool
-        self.attn_backend.ends_at = pool.start_layer + pool.layer_num - 1
+        self.attn_backend.ends_at = self.prompt_attention.last_layer
         try:
             with suppress(KeysWritten), self._attending(chains, merged):
                 self.read_batch(batch)

@@ -38,7 +38,7 @@ class PromptAttention(AttentionBackend):
         self._table = runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._group = head_group(runner)
-        self._last_layer = self.token_to_kv_pool.start_layer + self.token_to_kv_pool.layer_num - 1
+        self.last_layer = self.token_to_kv_pool.start_layer + self.token_to_kv_pool.layer_num - 1
         self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         self._rows: torch.Tensor  # [G]
         self._spans: list[tuple[int, int]]  # of each prompt: cached tokens, and new tokens
@@ -61,7 +61,7 @@ class PromptAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Attend over the batch given to `plan`; returns ``[T, q_heads * head_dim]``."""
         store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
-        if layer.layer_id == self._last_layer:
+        if layer.layer_id == self.last_layer:
             raise KeysWritten
         check_layer(layer, self._group, kwargs)
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)

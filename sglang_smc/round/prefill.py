@@ -104,7 +104,8 @@ class Prefill:
             reqs: of which some may have such tokens.
             committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
         """
-        known = [(i, kv_of(req).req_pool_idx, *take_unread(req)) for i, req in enumerate(reqs)]
+        unread = ((i, r) for i, r in enumerate(reqs) if state_of(r).num_read is not None)
+        known = [(i, kv_of(req).req_pool_idx, *take_unread(req)) for i, req in unread]
         behind = [each for each in known if each[3]]
         ledger = self._tables.ledger
         for part in (behind[i : i + _AT_ONCE] for i in range(0, len(behind), _AT_ONCE)):

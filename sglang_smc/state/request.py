@@ -199,8 +199,7 @@ class RequestState(msgspec.Struct):
     num_prefilled: int = 0  # tokens of its output that the last prefill read
     unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
-    # Tokens of its sequence that the draft has read, where rounds without drafts have been skipped.
-    num_read: int | None = None
+    num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
@@ -431,7 +430,8 @@ def skip_draft(req: "Req") -> int:
     rounds: when drafting resumes, the host knows all others, though it may be a round behind.
     """
     state, prompt = state_of(req), len(req.origin_input_ids)
-    num_tokens = prompt + len(shared_ids(req))
+    place = state.open_token.place
+    num_tokens = prompt + (len(req.output_ids) if place is None else place)
     if state.num_read is None:
         state.num_read = max(num_tokens - 2, prompt)
     return num_tokens - 1 - state.num_read
@@ -443,8 +443,8 @@ def take_unread(req: "Req") -> tuple[int, list[int]]:
     The host may be a round behind; the next round's first pass reads its last two tokens anyway.
     """
     state, prompt = state_of(req), len(req.origin_input_ids)
-    start, state.num_read = state.num_read, None
-    return (0, []) if start is None else (start, shared_ids(req)[start - prompt : -1])
+    start, state.num_read = state.num_read or 0, None
+    return start, shared_ids(req)[start - prompt : -1]
 
 
 class Tails(Protocol):
