@@ -1,50 +1,68 @@
-"""Share plot settings: a headless backend, and colours distinct to colour-blind readers."""
+"""Draw points with intervals, one panel a temperature, in colours distinct in grey, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from results import Interval
 
 matplotlib.use("Agg")
 
-# Okabe and Ito's colours, distinct to colour-blind readers and in grey.
-COLOURS = ("#0072B2", "#D55E00", "#999999", "#009E73", "#CC79A7")
-GREY, SKY = "#6E6E6E", "#56B4E9"
+#: Okabe and Ito's.
+COLOURS = ("#0072B2", "#D55E00", "#999999", "#009E73", "#CC79A7", "#56B4E9")
 
 
-@contextmanager
-def picture(
-    path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **shared: Any
-) -> Iterator[tuple[Figure, np.ndarray]]:
-    """Yield panels ``[rows, columns]`` to draw on, and write them as a PNG to ``path``."""
-    figure, panels = plt.subplots(
-        rows, columns, figsize=size, layout="constrained", squeeze=False, dpi=150, **shared
+class Point(NamedTuple):
+    """A point of a series, with the interval of its height."""
+
+    x: float
+    y: Interval
+    series: str
+    label: str
+
+
+def scatter(
+    path: Path,
+    panels: Mapping[str, Sequence[Point]],
+    styles: Mapping[str, tuple[str, str]],
+    names: tuple[str, str],
+    plain: float,
+) -> None:
+    """Write points as a PNG to ``path``.
+
+    Args:
+        panels: the points of each panel, by its title.
+        styles: the colour and marker of each series.
+        names: of the axes.
+        plain: where plain decoding is on the first axis.
+    """
+    shape = {"figsize": (0.6 + 5.0 * len(panels), 5.0), "sharex": True, "sharey": True}
+    figure, all_axes = plt.subplots(
+        1, len(panels), layout="constrained", squeeze=False, dpi=150, **shape
     )
-    yield figure, panels
-    for axes in panels.flat:
+    for axes, (title, points) in zip(all_axes.flat, panels.items(), strict=True):
+        axes.axhline(0, color="black", lw=1, zorder=1)
+        axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
+        for name, (colour, marker) in styles.items():
+            here = sorted(point for point in points if point.series == name)
+            y = [point.y for point in here]
+            ends = [[v.mean - v.low for v in y], [v.high - v.mean for v in y]]
+            style = {"color": colour, "fmt": marker, "mec": "white", "ls": ":", "lw": 1}
+            axes.errorbar([p.x for p in here], [v.mean for v in y], ends, label=name, **style)
+            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7}
+            for point in here:
+                axes.annotate(point.label, (point.x, point.y.mean), color=colour, **place)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(names[0])
+        axes.margins(x=0.18, y=0.1)
+        axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0, 0].set_ylabel(names[1])
+    entries = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
     plt.close(figure)
-
-
-def legend_below(figure: Figure, axes: Axes, ncols: int) -> None:
-    """Place one panel's legend below all panels."""
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=ncols, frameon=False)
-
-
-def ends(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]]:
-    """Return how far intervals extend below and above their means, as `errorbar` takes it."""
-    return [
-        [scale * (value.mean - value.low) for value in values],
-        [scale * (value.high - value.mean) for value in values],
-    ]

@@ -21,12 +21,12 @@ class Interval(NamedTuple):
     n: int
 
 
-def wilson(hits: int, n: int, z: float = Z95) -> Interval:
+def wilson(hits: int, n: int) -> Interval:
     """Return a proportion with Wilson's interval, which stays within 0 and 1."""
-    mean, spread = hits / n, z * z / n
-    middle = (mean + spread / 2) / (1 + spread)
-    half = math.sqrt(mean * (1 - mean) * spread + spread * spread / 4) / (1 + spread)
-    return Interval(mean, max(0.0, middle - half), min(1.0, middle + half), n)
+    from scipy.stats import binomtest  # slow to import
+
+    found = binomtest(hits, n).proportion_ci(method="wilson")
+    return Interval(hits / n, found.low, found.high, n)
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray | float = 1.0) -> Interval:

@@ -12,41 +12,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from intervals import Interval, ratio
-from study import PUBLISHED, REPOSITORY, copy
+from study import REPOSITORY
 
-PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
-
-
-def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
-    """Return the mean over rounds of the effective sample size, as a share of N."""
-    shares = [
-        info["spec_smc_ess_mean"] / info["spec_smc_num_particles"] * info["spec_smc_rounds_ct"]
-        for info in meta_infos
-        if info.get("spec_smc_rounds_ct")
-    ]
-    return sum(shares) / _rounds(meta_infos) if shares else None
+PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai", "triton", "sglang-kernel")
+#: The tree's commit, for a copy without history; see CONTRIBUTING.md, "On a GPU".
+COMMIT = REPOSITORY / ".sg" / "commit.txt"
+GPU = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory")
 
 
-def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
-    """Return the share of rounds that resampled."""
-    rounds = _rounds(meta_infos)
-    return sum(info["spec_smc_resample_ct"] for info in meta_infos) / rounds if rounds else None
+def over_rounds(meta_infos: Sequence[Mapping[str, Any]], key: str, per: str) -> float | None:
+    """Return the mean of ``key / per`` over answers, weighted by their rounds; None without any."""
+    rounds = [info.get("spec_smc_rounds_ct", 0) for info in meta_infos]
+    shares = [n and info[key] / info[per] * n for n, info in zip(rounds, meta_infos, strict=True)]
+    return sum(shares) / sum(rounds) if any(rounds) else None
 
 
-def _rounds(meta_infos: list[dict[str, Any]]) -> int:
-    return sum(info.get("spec_smc_rounds_ct", 0) for info in meta_infos)
-
-
-def tokens_a_pass(meta_infos: list[dict[str, Any]]) -> Interval:
+def tokens_a_pass(meta_infos: Sequence[Mapping[str, Any]]) -> Interval:
     """Return the tokens per target pass, without prefill and its token; 1 of plain decoding."""
     tokens = [info["completion_tokens"] - 1 for info in meta_infos]
     passes = [info.get("spec_verify_ct") or n for info, n in zip(meta_infos, tokens, strict=True)]
     return ratio(np.array(tokens, dtype=float), np.array(passes, dtype=float))
+
+
+def by_temperature(rows: Iterable[Any]) -> dict[str, list[Any]]:
+    """Return the rows of each temperature, by its title."""
+    ordered = sorted(rows, key=lambda row: row.temperature)
+    groups = groupby(ordered, key=lambda row: row.temperature)
+    return {f"Temperature {temperature:g}": list(some) for temperature, some in groups}
 
 
 # --- Rows, dataclasses of numbers and intervals, as files
@@ -140,10 +138,6 @@ class Report(Generic[R]):
         with (folder / f"{self.name}.csv").open() as file:
             return [_row(self.row, line) for line in csv.DictReader(file)]
 
-    def publish(self, folder: Path, *more: str, to: str = "") -> None:
-        """Copy all files to bench/results."""
-        copy((folder / name for name in (*self.files, *more)), PUBLISHED / self.name / to)
-
 
 def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return lines of cells below headers; all columns but the first are numbers."""
@@ -178,12 +172,13 @@ def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "settings": dict(settings),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_sha": _git("rev-parse", "HEAD"),
+        "git_sha": _git("rev-parse", "HEAD") or (COMMIT.exists() and COMMIT.read_text().strip()),
         "git_changes": bool(_git("status", "--porcelain")),
         "versions": {"python": platform.python_version()}
         | {package: installed(package) for package in PACKAGES},
         "platform": platform.platform(),
         "hardware": hardware(),
+        "gpu": gpu(*GPU),
         "load_average": list(os.getloadavg()),
     }
 
@@ -195,6 +190,16 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{os.cpu_count()} CPUs"
+
+
+def gpu(*names: str) -> dict[str, str] | None:
+    """Return what the driver says of the first GPU; None without a GPU."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(names, map(str.strip, done.stdout.split(",")), strict=True))
 
 
 def installed(package: str) -> str | None:

@@ -22,9 +22,10 @@ from sglang_smc.tools.commands import ScriptError
 from sglang_smc.tools.commands import as_script as as_script
 from sglang_smc.tools.commands import bar as bar
 from sglang_smc.tools.commands import main_of as main_of
+from sglang_smc.tools.commands import number as number
 from sglang_smc.tools.commands import positive as positive
 
-FORMAT = 2
+FORMAT = 3
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAIR = REPOSITORY / "bench" / "pair"
 PUBLISHED = REPOSITORY / "bench" / "results"

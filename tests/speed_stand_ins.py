@@ -6,15 +6,15 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import answers
 import pytest
 import results
-from answers import Reply, Request, Study
-from fidelity.scoring import Batch, Score, answer_key
-from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
+from answers import MAX_PROBLEMS, Study
+from pair.task import held_out
+from speed.grid import AR, AR_STOCK, CHAIN, TREE, Launch, System
 from speed.remote import EngineError, Sample, Work
 
 #: Seconds a token of each family takes in a batch of one; SMC takes the default.
@@ -25,21 +25,12 @@ TOKENS_PER_ROUND = 5
 ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
 
 
-def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, study: Any, folder: Path) -> None:
-    """Have a study publish below ``folder``, without a picture or a look at git."""
-    if study.report.plot:
-        drawn = replace(study.report, plot=lambda _, path: path.write_text("a picture"))
-        patch.setattr(study, "report", drawn)
-    patch.setattr(results, "PUBLISHED", folder / "published")
-    patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
-
-
 class Caller:
-    """Calls a benchmark, and remembers what it asked and started, and said.
+    """Calls a benchmark, and remembers its requests, engines and messages.
 
     Args:
         main: takes the words of a command line.
-        folder: where its files go.
+        folder: the folder of its files.
         common: words of every command line.
     """
 
@@ -59,33 +50,47 @@ class Caller:
         return status
 
 
+#: Returns the content of an answer, by the engine's models, the problem and the parameters.
+Replying = Callable[[str, int, dict[str, Any]], dict[str, Any]]
+
+
 class Runner(Caller):
-    """Runs a study with stand-ins, of which ``reply`` is an engine's by its name."""
+    """Runs a study with engines that ``reply``, without a picture or a look at git."""
 
     def __init__(
         self,
         study: type[Study],
         folder: Path,
-        reply: Callable[[str, Request], Reply],
+        patch: pytest.MonkeyPatch,
+        reply: Replying,
         common: Sequence[str],
-        **stand_ins: Any,
     ) -> None:
-        super().__init__(partial(study.main, start=self.start, **stand_ins), folder, common)
-        self.study, self.reply = study, reply
+        super().__init__(study.main, folder / "out", common)
+        self.study, self.reply, self._published = study, reply, folder / "published"
+        if study.report.plot:
+            drawn = replace(study.report, plot=lambda _, path: path.write_text("a picture"))
+            patch.setattr(study, "report", drawn)
+        patch.setattr(answers, "running", self.running)
+        patch.setattr(answers, "prompt_ids", lambda item: [1])
+        patch.setattr(answers, "PUBLISHED", self._published)
+        patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
 
     @contextlib.contextmanager
-    def start(self, engine: Any) -> Iterator[Any]:
-        self.started.append(engine)
+    def running(self, launch: Launch, log: Path) -> Iterator[Runner]:
+        models = (launch.arguments.get(f"{kind}model_path") for kind in ("", "speculative_draft_"))
+        self.started.append("+".join(Path(model).name for model in models if model))
         yield self
 
-    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
+    def each(self, work: Work) -> Iterator[dict[str, Any]]:
         """Answer in another order than asked."""
-        for entry in reversed(requests):
+        for place in reversed(range(len(work.prompts))):
             if self.budget[0] == 0:
                 raise KeyboardInterrupt
             self.budget[0] -= 1
-            self.asked.append((self.started[-1], entry))
-            yield self.reply(self.started[-1], entry)
+            params = work.params[place]
+            self.asked.append((self.started[-1], params))
+            index = params["sampling_seed"] % MAX_PROBLEMS
+            yield {"place": place, **self.reply(self.started[-1], index, params)}
 
     def rows(self) -> dict[str, Any]:
         """Return the rows of the report by label."""
@@ -93,15 +98,14 @@ class Runner(Caller):
 
     def published(self) -> set[str]:
         """Return the names of published files."""
-        folder = results.PUBLISHED / self.study.report.name
+        folder = self._published / self.study.name
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-def graded_reply(engine: str, entry: Request) -> Reply:
-    """Answer rightly at even problems, with what an SMC server tells of a group of eight."""
-    number = entry.item.number + entry.index % 2
+def graded_reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Answer rightly at even problems, with the figures of an SMC server for a group of eight."""
     info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
-    if engine == "smc":
+    if "+" in engine:
         info |= {
             "spec_smc_num_particles": 8,
             "spec_smc_rounds_ct": 10,
@@ -109,17 +113,15 @@ def graded_reply(engine: str, entry: Request) -> Reply:
             "spec_smc_ess_mean": 4.0,
             "spec_smc_log_evidence": -1.5,
         }
-    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
+    text = f"#### {held_out(index).number + index % 2}"
+    return {"text": text, "output_ids": [5, index, 1], "meta_info": info}
 
 
-def canned_scores(batches: Sequence[Batch], jobs: int) -> Iterator[list[Score]]:
-    """Scores of batches in any order, by the number of the problem alone."""
-    for batch in reversed(batches):
-        found = []
-        for index, tokens in zip(batch.indices, batch.answers, strict=True):
-            sums = (-20.0 - index, 0.1 * (-1) ** index, 0.2 * (-1) ** index, 1.0)
-            found.append(Score(index, answer_key(tokens), len(tokens), *sums, log_ratios=[0.1] * 3))
-        yield found
+def canned_scores(index: int, tokens: Sequence[int], temperature: float) -> dict[str, Any]:
+    """Return scores of an answer by the number of the problem alone."""
+    sign = (-1) ** index
+    sums = {"log_p": -20.0 - index, "innovation": 0.1 * sign, "tilt": 0.2 * sign}
+    return {**sums, "information": 1.0, "log_ratios": [0.1] * 3}
 
 
 def sample(system: System, work: Work, slower: float = 1.0) -> Sample:

@@ -19,14 +19,17 @@ from speed.grid import (
     EAGLE,
     EXACT,
     EXACT_HEAD,
+    PAIR_70B,
+    PRESETS,
     SMC,
     STANDALONE,
     TREE,
     Cell,
+    Pair,
+    Preset,
     System,
 )
 from speed.measure import EngineCase, work
-from speed.presets import PAIR_70B, PRESETS, Pair, Preset
 from speed.remote import RemoteEngine
 
 from sglang_smc.dtype import default_dtype

@@ -6,8 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
@@ -44,32 +43,29 @@ def test_files() -> list[str]:
     return [str(path.relative_to(REPOSITORY)) for path in found]
 
 
-def run_files(logs: Path, missing: Sequence[str], attempt: Attempt) -> None:
+def run_files(logs: Path, attempt: Attempt) -> None:
     """Run files in parallel, so that kernels compile on several cores, and record outcomes."""
     logs.mkdir(parents=True, exist_ok=True)
-    paths = {file: logs / f"{file.removesuffix('.py').replace('/', '-')}.log" for file in missing}
-    jobs = max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))
-    waiting, running = list(missing), dict[str, subprocess.Popen[str]]()
+    running: list[subprocess.Popen[str]] = []
+
+    def run(file: str) -> Entry:
+        path = logs / f"{file.removesuffix('.py').replace('/', '-')}.log"
+        with path.open("w") as log:
+            options = {"stdout": log, "stderr": log, "cwd": REPOSITORY, "text": True}
+            running.append(
+                one := subprocess.Popen([*PYTEST, file], start_new_session=True, **options)
+            )
+        return outcome(one.wait(), path.read_text(errors="replace").strip())
+
+    pool = ThreadPoolExecutor(max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2)))
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                file = waiting.pop(0)
-                with paths[file].open("w") as log:
-                    running[file] = subprocess.Popen(
-                        [*PYTEST, file],
-                        stdout=log,
-                        stderr=log,
-                        cwd=REPOSITORY,
-                        text=True,
-                        start_new_session=True,
-                    )
-            for file in [file for file, one in running.items() if one.poll() is not None]:
-                status, said = running.pop(file).returncode, paths[file].read_text(errors="replace")
-                attempt.started = True
-                attempt.add(file, outcome(status, said.strip()))
-            time.sleep(0.2)
+        asked = {pool.submit(run, file): file for file in attempt.missing}
+        for done in as_completed(asked):
+            attempt.started = True
+            attempt.add(asked[done], done.result())
     finally:
-        for one in running.values():
+        pool.shutdown(wait=False, cancel_futures=True)
+        for one in (one for one in running if one.returncode is None):
             end_group(one)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from gpu import rounds
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, system_of
 from gpu.smoke import DEFAULT
+from intervals import Interval
 from results import markdown_table, number_cell
 from speed.bound import shapes
-from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell
+from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell, Preset
 from speed.measure import EngineCase
-from speed.presets import Preset
-from speed.report import Results, make_rows, markdown, short
+from speed.report import CellRow, Results, make_rows, markdown, short
 from speed.runner import RESULTS, read_results
 from study import BenchError
 
@@ -22,7 +22,6 @@ from sglang_smc.tools.plan.devices import named
 
 DEVICE = "h200"
 GIB = 1 << 30
-SPEED_OF, ROUND_MS, TIMES_AR = "decode_tokens_per_second", "round_ms", "times AR"
 
 
 def write_report(raw: Path, folder: Path) -> str:
@@ -30,17 +29,18 @@ def write_report(raw: Path, folder: Path) -> str:
     stages, calls = read_results(raw)
     if not stages:
         raise BenchError(f"{raw / RESULTS} holds no results.")
-    tests, smoke, large = (stages.get(name, {}) for name in ("kernels", "smoke", "70b"))
-    both = {**stages.get("speed", {}), **stages.get("more", {})}
+    tests, smoke = (stages.get(name, {}) for name in ("kernels", "smoke"))
+    small = rows_of({**stages.get("speed", {}), **stages.get("more", {})}, SPEED + MORE, SPEED_8B)
+    large = rows_of(stages.get("70b", {}), LARGE, SPEED_70B)
     numbers = ("passed", "broken")
     sections = [
         heading(calls),
-        expected(both, large),
+        expected([*small, *large]),
         faults("Kernels", ("tests of", *numbers), tests, lambda one: [one.get(n) for n in numbers]),
         default_server(smoke.get(DEFAULT, {})),
         faults("Engines", ("", "wrong"), smoke, lambda one: [len(one.get("wrong", ()))]),
-        speed("8B + 1B", both, (*SPEED, *MORE), SPEED_8B),
-        speed("70B in FP8 + 1B", large, LARGE, SPEED_70B),
+        speed("8B + 1B", small, SPEED_8B),
+        speed("70B in FP8 + 1B", large, SPEED_70B),
         profiled(stages.get("profile", {})),
     ]
     text = "\n\n".join(section for section in sections if section) + "\n"
@@ -97,42 +97,47 @@ def failures(parts: Results) -> list[str]:
     return [f"- {part}: {short(one['failed'])}" for part, one in parts.items() if "failed" in one]
 
 
-# --- Estimates for an H200, to about 25 %, made before the first run (docs/performance.md)
+# --- Speed, beside estimates for an H200, to about 25 %, made before the first run
+# (docs/performance.md)
 
-GOALS: tuple[tuple[str, float, str, str, int, int], ...] = (
-    ("8B alone: tokens/s", 215, AR, SPEED_OF, 1, 256),
-    ("a pass of the 1B alone, ms", 1.1, AR_DRAFT, ROUND_MS, 1, 256),
-    ("smc, whole blocks: tokens/s", 617, BLOCK, SPEED_OF, 1, 256),
-    ("smc with the 1B: ms a round", 14.6, BLOCK, ROUND_MS, 1, 256),
-    ("smc with the 1B: ms a round", 15.1, BLOCK, ROUND_MS, 1, 4096),
-    ("exact with the 1B: ms a round", 15.3, EXACT, ROUND_MS, 1, 256),
-    ("exact with an EAGLE-3 head: ms a round", 8.9, EXACT_HEAD, ROUND_MS, 1, 256),
-    ("SGLang's EAGLE-3 with the same head: ms a round", 7.4, EAGLE, ROUND_MS, 1, 256),
-    ("adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 32, 256),
-    ("adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 64, 256),
+TOKENS, ROUND, TIMES_AR = "decode_tokens_per_second", "round_seconds", "ratio_to_ar"
+#: The estimated field of a row: of a system, a batch and a prompt, in milliseconds if in seconds.
+GOALS: tuple[tuple[Preset, str, float, str, str, int, int], ...] = (
+    (SPEED_8B, "8B alone: tokens/s", 215, AR, TOKENS, 1, 256),
+    (SPEED_8B, "a pass of the 1B alone, ms", 1.1, AR_DRAFT, ROUND, 1, 256),
+    (SPEED_8B, "smc, whole blocks: tokens/s", 617, BLOCK, TOKENS, 1, 256),
+    (SPEED_8B, "smc with the 1B: ms a round", 14.6, BLOCK, ROUND, 1, 256),
+    (SPEED_8B, "smc with the 1B: ms a round", 15.1, BLOCK, ROUND, 1, 4096),
+    (SPEED_8B, "exact with the 1B: ms a round", 15.3, EXACT, ROUND, 1, 256),
+    (SPEED_8B, "exact with an EAGLE-3 head: ms a round", 8.9, EXACT_HEAD, ROUND, 1, 256),
+    (SPEED_8B, "SGLang's EAGLE-3 with the same head: ms a round", 7.4, EAGLE, ROUND, 1, 256),
+    (SPEED_8B, "adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 32, 256),
+    (SPEED_8B, "adaptive, times AR", 1.0, ADAPTIVE, TIMES_AR, 64, 256),
+    (SPEED_70B, "70B FP8 + 1B, smc, times AR", 5.2, BLOCK, TIMES_AR, 1, 256),
 )
-LARGE_GOALS = (("70B FP8 + 1B, smc, times AR", 5.2, BLOCK, TIMES_AR, 1, 256),)
 
 
-def expected(small: Results, large: Results) -> str:
+def rows_of(parts: Results, cases: Sequence[EngineCase], preset: Preset) -> list[CellRow]:
+    """Return a row for each cell, with its ratio to plain decoding and its roofline."""
+    device = named(DEVICE, shapes(preset)[0].weight_bytes)
+    return make_rows([cell for case in cases for cell in case.cells], parts, preset, device)
+
+
+def expected(rows: Sequence[CellRow]) -> str:
     """Return the table of estimated and measured numbers."""
+    measured = {(row.pair, row.slug): row for row in rows}
     lines = []
-    for goals, results in ((GOALS, small), (LARGE_GOALS, large)):
-        for what, estimate, family, key, batch, prompt in goals:
-            cell = Cell(system_of(family), batch, prompt)
-            one = {**results.get(cell.slug, {}), TIMES_AR: times_ar(cell, results)}
-            name = f"{what}, batch {batch}, prompt {prompt}"
-            lines.append([name, f"{estimate:g}", number_cell(one.get(key), ".4g")])
+    for preset, what, estimate, family, key, batch, prompt in GOALS:
+        row = measured.get((preset.pair.name, Cell(system_of(family), batch, prompt).slug))
+        found: Interval | None = getattr(row, key) if row else None
+        name = f"{what}, batch {batch}, prompt {prompt}"
+        told = number_cell(found and found.mean * (1000 if key == ROUND else 1), ".4g")
+        lines.append([name, f"{estimate:g}", told])
     return f"## Expected\n\n{markdown_table(('', 'expected', 'measured'), lines)}"
 
 
-# --- Speed
-
-
-def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Preset) -> str:
-    """Return a row for each cell, with its ratio to plain decoding and its roofline."""
-    device = named(DEVICE, shapes(preset)[0].weight_bytes)
-    rows = make_rows([cell for case in cases for cell in case.cells], parts, preset, device)
+def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
+    """Return a table of the cells, below a note."""
     if not rows:
         return ""
     note = (
@@ -147,12 +152,6 @@ def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Prese
     return f"## Speed: {title}\n\n{markdown(rows, note)}".rstrip()
 
 
-def times_ar(cell: Cell, parts: Results) -> float | None:
-    """Return the ratio to AR at the same batch and prompt."""
-    ours, plain = (parts.get(one.slug, {}).get(SPEED_OF) for one in (cell, cell.reference))
-    return None if plain is None or ours is None else ours / plain
-
-
 # --- Where a round goes
 
 
@@ -163,7 +162,7 @@ def profiled(parts: Results) -> str:
     if not found:
         return "\n".join(failures(parts))
     tables = [rounds.markdown(found).rstrip()]
-    headers = ("kernel", "of", "does", "launches a round", "ms a round")
+    headers = ("kernel", "does", "launches a round", "ms a round")
     for cell, one in found.items():
         lines = rounds.largest(one)
         if lines:

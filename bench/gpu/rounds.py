@@ -1,8 +1,7 @@
-"""Attribute the kernels of an SMC round to its models and to the round itself.
+"""Sum the kernels of an SMC round by kind: of its models, of the sampler, and others.
 
 A round that is replayed from a CUDA graph is one launch, so timers cannot split it; torch's
-profiler still reports its kernels, in order. Drafts come first, one token after another, with our
-own kernels between them, and the target's pass is the last one with attention.
+profiler still reports its kernels.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ import ast
 import gzip
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from results import markdown_table, number_cell
 from speed.grid import Cell
 from study import REPOSITORY, BenchError
 
-DRAFT, TARGET, ROUND = "draft", "target", "round"
 GEMM, LAYERS, ATTENTION, JOIN = "GEMMs", "norm, rope, KV, activation", "attention", "join"
 OURS, OTHER = "sampler kernels", "other kernels"
 GAPS = "gaps"  # time during which no kernel runs: launches, the scheduler
@@ -78,24 +75,6 @@ def replays_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return [found for found in launches if {OURS, ATTENTION} <= {kind_of(k.name) for k in found}]
 
 
-def phases(replay: Sequence[Kernel]) -> Iterator[tuple[str, Kernel]]:
-    """Yield each kernel of a round with its phase: the draft's, the target's or the round's own."""
-    stretches = [list(found) for _, found in groupby(replay, lambda k: kind_of(k.name) == OURS)]
-    attends = [any(kind_of(k.name) == ATTENTION for k in found) for found in stretches]
-    last = max(place for place, does in enumerate(attends) if does)
-    for place, found in enumerate(stretches):
-        model = ROUND if not attends[place] else TARGET if place == last else DRAFT
-        for kernel in found:
-            yield (model if kind_of(kernel.name) in FORWARD else ROUND), kernel
-
-
-def part_of(phase: str, kind: str) -> str:
-    """Return the table's name of a part: ``draft GEMMs``, ``sampler kernels``."""
-    if phase == ROUND:
-        return OURS if kind == OURS else OTHER
-    return f"{phase} {kind}".strip()
-
-
 def kernels_in(folder: Path) -> list[Kernel]:
     """Return the kernels of decoding from the trace that SGLang's profiler wrote to a folder."""
     traces = list(folder.glob("*DECODE*.json.gz"))
@@ -111,17 +90,15 @@ def kernels_in(folder: Path) -> list[Kernel]:
 
 
 def summed(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
-    """Return the sums over the recorded rounds, in seconds a round.
+    """Return the sums over the recorded rounds: lines of kind, name, launches and seconds a round.
 
-    ``sums`` are lines of phase, kind, name, launches and seconds. Kernels of rounds that are no
-    replays have no phase.
+    Where there are replays, kernels of other launches, such as a prefill's, are left out.
     """
     replays = replays_of(kernels)
     rounds = len(replays) or rounds
-    found = [one for replay in replays for one in phases(replay)] or [("", k) for k in kernels]
-    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for phase, kernel in found:
-        line = sums[phase, kind_of(kernel.name), kernel.name]
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for kernel in [one for replay in replays for one in replay] or kernels:
+        line = sums[kind_of(kernel.name), kernel.name]
         line[0] += 1 / rounds
         line[1] += 1e-6 * kernel.duration / rounds
     lines = [[*key, round(count, 6), seconds] for key, (count, seconds) in sums.items()]
@@ -136,36 +113,34 @@ NOTE = (
 )
 
 
-def parts_of(one: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ms of each part of a measured round; none without a GPU."""
-    found: dict[str, float] = defaultdict(float)
-    for phase, kind, *_, seconds in one.get("kernels", {}).get("sums", ()):
-        found[part_of(phase, kind)] += 1000 * seconds
+def parts_of(one: Mapping[str, Any]) -> Counter[str]:
+    """Return the ms of each kind of kernel in a measured round; none without a GPU."""
+    found: Counter[str] = Counter()
+    for kind, *_, seconds in one.get("kernels", {}).get("sums", ()):
+        found[kind] += 1000 * seconds
     if found:
-        found[GAPS] = max(0.0, one["round_ms"] - sum(found.values()))
-    return dict(found)
+        found[GAPS] = max(0.0, one["round_ms"] - found.total())
+    return found
 
 
 def markdown(rounds: Mapping[Cell, Mapping[str, Any]]) -> str:
     """Return a table with the ms of each cell's round and its parts, the largest first."""
     parts = {cell: parts_of(one) for cell, one in rounds.items()}
-    names = list(dict.fromkeys(name for some in parts.values() for name in some))
-    names.sort(key=lambda name: -fmean(some.get(name, 0.0) for some in parts.values()))
-    headers = ["", "batch", "prompt", "ms / round", "forwards", "ratio", *names]
+    names = [name for name, _ in sum(parts.values(), Counter()).most_common()]
     lines = []
     for cell, one in rounds.items():
-        sums = one.get("kernels", {}).get("sums", ())
-        forwards = sum(1000 * line[-1] for line in sums if line[0] != ROUND and line[1] in FORWARD)
+        forwards = sum(parts[cell][kind] for kind in FORWARD)
         ratio = one["round_ms"] / forwards if forwards else None
         line = [cell.system.name, str(cell.batch), str(cell.prompt), f"{one['round_ms']:.2f}"]
         line += [number_cell(forwards or None, ".2f"), number_cell(ratio, ".2f")]
-        lines.append([*line, *(f"{parts[cell].get(name, 0.0):.2f}" for name in names)])
+        lines.append([*line, *(f"{parts[cell][name]:.2f}" for name in names)])
+    headers = ["", "batch", "prompt", "ms / round", "forwards", "ratio", *names]
     return f"{NOTE}\n\n{markdown_table(headers, lines)}\n"
 
 
 def largest(one: Mapping[str, Any], most: int = 25) -> list[list[str]]:
     """Return lines of the longest kernels of a round."""
     return [
-        [f"`{name[:70].replace('|', '/')}`", phase, kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
-        for phase, kind, name, launches, seconds in one.get("kernels", {}).get("sums", ())[:most]
+        [f"`{name[:70].replace('|', '/')}`", kind, f"{launches:g}", f"{1000 * seconds:.3f}"]
+        for kind, name, launches, seconds in one.get("kernels", {}).get("sums", ())[:most]
     ]

@@ -13,30 +13,31 @@ result, measured with the same code and settings, is not done again.
 from __future__ import annotations
 
 import argparse
-import io
+import importlib.util
 import os
-import tarfile
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpu import engines, machine
+from gpu import engines
 from gpu.kernel_tests import kernel_cases
 from gpu.smoke import smoke_cases
+from results import provenance
+from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
-from speed.presets import Preset
 from speed.runner import PATIENCE, Case, Clock, Places, Records, Runner, Stage
-from study import GOES_ON, PUBLISHED, main_of
+from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
 STAGES = ("smoke", "speed", "kernels", "profile", "more", "70b")
 REPORT = "report"
-LOGS = "logs.tar.gz"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
-LARGEST_LOG = 200_000  # bytes of each log's end
+#: Packages without which no stage runs.
+NEEDED = ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm")
 
 
 def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
@@ -70,9 +71,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    choices = (*STAGES, REPORT)
     about = f"by default all of {', '.join(STAGES)}; also: {REPORT}"
-    add("stages", nargs="*", metavar="STAGE", help=about)
+    add("stages", nargs="*", choices=(*STAGES, REPORT), metavar="STAGE", help=about)
     add("--minutes", type=float, default=9.0, help="begin nothing that ends later, and stop then")
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, as a shell matches")
     add("--fresh", action="store_true", help="measure again what has a result")
@@ -82,9 +82,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--state", type=Path, help="a folder of this machine that later calls find")
     add("--spent", type=float, default=0.0, help="seconds of the call that are gone already")
     options = parser.parse_args(argv)
-    unknown = set(options.stages) - set(choices)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: no stage; there are {', '.join(choices)}")
     if len(options.stages) > 1 and REPORT in options.stages:
         parser.error(f"{REPORT} stands alone: it is not for the GPU machine")
     options.stages = options.stages or list(STAGES)
@@ -118,13 +115,31 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+def preflight(*, on_gpu: bool) -> None:
+    """Raise BenchError if nothing can run here."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise BenchError(f"{', '.join(lacking)}: not installed, and every stage needs it.")
+    plugin = importlib.util.find_spec("sglang_smc")
+    assert plugin is not None and plugin.origin is not None
+    if not Path(plugin.origin).resolve().is_relative_to(REPOSITORY):
+        raise BenchError(
+            f"sglang_smc is {plugin.origin}, not this tree's. Start with bench/gpu/run.sh, "
+            "which links the tree, or install it with pip install -e."
+        )
+    import torch  # slow to import
+
+    if on_gpu and not torch.cuda.is_available():
+        raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
+
+
 def measure(options: argparse.Namespace, places: Places) -> int:
     """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
     clock, began = Clock(options.minutes - options.spent / 60), time.monotonic()
-    machine.preflight(on_gpu=not options.dry_run)
+    preflight(on_gpu=not options.dry_run)
     reads = [] if options.dry_run else [RAW]
     runner = Runner(
-        Records([options.out, places.work], reads, machine.call(options.stages)),
+        Records([options.out, places.work], reads, provenance({"stages": options.stages})),
         clock,
         options.only,
         options.fresh,
@@ -136,7 +151,8 @@ def measure(options: argparse.Namespace, places: Places) -> int:
             if stage.name in options.stages:
                 runner.run(stage)
     finally:
-        keep_logs(places)
+        places.logs.mkdir(parents=True, exist_ok=True)
+        shutil.make_archive(str(options.out / "logs"), "gztar", places.logs)
     told = f"left for another call: {', '.join(runner.left)}" if runner.left else "all done"
     print(f"{told}; results are in {options.out}/")
     return 3 if runner.left else 0
@@ -154,14 +170,3 @@ def show(asked: Sequence[Stage]) -> None:
         print(f"\n{stage.name}: {stage.about}, {minutes(some)}")
         for case in some:
             print(f"  {case.slug}: {', '.join(case.parts)}\n    {case.shown}")
-
-
-def keep_logs(places: Places) -> None:
-    """Write the ends of all logs as one archive beside the results."""
-    places.out.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(places.out / LOGS, "w:gz") as archive:
-        for path in sorted(filter(Path.is_file, places.logs.glob("*"))):
-            end = path.read_bytes()[-LARGEST_LOG:]
-            entry = tarfile.TarInfo(path.name)
-            entry.size = len(end)
-            archive.addfile(entry, io.BytesIO(end))

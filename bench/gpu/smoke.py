@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from answers import prompt_ids
 from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
-from gpu.machine import driver_says
-from pair.task import check, held_out, messages
-from speed.grid import Launch
-from speed.measure import STOP_SECONDS, shown, without_models
-from speed.presets import write_models
-from speed.remote import EngineError, RemoteEngine, Work, running
+from pair.task import check, held_out
+from results import gpu
+from speed.grid import DRAFT, TARGET, Launch, write_models
+from speed.remote import RefusedError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry, Places
 from study import PAIR, code_fingerprint, digest
 
@@ -56,10 +55,6 @@ class Kind(NamedTuple):
     asks: Mapping[str, Any] = {}  # of `Engine.generate`
     replays: bool = True  # whether a captured graph supports all of it
 
-    @property
-    def sampling_params(self) -> dict[str, Any]:
-        return {**PLAIN, **self.params}
-
 
 def smc(name: str, **asked: Any) -> Kind:
     """Return a kind of SMC request."""
@@ -92,40 +87,39 @@ OURS = (
 )
 
 
-class RefusedError(EngineError):
-    """The engine rejected a request."""
-
-
 def ask(engine: RemoteEngine, kinds: Sequence[Kind], prompts: Prompts) -> list[dict[str, Any]]:
     """Return an answer of each kind, from one batch; raise RefusedError if one is rejected."""
     question = {
         "input_ids": [list(prompts[place % len(prompts)]) for place in range(len(kinds))],
-        "sampling_params": [kind.sampling_params for kind in kinds],
+        "sampling_params": [{**PLAIN, **kind.params} for kind in kinds],
     }
     for key, value in LOGPROBS.items():
         question[key] = [kind.asks.get(key, type(value)()) for kind in kinds]
-    found = engine.exchange({"generate": question})
-    if "refused" in found:
-        raise RefusedError(f"refused: {found['refused']}")
-    return found["answers"]
+    return engine.generate(**question)
+
+
+def not_replayed(info: Mapping[str, Any]) -> list[str]:
+    """Return the fault of an answer that has rounds outside of graphs."""
+    rounds, replayed = info.get("spec_smc_rounds_ct"), info.get("spec_smc_replayed_ct")
+    return [] if replayed == rounds else [f"{replayed} of {rounds} rounds were replayed"]
 
 
 def judged(kind: Kind, answer: Mapping[str, Any], *, graphs: bool) -> Entry:
     """Return an answer's counters, and its faults as sentences."""
-    info, wrong = answer["meta_info"], []
-    tokens, rounds = info["completion_tokens"], info.get("spec_smc_rounds_ct")
-    replayed = info.get("spec_smc_replayed_ct")
-    if (info["finish_reason"] or {}).get("type") not in ("stop", "length"):
-        wrong.append(f"it ended with {info['finish_reason']}")
-    if not 0 < tokens <= kind.sampling_params["max_new_tokens"]:
-        wrong.append(f"it has {tokens} tokens")
-    if info.get("spec_smc_nan_ct"):
-        wrong.append("its logits were not numbers")
-    if kind.asks and len(info["output_token_logprobs"]) != tokens:
-        wrong.append(f"{len(info['output_token_logprobs'])} log-probabilities")
-    if graphs and kind.replays and replayed != rounds:
-        wrong.append(f"{replayed} of {rounds} rounds were replayed")
-    return {"tokens": tokens, "rounds": rounds, "replayed": replayed, "wrong": wrong}
+    info = answer["meta_info"]
+    tokens, most = info["completion_tokens"], {**PLAIN, **kind.params}["max_new_tokens"]
+    faults = {
+        f"it ended with {info['finish_reason']}": (info["finish_reason"] or {}).get("type")
+        not in ("stop", "length"),
+        f"it has {tokens} tokens": not 0 < tokens <= most,
+        "its logits were not numbers": info.get("spec_smc_nan_ct"),
+        "a token has no log-probability": kind.asks
+        and len(info["output_token_logprobs"]) != tokens,
+    }
+    wrong = [fault for fault, holds in faults.items() if holds]
+    wrong += not_replayed(info) if graphs and kind.replays else []
+    counters = ("spec_smc_rounds_ct", "spec_smc_replayed_ct")
+    return {"tokens": tokens, **{name: info.get(name) for name in counters}, "wrong": wrong}
 
 
 # --- A server with default settings: two models, the algorithm, and no other argument
@@ -141,47 +135,41 @@ CHAT = Work(
 
 def default_case(places: Places, device: str) -> Case:
     """Return the case of 8B + 1B, or of the shipped pair on a CPU; it sizes its pool itself."""
-    on_cpu = device == "cpu"
-    folder = PAIR if on_cpu else places.models / SPEED_8B.pair.name
+    folder = PAIR if device == "cpu" else places.models / SPEED_8B.pair.name
     arguments = {
-        "model_path": str(folder / "target"),
-        "speculative_draft_model_path": str(folder / "draft"),
+        "model_path": str(folder / TARGET),
+        "speculative_draft_model_path": str(folder / DRAFT),
         "speculative_algorithm": "SMC",
+        **({} if device == "cpu" else {"load_format": "dummy"}),
     }
-    launch = Launch(arguments if on_cpu else {**arguments, "load_format": "dummy"}, {})
-    identity = {"default": len(launch.arguments), **code_fingerprint()}
+    launch, identity = Launch(arguments), {"default": len(arguments), **code_fingerprint()}
     run = partial(run_default, launch, places, device)
-    return Case(DEFAULT, {DEFAULT: identity}, DEFAULT_SECONDS, run, shown(launch))
+    return Case(DEFAULT, {DEFAULT: identity}, DEFAULT_SECONDS, run, str(launch))
 
 
-def run_default(
-    launch: Launch, places: Places, device: str, missing: Sequence[str], attempt: Attempt
-) -> None:
+def run_default(launch: Launch, places: Places, device: str, attempt: Attempt) -> None:
     """Record its start, its memory and one chat request, the second: the first may compile."""
     if device != "cpu":
         write_models(SPEED_8B.pair, places.models)
     began = time.monotonic()
-    with running(launch, places.logs / f"{DEFAULT}.log", STOP_SECONDS) as engine:
+    with running(launch, places.logs / f"{DEFAULT}.log") as engine:
         attempt.started = True
         seconds = time.monotonic() - began
         (told, *_) = engine.exchange({"info": True})["info"]
         engine.ask(CHAT)
         sample = engine.ask(CHAT)
     memory, (info,) = told["smc"]["memory"], sample.infos
-    rounds, replayed = info["spec_smc_rounds_ct"], info.get("spec_smc_replayed_ct")
-    wrong = [] if memory else ["it says nothing of its memory"]
-    if device != "cpu" and replayed != rounds:
-        wrong.append(f"{replayed} of {rounds} rounds were replayed")
-    free = driver_says("memory.free")
+    free = gpu("memory.free")
     found = {
         "start_seconds": seconds,
         "first_ms": 1000 * sample.first[0],
-        "round_ms": 1000 * sample.decode_seconds / sample.rounds,
+        "round_ms": 1000 * sample.round_seconds,
         "tokens_per_second": sample.decode_speed,
-        "free_mib": free and int(free.split()[0]),
+        "free_mib": free and int(free["memory.free"].split()[0]),
         "memory": memory,
-        "wrong": wrong,
+        "wrong": [] if memory else ["it says nothing of its memory"],
     }
+    found["wrong"] += not_replayed(info) if device != "cpu" else []
     attempt.add(DEFAULT, found)
 
 
@@ -205,8 +193,7 @@ ON_A_CPU = (REFERENCE, "ar")
 
 def _case(name: str, places: Places, device: str) -> Case:
     launch = launch_of(name, device)
-    identity = {"tests": digest([Path(__file__)]), **code_fingerprint()}
-    identity["engine"] = without_models(launch)
+    identity = {"tests": digest([Path(__file__)]), **code_fingerprint(), "engine": launch.settings}
     parts = ("answers", "kinds", "all kinds at once")
     parts += ("kinds that graphs know at once", SAME) if name.startswith("smc-") else ()
     return Case(
@@ -214,7 +201,7 @@ def _case(name: str, places: Places, device: str) -> Case:
         {f"{name} {part}": identity for part in parts},
         START_SECONDS + (COMPILE_SECONDS if name == REFERENCE else 0.0),
         partial(run_engine, name, launch, places),
-        shown(launch),
+        str(launch),
     )
 
 
@@ -242,21 +229,15 @@ def launch_of(name: str, device: str) -> Launch:
         }
     if ENGINES[name]:
         arguments |= {"speculative_draft_model_path": str(PAIR / "draft"), **ENGINES[name]}
-    return Launch(arguments, {})
+    return Launch(arguments)
 
 
-def run_engine(
-    name: str, launch: Launch, places: Places, missing: Sequence[str], attempt: Attempt
-) -> None:
+def run_engine(name: str, launch: Launch, places: Places, attempt: Attempt) -> None:
     """Run the missing parts of one engine."""
-    from transformers import AutoTokenizer  # slow to import
-
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    chats = [messages(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
-    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-    with running(launch, places.logs / f"smoke-{name}.log", STOP_SECONDS) as engine:
+    prompts = [prompt_ids(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
+    with running(launch, places.logs / f"smoke-{name}.log") as engine:
         attempt.started = True
-        for one in missing:
+        for one in attempt.missing:
             found = run_part(engine, name, one.removeprefix(f"{name} "), prompts)
             if "lines" in found:
                 reference = attempt.records.of(attempt.stage).get(f"{REFERENCE} {SAME}")
@@ -274,52 +255,43 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     kinds = (*STOCK, *OURS) if name.startswith("smc-") else STOCK
     if part == "answers":
         return answers(engine, name, prompts, graphs=graphs)
-    if part == "kinds":
-        return each_kind(engine, kinds, prompts, graphs=graphs)
     if part == SAME:
         return logprobs(engine, prompts)
-    is_replayed = part != "all kinds at once"
-    kinds = [kind for kind in kinds if kind.replays or not is_replayed]
-    pairs = zip(kinds, ask(engine, kinds, prompts), strict=True)
-    found = {kind.name: judged(kind, one, graphs=graphs and is_replayed) for kind, one in pairs}
-    return summary(found)
+    if part == "kinds":
+        found = {kind.name: alone(engine, kind, prompts, graphs=graphs) for kind in kinds}
+    else:
+        graphs_only = part != "all kinds at once"
+        kinds = [kind for kind in kinds if kind.replays or not graphs_only]
+        pairs = zip(kinds, ask(engine, kinds, prompts), strict=True)
+        found = {kind.name: judged(kind, a, graphs=graphs and graphs_only) for kind, a in pairs}
+    wrong = [f"{kind}: {fault}" for kind, one in found.items() for fault in one["wrong"]]
+    return {"kinds": len(found), "wrong": wrong, "of": found}
+
+
+def alone(engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool) -> Entry:
+    """Send one request of a kind; a rejection counts as a fault."""
+    try:
+        (answer,) = ask(engine, [kind], prompts)
+    except RefusedError as error:
+        return {"tokens": 0, "wrong": [str(error)]}
+    return judged(kind, answer, graphs=graphs)
 
 
 def answers(engine: RemoteEngine, name: str, prompts: Prompts, *, graphs: bool) -> Entry:
     """Count right answers in each mode: too few to compare, enough to detect a broken mode."""
-    found: Entry = {"of": len(prompts)}
-    wrong: list[str] = []
-    items = [held_out(FIRST_PROBLEM + place) for place in range(len(prompts))]
+    found: Entry = {"of": len(prompts), "wrong": []}
     for mode in MODES if name.startswith("smc-") else ("plain",):
         kind = Kind(mode) if mode == "plain" else smc(mode, mode=mode)
         kind = kind._replace(params={**kind.params, "max_new_tokens": ANSWER_TOKENS})
         told = ask(engine, [kind] * len(prompts), prompts)
+        items = (held_out(FIRST_PROBLEM + place) for place in range(len(told)))
         right = sum(check(answer["text"], item) for answer, item in zip(told, items, strict=True))
         found[f"right in {mode}"] = right
+        faults = [f for answer in told for f in judged(kind, answer, graphs=graphs)["wrong"]]
         if right < len(prompts) // 2:
-            wrong.append(f"{mode}: {right} of {len(prompts)} are right")
-        for answer in told:
-            wrong += [f"{mode}: {one}" for one in judged(kind, answer, graphs=graphs)["wrong"]]
-    return {**found, "wrong": wrong}
-
-
-def each_kind(
-    engine: RemoteEngine, kinds: Sequence[Kind], prompts: Prompts, *, graphs: bool
-) -> Entry:
-    """Send one request of each kind, alone; a rejection counts as a fault."""
-    found = {}
-    for kind in kinds:
-        try:
-            (answer,) = ask(engine, [kind], prompts)
-            found[kind.name] = judged(kind, answer, graphs=graphs)
-        except RefusedError as error:
-            found[kind.name] = {"tokens": 0, "wrong": [str(error)]}
-    return summary(found)
-
-
-def summary(found: Mapping[str, Entry]) -> Entry:
-    wrong = [f"{name}: {fault}" for name, one in found.items() for fault in one["wrong"]]
-    return {"kinds": len(found), "wrong": wrong, "of": found}
+            faults.append(f"{right} of {len(prompts)} are right")
+        found["wrong"] += [f"{mode}: {fault}" for fault in faults]
+    return found
 
 
 def logprobs(engine: RemoteEngine, prompts: Prompts) -> Entry:

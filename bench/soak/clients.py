@@ -122,13 +122,7 @@ def _bad_logprobs(request: Request, answer: dict[str, Any]) -> str:
 
 
 class Clients:
-    """Keeps up to ``crowd`` requests at the server.
-
-    Args:
-        url: of the server.
-        crowd: the most requests at once; more wait until one has ended.
-        ended: called with the endings of each request.
-    """
+    """Keeps up to ``crowd`` requests at the server; calls ``ended`` with the endings of each."""
 
     def __init__(self, url: str, crowd: int, ended: Callable[[list[Ending]], None]) -> None:
         self._url, self._crowd, self._ended = url, crowd, ended
@@ -138,18 +132,23 @@ class Clients:
         self, requests: Iterable[Request], seconds: float, sent: Callable[[], object]
     ) -> None:
         """Send requests for at most ``seconds``, call ``sent`` at the end, and await the rest."""
-        # One connection per request: the server closes one that has been idle for five seconds, and
-        # a request that is sent at that moment is lost.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with self._client(limits=limits) as client:
+        async with self._client() as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
+
+            async def one(request: Request) -> None:
+                try:
+                    endings = await self._tried(client, request)
+                finally:
+                    room.release()
+                self._ended(endings)
+
             under_way: set[asyncio.Task[None]] = set()
             for request in requests:
                 await room.acquire()
                 if time.monotonic() >= deadline or self._is_gone:
                     break
                 under_way = {task for task in under_way if not task.done() or task.exception()}
-                under_way.add(asyncio.create_task(self._serve(client, request, room)))
+                under_way.add(asyncio.create_task(one(request)))
                 await asyncio.sleep(request.pause)
             sent()
             await asyncio.gather(*under_way)
@@ -164,17 +163,12 @@ class Clients:
                 done()
         return found
 
-    def _client(self, **more: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, trust_env=False, **more)
-
-    async def _serve(
-        self, client: httpx.AsyncClient, request: Request, room: asyncio.Semaphore
-    ) -> None:
-        try:
-            endings = await self._tried(client, request)
-        finally:
-            room.release()
-        self._ended(endings)
+    def _client(self) -> httpx.AsyncClient:
+        # One connection per request: the server closes one that has been idle for five seconds, and
+        # a request that is sent at that moment is lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        options: dict[str, Any] = {"timeout": PATIENCE, "trust_env": False, "limits": limits}
+        return httpx.AsyncClient(base_url=self._url, **options)
 
     async def _tried(self, client: httpx.AsyncClient, request: Request) -> list[Ending]:
         try:
@@ -201,20 +195,17 @@ async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
         return failed(request, f"cannot be read: {type(error).__name__}: {error}")
 
 
-class _BrokenOffError(Exception):
-    """A client disconnected in the middle of its request."""
-
-
 async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    """Disconnect in the middle of the request."""
     body = json.dumps(request.body).encode()
 
     async def half() -> AsyncIterator[bytes]:
         yield body[: len(body) // 2]
         await asyncio.sleep(min(request.after, 1.0))
-        raise _BrokenOffError
+        raise InterruptedError
 
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    with contextlib.suppress(_BrokenOffError):
+    with contextlib.suppress(InterruptedError):
         await client.post("/generate", content=half(), headers=headers)
     return unheard(request)
 

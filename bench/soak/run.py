@@ -29,7 +29,7 @@ from results import provenance
 from soak.clients import Clients, Ending
 from soak.dawdlers import Dawdlers
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, Request, requests
-from soak.verdict import Held, Verdict, Watch, judge
+from soak.verdict import Held, Verdict, Watch, judge, load_of
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
 from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
@@ -177,7 +177,7 @@ def at_rest(url: str) -> list[str]:
     while time.monotonic() < deadline:
         try:
             flushed = httpx.post(f"{url}/flush_cache", timeout=REST, trust_env=False).is_success
-            load = httpx.get(f"{url}/v1/loads", timeout=REST, trust_env=False).json()["loads"][0]
+            load = load_of(url)
         except httpx.HTTPError as error:
             return [f"the server is gone: {type(error).__name__}"]
         names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -64,15 +64,20 @@ class Watch:
         return {name: held(one) for name, one in self._processes.items() if _is_live(one)}
 
     def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=30, trust_env=False) as client:
-            while not self._stopped.wait(INTERVAL):
-                was_loaded = self.is_loaded
-                try:
-                    (load, *_) = client.get("/v1/loads").raise_for_status().json()["loads"]
-                except httpx.HTTPError:
-                    continue  # the server is slow or gone, which the clients report
-                if was_loaded and self.is_loaded:
-                    self.usage.append(load["token_usage"])
+        while not self._stopped.wait(INTERVAL):
+            was_loaded = self.is_loaded
+            try:
+                load = load_of(self._url)
+            except httpx.HTTPError:
+                continue  # the server is slow or gone, which the clients report
+            if was_loaded and self.is_loaded:
+                self.usage.append(load["token_usage"])
+
+
+def load_of(url: str) -> dict[str, Any]:
+    """Return the server's load."""
+    reply = httpx.get(f"{url}/v1/loads", timeout=60, trust_env=False).raise_for_status()
+    return reply.json()["loads"][0]
 
 
 def held(process: psutil.Process) -> Held:

@@ -7,8 +7,7 @@ import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
-from speed.grid import AR, AR_DRAFT, AR_STOCK, CHAIN, DRAFT, SPECULATION, Cell, drafted_by
-from speed.presets import Preset
+from speed.grid import AR, AR_DRAFT, AR_STOCK, CHAIN, DRAFT, SPECULATION, Cell, Preset
 
 from sglang_smc.tools.plan import devices
 from sglang_smc.tools.plan.devices import Device
@@ -21,13 +20,12 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
     """Return target and draft as served: weights and KV in the preset's dtype."""
     width = BYTES[preset.dtype]
-    target, draft = (
-        replace(
-            one, weight_bytes=one.weight_bytes if one.weight_bytes < 2 else width, kv_bytes=width
-        )
-        for one in (preset.pair.target, preset.pair.draft)
+    pair = preset.pair
+    weights = min(pair.target.weight_bytes, width) if pair.quantization else width
+    return (
+        replace(pair.target, weight_bytes=weights, kv_bytes=width),
+        replace(pair.draft, weight_bytes=width, kv_bytes=width),
     )
-    return target, draft
 
 
 def least_round(cell: Cell, preset: Preset) -> Round | None:
@@ -41,7 +39,7 @@ def least_round(cell: Cell, preset: Preset) -> Round | None:
         return ar_step(draft if system.family == AR_DRAFT else target, cell.batch, context)
     if system.family == CHAIN:
         n, k = 1, SPECULATION[CHAIN]["speculative_num_steps"]
-    elif drafted_by(system) == DRAFT and system.num_particles and system.num_steps:
+    elif system.draft == DRAFT and system.num_particles and system.num_steps:
         n, k = system.num_particles, system.num_steps
     else:
         return None

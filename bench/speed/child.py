@@ -12,12 +12,13 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 #: More than any answer's tokens: one chunk for the first token and one for the end.
 ONE_CHUNK = 1_000_000
-KEPT = ("completion_tokens", "spec_verify_ct", "num_retractions")
-KEPT_PREFIX = "spec_smc_"
+#: Writes a reply.
+Tell = Callable[[dict[str, Any]], None]
 
 
 async def stream(engine: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
@@ -29,8 +30,7 @@ async def stream(engine: Any, prompt: list[int], params: dict[str, Any]) -> dict
         end = time.perf_counter()
         first = first or end
         info = chunk["meta_info"]
-    kept = {k: v for k, v in info.items() if k in KEPT or k.startswith(KEPT_PREFIX)}
-    return {"first": first, "end": end, "info": kept}
+    return {"first": first, "end": end, "info": info}
 
 
 def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,6 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
         pairs = zip(question["prompts"], question["params"], strict=True)
         return await asyncio.gather(*(stream(engine, *pair) for pair in pairs))
 
-    engine.flush_cache()  # a cached prompt would cost nothing
     start = time.perf_counter()
     found = engine.loop.run_until_complete(all_of_them())
     return {
@@ -50,18 +49,37 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Return timings of requests, outputs of `generate`, or the server's state; or profile."""
+async def each(engine: Any, question: dict[str, Any], tell: Tell) -> None:
+    """Run all requests at once, and tell each answer as soon as it is complete."""
+
+    async def one(place: int, prompt: list[int], params: dict[str, Any]) -> None:
+        try:
+            found = await engine.async_generate(input_ids=prompt, sampling_params=params)
+        except ValueError as error:  # an invalid request; the engine keeps running
+            found = {"refused": str(error)}
+        tell({"place": place, **found})
+
+    pairs = zip(question["prompts"], question["params"], strict=True)
+    await asyncio.gather(*(one(place, *pair) for place, pair in enumerate(pairs)))
+
+
+def answer(engine: Any, question: dict[str, Any], tell: Tell) -> None:
+    """Tell timings of requests, their answers, or the server's state; or profile."""
     if "info" in question:
-        return {"info": engine.get_server_info()["internal_states"]}
-    if "profile" in question:
-        return {"profile": engine.start_profile(**question["profile"])}
-    if "generate" not in question:
-        return measure(engine, question)
-    try:
-        return {"answers": engine.generate(**question["generate"])}
-    except ValueError as error:  # an invalid request; the engine keeps running
-        return {"refused": str(error)}
+        tell({"info": engine.get_server_info()["internal_states"]})
+    elif "profile" in question:
+        tell({"profile": engine.start_profile(**question["profile"])})
+    elif "generate" in question:
+        try:
+            tell({"answers": engine.generate(**question["generate"])})
+        except ValueError as error:
+            tell({"refused": str(error)})
+    else:
+        engine.flush_cache()  # a cached prompt would cost nothing, and n-gram matches would find it
+        if question["timed"]:
+            tell(measure(engine, question))
+        else:
+            engine.loop.run_until_complete(each(engine, question, tell))
 
 
 def main() -> None:
@@ -73,11 +91,14 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     import sglang
 
+    def tell(content: dict[str, Any]) -> None:
+        print(json.dumps(content, default=str), file=answers)
+
     engine = sglang.Engine(**arguments)
     try:
-        print(json.dumps({"ready": True}), file=answers)
+        tell({"ready": True})
         for line in sys.stdin:
-            print(json.dumps(answer(engine, json.loads(line)), default=str), file=answers)
+            answer(engine, json.loads(line), tell)
     finally:
         engine.shutdown()
 

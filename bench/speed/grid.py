@@ -1,17 +1,148 @@
-"""Define the cells, one for each system, batch and prompt length, and the systems' engines."""
+"""Define presets (models, device, sizes), the compared systems, and the engine of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from speed.presets import Preset
-from study import slug_of
+from dummies import write_llama
+from study import BenchError, slug_of
 
+from sglang_smc.dtype import default_dtype
 from sglang_smc.kv import arena
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
+
+# --- Models
+
+#: The folders of a pair.
+TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
+#: Draft vocabulary of published heads for Llama 3.1 8B.
+HOT_TOKENS = 32_000
+
+
+class Pair(NamedTuple):
+    """A target and a draft with one vocabulary, with dummy weights or from folders."""
+
+    name: str
+    target: ModelShape
+    draft: ModelShape
+    folders: tuple[Path, Path] | None = None  # of real weights
+
+    @property
+    def quantization(self) -> str | None:
+        """Return the quantization of the target's layers; None for 16 bits or more."""
+        return "fp8" if self.target.weight_bytes < 2 else None
+
+
+def _small(layers: int, hidden: int, mlp: int, heads: int, kv_heads: int) -> ModelShape:
+    return ModelShape(layers, hidden, mlp, heads, kv_heads, 64, 16384, tied_embeddings=False)
+
+
+_8B, _1B, _70B = (BUILT_IN[f"llama-{name}"] for name in ("3.1-8b", "3.2-1b", "3.1-70b"))
+CPU_PAIR = Pair("0.1B+0.01B", _small(12, 768, 2048, 12, 4), _small(4, 256, 704, 4, 2))
+PAIR_8B = Pair("8B+1B", _8B, _1B)
+PAIR_70B = Pair("70B+1B", replace(_70B, weight_bytes=1.0), _1B)
+
+
+def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
+    """Write dummies of target and draft, and a random EAGLE-3 head; check folders of real weights.
+
+    The head's token map is among its weights, so that dummy weights would not do.
+    """
+    for model in pair.folders or ():
+        if not (model / "config.json").is_file():
+            raise BenchError(f"{model} holds no model: it has no config.json.")
+    if pair.folders is None:
+        target, draft, head = (models / pair.name / name for name in (TARGET, DRAFT, HEAD))
+        write_llama(target, pair.target)
+        write_llama(draft, pair.draft)
+        if has_head and not (head / "model.safetensors").exists():
+            from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
+
+            hot = range(min(HOT_TOKENS, pair.target.vocab_size))
+            new_head("eagle3", target, head, hot_tokens=hot)
+
+
+# --- Presets
+
+#: Factor of the KV pool for slots that the scheduler keeps free.
+POOL_SLACK = 1.1
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings of a run. (N, K) are the particles and the tokens drafted per round."""
+
+    name: str
+    pair: Pair
+    device: str
+    dtype: str
+    block_sizes: tuple[tuple[int, int], ...]
+    exact_sizes: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]  # tokens
+    new_tokens: int
+    repeats: int
+    engine: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def context_length(self) -> int:
+        """Return the context length: the longest prompt and answer, and a round's drafts."""
+        return max(self.prompts) + self.new_tokens + 64
+
+    def pool_tokens(self, arena: int) -> int:
+        """Return the KV slots of the largest batch, each request with an ``arena`` of slots."""
+        return int(POOL_SLACK * max(self.batches) * (self.context_length + arena))
+
+
+CPU = Preset(
+    name="cpu",
+    pair=CPU_PAIR,
+    device="cpu",
+    dtype=default_dtype(),
+    block_sizes=tuple((n, k) for n in (1, 4, 8) for k in (4, 8)),
+    exact_sizes=((4, 8), (8, 8)),
+    batches=(1, 8),
+    prompts=(256,),
+    new_tokens=96,
+    repeats=3,
+    engine={"disable_cuda_graph": True},
+)
+GPU = Preset(
+    name="h200-8b",
+    pair=PAIR_8B,
+    device="cuda",
+    dtype="bfloat16",
+    # The sweep of the reference implementation's speed script.
+    block_sizes=((8, 8), (8, 10), (6, 10), (8, 12), (8, 16), (6, 8), (4, 8), (6, 12)),
+    exact_sizes=((8, 8), (4, 8)),
+    batches=(1, 4, 8, 16, 32),
+    prompts=(256, 1024, 4096),
+    new_tokens=512,
+    repeats=3,
+    engine={"mem_fraction_static": 0.55},
+)
+PRESETS = {preset.name: preset for preset in (CPU, GPU)}
+
+
+def quick(preset: Preset) -> Preset:
+    """Return the preset reduced to one setting of each mode, as a trial."""
+    return replace(
+        preset,
+        name=f"{preset.name}-quick",
+        block_sizes=((4, 4),),
+        exact_sizes=((4, 4),),
+        batches=(1,),
+        prompts=preset.prompts[:1],
+        new_tokens=48,
+        repeats=2,
+    )
+
+
+# --- Systems and cells
 
 AR, AR_STOCK = "AR", "AR without the plugin"
 CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
@@ -20,10 +151,7 @@ BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
 EXACT_HEAD = "SMC exact with a head"
 STANDALONE = (CHAIN, TREE)
-MODES = {BLOCK: "smc", EXACT: "exact", AUTO: "auto", ADAPTIVE: "smc", EXACT_HEAD: "exact"}
-SMC = tuple(MODES)
-#: The folders of a pair.
-TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
+SMC = {BLOCK: "smc", EXACT: "exact", AUTO: "auto", ADAPTIVE: "smc", EXACT_HEAD: "exact"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +173,13 @@ class System:
     def slug(self) -> str:
         """Return the name for files and patterns: ``smc-block-n8-k4``."""
         return slug_of(self.name)
+
+    @property
+    def draft(self) -> str | None:
+        """Return the folder of its draft in the pair; None without one."""
+        if self.family in (EAGLE, EXACT_HEAD):
+            return HEAD
+        return DRAFT if self.family in (*STANDALONE, *SMC) else None
 
 
 @dataclass(frozen=True)
@@ -75,24 +210,16 @@ PLAIN = System(AR)
 def systems(preset: Preset) -> list[System]:
     """Return all compared systems, plain decoding first."""
     return [
-        PLAIN,
-        System(AR_STOCK),
-        *(System(family) for family in (*STANDALONE, NGRAM)),
+        *(System(family) for family in (AR, AR_STOCK, *STANDALONE, NGRAM)),
         *(System(BLOCK, n, k) for n, k in preset.block_sizes),
         *(System(mode, n, k) for mode in (EXACT, AUTO) for n, k in preset.exact_sizes),
     ]
 
 
-def cells(
-    preset: Preset, batches: Iterable[int] | None = None, prompts: Iterable[int] | None = None
-) -> list[Cell]:
+def cells(preset: Preset, batches: Iterable[int], prompts: Iterable[int]) -> list[Cell]:
     """Return the cells of these batches and prompts, grouped by engine."""
-    return [
-        Cell(system, batch, prompt)
-        for system in systems(preset)
-        for batch in (preset.batches if batches is None else batches)
-        for prompt in (preset.prompts if prompts is None else prompts)
-    ]
+    sizes = [(batch, prompt) for batch in batches for prompt in prompts]
+    return [Cell(system, *size) for system in systems(preset) for size in sizes]
 
 
 # --- Engines
@@ -119,12 +246,22 @@ SPECULATION: dict[str, dict[str, Any]] = {
 SIMULATED_ACCEPTANCE = {CHAIN: 2.86, TREE: 4.47}
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """Arguments and environment of an engine's process."""
 
     arguments: dict[str, Any]
-    environment: dict[str, str]
+    environment: Mapping[str, str] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments except the models' folders."""
+        return {k: v for k, v in self.arguments.items() if not k.endswith("model_path")}
+
+    def __str__(self) -> str:
+        """Return the command that starts the engine by hand."""
+        variables = "".join(f"{name}={value} " for name, value in self.environment.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{variables}sglang.Engine({arguments})"
 
 
 def settings(system: System, preset: Preset) -> dict[str, Any]:
@@ -132,9 +269,9 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
     content: dict[str, Any] = {
         "device": preset.device,
         "dtype": preset.dtype,
-        "load_format": "dummy" if preset.pair.is_dummy else "auto",
+        "load_format": "auto" if preset.pair.folders else "dummy",
         "random_seed": 0,
-        "max_running_requests": preset.max_batch,
+        "max_running_requests": max(preset.batches),
         "context_length": preset.context_length,
         "max_total_tokens": preset.pool_tokens(_arena(system)),
         "skip_server_warmup": True,
@@ -143,19 +280,19 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
         "log_level": "error",
         **SPECULATION.get(system.family, {}),
     }
-    if system.family in MODES:
+    if system.family in SMC:
         content |= {
             "speculative_algorithm": "SMC",
             "speculative_num_steps": system.num_steps,
             "speculative_smc_num_particles": system.num_particles,
-            "speculative_smc_mode": MODES[system.family],
+            "speculative_smc_mode": SMC[system.family],
         }
     if system.family in (BLOCK, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
     if system.family == ADAPTIVE:
         content["speculative_smc_adaptive"] = True
-    if drafted_by(system) == HEAD:
+    if system.draft == HEAD:
         content["speculative_draft_load_format"] = "auto"
     return {**content, **preset.engine}
 
@@ -180,22 +317,16 @@ def environment(system: System, preset: Preset) -> dict[str, str]:
 
 def simulated_acceptance(system: System, preset: Preset) -> float | None:
     """Return the simulated tokens per round of STANDALONE with dummy weights, else None."""
-    if system.family in STANDALONE and preset.pair.is_dummy:
-        return SIMULATED_ACCEPTANCE[system.family]
-    return None
+    return None if preset.pair.folders else SIMULATED_ACCEPTANCE.get(system.family)
 
 
-def drafted_by(system: System) -> str | None:
-    """Return the folder of a system's draft in its pair; None without one."""
-    if system.family in (EAGLE, EXACT_HEAD):
-        return HEAD
-    return DRAFT if system.family in (*STANDALONE, *MODES) else None
-
-
-def launch(system: System, preset: Preset, models: Mapping[str, Path]) -> Launch:
-    """Return the launch of a system's engine, with the folders of target, draft and head."""
-    served, draft = DRAFT if system.family == AR_DRAFT else TARGET, drafted_by(system)
-    arguments = {"model_path": str(models[served]), **settings(system, preset)}
-    if draft:
-        arguments["speculative_draft_model_path"] = str(models[draft])
+def launch_of(system: System, preset: Preset, models: Path) -> Launch:
+    """Return the launch of a system's engine, with dummy models in a folder."""
+    folder = models / preset.pair.name
+    target, draft = preset.pair.folders or (folder / TARGET, folder / DRAFT)
+    served = draft if system.family == AR_DRAFT else target
+    arguments = {"model_path": str(served), **settings(system, preset)}
+    if system.draft:
+        path = folder / HEAD if system.draft == HEAD else draft
+        arguments["speculative_draft_model_path"] = str(path)
     return Launch(arguments, environment(system, preset))

@@ -10,26 +10,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from speed.grid import Launch
 from study import BenchError
 
 CHILD = Path(__file__).resolve().parent / "child.py"
 #: The last line of a Python traceback.
-ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): ?(.*)$")
+ERROR = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception)): ?(.*)$", re.MULTILINE)
 LONGEST_REASON = 300
-STOP_SECONDS = 20.0
+#: Grace period of a finished engine in seconds, to complete its output; it is then killed.
+PATIENCE = 0.5
 
 
 class EngineError(BenchError):
     """The engine did not start or respond; the message is its own error, in a sentence."""
 
 
-@dataclass(frozen=True)
-class Work:
+class RefusedError(EngineError):
+    """A request is invalid; the engine keeps running."""
+
+
+class Work(NamedTuple):
     """Requests that are sent at once."""
 
     prompts: list[list[int]]
@@ -49,10 +53,6 @@ class Sample:
         return sum(info["completion_tokens"] for info in self.infos)
 
     @property
-    def seconds(self) -> float:
-        return max(self.end)
-
-    @property
     def decode_tokens(self) -> int:
         """Return all tokens but the first of each request, which prefill yields."""
         return self.tokens - len(self.infos)
@@ -65,7 +65,7 @@ class Sample:
     @property
     def speed(self) -> float:
         """Return the tokens per second of all requests together, end to end."""
-        return self.tokens / self.seconds
+        return self.tokens / max(self.end)
 
     @property
     def decode_speed(self) -> float:
@@ -78,9 +78,9 @@ class Sample:
         return [info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in self.infos]
 
     @property
-    def rounds(self) -> int:
-        """Return the target passes of the batch, which its requests share."""
-        return max(self.passes)
+    def round_seconds(self) -> float:
+        """Return the time of a target pass of the batch, which its requests share."""
+        return self.decode_seconds / max(self.passes)
 
 
 class Asker(Protocol):
@@ -99,36 +99,44 @@ class RemoteEngine:
 
     def ask(self, work: Work) -> Sample:
         """Send the work and wait for all answers."""
-        return Sample(**self.exchange(asdict(work)))
+        return Sample(**self.exchange({"timed": True, **work._asdict()}))
+
+    def each(self, work: Work) -> Iterator[dict[str, Any]]:
+        """Yield answers as they complete, each with its ``place``; the others go on meanwhile."""
+        self._send({"timed": False, **work._asdict()})
+        for _ in work.prompts:
+            yield self._reply()
+
+    def generate(self, **question: Any) -> list[dict[str, Any]]:
+        """Return the answers of `Engine.generate`; raise RefusedError for an invalid request."""
+        return self.exchange({"generate": question})["answers"]
 
     def exchange(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Send one line, and return the reply."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing reply is reported below
+        self._send(question)
+        return self._reply()
+
+    def _send(self, question: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the missing reply is reported
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise EngineError(reason(self._log.read_text(errors="replace")))
-        return json.loads(answer)
-
-    def stop(self, patience: float) -> None:
-        """Let the process end by itself for ``patience`` seconds, to complete its output."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+        found = json.loads(answer)
+        if "refused" in found:
+            raise RefusedError(f"refused: {found['refused']}")
+        return found
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterator[RemoteEngine]:
-    """Start an engine for the ``with`` block; raise EngineError if it does not start.
-
-    After the block it has ``patience`` seconds to end by itself.
-    """
+def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
+    """Start an engine for the ``with`` block; raise EngineError if it does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", **launch.environment}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(CHILD)],
@@ -136,14 +144,15 @@ def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterat
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
-            env=environment,
+            env={**os.environ, "PYTHONWARNINGS": "ignore", **launch.environment},
             start_new_session=True,  # Ctrl-C reaches only this process
         )
         try:
             engine = RemoteEngine(process, log)
             engine.exchange(launch.arguments)
             yield engine
-            engine.stop(patience)
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                process.communicate(timeout=PATIENCE)
         finally:
             end_group(process)
 
@@ -161,12 +170,10 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 def reason(log: str) -> str:
     """Return the last error in a log, in a sentence."""
-    lines = log.splitlines()
-    for place in range(len(lines) - 1, -1, -1):
-        found = ERROR.match(lines[place])
-        if found:
-            name = lines[place].split(":")[0]
-            message = found[1] or next((line for line in lines[place + 1 :] if line.strip()), "")
-            return f"{name}: {message.strip()}"[:LONGEST_REASON]
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    errors = list(ERROR.finditer(log))
+    if errors:
+        name, message = errors[-1].groups()
+        message = message or log[errors[-1].end() :].strip().partition("\n")[0]
+        return f"{name}: {message.strip()}"[:LONGEST_REASON]
+    last = log.strip().rpartition("\n")[2] or "it said nothing"
     return f"The engine ended without an error message; its last words: {last}"[:LONGEST_REASON]

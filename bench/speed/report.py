@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
 from speed.bound import least_round
-from speed.grid import SMC, STANDALONE, Cell, System, simulated_acceptance
-from speed.presets import Preset
+from speed.grid import SMC, STANDALONE, Cell, Preset, System, simulated_acceptance
 from speed.remote import Sample
 
 from sglang_smc.tools.plan.devices import Device
+from sglang_smc.tools.plan.roofline import Round
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -48,50 +48,57 @@ def make_rows(
     cells: Iterable[Cell], results: Results, preset: Preset, device: Device | None
 ) -> list[CellRow]:
     """Return a row for each cell with a result or a failure."""
-    rows = []
-    for cell in (cell for cell in cells if cell.slug in results):
-        one, system = results[cell.slug], cell.system
-        row = CellRow(
+    return [
+        CellRow(
             slug=cell.slug,
-            system=system.name,
+            system=cell.system.name,
             batch=cell.batch,
             prompt=cell.prompt,
             pair=preset.pair.name,
             dtype=preset.pair.quantization or preset.dtype,
-            simulated_tokens_per_round=simulated_acceptance(system, preset),
-            refused=one.get("failed"),
-            replayed_share=one.get("replayed_share"),
+            simulated_tokens_per_round=simulated_acceptance(cell.system, preset),
+            refused=results[cell.slug].get("failed"),
+            replayed_share=results[cell.slug].get("replayed_share"),
+            **_numbers(cell, results, least_round(cell, preset), device),
         )
-        if row.refused is None:
-            row = replace(row, **_numbers(samples_of(one)), **_ratios(cell, results))
-            row = _with_bound(row, least_round(cell, preset), device)
-        rows.append(row)
-    return rows
+        for cell in cells
+        if cell.slug in results
+    ]
 
 
-def samples_of(one: Mapping[str, Any], key: str = "samples") -> list[Sample]:
-    """Return the samples of a result; none of a failure."""
-    return [Sample(**sample) for sample in one.get(key, ())]
+def _numbers(
+    cell: Cell, results: Results, least: Round | None, device: Device | None
+) -> dict[str, Any]:
+    samples = samples_of(cell, results)
+    if not samples:
+        return {}
 
-
-def _numbers(samples: Sequence[Sample]) -> dict[str, Any]:
     def over(value: Callable[[Sample], float]) -> Interval:
         return mean_of([value(sample) for sample in samples])
 
-    passes = sum(sum(sample.passes) for sample in samples)
+    seconds = over(lambda s: s.round_seconds)
+    bound = None if device is None or least is None else least.seconds(device)
     return {
         "tokens_per_second": over(lambda s: s.speed),
         "decode_tokens_per_second": over(lambda s: s.decode_speed),
         "seconds_to_first": over(lambda s: sum(s.first) / len(s.first)),
-        "tokens_per_round": sum(s.decode_tokens for s in samples) / max(1, passes),
-        "round_seconds": over(lambda s: s.decode_seconds / s.rounds),
+        "tokens_per_round": sum(s.decode_tokens for s in samples)
+        / max(1, sum(sum(s.passes) for s in samples)),
+        "round_seconds": seconds,
+        "least_round_seconds": bound,
+        "fraction_of_bound": bound and bound / seconds.mean,
+        **_ratios(cell, results),
     }
+
+
+def samples_of(cell: Cell, results: Results, key: str = "samples") -> list[Sample]:
+    """Return the samples of a cell; none of a failure."""
+    return [Sample(**sample) for sample in results.get(cell.slug, {}).get(key, ())]
 
 
 def to_ar(cell: Cell, results: Results) -> list[float]:
     """Return the logs of a cell's decoding speeds over those of AR beside it."""
-    one = results.get(cell.slug, {})
-    pairs = zip(samples_of(one), samples_of(one, "beside"), strict=False)
+    pairs = zip(samples_of(cell, results), samples_of(cell, results, "beside"), strict=False)
     return [math.log(ours.decode_speed / plain.decode_speed) for ours, plain in pairs]
 
 
@@ -101,10 +108,10 @@ def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
     Without AR beside it, the ratio is to the samples of AR's own cell.
     """
     logs, found = to_ar(cell, results), dict[str, Interval]()
+    both = [samples_of(one, results) for one in (cell, cell.reference)]
     if logs:
         found["ratio_to_ar"] = speed_ratio(logs)
-    elif cell != cell.reference and samples_of(results.get(cell.reference.slug, {})):
-        both = (samples_of(results[one.slug]) for one in (cell, cell.reference))
+    elif cell != cell.reference and all(both):
         speeds = ([math.log(sample.decode_speed) for sample in some] for some in both)
         found["ratio_to_ar"] = speed_ratio(*speeds)
     beside = (Cell(System(family), cell.batch, cell.prompt) for family in STANDALONE)
@@ -112,14 +119,6 @@ def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
     if logs and rivals and cell.system.family in SMC:
         found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
     return found
-
-
-def _with_bound(row: CellRow, least: Any, device: Device | None) -> CellRow:
-    if device is None or least is None or row.round_seconds is None:
-        return row
-    seconds = least.seconds(device)
-    fraction = seconds / row.round_seconds.mean
-    return replace(row, least_round_seconds=seconds, fraction_of_bound=fraction)
 
 
 def _mean(value: Interval | None, form: str, scale: float = 1.0) -> str:

@@ -21,12 +21,21 @@ from typing import Any
 
 from results import Report, provenance
 from speed.bound import measure_machine, read_machine
-from speed.grid import cells, systems
+from speed.grid import PRESETS, Pair, Preset, cells, quick, systems
 from speed.measure import TEMPERATURE, EngineCase, engine_cases
-from speed.presets import PRESETS, Pair, Preset, quick
 from speed.report import CellRow, make_rows, markdown
-from speed.runner import Case, Clock, Places, Records, Runner, Stage, call_id, read_results
-from study import GOES_ON, BenchError, main_of, matching, parser, positive, prepare_folder
+from speed.runner import Case, Clock, Places, Records, Runner, Stage, read_results
+from study import (
+    GOES_ON,
+    PUBLISHED,
+    BenchError,
+    copy,
+    main_of,
+    matching,
+    parser,
+    positive,
+    prepare_folder,
+)
 
 from sglang_smc.tools.plan.shapes import from_config
 
@@ -103,26 +112,27 @@ def run(options: argparse.Namespace) -> None:
             print(f"{part:30} {told}")
         return
     prepare_folder(options.output_dir)
-    call = {**provenance(settings(preset)), "id": call_id()}
-    records = Records([folder], [], call)
+    records = Records([folder], [], provenance(settings(preset)))
     runner = Runner(records, Clock(math.inf), fresh=options.fresh)
     if any(runner.missing("speed", case) for case in cases):
         measure_machine(preset, folder / MACHINE)
     runner.run(Stage("speed", math.inf, "", lambda: cases))
-    batches, prompts = sorted({*preset.batches, *batches}), sorted({*preset.prompts, *prompts})
-    known, results = cells(preset, batches, prompts), records.of("speed")
-    for case in cases_of(preset, batches, prompts, folder):
-        for part, identity in case.parts.items():
-            if records.lacks("speed", part, identity):  # or it was measured otherwise
-                results.pop(part, None)
+    sizes = sorted({*preset.batches, *batches}), sorted({*preset.prompts, *prompts})
+    done = records.of("speed")
+    every = (part for case in cases_of(preset, *sizes, folder) for part in case.parts.items())
+    # Of other parts there is no result, or it was measured otherwise.
+    results = {
+        one: done[one] for one, identity in every if not records.lacks("speed", one, identity)
+    }
     machine = read_machine(preset, folder / MACHINE)
-    rows = make_rows(known, results, preset, machine)
+    rows = make_rows(cells(preset, *sizes), results, preset, machine)
     text = REPORT.write(folder, rows, settings(preset), partial(note, preset, folder))
     print(f"\n{text}\nAll is in {folder}/.")
     if options.publish and all(row.refused for row in rows):
         raise BenchError("Not published: none of the cells ran here.")
     if options.publish:
-        REPORT.publish(folder, MACHINE, to=preset.name)
+        paths = (folder / name for name in (*REPORT.files, MACHINE))
+        copy(paths, PUBLISHED / "speed" / preset.name)
 
 
 def cases_of(
@@ -139,7 +149,7 @@ def settings(preset: Preset) -> dict[str, Any]:
     return {
         "preset": preset.name,
         "pair": preset.pair.name,
-        "weights": "dummy" if preset.pair.is_dummy else "real",
+        "weights": "real" if preset.pair.folders else "dummy",
         "new_tokens": preset.new_tokens,
         "repeats": preset.repeats,
         "temperature": TEMPERATURE,
@@ -155,7 +165,7 @@ def note(preset: Preset, folder: Path, origin: Mapping[str, Any]) -> str:
         "decoding is without the pass over the prompts, and ratios are of decoding. In "
         "brackets 95 % intervals."
     ]
-    if preset.pair.is_dummy:
+    if not preset.pair.folders:
         parts.append(
             "Weights are dummies: what STANDALONE accepts is simulated by SGLang "
             "(SGLANG_SIMULATE_ACC_LEN), as published for Llama 8B + 1B; SMC exact accepts what "

@@ -10,14 +10,13 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from study import BenchError, whole_lines
+from study import BenchError, matching, whole_lines
 
 RESULTS = "results.jsonl"
 #: A case that exceeds its expected time by this factor is treated as hanging.
@@ -25,6 +24,8 @@ PATIENCE = 3.0
 LEAST_PATIENCE = 240.0
 
 Entry = dict[str, Any]
+#: The last result of each part, by stage.
+Stages = dict[str, dict[str, Entry]]
 
 
 class Places(NamedTuple):
@@ -42,13 +43,30 @@ class Places(NamedTuple):
         return self.work / "models"
 
 
+def _stages_of(entries: Iterable[Entry]) -> Stages:
+    stages: Stages = {}
+    for one in entries:
+        if "stage" in one:
+            stages.setdefault(one["stage"], {})[one["part"]] = one
+    return stages
+
+
+def read_results(folder: Path) -> tuple[Stages, dict[str, Entry]]:
+    """Return the last result of each part by stage, and the calls that measured them."""
+    entries = whole_lines(folder / RESULTS)
+    stages = _stages_of(entries)
+    used = {one["call"] for parts in stages.values() for one in parts.values()}
+    calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
+    return stages, {name: found for name, found in calls.items() if name in used}
+
+
 class Records:
     """All stored results, and the files for new ones.
 
     Args:
         writes: folders that are brought to hold every result.
         reads: further folders with results of earlier calls.
-        call: provenance of this call, with its ``id``.
+        call: provenance of this call.
     """
 
     def __init__(
@@ -57,7 +75,7 @@ class Records:
         folders = dict.fromkeys((*reads, *writes))
         found = {json.dumps(one): one for path in folders for one in whole_lines(path / RESULTS)}
         self._found, self._paths = list(found.values()), [folder / RESULTS for folder in writes]
-        self._call = str(call["id"])
+        self._call = datetime.now(timezone.utc).isoformat()
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{line}\n" for line in found))
@@ -86,24 +104,7 @@ class Records:
 
     def of(self, stage: str) -> dict[str, Entry]:
         """Return the last result of each part of a stage."""
-        return {one["part"]: one for one in self._found if one.get("stage") == stage}
-
-
-def read_results(folder: Path) -> tuple[dict[str, dict[str, Entry]], dict[str, Entry]]:
-    """Return the last result of each part by stage, and the calls that measured them."""
-    entries = whole_lines(folder / RESULTS)
-    stages: dict[str, dict[str, Entry]] = {}
-    for one in entries:
-        if "stage" in one:
-            stages.setdefault(one["stage"], {})[one["part"]] = one
-    used = {one["call"] for parts in stages.values() for one in parts.values()}
-    calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
-    return stages, {name: found for name, found in calls.items() if name in used}
-
-
-def call_id() -> str:
-    """Return the name of a call that begins now."""
-    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        return _stages_of(self._found).get(stage, {})
 
 
 class CallError(BenchError):
@@ -164,7 +165,7 @@ class Case(NamedTuple):
     slug: str
     parts: Mapping[str, Mapping[str, Any]]
     seconds: float
-    run: Callable[[Sequence[str], Attempt], None]
+    run: Callable[[Attempt], None]
     shown: str = ""
 
 
@@ -174,6 +175,7 @@ class Attempt:
 
     stage: str
     case: Case
+    missing: Sequence[str]
     records: Records
     clock: Clock
     say: Callable[[str], None]
@@ -183,6 +185,23 @@ class Attempt:
         """Record the result of a part, and print a line about it."""
         self.records.add(self.stage, part, self.case.parts[part], content)
         self.say(f"{self.stage} {part}: {in_a_line(content)}")
+
+    def failure(self, limit: float) -> str | None:
+        """Run the case; return why parts have no result, or None if the call's time is over."""
+        began = self.clock.left
+        try:
+            with self.clock.at_most(limit):
+                self.case.run(self)
+        except TimeUpError:
+            is_hanging = began - self.clock.left >= limit - 0.1
+            return f"it took more than {limit:.0f} s" if is_hanging else None
+        except CallError:
+            raise
+        except BenchError as error:
+            return str(error)
+        except Exception as error:  # later cases may still succeed
+            return f"{type(error).__name__}: {error}"
+        return "it ended without a result"
 
 
 class Stage(NamedTuple):
@@ -209,9 +228,10 @@ class Runner:
     def run(self, stage: Stage) -> None:
         """Run all unfinished cases of a stage, as far as time allows."""
         clock = Clock(min(stage.minutes, self.clock.left / 60))
-        for case in stage.cases():
-            if any(fnmatchcase(case.slug, pattern) for pattern in self.only):
-                self._complete(stage.name, case, clock)
+        for case in matching(stage.cases(), self.only):
+            if reason := self._complete(stage.name, case, clock):
+                self.left.append(f"{stage.name} {case.slug}")
+                self.say(f"{stage.name} {case.slug}: left for another call: {reason}")
 
     def missing(self, stage: str, case: Case) -> list[str]:
         """Return the parts without a result."""
@@ -220,44 +240,25 @@ class Runner:
             part for part, one in case.parts.items() if lacks(stage, part, one, fresh=self.fresh)
         ]
 
-    def _complete(self, stage: str, case: Case, clock: Clock) -> None:
-        """Start a case until all parts have results: after a failed part the others are retried."""
+    def _complete(self, stage: str, case: Case, clock: Clock) -> str | None:
+        """Start a case until all parts have results; return why it is left, if it is.
+
+        After a failed part the others are tried again.
+        """
         while missing := self.missing(stage, case):
             share = len(missing) / len(case.parts)
             if clock.left < case.seconds * (0.5 + 0.5 * share):
-                return self._leave(stage, case, f"takes about {case.seconds:.0f} s")
-            attempt = Attempt(stage, case, self.records, clock, self.say)
-            reason = self._try(attempt, missing)
+                return f"takes about {case.seconds:.0f} s"
+            left = "begins" if math.isinf(clock.left) else f"{clock.left:.0f} s left"
+            self.say(f"{stage} {case.slug}: {left}")
+            attempt = Attempt(stage, case, missing, self.records, clock, self.say)
+            reason = attempt.failure(max(LEAST_PATIENCE, self.patience * case.seconds))
             if reason is None:
-                return self._leave(stage, case, "time is up")
+                return "time is up"
             failed = self.missing(stage, case)
             for part in failed[:1] if attempt.started else failed:
                 attempt.add(part, {"failed": reason})
         return None
-
-    def _try(self, attempt: Attempt, missing: Sequence[str]) -> str | None:
-        """Start a case; return why parts have no result, or None if the call's time is over."""
-        case, clock = attempt.case, attempt.clock
-        limit, began = max(LEAST_PATIENCE, self.patience * case.seconds), clock.left
-        left = "begins" if math.isinf(began) else f"{began:.0f} s left"
-        self.say(f"{attempt.stage} {case.slug}: {left}")
-        try:
-            with clock.at_most(limit):
-                case.run(missing, attempt)
-        except TimeUpError:
-            is_hanging = began - clock.left >= limit - 0.1
-            return f"it took more than {limit:.0f} s" if is_hanging else None
-        except CallError:
-            raise
-        except BenchError as error:
-            return str(error)
-        except Exception as error:  # later cases may still succeed
-            return f"{type(error).__name__}: {error}"
-        return "it ended without a result"
-
-    def _leave(self, stage: str, case: Case, reason: str) -> None:
-        self.left.append(f"{stage} {case.slug}")
-        self.say(f"{stage} {case.slug}: left for another call: {reason}")
 
 
 def in_a_line(content: Mapping[str, Any]) -> str:

@@ -12,36 +12,283 @@ trained reward model, score lines and answers.
 from __future__ import annotations
 
 import argparse
+import math
+import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from answers import COMMON, MAX_PROBLEMS, Asker, Reply, Start, Study, prompt_ids, request
-from results import Report
-from steering.grid import (
-    DRAFT,
-    ITSELF,
-    NUM_STEPS,
-    PARTICLES,
-    POTENTIALS,
-    SAMPLES,
-    TARGET,
-    TEMPERATURE,
-    Cell,
-    cells,
-)
+import answers
+from answers import COMMON, MAX_PROBLEMS, Reply, Study, prompt_ids, tokenizer
+from intervals import Interval, wilson
+from pair.task import held_out
+from results import Report, interval_cell, markdown_table, table
 from steering.judge import Judge
-from steering.report import MARKS, Drawn, Row, markdown, rows_of, shown, summaries
 from steering.steps import Steps
-from study import PAIR, REPOSITORY, BenchError, Log, bar, digest, positive, write_between
+from study import PAIR, REPOSITORY, BenchError, digest, positive, slug_of, write_between
 
 from sglang_smc.potentials import Potential, Text
 
+# --- Cells: model, potential, and number of particles
+
+TEMPERATURE = 1.0
+NUM_STEPS = 8
+PARTICLES = (4, 8, 16)
+#: Plain samples per problem, of which a vote or choice takes the first N.
+SAMPLES = max(PARTICLES)
+#: Models. For the target the draft proposes, weighed or verified, or the target itself, so that
+#: particles are sampled from it.
+TARGET, VERIFIED, ITSELF = MODELS = ("target", "target verified", "target itself")
+DRAFT = "draft"
+#: The potentials' names, with the arguments of requests.
+POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
+#: The last line of an answer.
+ANSWER_PATTERN = r"#### (-?\d+)\s*$"
+#: The end of a step.
+DELIMITER = "\n"
+
+
+@dataclass(frozen=True)
+class Cell(answers.Cell):
+    """Answers of one model, plain or steered by a potential."""
+
+    model: str = ""
+    potential: str = ""  # empty for plain samples
+    num_particles: int = 1
+
+    @property
+    def slug(self) -> str:
+        """Return the name for files and patterns: ``smc-target-judge-n8``."""
+        return slug_of(self.label)
+
+
+def plain(model: str) -> Cell:
+    """Return the cell of a model's plain samples."""
+    name = f"plain {model}"
+    return Cell(name, name, TEMPERATURE, samples=SAMPLES, model=model)
+
+
+def steered(model: str, potential: str, num_particles: int) -> Cell:
+    """Return a cell of particles; all are returned, for every kind of choice."""
+    asked = {"name": potential, "args": POTENTIALS[potential], "when": {"delimiter": DELIMITER}}
+    smc = {
+        "mode": "smc",
+        "proposal": "verified" if model == VERIFIED else "draft",
+        "num_steps": NUM_STEPS,
+        "num_particles": num_particles,
+        "potentials": [asked],
+        "selection": "vote",
+        "answer_pattern": ANSWER_PATTERN,
+        "return_particles": True,
+    }
+    label = f"smc {model} {potential} N={num_particles}"
+    engine = f"smc {TARGET if model == VERIFIED else model}"
+    return Cell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
+
+
+def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
+    """Return all cells, grouped by engine to start each once."""
+    found = []
+    for model in MODELS:
+        if model not in (VERIFIED, ITSELF):  # their plain samples are the target's
+            found.append(plain(model))
+        found += [steered(model, name, count) for name in POTENTIALS for count in particles]
+    return found
+
+
+# --- Choices among texts
+
+ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
+SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
+METHODS = (ONE, MAJORITY, BEST, WEIGHTED, SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE)
+#: Marks of the generated part of the page.
+MARKS = "<!-- made by bench/steering -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The result of one request: a plain sample, or the particles of SMC."""
+
+    index: int  # of the problem
+    sample: int  # of the problem, from 0 on
+    texts: list[str]
+    weights: list[float]  # which sum to 1
+    tokens: int  # of all texts
+    passes: int  # of the model
+    values: dict[str, float] = field(default_factory=dict)  # log phi, for plain samples
+
+
+_ANSWER = re.compile(ANSWER_PATTERN)
+
+
+def number_of(text: str) -> int | None:
+    """Return the number that a text answers; None if it has no final answer."""
+    found = _ANSWER.search(text)
+    return int(found[1]) if found else None
+
+
+#: Chooses an answer from weighted texts.
+Choice = Callable[[Sequence[str], Sequence[float], random.Random], int | None]
+
+
+def first(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of the first text."""
+    return number_of(texts[0])
+
+
+def voted(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the number with the largest total weight (ties: the first); None without any."""
+    total: dict[int, float] = {}
+    for text, weight in zip(texts, weights, strict=True):
+        number = number_of(text)
+        if number is not None:
+            total[number] = total.get(number, 0.0) + weight
+    return max(total, key=lambda number: total[number]) if total else None
+
+
+def best(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of the text with the largest weight (ties: the first)."""
+    return number_of(texts[max(range(len(texts)), key=lambda place: weights[place])])
+
+
+def drawn(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+    """Return the answer of a text drawn by weight."""
+    return number_of(rng.choices(texts, weights)[0])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to answer, over all problems."""
+
+    model: str
+    potential: str  # empty without one
+    method: str
+    num_particles: int  # or samples
+    accuracy: Interval
+    tokens: float  # per problem, of all samples or particles
+    passes: float  # per problem; samples run in parallel, so the longest counts
+
+    @property
+    def label(self) -> str:
+        """Return the display name."""
+        asked = f" by {self.potential}" if self.potential else ""
+        return f"{self.model}: {self.method}{asked}, N={self.num_particles}"
+
+
+def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
+    """Return the rows of all complete cells."""
+    found: list[Row] = []
+    counts = sorted({cell.num_particles for cell in answers if cell.potential})
+    for cell, every in answers.items():
+        found += _steered(cell, every) if cell.potential else _plain(cell, every, counts)
+    return sorted(found, key=_place)
+
+
+def _place(row: Row) -> tuple[int, int, int, int]:
+    names = ["", *POTENTIALS]
+    return (
+        MODELS.index(row.model),
+        names.index(row.potential),
+        METHODS.index(row.method),
+        row.num_particles,
+    )
+
+
+def _plain(cell: Cell, every: Sequence[Drawn], counts: Sequence[int]) -> Iterator[Row]:
+    """Yield the choices among the first N samples of each problem."""
+    yield _row(cell, "", ONE, 1, every, first)
+    for count in counts:
+        yield _row(cell, "", MAJORITY, count, every, voted)
+        for name in POTENTIALS:
+            valued = [replace(one, weights=[math.exp(one.values[name])]) for one in every]
+            yield _row(cell, name, BEST, count, valued, best)
+            yield _row(cell, name, WEIGHTED, count, valued, voted)
+
+
+def _steered(cell: Cell, every: Sequence[Drawn]) -> Iterator[Row]:
+    """Yield the choices among the particles of each problem."""
+    for method, choice in ((SMC_SAMPLE, drawn), (SMC_ARGMAX, best), (SMC_VOTE, voted)):
+        yield _row(cell, cell.potential, method, cell.num_particles, every, choice)
+
+
+def _row(
+    cell: Cell, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
+) -> Row:
+    taken = [list(some)[:count] for _, some in groupby(every, key=lambda one: one.index)]
+    right = 0
+    for some in taken:
+        index = some[0].index
+        texts = [text for one in some for text in one.texts]
+        weights = [weight for one in some for weight in one.weights]
+        right += choice(texts, weights, random.Random(index)) == held_out(index).number
+    return Row(
+        model=cell.model,
+        potential=potential,
+        method=method,
+        num_particles=count,
+        accuracy=wilson(right, len(taken)),
+        tokens=sum(one.tokens for some in taken for one in some) / len(taken),
+        passes=sum(max(one.passes for one in some) for some in taken) / len(taken),
+    )
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.label,
+    "accuracy, %": lambda row: _percent(row),
+    "tokens a problem": lambda row: f"{row.tokens:.0f}",
+    "model passes a problem": lambda row: f"{row.passes:.1f}",
+}
+
+
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """Return a table for each model, and all rows."""
+    return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{table(COLUMNS, rows)}\n"
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the page."""
+    left_out = {"judge", BEST, SMC_ARGMAX}
+    return [row for row in rows if not {row.model, row.potential, row.method} & left_out]
+
+
+def summaries(rows: Sequence[Row]) -> str:
+    """Return a table for each model."""
+    models = dict.fromkeys(row.model for row in rows)
+    return "\n\n".join(f"**{TITLES[model]}**\n\n{summary(rows, model)}" for model in models)
+
+
+TITLES = {
+    "target": "The target, drafted for by the draft",
+    "target verified": "The target, drafted for by the draft, verified",
+    "target itself": "The target, drafted for by itself",
+}
+
+
+def summary(rows: Sequence[Row], model: str) -> str:
+    """Return one model's accuracies: a line per method and potential, a column per N."""
+    here = [row for row in rows if row.model == model]
+    counts = sorted({row.num_particles for row in here} - {1})
+    lines = []
+    for key in dict.fromkeys((row.potential, row.method) for row in here):
+        of_line = {r.num_particles: r for r in here if (r.potential, r.method) == key}
+        name = key[1] + (f" by {key[0]}" if key[0] else "")
+        if 1 in of_line:
+            name += f" ({_percent(of_line[1])})"
+        lines.append([name, *(_percent(of_line[n]) if n in of_line else "" for n in counts)])
+    return markdown_table(("accuracy, %", *(f"N = {count}" for count in counts)), lines)
+
+
+def _percent(row: Row) -> str:
+    return interval_cell(row.accuracy, ".1f", scale=100)
+
+
+# --- The study
+
 PAGE = REPOSITORY / "docs" / "potentials.md"
-_AT_ONCE = 64  # number of samples with values stored together
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
     "speculative_num_steps": NUM_STEPS,
@@ -52,11 +299,10 @@ SMC: dict[str, Any] = {
     # Twice the particles of the fidelity study share its KV pool.
     "max_running_requests": 16,
 }
-#: Opened potentials by name.
-Potentials = Mapping[str, Potential]
 
 
-def shipped() -> Potentials:
+@lru_cache
+def shipped() -> Mapping[str, Potential]:
     """Open the two potentials of this study."""
     found: dict[str, Potential] = {"steps": Steps(), "judge": Judge()}
     for potential in found.values():
@@ -87,26 +333,13 @@ def code_of(potential: str) -> str:
 
 
 class Steering(Study[Cell, Drawn]):
-    """The study.
-
-    Args:
-        opened: returns the opened potentials, which evaluate plain samples.
-    """
+    """The study: plain samples get their values by the potentials as they come."""
 
     name = "steering"
     about = "Accuracy with potentials, beside votes and choices among as many plain samples."
     kind = Drawn
     report = Report("steering", Row, markdown)
     note = staticmethod(note)
-
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        start: Start | None = None,
-        opened: Callable[[], Potentials] = shipped,
-    ) -> None:
-        self._opened = opened
-        super().__init__(options, start)
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -132,47 +365,37 @@ class Steering(Study[Cell, Drawn]):
         found = super().identity(cell)
         if cell.potential:
             return found | {"potential": code_of(cell.potential)}
+        found["potentials"] = {name: code_of(name) for name in POTENTIALS}
         return {name: value for name, value in found.items() if name != "plugin"}
 
-    def ask(self, cell: Cell, asker: Asker) -> Iterator[Drawn]:
-        """Run the missing requests, one sample of each problem at a time, with its own seed."""
-        for sample, group in groupby(self.missing(cell), key=lambda pair: pair[0]):
-            seed = MAX_PROBLEMS * sample
-            requests = [request(i, i + seed, TEMPERATURE, cell.smc) for _, i in group]
-            for reply in asker.ask(requests):
-                yield _steered(reply) if cell.smc else _plain(reply, sample)
+    def seed_of(self, cell: Cell, sample: int, index: int) -> int:
+        return index + MAX_PROBLEMS * sample
 
-    def remarks_on(self, cell: Cell) -> Log | None:
-        """Return the file of potentials' values of plain samples, for choices among them."""
-        if cell.potential:
-            return None
-        potentials = {name: code_of(name) for name in POTENTIALS}
-        return Log(self.path("values", cell), {**self.identity(cell), "potentials": potentials})
-
-    def evaluate(self, todo: Sequence[tuple[Cell, list[Drawn], Log]]) -> None:
-        total = sum(len(some) for _, some, _ in todo)
-        if not total:
-            return
-        potentials = self._opened()
-        with bar(total=total, unit="sample", desc="values of samples") as progress:
-            for _, some, log in todo:
-                with log.writing() as write:
-                    for start in range(0, len(some), _AT_ONCE):
-                        few = some[start : start + _AT_ONCE]
-                        for one, found in zip(few, values_of(few, potentials), strict=True):
-                            write({"index": one.index, "sample": one.sample, "values": found})
-                        progress.update(len(few))
+    def stored(self, cell: Cell, reply: Reply, sample: int) -> Drawn:
+        """Return the particles of SMC, or a plain sample with its value by each potential."""
+        index, item, _ = reply.request
+        info = reply.meta_info
+        if not cell.smc:
+            tokens, ids = info["completion_tokens"], tokenizer()(reply.text)["input_ids"]
+            prompt, values = prompt_ids(item), dict[str, float]()
+            for name, potential in shipped().items():  # as servers pass a text to them
+                text = Text(prompt, ids, potential.Args(**POTENTIALS[name]), _decode)
+                (values[name],) = potential.complete([text])
+            return Drawn(index, sample, [reply.text], [1.0], tokens, tokens, values)
+        particles = info.get("spec_smc_particles")
+        if not particles:
+            raise BenchError(f"Problem {index} came without particles: {info}")
+        return Drawn(
+            index,
+            sample,
+            texts=[_decode(one["output_ids"]) for one in particles],
+            weights=[one["weight"] for one in particles],
+            tokens=sum(len(one["output_ids"]) for one in particles),
+            passes=info["spec_verify_ct"],
+        )
 
     def rows(self) -> list[Row]:
-        found = {}
-        for cell in self.complete():
-            found[cell] = self.read(cell)
-            if cell in self.remarks:
-                values = self.remarks_of(cell)
-                found[cell] = [
-                    replace(one, values=values[self.key_of(one)]["values"]) for one in found[cell]
-                ]
-        return rows_of(found)
+        return rows_of(self.complete())
 
     def publish(self) -> None:
         """Copy the results to bench/results, and the tables to the page."""
@@ -181,47 +404,5 @@ class Steering(Study[Cell, Drawn]):
         write_between(PAGE, MARKS, summaries(shown(rows)))
 
 
-def _plain(reply: Reply, sample: int) -> Drawn:
-    tokens = reply.meta_info["completion_tokens"]
-    return Drawn(reply.index, sample, [reply.text], [1.0], tokens, passes=tokens)
-
-
-def _steered(reply: Reply) -> Drawn:
-    info = reply.meta_info
-    particles = info.get("spec_smc_particles")
-    if not particles:
-        raise BenchError(f"Problem {reply.index} came without particles: {info}")
-    return Drawn(
-        index=reply.index,
-        sample=0,
-        texts=[_decode(one["output_ids"]) for one in particles],
-        weights=[one["weight"] for one in particles],
-        tokens=sum(len(one["output_ids"]) for one in particles),
-        passes=info["spec_verify_ct"],
-    )
-
-
-def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, float]]:
-    """Return each potential's value of each sample, a text as servers pass it to potentials."""
-    found: list[dict[str, float]] = [{} for _ in some]
-    asked = [prompt_ids(_tokenizer(), one.index) for one in some]
-    outputs = [_tokenizer()(one.texts[0])["input_ids"] for one in some]
-    for name, potential in potentials.items():
-        args = potential.Args(**POTENTIALS[name])
-        pairs = zip(asked, outputs, strict=True)
-        values = potential.complete([Text(*pair, args, _decode) for pair in pairs])
-        for one, value in zip(found, values, strict=True):
-            one[name] = value
-    return found
-
-
-@lru_cache(maxsize=1)
-def _tokenizer() -> Any:
-    """Return the pair's tokenizer."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(PAIR / "target")
-
-
 def _decode(ids: Sequence[int]) -> str:
-    return _tokenizer().decode(list(ids), skip_special_tokens=True)
+    return tokenizer().decode(list(ids), skip_special_tokens=True)

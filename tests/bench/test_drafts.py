@@ -1,24 +1,31 @@
-"""The study of drafts, and of SGLang's trees: the grids, what a run keeps, and the tables."""
+"""The study of drafts: the grid, what a run keeps, and the tables."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trees
-from answers import Reply, Request
-from drafts.grid import PROPOSALS, cells
-from drafts.report import DraftRow, fastest, markdown, plain_seconds, round_seconds
-from drafts.run import Drafts, note
-from fidelity.grid import AUTO, EXACT
+from drafts.run import (
+    PROPOSALS,
+    DraftRow,
+    Drafts,
+    cells,
+    fastest,
+    markdown,
+    note,
+    plain_seconds,
+    round_seconds,
+)
+from fidelity import scoring
+from fidelity.run import AUTO, EXACT
 from intervals import Interval
-from speed_stand_ins import Runner, canned_scores, leave_out_what_takes_seconds
+from pair.task import held_out
+from speed_stand_ins import Runner, canned_scores
 from study import PUBLISHED
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 
-ONE = ("--temperatures", "0.7", "--problems", "4", "--jobs", "1")
+ONE = ("--temperatures", "0.7", "--problems", "4")
 
 
 def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
@@ -31,25 +38,25 @@ def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
     assert {cell.smc["num_particles"] for cell in every if cell.smc} == {1, 4, 8}
 
 
-def reply(engine: str, entry: Request) -> Reply:
+def reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
     """Two tokens a pass with one particle, one more with each further one."""
     info: dict[str, Any] = {"completion_tokens": 37, "finish_reason": {"type": "stop"}}
-    smc = entry.sampling_params.get("custom_params", {}).get("smc")
-    if engine != "target":
-        info["spec_verify_ct"] = 36 / (1 + (smc["num_particles"] if smc else 1)) + entry.index % 2
-    text = f"#### {entry.item.number}"
-    return Reply(entry.index, text, [5] * 36 + [entry.index % 500], info)
+    smc = params.get("custom_params", {}).get("smc")
+    if "+" in engine or smc:
+        info["spec_verify_ct"] = 36 / (1 + (smc["num_particles"] if smc else 1)) + index % 2
+    text = f"#### {held_out(index).number}"
+    return {"text": text, "output_ids": [5] * 36 + [index], "meta_info": info}
 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, Drafts, tmp_path)
-    return Runner(Drafts, tmp_path / "out", reply, ONE, score=canned_scores)
+    monkeypatch.setattr(scoring, "score", canned_scores)
+    return Runner(Drafts, tmp_path, monkeypatch, reply, ONE)
 
 
 def test_a_whole_run_is_published(bench: Runner) -> None:
     assert bench("--publish") == 0
-    assert bench.started == list(dict.fromkeys(cell.engine for cell in cells((0.7,))))
+    assert len(bench.started) == len({cell.engine for cell in cells((0.7,))})
     assert bench.published() == set(Drafts.report.files)
     rows = bench.rows()
     model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
@@ -116,33 +123,3 @@ def test_published_milliseconds_are_the_planners_of_today() -> None:
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
         assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
-
-
-# --- SGLang's trees beside SMC
-
-
-def test_trees_are_asked_once_with_seeds_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red where two cells share a seed, or a row tells of another's answers."""
-    monkeypatch.setattr(trees, "PUBLISHED", tmp_path)
-    monkeypatch.setattr(trees, "provenance", lambda settings: {"settings": settings})
-    run = Runner(trees.Trees, tmp_path / "out", reply, ("--problems", "3"))
-    assert run("--only", "exact-*", "--publish") == 1
-    assert "cells are not complete, as sglang-" in run.said
-    first = run.asked
-    assert run("--publish", last=20) == 130
-    first += run.asked
-    assert run("--publish") == 0
-    seeds = [entry.sampling_params["sampling_seed"] for _, entry in first + run.asked]
-    assert len(seeds) == len(set(seeds)) == 3 * len(trees.CELLS)
-    rows = json.loads((tmp_path / "trees" / "trees.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == [row.name for row in trees.ROWS]
-    for row in rows:
-        n = row["smc"]["num_particles"] if row["smc"] else 1
-        # 36 tokens behind the first; every other problem takes a pass more.
-        wanted = 3 * 36 / (3 * 36 / (1 + n) + 1)
-        assert {round(one["mean"], 6) for one in row["tokens"].values()} == {round(wanted, 6)}
-        (made,) = (one for one in trees.ROWS if one.name == row["name"])
-        measured = [cell.temperature for cell in trees.CELLS if cell.row == made]
-        assert list(row["tokens"]) == [f"{t:g}" for t in measured]

@@ -1,21 +1,17 @@
 """The fidelity benchmark: what is asked and kept, what plain models say of it, and its numbers."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from answers import MAX_PROBLEMS, Record, Request, grade, prompt_ids
-from fidelity.grid import Cell, cells
-from fidelity.report import CellRow, make_rows, markdown
-from fidelity.run import Fidelity, note
-from fidelity.scoring import Batch, Score, answer_key, by_threads, load
+from answers import MAX_PROBLEMS, Reply, Request, grade, prompt_ids, tokenizer
+from fidelity.run import Cell, CellRow, Fidelity, cells, make_rows, markdown, note
+from fidelity.scoring import Scored, load, score
 from intervals import Z95, paired_difference
 from pair.task import held_out
-from speed_stand_ins import canned_scores, graded_reply
+from speed_stand_ins import graded_reply
 from study import BenchError
 
 from sglang_smc.options.request import request_config
@@ -46,7 +42,7 @@ def test_the_engines_differ_by_model_and_smc_alone() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
-    whole = graded_reply("target", Request(0, held_out(0), {}))
+    whole = Reply(Request(0, held_out(0), {}), **graded_reply("target", 0, {}))
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole).right and not grade(cut).right
     with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
@@ -55,7 +51,7 @@ def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused(
 
 def test_problems_of_a_table_are_below_all_others() -> None:
     """Whatever a table may be asked for: the demo's are larger."""
-    last = STUDY.request_of(cells((0.7,))[0], MAX_PROBLEMS - 1)
+    last = STUDY.request_of(cells((0.7,))[0], 0, MAX_PROBLEMS - 1)
     assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
     with pytest.raises(SystemExit):
         Fidelity.parser().parse_args(["--problems", str(MAX_PROBLEMS + 1)])
@@ -79,8 +75,11 @@ def test_paired_interval_by_hand() -> None:
     assert paired_difference({1: True}, {2: True}) is None
 
 
-def canned(cell: Cell, lost: int) -> list[Record]:
-    """Answers of which 90 less ``lost`` are right, in as many fewer passes."""
+def canned(cell: Cell, lost: int, tilt: float) -> list[Scored]:
+    """Answers of which 90 less ``lost`` are right, in as many fewer passes.
+
+    All have this tilt, give or take, and log p of -40 less ten times that.
+    """
     info: dict[str, Any] = {"completion_tokens": 41}
     mode, passes = (cell.smc or {}).get("mode"), 20 - lost
     if cell.smc:
@@ -96,13 +95,18 @@ def canned(cell: Cell, lost: int) -> list[Record]:
         }
     if mode == "exact":
         info |= {"spec_smc_tilt": 0.1, "spec_smc_tilt_information": 4.0}
-    return [Record(i, i < 90 - lost, [1] * 41, info) for i in range(N)]
-
-
-def scores(tilt: float) -> list[Score]:
-    """Of answers that all have this tilt, give or take, and log p of -40 less ten times that."""
     return [
-        Score(i, 0, 41, -40.0 - 10 * tilt, tilt, 10 * tilt + (-1) ** i, 10.0, [tilt] * 41)
+        Scored(
+            index=i,
+            right=i < 90 - lost,
+            output_ids=[1] * 41,
+            info=info,
+            log_p=-40.0 - 10 * tilt,
+            innovation=tilt,
+            tilt=10 * tilt + (-1) ** i,
+            information=10.0,
+            log_ratios=[tilt] * 41,
+        )
         for i in range(N)
     ]
 
@@ -112,8 +116,8 @@ def rows() -> dict[str, CellRow]:
     """All cells by slug: one of SMC solves the less the more tokens a pass it has."""
     answers = {}
     for place, cell in enumerate(cells((0.7, 1.0))):
-        records = canned(cell, LOST.get(cell.label, 3 + place % 9))
-        answers[cell] = list(zip(records, scores(TILTS.get(cell.label, 0.3)), strict=True))
+        lost, tilt = LOST.get(cell.label, 3 + place % 9), TILTS.get(cell.label, 0.3)
+        answers[cell] = canned(cell, lost, tilt)
     return {row.slug: row for row in make_rows(answers)}
 
 
@@ -156,31 +160,22 @@ def test_a_part_ends_with_all_its_files(rows: dict[str, CellRow], tmp_path: Path
     assert "problems 0 to 99" in text and text == (tmp_path / "fidelity.md").read_text()
 
 
-# --- Scores: what the plain models say, and which answers still lack it
+# --- Scores of the plain models
 
 
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[list[int]]:
-    """One that ends, and one that the length limit cut, of other lengths behind other prompts."""
-    _, tokenizer = load()
-    whole = [tokenizer.encode(held_out(i).answer, add_special_tokens=False) for i in (0, 1)]
-    return [[*whole[0][:20], 1], whole[1][:9]]
-
-
-def test_scores_are_those_of_a_slow_direct_computation(texts: list[list[int]]) -> None:
+@pytest.mark.parametrize(("index", "length"), [(0, 20), (1, 9)], ids=["ended", "cut"])
+def test_scores_are_those_of_a_slow_direct_computation(index: int, length: int) -> None:
     """Token by token, each behind its own prefix, with sums over the vocabulary in plain Python."""
-    models, tokenizer = load()
-    assert tokenizer.eos_token_id == texts[0][-1]
-    (scores,) = by_threads([Batch(TEMPERATURE, [0, 1], texts)], 2)
-    for i, score in enumerate(scores):
-        expected = slowly(models, prompt_ids(tokenizer, i), texts[i])
-        assert score.log_ratios == pytest.approx(expected.pop("log_ratios"), abs=2e-4)
-        assert {name: vars(score)[name] for name in expected} == pytest.approx(expected, abs=2e-3)
-        found = (score.index, score.answer, score.tokens)
-        assert found == (i, answer_key(texts[i]), len(texts[i]))
+    item = held_out(index)
+    answer = tokenizer().encode(item.answer, add_special_tokens=False)[:length]
+    answer += [tokenizer().eos_token_id] * (index == 0)
+    found = score(index, answer, TEMPERATURE)
+    expected = slowly(load(), prompt_ids(item), answer)
+    assert found.pop("log_ratios") == pytest.approx(expected.pop("log_ratios"), abs=2e-4)
+    assert found == pytest.approx(expected, abs=2e-3)
 
 
 def slowly(models: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -204,41 +199,3 @@ def law_by_hand(model: Any, text: list[int]) -> list[float]:
     logits = model(input_ids=torch.tensor([text])).logits[0, -1].double()
     weights = [math.exp(value / TEMPERATURE) for value in logits.tolist()]
     return [weight / sum(weights) for weight in weights]
-
-
-def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: Path) -> None:
-    scored: list[int] = []
-
-    def some(batches: Sequence[Batch], jobs: int) -> Iterator[list[Score]]:
-        for batch in batches[: 2 if jobs == 1 else None]:
-            scored.extend(batch.indices)
-            yield from canned_scores([batch], jobs)
-        if jobs == 1:
-            raise KeyboardInterrupt
-
-    words = ["--problems", "80", "--output-dir", str(tmp_path)]
-    study = Fidelity(Fidelity.parser().parse_args(words), score=some)
-    cell, log = study.cells[0], study.answers[study.cells[0]]
-
-    def answer(i: int, *tokens: int) -> None:
-        with log.writing() as write:
-            write(vars(Record(i, True, [i, 1, *tokens], {})))
-
-    def score(jobs: int) -> None:
-        study.options.jobs = jobs
-        study.evaluate([(cell, study.without_remark(cell), study.remarks[cell])])
-
-    for i in range(80):
-        answer(i, *[2] * (80 - i))
-    with contextlib.suppress(KeyboardInterrupt):
-        score(1)
-    assert len(scored) == 64
-    score(2)
-    assert sorted(scored) == list(range(80))
-    lines = log.path.read_text().splitlines(keepends=True)
-    log.path.write_text("".join(line for line in lines if '"index": 3,' not in line))
-    answer(3, 9)
-    score(2)
-    assert scored[80:] == [3]
-    assert study.without_remark(cell) == []
-    assert (3, answer_key([3, 1, 9])) in study.remarks_of(cell)

@@ -10,16 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dummies
 import pytest
-from gpu import engines, kernel_tests, machine, report, run, smoke, unpack
+from gpu import engines, kernel_tests, report, run, smoke, unpack
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
-from speed import presets
-from speed.grid import AR, BLOCK, EXACT, HEAD, Cell, System
-from speed.measure import launch_of, preset_of, sampled
-from speed.remote import EngineError
+from speed.grid import (
+    AR,
+    BLOCK,
+    EXACT,
+    HEAD,
+    HOT_TOKENS,
+    Cell,
+    System,
+    launch_of,
+    write_models,
+)
+from speed.measure import preset_of, sampled
+from speed.remote import EngineError, RefusedError
 from speed.runner import (
     RESULTS,
     Attempt,
@@ -38,7 +48,6 @@ from study import REPOSITORY, BenchError
 from sglang_smc.tools.command.machine import ENTRY_POINTS
 
 CALL = {
-    "id": "1",
     "date": "2026-01-01T00:00",
     "git_sha": "abc",
     "hardware": "NVIDIA H200",
@@ -53,8 +62,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def records_in(*folders: Path, name: str = "1", reads: Sequence[Path] = ()) -> Records:
-    return Records(folders, reads, {**CALL, "id": name})
+def records_in(*folders: Path, reads: Sequence[Path] = ()) -> Records:
+    return Records(folders, reads, CALL)
 
 
 # --- Results
@@ -67,12 +76,12 @@ def test_a_result_is_known_as_long_as_what_it_depends_on(folder: Path) -> None:
     records.add("speed", "ar", CODE, {"seconds": 1.5})
     with (folder / RESULTS).open("a") as file:
         file.write('{"stage": "speed", "part": "sm')
-    for later in (records, records_in(folder, name="2")):
+    for later in (records, records_in(folder)):
         assert not later.lacks("speed", "ar", CODE)
         assert later.lacks("speed", "ar", {"code": 2})
         assert later.lacks("smoke", "ar", CODE)
     assert not records.lacks("speed", "ar", CODE, fresh=True)
-    assert records_in(folder, name="3").lacks("speed", "ar", CODE, fresh=True)
+    assert records_in(folder).lacks("speed", "ar", CODE, fresh=True)
     assert all(json.loads(line) for line in (folder / RESULTS).open())
 
 
@@ -80,18 +89,18 @@ def test_results_of_other_calls_are_carried_along(folder: Path, tmp_path: Path) 
     """An output folder that was emptied, and another machine's results, make one file."""
     other, state = tmp_path / "other", tmp_path / "state"
     records_in(other).add("speed", "ar", CODE, {"seconds": 1})
-    records_in(state, name="2").add("speed", "smc", CODE, {"seconds": 2})
-    again = records_in(folder, state, name="3", reads=[other])
+    records_in(state).add("speed", "smc", CODE, {"seconds": 2})
+    again = records_in(folder, state, reads=[other])
     again.add("speed", "exact", CODE, {"seconds": 3})
     stages, calls = read_results(folder)
-    assert (list(stages["speed"]), list(calls)) == (["ar", "smc", "exact"], ["1", "2", "3"])
+    assert (list(stages["speed"]), len(calls)) == (["ar", "smc", "exact"], 3)
     assert (folder / RESULTS).read_text() == (state / RESULTS).read_text()
 
 
 # --- Time, failures, resumption
 
 
-Doing = Callable[[Sequence[str], Attempt], None]
+Doing = Callable[[Attempt], None]
 
 
 def a_case(work: Doing, *parts: str, seconds: float = 1.0, slug: str = "case") -> Case:
@@ -102,32 +111,33 @@ def stage_of(*found: Case, minutes: float = 9.0) -> Stage:
     return Stage("speed", minutes, "a test", lambda: list(found))
 
 
-def all_of_them(missing: Sequence[str], attempt: Attempt) -> None:
+def all_of_them(attempt: Attempt) -> None:
     attempt.started = True
-    for part in missing:
+    for part in attempt.missing:
         attempt.add(part, {"seconds": 1.0})
 
 
-def runner_of(folder: Path, minutes: float = 9.0, name: str = "1", **more: Any) -> Runner:
-    return Runner(records_in(folder, name=name), Clock(minutes), say=lambda _: None, **more)
+def runner_of(folder: Path, minutes: float = 9.0, **more: Any) -> Runner:
+    return Runner(records_in(folder), Clock(minutes), say=lambda _: None, **more)
 
 
 def test_what_has_a_result_is_not_done_again(folder: Path) -> None:
     asked: list[list[str]] = []
 
-    def work(missing: Sequence[str], attempt: Attempt) -> None:
-        asked.append(list(missing))
-        all_of_them(missing[:1] if len(asked) == 1 else missing, attempt)
+    def work(attempt: Attempt) -> None:
+        asked.append(list(attempt.missing))
         if len(asked) == 1:
+            attempt.add("a", {})
             raise KeyboardInterrupt
+        all_of_them(attempt)
 
     case = a_case(work, "a", "b")
     with pytest.raises(KeyboardInterrupt):
         runner_of(folder).run(stage_of(case))
-    for name in ("2", "3"):
-        runner_of(folder, name=name).run(stage_of(case))
+    for _ in range(2):
+        runner_of(folder).run(stage_of(case))
     assert asked == [["a", "b"], ["b"]]
-    runner_of(folder, name="4", fresh=True).run(stage_of(case))
+    runner_of(folder, fresh=True).run(stage_of(case))
     assert asked[2:] == [["a", "b"]]
 
 
@@ -144,17 +154,17 @@ def test_a_failure_is_a_result_and_costs_no_other_part_or_case(
 ) -> None:
     starts: list[list[str]] = []
 
-    def work(missing: Sequence[str], attempt: Attempt) -> None:
-        starts.append(list(missing))
+    def work(attempt: Attempt) -> None:
+        starts.append(list(attempt.missing))
         attempt.started = at is not None
-        for part in missing:
+        for part in attempt.missing:
             if part == (at or part):
                 raise error
             attempt.add(part, {})
 
     cases = a_case(work, "a", "b", "c"), a_case(all_of_them, "next", slug="next")
-    for name in ("1", "2"):  # what has failed is not asked again
-        runner = runner_of(folder, name=name)
+    for _ in range(2):  # what has failed is not asked again
+        runner = runner_of(folder)
         runner.run(stage_of(*cases))
         found = runner.records.of("speed")
         assert {part for part, one in found.items() if "failed" in one} == failed
@@ -170,7 +180,7 @@ def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
     now = [0.0]
     monkeypatch.setattr("speed.runner.time.monotonic", lambda: now[0])
 
-    def hang(missing: Sequence[str], attempt: Attempt) -> None:
+    def hang(attempt: Attempt) -> None:
         attempt.started = True
         now[0] += spent
         raise TimeUpError
@@ -219,11 +229,11 @@ def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.version == "1.1"
     points = {(point.group, point.name) for point in found.entry_points}
     assert points == {(group, name) for group, name, _ in ENTRY_POINTS}
-    machine.preflight(on_gpu=False)
+    run.preflight(on_gpu=False)
     spec = type("Spec", (), {"origin": str(tree / "sglang_smc" / "__init__.py")})
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda _: spec)
     with pytest.raises(BenchError, match="not this tree's"):
-        machine.preflight(on_gpu=False)
+        run.preflight(on_gpu=False)
 
 
 # --- Kernels
@@ -279,7 +289,7 @@ ROUNDS = {"spec_smc_rounds_ct": 3, "spec_smc_replayed_ct": 3}
         (smoke.Kind("a"), {"finish_reason": {"type": "abort"}}, "it ended with"),
         (smoke.Kind("a"), {"completion_tokens": 0}, "it has 0 tokens"),
         (smoke.Kind("a"), {"spec_smc_nan_ct": 1}, "not numbers"),
-        (smoke.Kind("a", asks=smoke.LOGPROBS), {"output_token_logprobs": []}, "0 log-prob"),
+        (smoke.Kind("a", asks=smoke.LOGPROBS), {"output_token_logprobs": []}, "no log-prob"),
     ],
 )
 def test_faults_of_an_answer(kind: smoke.Kind, info: dict[str, Any], fault: str) -> None:
@@ -302,11 +312,12 @@ def test_log_probabilities_are_compared_while_texts_agree() -> None:
 
 
 def test_a_refused_request_is_a_fault_of_its_kind() -> None:
-    engine: Any = type("Refusing", (), {"exchange": lambda *_: {"refused": "no"}})()
+    def refuse(**_: Any) -> None:
+        raise RefusedError("refused: no")
+
+    engine: Any = SimpleNamespace(generate=refuse)
     found = smoke.run_part(engine, "ar", "kinds", [[1]])
     assert found["kinds"] == len(smoke.STOCK) and "plain: refused: no" in found["wrong"]
-    with pytest.raises(EngineError, match="refused: no"):
-        smoke.ask(engine, smoke.STOCK, [[1]])
 
 
 def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
@@ -330,16 +341,16 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     """SGLang's own reading of all keywords, with torch told of a GPU that is not there."""
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, engines.PROFILE_8B), (LARGE, SPEED_70B))
     for pair in (SPEED_8B.pair, SPEED_70B.pair):
-        presets.write_models(pair, tmp_path / "models")
+        write_models(pair, tmp_path / "models")
         head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_head` writes it
         head |= {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": presets.HOT_TOKENS,
+            "draft_vocab_size": HOT_TOKENS,
         }
         dummies.write_model(tmp_path / "models" / pair.name / HEAD, head)
     every = ((case, preset) for found, preset in lists for case in found)
-    places = Places(tmp_path, tmp_path)
-    asked = [launch_of(c.system, preset_of(c, preset), places).arguments for c, preset in every]
+    models = tmp_path / "models"
+    asked = [launch_of(c.system, preset_of(c, preset), models).arguments for c, preset in every]
     asked += [smoke.launch_of(name, "cuda").arguments for name in smoke.ENGINES]
     script = REPOSITORY / "tests" / "pretended_gpu.py"
     told = subprocess.run(
@@ -378,8 +389,8 @@ def a_speed(tokens: float) -> dict[str, Any]:
 def a_profile() -> dict[str, Any]:
     """Rounds of 10 ms, 8 of them in two kernels."""
     sums = [
-        ["draft", "GEMMs", "nvjet | a", 64.0, 0.005],
-        ["target", "attention", "_attend_spans", 32.0, 0.003],
+        ["GEMMs", "nvjet | a", 64.0, 0.005],
+        ["attention", "_attend_spans", 32.0, 0.003],
     ]
     return a_speed(900.0) | {"kernels": {"rounds": 20, "sums": sums}}
 
@@ -416,11 +427,11 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
 
 def test_every_estimate_is_of_something_that_is_measured() -> None:
     """Red where an estimate names a cell that no stage has."""
-    small, large = (
-        {cell.slug: a_speed(900.0) for case in some for cell in case.cells}
-        for some in (SPEED, LARGE)
-    )
-    for line in report.expected(small, large).splitlines()[4:]:
+    rows = []
+    for preset, cases in ((SPEED_8B, SPEED), (SPEED_70B, LARGE)):
+        measured = {cell.slug: a_speed(900.0) for case in cases for cell in case.cells}
+        rows += report.rows_of(measured, cases, preset)
+    for line in report.expected(rows).splitlines()[4:]:
         assert line.split("|")[3].strip(), line
 
 

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trees
 from drafts.run import Drafts
 from intervals import Interval, wilson
-from results import ess_share, interval_cell, resample_rate
+from results import interval_cell, over_rounds, tokens_a_pass
 from scipy.stats import binomtest
 from speed.remote import EngineError
-from steering.report import shown, summaries
-from steering.run import Steering
+from steering.run import Steering, shown, summaries
 from study import PUBLISHED, REPOSITORY
-from support import run, trial
+from support import run
 from support.families import FAMILIES
-from support.trial import Trial
-
-from sglang_smc.tools.demo.serving import tokens_per_pass
+from support.run import Trial
 
 
 def smc_info(completion_tokens: int, rounds: int, resampled: int, ess: float) -> dict[str, Any]:
@@ -44,10 +40,11 @@ def test_wilson_interval_is_scipys(hits: int, n: int) -> None:
 
 def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass() -> None:
     infos = [smc_info(100, rounds=30, resampled=3, ess=8.0), smc_info(20, 10, 7, ess=4.0)]
-    assert ess_share(infos) == pytest.approx((30 * 1.0 + 10 * 0.5) / 40)
-    assert resample_rate(infos) == 10 / 40
-    assert tokens_per_pass([{"completion_tokens": 7}, {"completion_tokens": 31}]) == 1.0
-    assert tokens_per_pass([{"completion_tokens": 1}]) == 0.0, "no decoding pass"
+    assert over_rounds(infos, "spec_smc_ess_mean", "spec_smc_num_particles") == pytest.approx(
+        (30 * 1.0 + 10 * 0.5) / 40
+    )
+    assert over_rounds(infos, "spec_smc_resample_ct", "spec_smc_rounds_ct") == 10 / 40
+    assert tokens_a_pass([{"completion_tokens": 7}, {"completion_tokens": 31}]).mean == 1.0
 
 
 def cells(name: str, line: dict[str, str], scale: float, form: str) -> str:
@@ -80,10 +77,9 @@ def test_pages_say_what_was_published() -> None:
     steered = Steering.report.read(PUBLISHED / "steering")
     assert summaries(shown(steered)) in pages["potentials"]
     assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
-    rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
-    assert trees.markdown(rows) + "\n" == (PUBLISHED / "trees" / "trees.md").read_text()
+    trees = (PUBLISHED / "trees" / "trees.md").read_text()
     made = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
-    for heading, table in (("Measured", made), ("Beside SGLang's trees", trees.markdown(rows))):
+    for heading, table in (("Measured", made), ("Beside SGLang's trees", trees)):
         section = pages["drafts"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         cited = {line for line in section.splitlines() if line.startswith("|")}
         assert len(cited) > 5 and cited <= set(table.splitlines())
@@ -101,7 +97,7 @@ def test_a_refusal_is_read_by_its_flag() -> None:
         "  - --model-path /x has a recurrent state; allowed: others. Choose one.\n"
         "  - --speculative-draft-model-path /y has sparse attention; allowed: others."
     )
-    assert trial._reasons(message) == {
+    assert run._reasons(message) == {
         "--model-path": "a recurrent state",
         "--speculative-draft-model-path": "sparse attention",
     }
@@ -130,21 +126,20 @@ def test_what_becomes_of_a_family(
     left = iter(outcomes)
 
     class Answering:
-        def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
-            answer = {"output_ids": [7], "meta_info": {"spec_accept_rate": 1}}
-            return {"answers": [answer] * len(question["generate"]["input_ids"])}
+        def generate(self, input_ids: list[Any], **_: Any) -> list[Any]:
+            return [{"output_ids": [7], "meta_info": {"spec_accept_rate": 1}}] * len(input_ids)
 
     @contextlib.contextmanager
-    def running(launch: Any, log: Path, patience: float) -> Iterator[Answering]:
+    def running(launch: Any, log: Path) -> Iterator[Answering]:
         if error := next(left):
             log.write_text(f"ValueError: it cannot start\n  - {error}")
             raise EngineError(error)
         yield Answering()
 
-    monkeypatch.setattr(trial, "running", running)
-    monkeypatch.setattr(trial, "save", lambda family, folder: str(folder))
-    monkeypatch.setattr(trial, "_transformers", lambda *_: [[7]] * len(trial.LENGTHS))
-    assert trial.try_family(FAMILIES[0], tmp_path) == (FAMILIES[0].name, *told)
+    monkeypatch.setattr(run, "running", running)
+    monkeypatch.setattr(run, "save", lambda family, folder: str(folder))
+    monkeypatch.setattr(run, "_transformers", lambda *_: [[7]] * len(run.LENGTHS))
+    assert run.try_family(FAMILIES[0], tmp_path) == (FAMILIES[0].name, *told)
     assert next(left, "") == ""
 
 

@@ -219,7 +219,10 @@ def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server whose flushes succeed, and of one that is gone."""
     assert soak.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
     load = {"num_used_tokens": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}
-    told = {"post": lambda: httpx.Response(200), "get": lambda: httpx.Response(200, json=loads)}
+    told = {
+        "post": lambda: httpx.Response(200),
+        "get": lambda: httpx.Response(200, json=loads, request=httpx.Request("GET", "http://x")),
+    }
     loads = {"loads": [load]}
     clock = SimpleNamespace(monotonic=itertools.count(0, 40).__next__, sleep=lambda _: None)
     monkeypatch.setattr(soak, "time", clock)

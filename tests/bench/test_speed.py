@@ -20,8 +20,10 @@ from speed.grid import (
     AR_STOCK,
     BLOCK,
     CHAIN,
+    CPU,
     EXACT,
     NGRAM,
+    PRESETS,
     SIMULATED_ACCEPTANCE,
     TREE,
     Cell,
@@ -29,11 +31,11 @@ from speed.grid import (
     System,
     cells,
     environment,
+    quick,
     settings,
     systems,
 )
 from speed.measure import WARM_UP_TOKENS, work
-from speed.presets import CPU, PRESETS, quick
 from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
@@ -52,7 +54,7 @@ class Bench(Caller):
     breaks_at: int | None = None
 
     @contextlib.contextmanager
-    def running(self, launch: Launch, log: Path, patience: float) -> Iterator[FakeEngine]:
+    def running(self, launch: Launch, log: Path) -> Iterator[FakeEngine]:
         slug = log.stem.removeprefix("speed-")
         system = SYSTEMS["ar" if slug.endswith("-beside") else slug]
         self.started.append(slug)
@@ -76,7 +78,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench(speed.main, tmp_path / "out")
     monkeypatch.setattr(measure, "running", found.running)
     monkeypatch.setattr(measure, "write_models", lambda *_, **__: None)
-    monkeypatch.setattr(results, "PUBLISHED", tmp_path / "published")
+    monkeypatch.setattr(speed, "PUBLISHED", tmp_path / "published")
     for module in (results, speed):
         monkeypatch.setattr(module, "provenance", lambda asked: {**ORIGIN, "settings": asked})
     monkeypatch.setattr(
@@ -219,7 +221,7 @@ def result_of(cell: Cell) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rows() -> list[CellRow]:
     """Every cell of the CPU preset."""
-    every = cells(ANY_CPU)
+    every = cells(ANY_CPU, ANY_CPU.batches, ANY_CPU.prompts)
     return make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU, MACHINE)
 
 

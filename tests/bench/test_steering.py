@@ -1,19 +1,22 @@
 """The study of steering: its potentials, its choices, what a run keeps, its tables and its page."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import MAX_PROBLEMS, Reply, Request
+from answers import MAX_PROBLEMS
+from answers import tokenizer as load_tokenizer
 from pair.task import held_out
-from speed_stand_ins import Runner, leave_out_what_takes_seconds
+from speed_stand_ins import Replying, Runner
 from steering import run as steering
-from steering.grid import PARTICLES, POTENTIALS
 from steering.judge import Judge
-from steering.report import (
+from steering.run import (
     MARKS,
+    PARTICLES,
+    POTENTIALS,
+    Steering,
     best,
     drawn,
     number_of,
@@ -21,9 +24,7 @@ from steering.report import (
     summaries,
     voted,
 )
-from steering.run import Steering
 from steering.steps import Steps, wrong_steps
-from study import REPOSITORY
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.tools.testing import check_potential
@@ -58,9 +59,7 @@ def texts(potential: Potential, tokenizer: Any, count: int) -> list[Text]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(REPOSITORY / "bench" / "pair" / "target")
+    return load_tokenizer()
 
 
 @pytest.mark.parametrize("kind", [Steps, Judge])
@@ -102,7 +101,7 @@ def test_a_draw_follows_weights() -> None:
 # --- A run
 
 
-def replying(tokenizer: Any) -> Callable[[str, Request], Reply]:
+def replying(tokenizer: Any) -> Replying:
     """Right in all even problems; particles are right but for the last, which weighs nothing."""
 
     def particle(text: str, weight: float) -> dict[str, Any]:
@@ -110,17 +109,17 @@ def replying(tokenizer: Any) -> Callable[[str, Request], Reply]:
         ids = tokenizer(text)["input_ids"]
         return {"weight": weight, "output_ids": ids + [tokenizer.eos_token_id] * (10 - len(ids))}
 
-    def reply(engine: str, entry: Request) -> Reply:
-        right, wrong = f"#### {entry.item.number}", "#### -1"
+    def reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
+        right, wrong = f"#### {held_out(index).number}", "#### -1"
         info: dict[str, Any] = {"completion_tokens": 10}
-        smc = entry.sampling_params.get("custom_params", {}).get("smc")
+        smc = params.get("custom_params", {}).get("smc")
         if smc:
             count = smc["num_particles"]
             info["spec_verify_ct"] = 3
             alike = [particle(right, 1 / (count - 1))] * (count - 1)
             info["spec_smc_particles"] = [*alike, particle(wrong, 0.0)]
-        text = right if smc or entry.index % 2 == 0 else wrong
-        return Reply(entry.index, text, [5] * 10, info)
+        text = right if smc or index % 2 == 0 else wrong
+        return {"text": text, "output_ids": [5] * 10, "meta_info": info}
 
     return reply
 
@@ -140,22 +139,18 @@ class _NoArgs(Constant):
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, Steering, tmp_path)
     page = tmp_path / "steering.md"
     page.write_text("Before.\n{}\nold\n{}\nBehind.\n".format(*MARKS))
     monkeypatch.setattr(steering, "PAGE", page)
-    words = ("--problems", "4")
-    potentials = {"steps": Constant(), "judge": _NoArgs()}
-    return Runner(Steering, tmp_path / "out", replying(tokenizer), words, opened=lambda: potentials)
+    monkeypatch.setattr(steering, "shipped", lambda: {"steps": Constant(), "judge": _NoArgs()})
+    return Runner(Steering, tmp_path, monkeypatch, replying(tokenizer), ("--problems", "4"))
 
 
 def test_a_whole_run_is_published(bench: Runner) -> None:
     """Red where cells are lost, samples share a seed, or some tokens are not counted."""
     assert bench("--publish") == 0
-    engines = ["plain target", "smc target", "smc target itself"]
-    assert bench.started == engines
-    first = [entry for engine, entry in bench.asked if engine == engines[0]]
-    seeds = [entry.sampling_params["sampling_seed"] for entry in first]
+    assert bench.started == ["target", "target+draft", "target+target"]
+    seeds = [one["sampling_seed"] for engine, one in bench.asked if engine == "target"]
     assert len(set(seeds)) == len(seeds) == 4 * max(PARTICLES)
     assert {seed % MAX_PROBLEMS for seed in seeds} == {0, 1, 2, 3}
     rows = bench.rows()

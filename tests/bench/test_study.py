@@ -1,24 +1,20 @@
-"""What every study rests on: it goes on where it stopped, and never mixes two measurements.
+"""The frame of the studies: it goes on where it stopped, and never mixes two measurements.
 
 Of the fidelity study, whose frame the others share.
 """
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import study
-from answers import Reply, Request
 from drafts.run import Drafts
-from fidelity.grid import cells
-from fidelity.run import Fidelity
-from speed_stand_ins import Runner, canned_scores, graded_reply, leave_out_what_takes_seconds
+from fidelity import scoring
+from fidelity.run import Fidelity, cells
+from speed_stand_ins import Runner, canned_scores, graded_reply
 from steering.run import Steering
 from study import BenchError, Log, code_fingerprint, matching
-from trees import Trees
 
 EVERY = cells((0.7,))
 WORDS = ("--problems", "6", "--temperatures", "0.7")
@@ -31,13 +27,13 @@ def code(name: str) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, Fidelity, tmp_path)
     monkeypatch.setattr(Fidelity, "fingerprint", code("mine"))
-    return Runner(Fidelity, tmp_path / "out", graded_reply, WORDS, score=canned_scores)
+    monkeypatch.setattr(scoring, "score", canned_scores)
+    return Runner(Fidelity, tmp_path, monkeypatch, graded_reply, WORDS)
 
 
-def numbers(run: Runner, slug: str, folder: str = "answers") -> list[int]:
-    lines = (run.folder / folder / f"{slug}.jsonl").read_text().splitlines()
+def numbers(run: Runner, slug: str) -> list[int]:
+    lines = (run.folder / "answers" / f"{slug}.jsonl").read_text().splitlines()
     return sorted(json.loads(line)["index"] for line in lines[1:])
 
 
@@ -47,7 +43,7 @@ def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(run: Ru
     assert missing in run.said
     assert not run.published()
     assert run("--publish", "--fresh") == 0
-    assert run.started == ["target", "draft", "smc"]
+    assert run.started == ["target", "draft", "target+draft"]
     assert len(run.asked) == 6 * len(EVERY)
     assert all((run.folder / name).stat().st_size > 0 for name in Fidelity.report.files)
     origin = json.loads((run.folder / "provenance.json").read_text())
@@ -62,22 +58,21 @@ def test_an_interrupted_run_goes_on(run: Runner, last: int) -> None:
     first = run.asked
     assert len(first) == last
     assert run("--only", "smc-*") == 0
-    again = [(one.index, str(one.sampling_params)) for _, one in first + run.asked]
+    again = [str(params) for _, params in first + run.asked]
     assert len(again) == len(set(again)) == 6 * len(matching(EVERY, ["smc-*"]))
     assert run("--only", "smc-*") == 0
     assert (run.asked, run.started) == ([], [])
     assert numbers(run, "smc-c0-t0.7") == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("folder", ["answers", "scores"])
 @pytest.mark.parametrize("num_bytes", [-1, -40, 5])
-def test_a_line_that_a_kill_cut_is_measured_again(run: Runner, num_bytes: int, folder: str) -> None:
+def test_a_line_that_a_kill_cut_is_measured_again(run: Runner, num_bytes: int) -> None:
     """The header, too."""
     run("--only", "exact-*")
-    path = run.folder / folder / "exact-t0.7.jsonl"
+    path = run.folder / "answers" / "exact-t0.7.jsonl"
     path.write_bytes(path.read_bytes()[:num_bytes])
     assert run("--only", "exact-*") == 0
-    assert numbers(run, "exact-t0.7", folder) == [0, 1, 2, 3, 4, 5]
+    assert numbers(run, "exact-t0.7") == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_was_measured_otherwise_is_refused(
@@ -99,10 +94,10 @@ def test_what_was_measured_otherwise_is_refused(
 def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
     """Answers that came before are kept, and the row is of a complete cell alone."""
 
-    def refuse(engine: str, entry: Request) -> Reply:
-        if entry.index == 2:
+    def refuse(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
+        if index == 2:
             raise BenchError("The engine refused it.")
-        return graded_reply(engine, entry)
+        return graded_reply(engine, index, params)
 
     run.reply = refuse
     assert run("--only", "ar-target*") == 1
@@ -117,7 +112,6 @@ def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "models"),
     [
-        (Fidelity, "target", ["target"]),
         (Fidelity, "draft", ["draft"]),
         (Fidelity, "smc", ["target", "draft"]),
         (Drafts, "target", ["target"]),
@@ -128,29 +122,14 @@ def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
         (Steering, "smc draft", ["draft", "draft"]),
         (Steering, "smc target", ["target", "draft"]),
         (Steering, "smc target itself", ["target", "target"]),
-        (Trees, "SMC with the EAGLE-3 head", ["target", "eagle3"]),
     ],
 )
-def test_engines_are_of_their_models_and_end(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, models: list[str]
-) -> None:
-    """And know nothing of earlier answers, which n-gram matches would find."""
-    seen: list[Any] = []
-
-    def engine(**keywords: Any) -> Any:
-        paths = (keywords.get(key) for key in ("model_path", "speculative_draft_model_path"))
-        seen.append([Path(path).name for path in paths if path])
-        is_plain = name.startswith(("target", "draft", "plain"))
-        assert ("speculative_algorithm" in keywords) == (not is_plain)
-        manager, loop = SimpleNamespace(tokenizer=None), SimpleNamespace()
-        done = {"flush_cache": "flushed", "shutdown": "ended"}
-        told = {call: lambda word=word: seen.append(word) for call, word in done.items()}
-        return SimpleNamespace(tokenizer_manager=manager, loop=loop, **told)
-
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
-    with kind(kind.parser().parse_args([])).running(name) as asker:
-        assert list(asker.ask([])) == []
-    assert seen == [models, "flushed", "ended"]
+def test_engines_are_of_their_models(kind: Any, name: str, models: list[str]) -> None:
+    found = kind(kind.parser().parse_args([])).launch(name).arguments
+    paths = (found.get(key) for key in ("model_path", "speculative_draft_model_path"))
+    assert [Path(path).name for path in paths if path] == models
+    is_plain = name.startswith(("target", "draft", "plain"))
+    assert ("speculative_algorithm" in found) == (not is_plain)
 
 
 def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:
