@@ -163,7 +163,7 @@ class Study(ABC, Generic[C, A]):
     name: ClassVar[str]
     about: ClassVar[str]
     problems: ClassVar[int] = 200
-    kind: ClassVar[type] = Record
+    kind: ClassVar[type]
     report: ClassVar[Report]
     note: ClassVar[Callable[[Mapping[str, Any]], str]]
 
@@ -251,22 +251,18 @@ class Study(ABC, Generic[C, A]):
             "max_new_tokens": MAX_TOKENS,
         }
 
-    def seed_of(self, cell: C, sample: int, index: int) -> int:
-        """Return the seed of an answer: by default the number of its problem."""
-        return index
-
-    def stored(self, cell: C, reply: Reply, sample: int) -> Any:
+    @abstractmethod
+    def stored(self, cell: C, reply: Reply, sample: int) -> A:
         """Return what is stored of a reply."""
-        return grade(reply)
 
     # All have these in common
 
     def request_of(self, cell: C, sample: int, index: int) -> Request:
-        """Return the request of a sample of problem ``index``."""
+        """Return the request of a sample of problem ``index``, whose seed is its number."""
         params: dict[str, Any] = {
             "temperature": cell.temperature,
             "max_new_tokens": MAX_TOKENS,
-            "sampling_seed": self.seed_of(cell, sample, index),
+            "sampling_seed": index + MAX_PROBLEMS * sample,
         }
         if cell.smc is not None:
             params["custom_params"] = {"smc": cell.smc}
@@ -299,9 +295,8 @@ class Study(ABC, Generic[C, A]):
 
     def _answer(self) -> None:
         """Complete the selected cells, starting each needed engine once."""
-        missing = {cell: len(self.missing(cell)) for cell in self.selected}
-        todo = [cell for cell in self.selected if missing[cell]]
-        with bar(total=sum(missing.values()), unit="answer", disable=not todo) as progress:
+        todo = {cell: n for cell in self.selected if (n := len(self.missing(cell)))}
+        with bar(total=sum(todo.values()), unit="answer", disable=not todo) as progress:
             for engine, group in groupby(todo, key=lambda cell: cell.engine):
                 progress.set_description_str(f"starting the engine: {engine}")
                 with running(self.launch(engine), self.options.output_dir / LOG) as remote:
@@ -318,8 +313,9 @@ class Study(ABC, Generic[C, A]):
             asked = [self.request_of(cell, *pair) for pair in group]
             work = Work([prompt_ids(r.item) for r in asked], [r.sampling_params for r in asked])
             for found in engine.each(work):
-                told = (found[name] for name in ("text", "output_ids", "meta_info"))
-                yield self.stored(cell, Reply(asked[found["place"]], *told), sample)
+                one = asked[found["place"]]
+                reply = Reply(one, found["text"], found["output_ids"], found["meta_info"])
+                yield self.stored(cell, reply, sample)
 
     def complete(self) -> dict[C, list[A]]:
         """Return the answers of cells completed by this run or an earlier one like it."""

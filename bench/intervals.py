@@ -41,8 +41,8 @@ def paired_ratio_difference(
     ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
 ) -> Interval:
     """Return our ratio of sums minus the reference's, over the same problems in order, ``[n]``."""
-    one, other = _linearized(*ours), _linearized(*reference)
-    return _around(one[0] - other[0], one[1] - other[1])
+    (one, its), (other, their) = _linearized(*ours), _linearized(*reference)
+    return _around(one - other, its - their)
 
 
 def _linearized(
@@ -138,9 +138,32 @@ def watched_tilt(meta_infos: Sequence[Mapping[str, Any]]) -> Interval | None:
 # --- Speeds, of a few repeats
 
 
+class _Mean(NamedTuple):
+    """A mean of n repeats; of one the variance is infinite."""
+
+    mean: float
+    variance: float
+    freedom: float
+    n: int
+
+    def interval(self) -> Interval:
+        """Return the mean with Student's interval."""
+        from scipy.stats import t as student  # slow to import
+
+        half = math.inf
+        if self.variance < math.inf:
+            half = float(student.ppf(0.975, self.freedom)) * math.sqrt(self.variance)
+        return Interval(self.mean, self.mean - half, self.mean + half, self.n)
+
+
+def _mean(values: Sequence[float]) -> _Mean:
+    n = len(values)
+    return _Mean(fmean(values), variance(values) / n if n > 1 else math.inf, n - 1, n)
+
+
 def mean_of(values: Sequence[float]) -> Interval:
     """Return the mean of one or more repeats with Student's interval; one has no bounds."""
-    return _student(*_moments(values))
+    return _mean(values).interval()
 
 
 def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval:
@@ -148,26 +171,13 @@ def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval
 
     Welch's degrees of freedom are those of a difference of two independent means.
     """
-    mean, spread, freedom, n = _moments(logs)
+    ours = _mean(logs)
     if others:
-        theirs = _moments(others)
-        total, n = spread + theirs[1], min(n, theirs[3])
-        both = ((spread, freedom), theirs[1:3])
-        below = sum(one**2 / free for one, free in both if free)
-        freedom = total**2 / below if 0 < total < math.inf else min(freedom, theirs[2])
-        mean, spread = mean - theirs[0], total
-    middle, low, high, _ = _student(mean, spread, freedom, n)
+        theirs = _mean(others)
+        total = ours.variance + theirs.variance
+        below = sum(one.variance**2 / one.freedom for one in (ours, theirs) if one.freedom)
+        is_known = 0 < total < math.inf
+        freedom = total**2 / below if is_known else min(ours.freedom, theirs.freedom)
+        ours = _Mean(ours.mean - theirs.mean, total, freedom, min(ours.n, theirs.n))
+    middle, low, high, n = ours.interval()
     return Interval(math.exp(middle), math.exp(low), math.exp(min(high, 700.0)), n)
-
-
-def _moments(values: Sequence[float]) -> tuple[float, float, float, int]:
-    """Return the mean, its variance, infinite for a single value, its freedom and number."""
-    n = len(values)
-    return fmean(values), variance(values) / n if n > 1 else math.inf, n - 1, n
-
-
-def _student(mean: float, spread: float, freedom: float, n: int) -> Interval:
-    from scipy.stats import t as student  # slow to import
-
-    half = student.ppf(0.975, freedom) * math.sqrt(spread) if spread < math.inf else math.inf
-    return Interval(mean, mean - float(half), mean + float(half), n)

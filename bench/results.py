@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import platform
 import subprocess
@@ -50,24 +49,19 @@ def by_temperature(rows: Iterable[Any]) -> dict[str, list[Any]]:
 # --- Rows, dataclasses of numbers and intervals, as files
 
 R = TypeVar("R")
-NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def flat(row: Any) -> dict[str, Any]:
-    """Return a row without nesting: a computed label, and each interval in four columns."""
-    made = isinstance(getattr(type(row), "label", None), property)
-    content: dict[str, Any] = {"label": row.label} if made else {}
+    """Return a row without nesting: each interval in four columns."""
+    content: dict[str, Any] = {}
     for field in fields(row):
-        name, value = field.name, getattr(row, field.name)
+        value = getattr(row, field.name)
         if "Interval" in str(field.type):
-            parts = value or (None,) * len(Interval._fields)
-            content |= {
-                f"{name}_{key}": part for key, part in zip(Interval._fields, parts, strict=True)
-            }
+            names = (f"{field.name}_{part}" for part in Interval._fields)
+            content |= dict(zip(names, value or (None,) * 4, strict=True))
         else:
-            content[name] = value
-    six_digits = "{:.6g}".format
-    return {k: float(six_digits(v)) if isinstance(v, float) else v for k, v in content.items()}
+            content[field.name] = value
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in content.items()}
 
 
 def _row(kind: type[R], line: Mapping[str, str]) -> R:
@@ -85,7 +79,7 @@ def _row(kind: type[R], line: Mapping[str, str]) -> R:
 
 
 def _number(text: str) -> Any:
-    return NUMBERS[text] if text in NUMBERS else json.loads(text or "null")
+    return float(text) if text in ("inf", "-inf", "nan") else json.loads(text or "null")
 
 
 @dataclass(frozen=True)
@@ -159,9 +153,9 @@ def interval_cell(value: Interval | None, form: str, scale: float = 1.0) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def number_cell(value: float | None, form: str, missing: str = "") -> str:
-    """Return a number as a table cell."""
-    return missing if value is None else format(value, form)
+def number_cell(value: float | None, form: str) -> str:
+    """Return a number as a table cell, empty for None."""
+    return "" if value is None else format(value, form)
 
 
 def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # The benchmarks import these from here.
-from sglang_smc.tools.commands import ScriptError
-from sglang_smc.tools.commands import as_script as as_script
-from sglang_smc.tools.commands import bar as bar
-from sglang_smc.tools.commands import main_of as main_of
-from sglang_smc.tools.commands import number as number
-from sglang_smc.tools.commands import positive as positive
+from sglang_smc.tools.commands import ScriptError, as_script, bar, main_of, number, positive
 
+__all__ = ("as_script", "bar", "main_of", "number", "positive")
 FORMAT = 3
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAIR = REPOSITORY / "bench" / "pair"
@@ -73,8 +69,7 @@ def copy(paths: Iterable[Path], folder: Path) -> None:
 def write_between(page: Path, marks: tuple[str, str], text: str) -> None:
     """Replace what a page has between two marks."""
     before, _, rest = page.read_text().partition(marks[0])
-    after = rest.partition(marks[1])[2]
-    page.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}")
+    page.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
 
 
 def prepare_folder(folder: Path) -> None:

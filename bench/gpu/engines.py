@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu.rounds import kernels_in, summed
 from speed.grid import (
     ADAPTIVE,
     AR,
@@ -31,6 +33,8 @@ from speed.grid import (
 )
 from speed.measure import EngineCase, work
 from speed.remote import RemoteEngine
+from speed.runner import Entry
+from study import BenchError
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.plan.shapes import ModelShape
@@ -107,11 +111,30 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
     ]
 
 
-def profile(engine: RemoteEngine, cell: Cell, preset: Preset) -> dict[str, Any]:
+def profile(engine: RemoteEngine, cell: Cell, preset: Preset) -> Entry:
     """Return the kernels of a cell's rounds; none on a CPU."""
     if preset.device == "cpu":
         return {}
     with tempfile.TemporaryDirectory() as folder:
         engine.exchange({"profile": {"output_dir": folder, **PROFILE_OPTIONS}})
         engine.ask(work(cell, "profile", preset))
-        return {"kernels": summed(kernels_in(Path(folder)), PROFILED_ROUNDS)}
+        return {"kernels": kernels_in(Path(folder))}
+
+
+def kernels_in(folder: Path) -> list[tuple[str, float, float]]:
+    """Return name, launches and ms a round of each kernel, from SGLang's trace of decoding."""
+    traces = list(folder.glob("*DECODE*.json.gz"))
+    if len(traces) != 1:
+        raise BenchError(f"SGLang's profiler wrote {len(traces)} traces of decoding, not one.")
+    with gzip.open(traces[0]) as file:
+        events = json.load(file)["traceEvents"]
+    launches: Counter[str] = Counter()
+    micro: Counter[str] = Counter()
+    for one in events:
+        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            launches[one["name"]] += 1
+            micro[one["name"]] += one["dur"]
+    return [
+        (name, launches[name] / PROFILED_ROUNDS, total / 1000 / PROFILED_ROUNDS)
+        for name, total in micro.most_common()
+    ]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from speed.remote import end_group
-from speed.runner import Attempt, Case, Entry, Places
+from speed.runner import Attempt, Case, Entry
 from study import REPOSITORY, code_fingerprint, digest
 
 FOLDER = "tests/kernels"
@@ -27,11 +27,11 @@ PYTEST = (sys.executable, "-P", "-m", "pytest", "-q", "-rfE", "-p", "no:cachepro
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 
-def kernel_cases(places: Places) -> list[Case]:
+def kernel_cases(work: Path) -> list[Case]:
     """Return one case; its parts are the test files."""
     code = {**code_fingerprint(), "tests": digest((REPOSITORY / "tests").rglob("*.py"))}
     files = test_files()
-    run = partial(run_files, places.logs)
+    run = partial(run_files, work / "logs")
     return [Case("tests", dict.fromkeys(files, code), SECONDS, run, " ".join([*PYTEST, *files]))]
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import rounds
-from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B, system_of
+from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B, system_of
 from gpu.smoke import DEFAULT
 from intervals import Interval
 from results import markdown_table, number_cell
@@ -22,6 +21,7 @@ from sglang_smc.tools.plan.devices import named
 
 DEVICE = "h200"
 GIB = 1 << 30
+LARGEST = 25  # kernels of a table
 
 
 def write_report(raw: Path, folder: Path) -> str:
@@ -156,15 +156,18 @@ def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
 
 
 def profiled(parts: Results) -> str:
-    """Return the parts of a round, and its largest kernels."""
-    cells = [cell for case in PROFILE for cell in case.cells]
-    found = {c: parts[c.slug] for c in cells if "round_ms" in parts.get(c.slug, {})}
-    if not found:
-        return "\n".join(failures(parts))
-    tables = [rounds.markdown(found).rstrip()]
-    headers = ("kernel", "does", "launches a round", "ms a round")
-    for cell, one in found.items():
-        lines = rounds.largest(one)
-        if lines:
-            tables.append(f"**{cell.name}**\n\n{markdown_table(headers, lines)}")
-    return "\n\n".join(["## Where a round goes", *tables, *failures(parts)])
+    """Return the largest kernels of each profiled round, and the time without any."""
+    tables = []
+    for name, one in parts.items():
+        kernels = [(kernel, count, ms) for kernel, count, ms in one.get("kernels", ())]
+        if kernels:
+            gaps = one["round_ms"] - sum(ms for *_, ms in kernels)
+            lines = [
+                [f"`{kernel[:70].replace('|', '/')}`", f"{count:g}", f"{ms:.3f}"]
+                for kernel, count, ms in kernels[:LARGEST]
+            ]
+            told = f"**{name}**: {one['round_ms']:.2f} ms a round, {gaps:.2f} of it no kernel's"
+            headers = ("kernel", "launches a round", "ms a round")
+            tables.append(f"{told}\n\n{markdown_table(headers, lines)}")
+    tables += failures(parts)
+    return "\n\n".join(["## Where a round goes", *tables]) if tables else ""

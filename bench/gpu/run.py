@@ -28,7 +28,7 @@ from gpu.smoke import smoke_cases
 from results import provenance
 from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
-from speed.runner import PATIENCE, Case, Clock, Places, Records, Runner, Stage
+from speed.runner import PATIENCE, Case, Clock, Records, Runner, Stage
 from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
@@ -40,16 +40,16 @@ SLOWER_ON_A_CPU = 5
 NEEDED = ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm")
 
 
-def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
+def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
     """Return the stages, the most useful first."""
 
     def cases(some: Sequence[EngineCase], preset: Preset, more: More | None = None) -> list[Case]:
         if not on_gpu:
             some, preset = engines.on_a_cpu(some), engines.TINY
-        return engine_cases(some, preset, places, more=more)
+        return engine_cases(some, preset, work, more=more)
 
-    smoke = partial(smoke_cases, places, device="cuda" if on_gpu else "cpu")
-    kernels = partial(kernel_cases, places)
+    smoke = partial(smoke_cases, work, device="cuda" if on_gpu else "cpu")
+    kernels = partial(kernel_cases, work)
     profile = partial(cases, engines.PROFILE, engines.PROFILE_8B, engines.profile)
     large = partial(cases, engines.LARGE, engines.SPEED_70B)
     found = (
@@ -105,13 +105,12 @@ def run(options: argparse.Namespace) -> int:
         folder = options.out.parent if options.out == RAW else options.out
         print(write_report(options.out, folder))
         return 0
-    places, on_gpu = Places(options.out, options.state), not options.dry_run
-    status = 0 if options.list else measure(options, places)
+    on_gpu, status = not options.dry_run, 0 if options.list else measure(options)
     if options.dry_run and not options.list:
         print("\nWhat a GPU machine would start:")
         on_gpu = True
     if options.list or options.dry_run:
-        show([one for one in stages(places, on_gpu=on_gpu) if one.name in options.stages])
+        show([one for one in stages(options.state, on_gpu=on_gpu) if one.name in options.stages])
     return status
 
 
@@ -133,13 +132,13 @@ def preflight(*, on_gpu: bool) -> None:
         raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
 
 
-def measure(options: argparse.Namespace, places: Places) -> int:
+def measure(options: argparse.Namespace) -> int:
     """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
     clock, began = Clock(options.minutes - options.spent / 60), time.monotonic()
     preflight(on_gpu=not options.dry_run)
     reads = [] if options.dry_run else [RAW]
     runner = Runner(
-        Records([options.out, places.work], reads, provenance({"stages": options.stages})),
+        Records([options.out, options.state], reads, provenance({"stages": options.stages})),
         clock,
         options.only,
         options.fresh,
@@ -147,12 +146,13 @@ def measure(options: argparse.Namespace, places: Places) -> int:
         patience=PATIENCE * (SLOWER_ON_A_CPU if options.dry_run else 1),
     )
     try:
-        for stage in stages(places, on_gpu=not options.dry_run):
+        for stage in stages(options.state, on_gpu=not options.dry_run):
             if stage.name in options.stages:
                 runner.run(stage)
     finally:
-        places.logs.mkdir(parents=True, exist_ok=True)
-        shutil.make_archive(str(options.out / "logs"), "gztar", places.logs)
+        logs = options.state / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        shutil.make_archive(str(options.out / "logs"), "gztar", logs)
     told = f"left for another call: {', '.join(runner.left)}" if runner.left else "all done"
     print(f"{told}; results are in {options.out}/")
     return 3 if runner.left else 0

@@ -15,7 +15,7 @@ from pair.task import check, held_out
 from results import gpu
 from speed.grid import DRAFT, TARGET, Launch, write_models
 from speed.remote import RefusedError, RemoteEngine, Work, running
-from speed.runner import Attempt, Case, Entry, Places
+from speed.runner import Attempt, Case, Entry
 from study import PAIR, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
@@ -35,10 +35,10 @@ REFERENCE, SAME = "smc-torch", "log-probabilities"
 Prompts = Sequence[Sequence[int]]
 
 
-def smoke_cases(places: Places, *, device: str) -> list[Case]:
+def smoke_cases(work: Path, *, device: str) -> list[Case]:
     """Return a server with default settings, then an engine for each way to run rounds."""
     engines = [name for name in ENGINES if device != "cpu" or name in ON_A_CPU]
-    return [default_case(places, device), *(_case(name, places, device) for name in engines)]
+    return [default_case(work, device), *(_case(name, work, device) for name in engines)]
 
 
 # --- Kinds of requests, and the invariants of their answers
@@ -133,9 +133,9 @@ CHAT = Work(
 )
 
 
-def default_case(places: Places, device: str) -> Case:
+def default_case(work: Path, device: str) -> Case:
     """Return the case of 8B + 1B, or of the shipped pair on a CPU; it sizes its pool itself."""
-    folder = PAIR if device == "cpu" else places.models / SPEED_8B.pair.name
+    folder = PAIR if device == "cpu" else work / "models" / SPEED_8B.pair.name
     arguments = {
         "model_path": str(folder / TARGET),
         "speculative_draft_model_path": str(folder / DRAFT),
@@ -143,16 +143,16 @@ def default_case(places: Places, device: str) -> Case:
         **({} if device == "cpu" else {"load_format": "dummy"}),
     }
     launch, identity = Launch(arguments), {"default": len(arguments), **code_fingerprint()}
-    run = partial(run_default, launch, places, device)
+    run = partial(run_default, launch, work, device)
     return Case(DEFAULT, {DEFAULT: identity}, DEFAULT_SECONDS, run, str(launch))
 
 
-def run_default(launch: Launch, places: Places, device: str, attempt: Attempt) -> None:
+def run_default(launch: Launch, work: Path, device: str, attempt: Attempt) -> None:
     """Record its start, its memory and one chat request, the second: the first may compile."""
     if device != "cpu":
-        write_models(SPEED_8B.pair, places.models)
+        write_models(SPEED_8B.pair, work / "models")
     began = time.monotonic()
-    with running(launch, places.logs / f"{DEFAULT}.log") as engine:
+    with running(launch, work / "logs" / f"{DEFAULT}.log") as engine:
         attempt.started = True
         seconds = time.monotonic() - began
         (told, *_) = engine.exchange({"info": True})["info"]
@@ -191,7 +191,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 ON_A_CPU = (REFERENCE, "ar")
 
 
-def _case(name: str, places: Places, device: str) -> Case:
+def _case(name: str, work: Path, device: str) -> Case:
     launch = launch_of(name, device)
     identity = {"tests": digest([Path(__file__)]), **code_fingerprint(), "engine": launch.settings}
     parts = ("answers", "kinds", "all kinds at once")
@@ -200,7 +200,7 @@ def _case(name: str, places: Places, device: str) -> Case:
         name,
         {f"{name} {part}": identity for part in parts},
         START_SECONDS + (COMPILE_SECONDS if name == REFERENCE else 0.0),
-        partial(run_engine, name, launch, places),
+        partial(run_engine, name, launch, work),
         str(launch),
     )
 
@@ -232,10 +232,10 @@ def launch_of(name: str, device: str) -> Launch:
     return Launch(arguments)
 
 
-def run_engine(name: str, launch: Launch, places: Places, attempt: Attempt) -> None:
+def run_engine(name: str, launch: Launch, work: Path, attempt: Attempt) -> None:
     """Run the missing parts of one engine."""
     prompts = [prompt_ids(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
-    with running(launch, places.logs / f"smoke-{name}.log") as engine:
+    with running(launch, work / "logs" / f"smoke-{name}.log") as engine:
         attempt.started = True
         for one in attempt.missing:
             found = run_part(engine, name, one.removeprefix(f"{name} "), prompts)

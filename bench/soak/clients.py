@@ -59,9 +59,9 @@ def failed(request: Request, problem: str) -> list[Ending]:
     return [Ending(request, 0, "failed", problem=problem)]
 
 
-def unheard(request: Request, reason: str = "left") -> list[Ending]:
+def unheard(request: Request) -> list[Ending]:
     """Return the endings of a request of which nothing came."""
-    return [Ending(request, index, reason) for index in range(request.n)]
+    return [Ending(request, index, "left") for index in range(request.n)]
 
 
 def ending(request: Request, index: int, answer: dict[str, Any], *, left: bool = False) -> Ending:
@@ -184,15 +184,22 @@ async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
     Raises:
         httpx.HTTPError: the server does not respond.
     """
-    send = _ask
     if request.leaves == "half":
-        send = _break_off
-    elif request.stream and request.leaves != "unheard":
-        send = _stream
+        return await _break_off(client, request)
+    by_time = request.leaves == "unheard" or not request.stream
+    aborts, aborting = request.leaves == "abort", None
+    if aborts and by_time:
+        aborting = asyncio.create_task(_abort(client, request, request.after))
+    patience = request.after if request.leaves and by_time and not aborts else None
     try:
-        return await send(client, request)
+        return await asyncio.wait_for(_answers(client, request), patience)
+    except asyncio.TimeoutError:
+        return unheard(request)
     except (LookupError, TypeError, ValueError) as error:
         return failed(request, f"cannot be read: {type(error).__name__}: {error}")
+    finally:
+        if aborting is not None:
+            aborting.cancel()
 
 
 async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending]:
@@ -210,32 +217,8 @@ async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending
     return unheard(request)
 
 
-async def _ask(client: httpx.AsyncClient, request: Request) -> list[Ending]:
-    sent = asyncio.create_task(client.post("/generate", json=request.body))
-    if request.leaves is not None:
-        await asyncio.wait([sent], timeout=request.after)
-        if not sent.done() and request.leaves != "abort":
-            sent.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sent
-            return unheard(request)
-        if not sent.done():
-            await _abort(client, request)
-    answer = await sent
-    if request.stream:  # set to disconnect, but the complete stream came first
-        return unheard(request)
-    if answer.status_code == NEVER_BEGUN and request.leaves == "abort":
-        return unheard(request, "abort")
-    if answer.status_code != 200:
-        return failed(request, f"HTTP {answer.status_code}: {answer.text}")
-    found = answer.json()
-    answers = found if request.n > 1 else [found]
-    if len(answers) != request.n:
-        return failed(request, f"{len(answers)} answers of {request.n}")
-    return [ending(request, index, answer) for index, answer in enumerate(answers)]
-
-
-async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+async def _answers(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    """Return the endings of a request, of a stream those at the chunk where its client leaves."""
     last: dict[int, dict[str, Any]] = {}
     undisturbed: dict[int, list[int]] = {}
     num_chunks, left = 0, False
@@ -243,27 +226,26 @@ async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
         async for chunk in chunks:
             if "error" in chunk:
                 return failed(request, chunk["error"]["message"])
-            index = chunk.get("index", 0)
+            index, info = chunk.get("index", 0), chunk["meta_info"]
             if index in last and (problem := _join(last[index], chunk)):
                 return failed(request, problem)
             last[index], num_chunks = chunk, num_chunks + 1
-            if chunk["meta_info"].get("num_retractions") == 0:
+            if info.get("num_retractions") == 0:
                 undisturbed[index] = chunk["output_ids"]
-            is_late = request.leaves == "disconnect" and chunk["meta_info"]["finish_reason"]
-            if request.leaves is not None and (num_chunks == request.at_chunk or is_late):
-                left = request.leaves == "disconnect"
+            if request.leaves == "disconnect" and request.stream:
+                left = num_chunks == request.at_chunk or bool(info["finish_reason"])
                 if left:
                     break
+            elif request.leaves == "abort" and request.stream and num_chunks == request.at_chunk:
                 await _abort(client, request)
     missing = [index for index in range(request.n) if index not in last]
     if missing and not left:
-        return failed(request, f"a stream without a chunk of {missing}")
-    unseen = [Ending(request, index, "left") for index in missing]
+        return failed(request, f"no answer of {missing}")
     found = [
         replace(ending(request, index, chunk, left=left), undisturbed=undisturbed.get(index, []))
         for index, chunk in last.items()
     ]
-    return [*found, *unseen]
+    return [*found, *(Ending(request, index, "left") for index in missing)]
 
 
 def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
@@ -279,13 +261,24 @@ def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
 async def _chunks(
     client: httpx.AsyncClient, request: Request
 ) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of a stream, or each answer of a request that does not stream."""
     async with client.stream("POST", "/generate", json=request.body) as lines:
-        if lines.status_code != 200:  # before the first chunk, when no client has left yet
+        if lines.status_code == NEVER_BEGUN and request.leaves == "abort":
+            aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+            for index in range(request.n):
+                yield {"index": index, **aborted}
+        elif lines.status_code != 200:
             raise ValueError(f"HTTP {lines.status_code}: {(await lines.aread()).decode()}")
-        async for line in lines.aiter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
+        elif not request.stream:
+            found = json.loads(await lines.aread())
+            for index, answer in enumerate(found if request.n > 1 else [found]):
+                yield {"index": index, **answer}
+        else:
+            async for line in lines.aiter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
 
 
-async def _abort(client: httpx.AsyncClient, request: Request) -> None:
+async def _abort(client: httpx.AsyncClient, request: Request, after: float = 0.0) -> None:
+    await asyncio.sleep(after)
     await client.post("/abort_request", json={"rid": request.rid})

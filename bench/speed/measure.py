@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
 from speed.grid import HEAD, PLAIN, Cell, Preset, System, launch_of, write_models
 from speed.remote import Asker, EngineError, RemoteEngine, Sample, Work, running
-from speed.runner import Attempt, CallError, Case, Entry, Places
+from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
 
 TEMPERATURE = 0.7
@@ -60,7 +61,7 @@ More = Callable[[RemoteEngine, Cell, Preset], Entry]
 def engine_cases(
     cases: Sequence[EngineCase],
     preset: Preset,
-    places: Places,
+    folder: Path,
     *,
     paired: bool = False,
     more: More | None = None,
@@ -73,7 +74,7 @@ def engine_cases(
     found = []
     for case in cases:
         sized = preset if paired else preset_of(case, preset)
-        launch = launch_of(case.system, sized, places.models)
+        launch = launch_of(case.system, sized, folder / "models")
         shared = {
             "pair": preset.pair.name,
             "engine": launch.settings,
@@ -88,7 +89,7 @@ def engine_cases(
         if paired or case.system.num_particles is not None:
             shared["plugin"] = code_fingerprint()["plugin"]
         parts = {cell.slug: {"cell": cell.slug, **shared} for cell in case.cells}
-        run = partial(measure, case, sized, places, paired and case.system != PLAIN, more)
+        run = partial(measure, case, sized, folder, paired and case.system != PLAIN, more)
         found.append(Case(case.system.slug, parts, case.seconds, run, str(launch)))
     return found
 
@@ -104,18 +105,18 @@ def preset_of(case: EngineCase, preset: Preset) -> Preset:
 def measure(
     case: EngineCase,
     preset: Preset,
-    places: Places,
+    folder: Path,
     paired: bool,
     more: More | None,
     attempt: Attempt,
 ) -> None:
     """Measure one engine's missing cells."""
-    write_models(preset.pair, places.models, has_head=case.system.draft == HEAD)
+    write_models(preset.pair, folder / "models", has_head=case.system.draft == HEAD)
     with contextlib.ExitStack() as stack:
 
         def start(system: System, beside: str = "") -> RemoteEngine:
-            log = places.logs / f"{attempt.stage}-{case.system.slug}{beside}.log"
-            return stack.enter_context(running(launch_of(system, preset, places.models), log))
+            log = folder / "logs" / f"{attempt.stage}-{case.system.slug}{beside}.log"
+            return stack.enter_context(running(launch_of(system, preset, folder / "models"), log))
 
         plain = None
         if paired:

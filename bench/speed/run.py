@@ -24,7 +24,7 @@ from speed.bound import measure_machine, read_machine
 from speed.grid import PRESETS, Pair, Preset, cells, quick, systems
 from speed.measure import TEMPERATURE, EngineCase, engine_cases
 from speed.report import CellRow, make_rows, markdown
-from speed.runner import Case, Clock, Places, Records, Runner, Stage, read_results
+from speed.runner import Case, Clock, Records, Runner, Stage, read_results
 from study import (
     GOES_ON,
     PUBLISHED,
@@ -141,7 +141,7 @@ def cases_of(
     """Return a case for each system of the preset."""
     sizes = [(batch, prompt) for batch in batches for prompt in prompts]
     every = [EngineCase(one, sizes, START_SECONDS, CELL_SECONDS) for one in systems(preset)]
-    return engine_cases(every, preset, Places(folder, folder), paired=True)
+    return engine_cases(every, preset, folder, paired=True)
 
 
 def settings(preset: Preset) -> dict[str, Any]:

@@ -28,21 +28,6 @@ Entry = dict[str, Any]
 Stages = dict[str, dict[str, Entry]]
 
 
-class Places(NamedTuple):
-    """Folders of a call: results in ``out``, and temporary files in ``work``."""
-
-    out: Path
-    work: Path
-
-    @property
-    def logs(self) -> Path:
-        return self.work / "logs"
-
-    @property
-    def models(self) -> Path:
-        return self.work / "models"
-
-
 def _stages_of(entries: Iterable[Entry]) -> Stages:
     stages: Stages = {}
     for one in entries:

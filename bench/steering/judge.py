@@ -39,22 +39,19 @@ class Judge(Potential):
         return self._values([_filled(TEMPLATE, text) for text in texts])
 
     def _values(self, texts: list[str]) -> list[float]:
-        return [
-            value
-            for start in range(0, len(texts), _AT_ONCE)
-            for value in self._some(texts[start : start + _AT_ONCE])
-        ]
-
-    def _some(self, texts: list[str]) -> list[float]:
-        """Return the values of a batch, padded on the right, which causal attention ignores."""
+        """Return the values of texts, padded on the right, which causal attention ignores."""
         import torch
 
-        rows = self._tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        with torch.inference_mode():
-            states = self._model.model(input_ids=rows["input_ids"]).last_hidden_state
-            last = rows["attention_mask"].sum(1) - 1
-            scores = self._model.score(states[torch.arange(len(texts)), last]).squeeze(-1)
-        return torch.nn.functional.logsigmoid(scores).tolist()
+        values: list[float] = []
+        for start in range(0, len(texts), _AT_ONCE):
+            some = texts[start : start + _AT_ONCE]
+            rows = self._tokenizer(some, padding=True, padding_side="right", return_tensors="pt")
+            with torch.inference_mode():
+                states = self._model.model(input_ids=rows["input_ids"]).last_hidden_state
+                last = rows["attention_mask"].sum(1) - 1
+                scores = self._model.score(states[torch.arange(len(some)), last]).squeeze(-1)
+            values += torch.nn.functional.logsigmoid(scores).tolist()
+        return values
 
 
 def _filled(template: str, text: Text) -> str:

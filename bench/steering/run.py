@@ -15,7 +15,7 @@ import argparse
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import answers
-from answers import COMMON, MAX_PROBLEMS, Reply, Study, prompt_ids, tokenizer
+from answers import COMMON, Reply, Study, prompt_ids, tokenizer
 from intervals import Interval, wilson
 from pair.task import held_out
 from results import Report, interval_cell, markdown_table, table
@@ -131,39 +131,41 @@ def number_of(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-#: Chooses an answer from weighted texts.
-Choice = Callable[[Sequence[str], Sequence[float], random.Random], int | None]
+#: Chooses a number from those of weighted texts.
+Choice = Callable[[Sequence[int | None], Sequence[float], random.Random], int | None]
 
 
-def first(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
-    """Return the answer of the first text."""
-    return number_of(texts[0])
+def first(numbers: Sequence[int | None], *_: object) -> int | None:
+    """Return the number of the first text."""
+    return numbers[0]
 
 
-def voted(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
+def voted(numbers: Sequence[int | None], weights: Sequence[float], *_: object) -> int | None:
     """Return the number with the largest total weight (ties: the first); None without any."""
-    total: dict[int, float] = {}
-    for text, weight in zip(texts, weights, strict=True):
-        number = number_of(text)
+    total: dict[int | None, float] = {}
+    for number, weight in zip(numbers, weights, strict=True):
         if number is not None:
             total[number] = total.get(number, 0.0) + weight
-    return max(total, key=lambda number: total[number]) if total else None
+    return max(total, key=total.__getitem__, default=None)
 
 
-def best(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
-    """Return the answer of the text with the largest weight (ties: the first)."""
-    return number_of(texts[max(range(len(texts)), key=lambda place: weights[place])])
+def best(numbers: Sequence[int | None], weights: Sequence[float], *_: object) -> int | None:
+    """Return the number of the text with the largest weight (ties: the first)."""
+    return numbers[max(range(len(numbers)), key=weights.__getitem__)]
 
 
-def drawn(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
-    """Return the answer of a text drawn by weight."""
-    return number_of(rng.choices(texts, weights)[0])
+def drawn(
+    numbers: Sequence[int | None], weights: Sequence[float], rng: random.Random
+) -> int | None:
+    """Return the number of a text drawn by weight."""
+    return rng.choices(numbers, weights)[0]
 
 
 @dataclass(frozen=True)
 class Row:
     """One way to answer, over all problems."""
 
+    label: str
     model: str
     potential: str  # empty without one
     method: str
@@ -172,61 +174,50 @@ class Row:
     tokens: float  # per problem, of all samples or particles
     passes: float  # per problem; samples run in parallel, so the longest counts
 
-    @property
-    def label(self) -> str:
-        """Return the display name."""
-        asked = f" by {self.potential}" if self.potential else ""
-        return f"{self.model}: {self.method}{asked}, N={self.num_particles}"
-
 
 def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
     """Return the rows of all complete cells."""
     found: list[Row] = []
     counts = sorted({cell.num_particles for cell in answers if cell.potential})
     for cell, every in answers.items():
-        found += _steered(cell, every) if cell.potential else _plain(cell, every, counts)
-    return sorted(found, key=_place)
-
-
-def _place(row: Row) -> tuple[int, int, int, int]:
+        if cell.potential:
+            for method, choice in ((SMC_SAMPLE, drawn), (SMC_ARGMAX, best), (SMC_VOTE, voted)):
+                here = cell.potential, method, cell.num_particles
+                found.append(_row(cell.model, *here, every, choice))
+            continue
+        found.append(_row(cell.model, "", ONE, 1, every, first))
+        for count in counts:  # choices among the first samples of each problem
+            found.append(_row(cell.model, "", MAJORITY, count, every, voted))
+            for name in POTENTIALS:
+                valued = [replace(one, weights=[math.exp(one.values[name])]) for one in every]
+                for method, choice in ((BEST, best), (WEIGHTED, voted)):
+                    found.append(_row(cell.model, name, method, count, valued, choice))
     names = ["", *POTENTIALS]
-    return (
-        MODELS.index(row.model),
-        names.index(row.potential),
-        METHODS.index(row.method),
-        row.num_particles,
+    return sorted(
+        found,
+        key=lambda row: (
+            MODELS.index(row.model),
+            names.index(row.potential),
+            METHODS.index(row.method),
+            row.num_particles,
+        ),
     )
 
 
-def _plain(cell: Cell, every: Sequence[Drawn], counts: Sequence[int]) -> Iterator[Row]:
-    """Yield the choices among the first N samples of each problem."""
-    yield _row(cell, "", ONE, 1, every, first)
-    for count in counts:
-        yield _row(cell, "", MAJORITY, count, every, voted)
-        for name in POTENTIALS:
-            valued = [replace(one, weights=[math.exp(one.values[name])]) for one in every]
-            yield _row(cell, name, BEST, count, valued, best)
-            yield _row(cell, name, WEIGHTED, count, valued, voted)
-
-
-def _steered(cell: Cell, every: Sequence[Drawn]) -> Iterator[Row]:
-    """Yield the choices among the particles of each problem."""
-    for method, choice in ((SMC_SAMPLE, drawn), (SMC_ARGMAX, best), (SMC_VOTE, voted)):
-        yield _row(cell, cell.potential, method, cell.num_particles, every, choice)
-
-
 def _row(
-    cell: Cell, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
+    model: str, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
 ) -> Row:
     taken = [list(some)[:count] for _, some in groupby(every, key=lambda one: one.index)]
     right = 0
     for some in taken:
         index = some[0].index
-        texts = [text for one in some for text in one.texts]
+        numbers = [number_of(text) for one in some for text in one.texts]
         weights = [weight for one in some for weight in one.weights]
-        right += choice(texts, weights, random.Random(index)) == held_out(index).number
+        right += choice(numbers, weights, random.Random(index)) == held_out(index).number
+    asked = f" by {potential}" if potential else ""
     return Row(
-        model=cell.model,
+        label=f"{model}: {method}{asked}, N={count}",
+        model=model,
         potential=potential,
         method=method,
         num_particles=count,
@@ -367,9 +358,6 @@ class Steering(Study[Cell, Drawn]):
             return found | {"potential": code_of(cell.potential)}
         found["potentials"] = {name: code_of(name) for name in POTENTIALS}
         return {name: value for name, value in found.items() if name != "plugin"}
-
-    def seed_of(self, cell: Cell, sample: int, index: int) -> int:
-        return index + MAX_PROBLEMS * sample
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Drawn:
         """Return the particles of SMC, or a plain sample with its value by each potential."""

@@ -1,5 +1,6 @@
 """The command for a GPU machine, without one: what it begins, leaves, keeps, asks and reports."""
 
+import gzip
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import dummies
 import pytest
+from contract.upstream import release
 from gpu import engines, kernel_tests, report, run, smoke, unpack
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from speed.grid import (
@@ -35,7 +37,6 @@ from speed.runner import (
     Attempt,
     Case,
     Clock,
-    Places,
     Records,
     Runner,
     Stage,
@@ -253,7 +254,7 @@ def test_files_of_tests_are_counted(
     monkeypatch.setattr(kernel_tests, "code_fingerprint", dict)
     monkeypatch.setattr(kernel_tests, "test_files", lambda: list(bodies))
     runner = runner_of(folder)
-    runner.run(Stage("kernels", 5, "", lambda: kernel_tests.kernel_cases(Places(folder, tmp_path))))
+    runner.run(Stage("kernels", 5, "", lambda: kernel_tests.kernel_cases(tmp_path)))
     found = runner.records.of("kernels")
     one, two, three = (found[name] for name in bodies)
     assert (one["passed"], one["broken"], one["skipped"]) == (1, 1, 0)
@@ -331,7 +332,7 @@ def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
 
 def test_the_first_stages_fit_into_three_calls() -> None:
     """With a minute each to unpack."""
-    first = run.stages(Places(Path(), Path()), on_gpu=True)[:4]
+    first = run.stages(Path(), on_gpu=True)[:4]
     assert [stage.name for stage in first] == ["smoke", "speed", "kernels", "profile"]
     assert sum(case.seconds for stage in first for case in stage.cases()) <= 3 * 8 * 60
 
@@ -371,6 +372,37 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
         assert line["float32_logits"] == (line["algorithm"] == "SMC")
 
 
+def test_a_trace_of_torchs_profiler_is_read(tmp_path: Path) -> None:
+    """Red where torch or SGLang renames it: the kernels of rounds would not be found."""
+    import torch
+
+    with pytest.raises(BenchError, match="wrote 0 traces"):
+        engines.kernels_in(tmp_path)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(2).sum()
+    trace = tmp_path / "1-TP-0-DECODE.trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    assert engines.kernels_in(tmp_path) == []
+    with gzip.open(trace) as file:
+        content = json.load(file)
+    timed = [one for one in content["traceEvents"] if one.get("ph") == "X" and "cat" in one]
+    one = max(timed, key=lambda event: event["dur"])
+    content["traceEvents"] += [{**one, "cat": "kernel"}] * 30
+    with gzip.open(trace, "wt") as file:
+        json.dump(content, file)
+    (found,) = engines.kernels_in(tmp_path)
+    rounds = engines.PROFILED_ROUNDS
+    assert found == (one["name"], 30 / rounds, pytest.approx(30 * one["dur"] / 1000 / rounds))
+    root = release.installed()
+    assert root is not None
+    managers = root / "sglang" / "srt" / "managers"
+    asked = (managers / "io_struct.py").read_text().partition("class ProfileReq(")[2]
+    options = engines.PROFILE_OPTIONS
+    assert all(f"    {name}: " in asked.partition("\nclass ")[0] for name in options)
+    profiler_of_stages = (managers / "scheduler_components" / "profiler_manager.py").read_text()
+    assert "_stop_profile(stage=ForwardMode.DECODE)" in profiler_of_stages
+
+
 # --- The report
 
 
@@ -388,15 +420,11 @@ def a_speed(tokens: float) -> dict[str, Any]:
 
 def a_profile() -> dict[str, Any]:
     """Rounds of 10 ms, 8 of them in two kernels."""
-    sums = [
-        ["GEMMs", "nvjet | a", 64.0, 0.005],
-        ["attention", "_attend_spans", 32.0, 0.003],
-    ]
-    return a_speed(900.0) | {"kernels": {"rounds": 20, "sums": sums}}
+    return a_speed(900.0) | {"kernels": [["nvjet | a", 64.0, 5.0], ["_attend_spans", 32.0, 3.0]]}
 
 
 def canned(folder: Path) -> None:
-    """Lines as a GPU machine would write them, of which nobody measured any."""
+    """Write lines as a GPU machine would."""
     records = Records([folder], [], CALL)
     block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
     for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
@@ -419,7 +447,8 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
         "| SMC exact N=8 K=8 | 1 | 256 | 77.3 | 510.0 | 2.55 [2.55, 2.55] |  | 1000.0 | 9.00",
         "- standalone-tree-b1-p256: it said no",
         "- smc-graphs kinds: top-p: 0 of 3",
-        "| SMC block N=8 K=8 | 1 | 256 | 10.00 | 8.00 | 1.25 | 5.00 | 3.00 | 2.00 |",
+        "**smc-block-n8-k8-b1-p256**: 10.00 ms a round, 2.00 of it no kernel's",
+        "| `nvjet / a` | 64 | 5.000 |",
         "- smc-exact-n8-k8-b1-p256: it died",
     ):
         assert line in told, line

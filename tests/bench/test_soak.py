@@ -163,10 +163,10 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
     [
         (request(), json_of("no", 500), 'HTTP 500: "no"'),
         (request(), json_of({"text": ""}), "cannot be read: KeyError"),
-        (request(n=2), json_of([answer([1, 2])]), "1 answers of 2"),
+        (request(n=2), json_of([answer([1, 2])]), "no answer of [1]"),
         (request(), json_of({}, 499), "HTTP 499"),
-        (request(stream=True), stream_of(), "without a chunk of [0]"),
-        (request(stream=True, n=2), stream_of(answer([1, 2])), "without a chunk of [1]"),
+        (request(stream=True), stream_of(), "no answer of [0]"),
+        (request(stream=True, n=2), stream_of(answer([1, 2])), "no answer of [1]"),
         (request(stream=True), stream_of({"error": {"message": "dead"}}), "dead"),
         (
             request(stream=True),

@@ -77,24 +77,23 @@ def test_both_are_consistent_and_prefer_right_answers(
 
 # --- Choices
 
-RNG = random.Random(0)
-
 
 def test_choices_by_hand() -> None:
     """Red where texts without an answer vote, or a tie goes to the last."""
-    said = ["#### 1", "#### 2", "#### 2", "nothing", "nothing", "nothing"]
-    assert [number_of(text) for text in said[:4]] == [1, 2, 2, None]
-    assert voted(said, [1.0] * 6, RNG) == 2
-    assert voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0], RNG) == 1
-    assert voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0], RNG) == 1
-    assert voted(["nothing"], [1.0], RNG) is None
-    assert best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0], RNG) == 2
-    assert best(["nothing", "#### 1"], [1.0, 0.0], RNG) is None
+    assert list(map(number_of, ["#### 1", "x\n#### -2\n", "nothing"])) == [1, -2, None]
+    said = [1, 2, 2, None, None, None]
+    assert voted(said, [1.0] * 6) == 2
+    assert voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0]) == 1
+    assert voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0]) == 1
+    assert voted([None], [1.0]) is None
+    assert best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 2
+    assert best([None, 1], [1.0, 0.0]) is None
 
 
 def test_a_draw_follows_weights() -> None:
     """Red for a draw without weights; 1,000 draws err by 5 standard errors with chance 1e-6."""
-    found = [drawn(["#### 1", "#### 2"], [0.2, 0.8], RNG) for _ in range(1000)]
+    rng = random.Random(0)
+    found = [drawn([1, 2], [0.2, 0.8], rng) for _ in range(1000)]
     assert found.count(1) / 1000 == pytest.approx(0.2, abs=5 * (0.16 / 1000) ** 0.5)
 
 
