@@ -10,10 +10,9 @@ from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B, system_of
 from gpu.smoke import DEFAULT
 from intervals import Interval
 from results import markdown_table, number_cell
-from speed.bound import shapes
 from speed.grid import ADAPTIVE, AR, AR_DRAFT, BLOCK, EAGLE, EXACT, EXACT_HEAD, Cell, Preset
 from speed.measure import EngineCase
-from speed.report import CellRow, Results, make_rows, markdown, short
+from speed.report import CellRow, Results, make_rows, markdown, shapes, short
 from speed.runner import RESULTS, read_results
 from study import BenchError
 

@@ -1,21 +1,16 @@
 """Generate grade-school word problems for the shipped model pair (standard library only).
 
-Usage::
-
     from task import check, held_out, messages
 
-    item = held_out(7)                 # held-out problem 7; training never uses its seed
-    item.question                      # the text of the problem
-    item.answer                        # one worked answer, ending in "#### 77"
-    item.number                        # the right number, here 77
-    messages(item)                     # chat messages for ``tokenizer.apply_chat_template``
-    check(generated_text, item)        # True if the text ends with the right "#### number";
-                                       # leave special tokens out of the text
+    item = held_out(7)           # held-out problem 7, which no training uses
+    item.question, item.answer   # its text, and one worked answer, ending in "#### 77"
+    messages(item)               # for ``tokenizer.apply_chat_template``
+    check(generated_text, item)  # whether the text, without special tokens, ends with "#### 77"
 
 Everything is a pure function of a seed. A worked answer has many free choices of wording, made by
-a `Style`: questions and numbers do not depend on it, only the words of the answer do. The target
-is trained on one style and the draft on the opposite one, so that the two often differ in words,
-which does no harm, and sometimes in numbers, which does.
+a `Style`: questions and numbers do not depend on it. The target is trained on one style and the
+draft on the opposite one, so that the two often differ in words, which does no harm, and sometimes
+in numbers, which does.
 """
 
 from __future__ import annotations

@@ -82,15 +82,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def server_flags(options: argparse.Namespace) -> list[str]:
     """Return the server flags, with a small KV pool and chunked prefill."""
-    return [
-        *smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
-        *("--speculative-smc-max-lag", str(MAX_LAG)),
-        *("--dtype", "float32"),
-        *("--max-total-tokens", str(options.pool)),
-        *("--chunked-prefill-size", "64"),
-        "--enable-priority-scheduling",
-        *("--load-snapshot-publish-interval", "1"),
-    ]
+    more = f"--speculative-smc-max-lag {MAX_LAG} --dtype float32 --max-total-tokens {options.pool}"
+    more += " --chunked-prefill-size 64 --enable-priority-scheduling"
+    more += " --load-snapshot-publish-interval 1"
+    pair = smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS)
+    return [*pair, *more.split()]
 
 
 @dataclass

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
-from speed.bound import least_round
-from speed.grid import SMC, STANDALONE, Cell, Preset, System, simulated_acceptance
+from speed.grid import (
+    AR,
+    AR_DRAFT,
+    AR_STOCK,
+    CHAIN,
+    DRAFT,
+    SMC,
+    SPECULATION,
+    STANDALONE,
+    Cell,
+    Preset,
+    System,
+    simulated_acceptance,
+)
 from speed.remote import Sample
 
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.roofline import Round
+from sglang_smc.tools.plan.roofline import Round, ar_step, smc_round
+from sglang_smc.tools.plan.shapes import ModelShape
 
 Results = Mapping[str, Mapping[str, Any]]
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,41 @@ def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
     if logs and rivals and cell.system.family in SMC:
         found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
     return found
+
+
+# --- The bound
+
+
+def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
+    """Return target and draft as served: weights and KV in the preset's dtype."""
+    width = BYTES[preset.dtype]
+    pair = preset.pair
+    weights = min(pair.target.weight_bytes, width) if pair.quantization else width
+    return (
+        replace(pair.target, weight_bytes=weights, kv_bytes=width),
+        replace(pair.draft, weight_bytes=width, kv_bytes=width),
+    )
+
+
+def least_round(cell: Cell, preset: Preset) -> Round | None:
+    """Return the passes of a round halfway through the answers; None for trees and heads.
+
+    The particles' own KV is not counted, only the shared KV: a lower bound for any weights.
+    """
+    target, draft = shapes(preset)
+    context, system = cell.prompt + preset.new_tokens / 2, cell.system
+    if system.family in (AR, AR_STOCK, AR_DRAFT):
+        return ar_step(draft if system.family == AR_DRAFT else target, cell.batch, context)
+    if system.family == CHAIN:
+        n, k = 1, SPECULATION[CHAIN]["speculative_num_steps"]
+    elif system.draft == DRAFT and system.num_particles and system.num_steps:
+        n, k = system.num_particles, system.num_steps
+    else:
+        return None
+    return smc_round(target, draft, cell.batch, n, k, context)
+
+
+# --- The table
 
 
 def _mean(value: Interval | None, form: str, scale: float = 1.0) -> str:

@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-# Python puts this folder first; the benchmarks import each other from its parent.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks' own folder
 
 from study import as_script
 from support.run import main

@@ -14,7 +14,6 @@ from intervals import Interval, mean_of, speed_ratio
 from scipy.stats import ttest_ind
 from speed import measure
 from speed import run as speed
-from speed.bound import least_round, shapes
 from speed.grid import (
     AR,
     AR_STOCK,
@@ -37,7 +36,7 @@ from speed.grid import (
 )
 from speed.measure import WARM_UP_TOKENS, work
 from speed.remote import EngineError, Work
-from speed.report import CellRow, make_rows, markdown
+from speed.report import CellRow, least_round, make_rows, markdown, shapes
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
 
 from sglang_smc.tools.plan.devices import Device
