@@ -20,16 +20,16 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 from results import provenance
 from soak.clients import Clients, Ending
 from soak.dawdlers import Dawdlers
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, Request, requests
-from soak.verdict import Held, Verdict, Watch, judge, load_of
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
+from soak.verdict import Held, Watch, judge, load_of
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
 from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
@@ -82,88 +82,72 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def server_flags(options: argparse.Namespace) -> list[str]:
     """Return the server flags, with a small KV pool and chunked prefill."""
-    more = f"--speculative-smc-max-lag {MAX_LAG} --dtype float32 --max-total-tokens {options.pool}"
-    more += " --chunked-prefill-size 64 --enable-priority-scheduling"
-    more += " --load-snapshot-publish-interval 1"
-    pair = smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS)
-    return [*pair, *more.split()]
+    return [
+        *smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
+        *("--speculative-smc-max-lag", str(MAX_LAG)),
+        *("--dtype", "float32"),
+        *("--max-total-tokens", str(options.pool)),
+        *("--chunked-prefill-size", "64"),
+        "--enable-priority-scheduling",
+        *("--load-snapshot-publish-interval", "1"),
+    ]
 
 
-@dataclass
-class Findings:
-    """The record of a soak."""
+class Soak:
+    """The traffic of a soak, and its record; no traffic follows a loss."""
 
-    endings: list[Ending] = field(default_factory=list)
-    usage: list[float] = field(default_factory=list)  # of the pool
-    rests: list[dict[str, Held]] = field(default_factory=list)  # processes at each rest
-    lost: list[str] = field(default_factory=list)  # as sentences; no traffic follows a loss
+    def __init__(self, url: str, options: argparse.Namespace) -> None:
+        self.url, self.options = url, options
+        self.endings: list[Ending] = []
+        self.rests: list[dict[str, Held]] = []  # processes at each rest
+        self.lost: list[str] = []  # as sentences
+        self.alone: list[Ending] = []
+        self.watch = Watch(url)
+        self._traffic = requests(options.seed, options.leave, options.pause)
 
+    def run(self) -> None:
+        """Send the traffic in two legs with a rest after each: the first leg is the warm-up."""
+        url, options = self.url, self.options
+        with self.watch:
+            for share in (options.warm_up, 1 - options.warm_up):
+                if not self.lost:
+                    self._send(share)
+                    self.lost += at_rest(url)
+                    time.sleep(CALM)
+                self.rests.append(self.watch.now())
+        if not self.lost:
+            self.alone = verify(url, self.endings, options)
+            self.lost += at_rest(url)
 
-def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
-    """Start a server, send it traffic, and check the outcome."""
-    prepare_folder(options.output_dir)
-    os.environ.update(ENVIRONMENT)
-    log, target = options.output_dir / "server.log", PAIR / "target"
-    launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
-    with running(launch) as (url,):
-        found = soak(url, options)
-        alone = [] if found.lost else verify(url, found.endings, options)
-        lost = found.lost or at_rest(url)
-    if lost:
-        lost.append(describe_log(log))
-    return judge(found.endings, alone, found.usage, found.rests, lost), found
+    def _send(self, share: float) -> None:
+        """Send a share of the traffic, and wait for its last request."""
+        options, watch = self.options, self.watch
+        number = round(share * options.requests) if options.requests else None
+        seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
+        form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+        total, began = round(seconds) if number is None else number, time.monotonic()
+        line = bar(total=total, desc="Soaking", bar_format=form)
 
+        def ended(some: list[Ending]) -> None:
+            self.endings.extend(some)
+            problems = sum(bool(one.problem) for one in self.endings)
+            usage = watch.usage[-1] if watch.usage else 0.0
+            told = f"{len(self.endings)} answers, {problems} problems, pool {usage:.0%}"
+            line.set_postfix_str(told, refresh=False)
+            gone = min(round(time.monotonic() - began), total)
+            line.update(gone - line.n if number is None else 1)
 
-def soak(url: str, options: argparse.Namespace) -> Findings:
-    """Send the traffic in two legs with a rest after each: the first leg is the warm-up."""
-    traffic = requests(options.seed, options.leave, options.pause)
-    found = Findings()
-    with Watch(url) as watch:
-        found.usage = watch.usage
-        for share in (options.warm_up, 1 - options.warm_up):
-            if not found.lost:
-                _leg(url, options, share, traffic, found, watch)
-                found.lost += at_rest(url)
-                time.sleep(CALM)
-            found.rests.append(watch.now())
-    return found
+        def sent() -> None:
+            watch.is_loaded = False
 
+        async def everybody() -> None:
+            async with Dawdlers(self.url, options.dawdlers, UNREAD).at_work():
+                some = itertools.islice(self._traffic, number)
+                await Clients(self.url, options.crowd, ended).run(some, seconds, sent)
 
-def _leg(
-    url: str,
-    options: argparse.Namespace,
-    share: float,
-    traffic: Iterator[Request],
-    found: Findings,
-    watch: Watch,
-) -> None:
-    """Send a share of the traffic, and wait for its last request."""
-    number = round(share * options.requests) if options.requests else None
-    seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
-    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-    total, began = round(seconds) if number is None else number, time.monotonic()
-    line = bar(total=total, desc="Soaking", bar_format=form)
-
-    def ended(some: list[Ending]) -> None:
-        found.endings.extend(some)
-        problems = sum(bool(one.problem) for one in found.endings)
-        usage = watch.usage[-1] if watch.usage else 0.0
-        told = f"{len(found.endings)} answers, {problems} problems, pool {usage:.0%}"
-        line.set_postfix_str(told, refresh=False)
-        gone = min(round(time.monotonic() - began), total)
-        line.update(gone - line.n if number is None else 1)
-
-    def sent() -> None:
-        watch.is_loaded = False
-
-    async def everybody() -> None:
-        async with Dawdlers(url, options.dawdlers, UNREAD).at_work():
-            some = itertools.islice(traffic, number)
-            await Clients(url, options.crowd, ended).run(some, seconds, sent)
-
-    watch.is_loaded = True
-    with line:
-        asyncio.run(everybody())
+        watch.is_loaded = True
+        with line:
+            asyncio.run(everybody())
 
 
 def at_rest(url: str) -> list[str]:
@@ -198,11 +182,20 @@ def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; return exit status 0 if no problem is found."""
     options = parse_arguments(argv)
-    return main_of(lambda: _report(options), "")
+    return main_of(lambda: run(options), "")
 
 
-def _report(options: argparse.Namespace) -> int:
-    verdict, found = run(options)
+def run(options: argparse.Namespace) -> int:
+    """Start a server, send it traffic, check the outcome, and report it."""
+    prepare_folder(options.output_dir)
+    os.environ.update(ENVIRONMENT)
+    log, target = options.output_dir / "server.log", PAIR / "target"
+    launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
+    with running(launch) as (url,):
+        found = Soak(url, options)
+        found.run()
+    lost = [*found.lost, describe_log(log)] if found.lost else []
+    verdict = judge(found.endings, found.alone, found.watch.usage, found.rests, lost)
     report: dict[str, Any] = {
         "verdict": asdict(verdict) | {"growth": _named(verdict.growth)},
         "rests": [_named(rest) for rest in found.rests],
