@@ -207,11 +207,9 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SERIES = {EXACT: 0, MIXED: 0, AUTO: 0, SMC: 1, DEFAULT: 1}
-STYLES = {
-    "verified: exact, mixed, auto": (COLOURS[0], "o"),
-    "weighed: smc": (COLOURS[1], "D"),
-}
+VERIFIED, WEIGHED = "verified: exact, mixed, auto", "weighed: smc"
+SERIES = dict.fromkeys((EXACT, MIXED, AUTO), VERIFIED) | dict.fromkeys((SMC, DEFAULT), WEIGHED)
+STYLES = {VERIFIED: (COLOURS[0], "o"), WEIGHED: (COLOURS[1], "D")}
 
 
 def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
@@ -222,10 +220,8 @@ def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
 
 
 def _point(row: CellRow) -> Point:
-    place = SERIES.get(row.family)
-    series = "" if place is None else list(STYLES)[place]  # plain decoding is a line
     label = f"{row.label}\n{row.accuracy.mean:.1%} right"
-    return Point(row.tokens_per_pass or 0.0, row.kl_at_least, series, label)
+    return Point(row.tokens_per_pass or 0.0, row.kl_at_least, SERIES.get(row.family, ""), label)
 
 
 # --- The study

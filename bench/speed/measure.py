@@ -20,7 +20,6 @@ from study import code_fingerprint
 
 TEMPERATURE = 0.7
 WARM_UP, WARM_UP_TOKENS = "warm-up", 16
-WARM_SECONDS = 3.0
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 
 
@@ -125,7 +124,6 @@ def measure(
         engine = start(case.system)
         attempt.started = True
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
-            attempt.clock.require(case.sample_seconds + WARM_SECONDS)
             found = sampled(engine, cell, preset, plain)
             attempt.add(cell.slug, {**found, **(more(engine, cell, preset) if more else {})})
 

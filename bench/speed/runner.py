@@ -110,11 +110,6 @@ class Clock:
     def left(self) -> float:
         return self._end - time.monotonic()
 
-    def require(self, seconds: float) -> None:
-        """Raise TimeUpError if less time is left."""
-        if self.left < seconds:
-            raise TimeUpError
-
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
         """Raise `TimeUpError` in a block of the main thread after ``seconds``.

@@ -287,15 +287,3 @@ def test_the_least_that_each_system_moves() -> None:
     assert least(CHAIN) == smc_round(target, draft, 2, 1, 4, context).bytes
     assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
     assert least_round(Cell(System(TREE), 2, 256), ANY_CPU) is None
-
-
-def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
-    """Also one of cells that did not run."""
-    some = [row for row in rows if row.system.startswith(BLOCK)]
-    report, note = speed.REPORT, "How it was measured."
-    assert report.write(tmp_path, some, {}, lambda _: note).startswith(note)
-    found = [mean(row.decode_tokens_per_second) for row in report.read(tmp_path)]
-    assert found == pytest.approx([mean(row.decode_tokens_per_second) for row in some], rel=1e-5)
-    refused = row_of(rows, "ngram-b8-p256")
-    assert "ImportError: no kernels" in report.write(tmp_path, [refused], {}, lambda _: note)
-    assert report.read(tmp_path) == [refused]
