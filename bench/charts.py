@@ -47,15 +47,21 @@ def scatter(
     for axes, (title, points) in zip(all_axes.flat, panels.items(), strict=True):
         axes.axhline(0, color="black", lw=1, zorder=1)
         axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
-        for name, (colour, marker) in styles.items():
+        drawn = {point.series for point in points}
+        for name in (name for name in styles if name in drawn):
             here = sorted(point for point in points if point.series == name)
-            y = [point.y for point in here]
+            y, (colour, marker) = [point.y for point in here], styles[name]
             ends = [[v.mean - v.low for v in y], [v.high - v.mean for v in y]]
-            style = {"color": colour, "fmt": marker, "mec": "white", "ls": ":", "lw": 1}
-            axes.errorbar([p.x for p in here], [v.mean for v in y], ends, label=name, **style)
-            place = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7}
-            for point in here:
-                axes.annotate(point.label, (point.x, point.y.mean), color=colour, **place)
+            style = {"color": colour, "fmt": marker, "mec": "white", "label": name}
+            axes.errorbar([point.x for point in here], [v.mean for v in y], ends, **style)
+            for place, point in enumerate(here):
+                # Names are on the left, at several heights; numbers are on the right.
+                is_name = len(point.label) > 2
+                offset = (-6, 3 + place % 3 * 13) if is_name else (5, 3)
+                style = {"color": colour, "textcoords": "offset points", "fontsize": 7}
+                style["ha"] = "right" if is_name else "left"
+                axes.annotate(point.label, (point.x, point.y.mean), offset, **style)
+        axes.set_yticks([tick for tick in axes.get_yticks() if tick >= 0])  # lanes are below
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(names[0])
         axes.margins(x=0.18, y=0.1)

@@ -265,6 +265,10 @@ STYLES = {
 }
 
 
+#: Nats between the lanes of proposals below 0.
+LANE = 0.06
+
+
 def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
     """Write KL against expected speed as a PNG to ``path``, with the N of each point."""
     panels = {
@@ -277,10 +281,12 @@ def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
 
 
 def _point(row: DraftRow) -> Point:
-    height = row.kl_at_least or Interval(0.0, 0.0, 0.0, 0)
-    return Point(
-        row.tokens_per_second, height, f"{row.proposal} {row.rule}", f"{row.num_particles}"
-    )
+    place = [proposal.name for proposal in PROPOSALS].index(row.proposal) if row.proposal else 0
+    height = row.kl_at_least
+    if height is None or not height.mean:  # rows at 0 do not cover each other
+        height = Interval(*[-LANE * place] * 3, 0)
+    series = f"{row.proposal} {row.rule}"
+    return Point(row.tokens_per_second, height, series, f"{row.num_particles}")
 
 
 # --- The study

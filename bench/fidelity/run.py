@@ -220,7 +220,7 @@ def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
 
 
 def _point(row: CellRow) -> Point:
-    label = f"{row.label}\n{row.accuracy.mean:.1%} right"
+    label = f"{row.label}, {row.accuracy.mean:.1%} right"
     return Point(row.tokens_per_pass or 0.0, row.kl_at_least, SERIES.get(row.family, ""), label)
 
 

@@ -27,17 +27,14 @@ from speed.grid import (
     STANDALONE,
     TREE,
     Cell,
-    Pair,
     Preset,
     System,
+    quick,
 )
 from speed.measure import EngineCase, work
 from speed.remote import RemoteEngine
 from speed.runner import Entry
 from study import BenchError
-
-from sglang_smc.dtype import default_dtype
-from sglang_smc.tools.plan.shapes import ModelShape
 
 #: What SGLang's profiler records: the kernels of so many rounds.
 PROFILED_ROUNDS = 20
@@ -92,14 +89,7 @@ SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_ST
 PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
 LARGE_START = {**FAST_START, "mem_fraction_static": 0.9}
 SPEED_70B = replace(SPEED_8B, name="h200-70b", pair=PAIR_70B, repeats=2, engine=LARGE_START)
-TINY_PAIR = Pair(
-    "tiny",
-    ModelShape(2, 64, 128, 2, 1, 32, 1024, tied_embeddings=False),
-    ModelShape(1, 32, 64, 1, 1, 32, 1024, tied_embeddings=False),
-)
-TINY = replace(
-    PRESETS["cpu"], name="tiny", pair=TINY_PAIR, dtype=default_dtype(), new_tokens=24, repeats=1
-)
+TINY = replace(quick(PRESETS["cpu"]), name="tiny", new_tokens=24, repeats=1)
 
 
 def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
