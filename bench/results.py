@@ -163,10 +163,11 @@ def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Settings instead of the command line, which may name folders of this machine.
     """
+    travelling = COMMIT.read_text().strip() if COMMIT.exists() else None
     return {
         "settings": dict(settings),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_sha": _git("rev-parse", "HEAD") or (COMMIT.exists() and COMMIT.read_text().strip()),
+        "git_sha": _git("rev-parse", "HEAD") or travelling,
         "git_changes": bool(_git("status", "--porcelain")),
         "versions": {"python": platform.python_version()}
         | {package: installed(package) for package in PACKAGES},

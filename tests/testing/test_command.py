@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ def answered_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], None]:
         monkeypatch.setattr(cli, "_models", lambda arguments: contextlib.nullcontext(pair))
 
     return put
-
-
-@pytest.fixture
-def fake_server() -> Iterator[Callable[[int, Any], str]]:
-    """Starts a server that gives every GET the same answer."""
-    with contextlib.ExitStack() as running:
-        yield lambda status, body: running.enter_context(answering(lambda *_: (status, body)))
 
 
 def test_right_models_give_zero_and_all_numbers(
@@ -77,19 +70,20 @@ def test_what_was_not_judged_raises_no_alarm() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], ["--target", "t"], ["--url", "http://a", "--draft", "d"], ["--draft-url", "http://a"]],
+    ("arguments", "told"),
+    [
+        *(
+            (words.split(), "both --target and --draft")
+            for words in ("", "--target t", "--url http://a --draft d", "--draft-url http://a")
+        ),
+        (["--target", "./none", "--draft", "./none"], "--target ./none: no config.json"),
+    ],
 )
-def test_half_a_pair_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert "both --target and --draft" in capsys.readouterr().err
-
-
-def test_folders_without_a_model_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_half_a_pair_and_folders_without_a_model_are_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["--target", str(tmp_path), "--draft", str(tmp_path)]) == 2
-    assert f"--target {tmp_path}: no config.json" in capsys.readouterr().err
+    assert cli.main(arguments) == 2
+    assert told in capsys.readouterr().err
 
 
 PLAIN = {"model_path": "m", "speculative_algorithm": None, "internal_states": [{}]}
@@ -105,22 +99,21 @@ PLAIN = {"model_path": "m", "speculative_algorithm": None, "internal_states": [{
         (None, {}, "no server answers there"),
     ],
 )
-def test_other_servers_are_refused(
-    fake_server: Callable[[int, Any], str], status: int | None, body: Any, needle: str
-) -> None:
-    with pytest.raises(ValueError, match=needle):
-        connect("http://127.0.0.1:9" if status is None else fake_server(status, body))
+def test_other_servers_are_refused(status: int | None, body: Any, needle: str) -> None:
+    with (
+        answering(lambda *_: (status or 200, body)) as url,
+        pytest.raises(ValueError, match=needle),
+    ):
+        connect("http://127.0.0.1:9" if status is None else url)
 
 
-def test_a_plain_server_may_be_the_draft_s_and_stops_answering_without_a_traceback(
-    fake_server: Callable[[int, Any], str],
-) -> None:
+def test_a_plain_server_may_be_the_draft_s_and_stops_answering_without_a_traceback() -> None:
     """It closes the connection at each POST."""
-    url = fake_server(200, {**PLAIN, "speculative_draft_model_path": None})
-    found = connect(url, needs_smc=False)
-    assert found.settings == {}
-    with pytest.raises(ValueError, match="stopped answering"):
-        found.token_ids("a")
+    with answering(lambda *_: (200, {**PLAIN, "speculative_draft_model_path": None})) as url:
+        found = connect(url, needs_smc=False)
+        assert found.settings == {}
+        with pytest.raises(ValueError, match="stopped answering"):
+            found.token_ids("a")
 
 
 def test_prompts_are_lines(tmp_path: Path) -> None:
