@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
 from speed.grid import HEAD, PLAIN, Cell, Preset, System, launch_of, write_models
-from speed.remote import Asker, EngineError, RemoteEngine, Sample, Work, running
+from speed.remote import EngineError, RemoteEngine, Sample, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
 
@@ -137,7 +137,9 @@ def error_of_the_call(what: str) -> Iterator[None]:
         raise CallError(f"{what}: {error}") from error
 
 
-def sampled(engine: Asker, cell: Cell, preset: Preset, plain: Asker | None = None) -> Entry:
+def sampled(
+    engine: RemoteEngine, cell: Cell, preset: Preset, plain: RemoteEngine | None = None
+) -> Entry:
     """Run a warm-up and all repeats of a cell; return its samples, and medians of them.
 
     Args:

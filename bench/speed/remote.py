@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from speed.grid import Launch
 from study import BenchError
@@ -81,14 +81,6 @@ class Sample:
     def round_seconds(self) -> float:
         """Return the time of a target pass of the batch, which its requests share."""
         return self.decode_seconds / max(self.passes)
-
-
-class Asker(Protocol):
-    """An engine that runs work, or a stand-in."""
-
-    def ask(self, work: Work) -> Sample:
-        """Run the work; raise EngineError if the engine fails."""
-        ...
 
 
 class RemoteEngine:
