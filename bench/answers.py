@@ -13,27 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import study
 from pair.task import Problem, check, held_out, messages
 from results import Report
 from speed.grid import DRAFT, TARGET, Launch
 from speed.remote import RemoteEngine, Work, running
-from study import (
-    GOES_ON,
-    PAIR,
-    PUBLISHED,
-    BenchError,
-    Log,
-    bar,
-    code_fingerprint,
-    copy,
-    digest,
-    main_of,
-    matching,
-    number,
-    parser,
-    prepare_folder,
-    slug_of,
-)
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
@@ -85,7 +69,7 @@ def tokenizer() -> Any:
     """Return the pair's tokenizer."""
     from transformers import AutoTokenizer  # slow to import
 
-    return AutoTokenizer.from_pretrained(PAIR / TARGET)
+    return AutoTokenizer.from_pretrained(study.PAIR / TARGET)
 
 
 def prompt_ids(item: Problem) -> list[int]:
@@ -116,7 +100,7 @@ class Cell:
     @property
     def slug(self) -> str:
         """Return the name for files and patterns: ``mixed-c1-t0.7``."""
-        return f"{slug_of(self.label)}-t{self.temperature:g}"
+        return f"{study.slug_of(self.label)}-t{self.temperature:g}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ def grade(reply: Reply) -> Record:
     """Return the record of a reply; raise BenchError if some of its tokens are missing."""
     info, (index, item, _) = reply.meta_info, reply.request
     if len(reply.output_ids) != info["completion_tokens"]:
-        raise BenchError(
+        raise study.BenchError(
             f"Problem {index} was answered with {info['completion_tokens']} tokens, of which "
             f"{len(reply.output_ids)} came: they cannot be scored."
         )
@@ -171,23 +155,23 @@ class Study(ABC, Generic[C, A]):
         self.options = options
         self.code = self.fingerprint()
         self.cells: list[C] = self.grid()
-        self.selected = matching(self.cells, options.only)
+        self.selected = study.matching(self.cells, options.only)
         if not self.selected:
             patterns = " ".join(options.only)
-            raise BenchError(f"No cell matches --only {patterns}; --list shows all.")
-        self.answers = {c: Log(self.path(c), self.identity(c)) for c in self.cells}
+            raise study.BenchError(f"No cell matches --only {patterns}; --list shows all.")
+        self.answers = {c: study.Log(self.path(c), self.identity(c)) for c in self.cells}
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         """Return the parser; studies add their own options."""
-        made = parser(cls.name, cls.about)
+        made = study.parser(cls.name, cls.about)
         add = made.add_argument
         add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
         add("--list", action="store_true", help="print the cells, and stop")
         add("--fresh", action="store_true", help="forget what the folder has of these cells")
         add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
         # One problem has no interval.
-        problems = {"type": number(int, 2, MAX_PROBLEMS), "default": cls.problems}
+        problems = {"type": study.number(int, 2, MAX_PROBLEMS), "default": cls.problems}
         add("--problems", help="held-out problems for each cell", **problems)
         return made
 
@@ -195,7 +179,7 @@ class Study(ABC, Generic[C, A]):
     def main(cls, argv: Sequence[str] | None = None) -> int:
         """Run the study; return exit status 0 if it completes."""
         options = cls.parser().parse_args(argv)
-        return main_of(lambda: cls(options).run(), GOES_ON)
+        return study.main_of(lambda: cls(options).run(), study.GOES_ON)
 
     def run(self) -> None:
         """Do what the options select."""
@@ -209,7 +193,7 @@ class Study(ABC, Generic[C, A]):
                 every = options.problems * cell.samples
                 print(f"{cell.slug:26} {len(self.read(cell)):5} of {every} answered")
             return
-        prepare_folder(options.output_dir)
+        study.prepare_folder(options.output_dir)
         self._answer()
         text = self.report.write(options.output_dir, self.rows(), self.settings(), self.note)
         seconds = time.monotonic() - began
@@ -237,8 +221,8 @@ class Study(ABC, Generic[C, A]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the fingerprint of the code and models that answers depend on."""
-        models = [path for name in (TARGET, DRAFT) for path in (PAIR / name).iterdir()]
-        return {**code_fingerprint(), "pair": digest([*models, PAIR / "task.py"])}
+        models = [path for name in (TARGET, DRAFT) for path in (study.PAIR / name).iterdir()]
+        return {**study.code_fingerprint(), "pair": study.digest([*models, study.PAIR / "task.py"])}
 
     def identity(self, cell: C) -> dict[str, Any]:
         """Return the settings and code that the answers of a cell depend on."""
@@ -271,10 +255,10 @@ class Study(ABC, Generic[C, A]):
     def launch(self, name: str) -> Launch:
         """Return the launch of the engine with this name; its potentials are found in bench/."""
         target, draft = self.models(name)
-        models = {"model_path": str(PAIR / target)}
+        models = {"model_path": str(study.PAIR / target)}
         if draft is not None:
-            models["speculative_draft_model_path"] = str(PAIR / draft)
-        path = os.pathsep.join([str(PAIR.parent), os.environ.get("PYTHONPATH", "")])
+            models["speculative_draft_model_path"] = str(study.PAIR / draft)
+        path = os.pathsep.join([str(study.PAIR.parent), os.environ.get("PYTHONPATH", "")])
         return Launch({**self.engine(name), **models}, {"PYTHONPATH": path.rstrip(os.pathsep)})
 
     def path(self, cell: C) -> Path:
@@ -296,7 +280,7 @@ class Study(ABC, Generic[C, A]):
     def _answer(self) -> None:
         """Complete the selected cells, starting each needed engine once."""
         todo = {cell: n for cell in self.selected if (n := len(self.missing(cell)))}
-        with bar(total=sum(todo.values()), unit="answer", disable=not todo) as progress:
+        with study.bar(total=sum(todo.values()), unit="answer", disable=not todo) as progress:
             for engine, group in groupby(todo, key=lambda cell: cell.engine):
                 progress.set_description_str(f"starting the engine: {engine}")
                 with running(self.launch(engine), self.options.output_dir / LOG) as remote:
@@ -327,11 +311,14 @@ class Study(ABC, Generic[C, A]):
         there = self.complete()
         missing = [cell.slug for cell in self.cells if cell not in there]
         if missing:
-            raise BenchError(
+            raise study.BenchError(
                 f"Not published: {len(missing)} of {len(self.cells)} cells are not complete, as "
                 f"{missing[0]}. Complete them with the same command without --only."
             )
-        copy((self.options.output_dir / name for name in self.report.files), PUBLISHED / self.name)
+        study.copy(
+            (self.options.output_dir / name for name in self.report.files),
+            study.PUBLISHED / self.name,
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the numbers depend on."""

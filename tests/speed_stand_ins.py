@@ -12,6 +12,7 @@ from typing import Any
 import answers
 import pytest
 import results
+import study as frame
 from answers import MAX_PROBLEMS, Study
 from pair.task import held_out
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, Launch, System
@@ -72,7 +73,7 @@ class Runner(Caller):
             patch.setattr(study, "report", drawn)
         patch.setattr(answers, "running", self.running)
         patch.setattr(answers, "prompt_ids", lambda item: [1])
-        patch.setattr(answers, "PUBLISHED", self._published)
+        patch.setattr(frame, "PUBLISHED", self._published)
         patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
 
     @contextlib.contextmanager

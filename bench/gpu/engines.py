@@ -11,26 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speed.grid import (
-    ADAPTIVE,
-    AR,
-    AR_DRAFT,
-    AUTO,
-    BLOCK,
-    CHAIN,
-    EAGLE,
-    EXACT,
-    EXACT_HEAD,
-    PAIR_70B,
-    PRESETS,
-    SMC,
-    STANDALONE,
-    TREE,
-    Cell,
-    Preset,
-    System,
-    quick,
-)
+from speed import grid
 from speed.measure import EngineCase, work
 from speed.remote import RemoteEngine
 from speed.runner import Entry
@@ -55,9 +36,9 @@ ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
 SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
 
 
-def system_of(family: str) -> System:
+def system_of(family: str) -> grid.System:
     """Return a system of this family, at N = K = 8 if it has particles."""
-    return System(family, N, K) if family in SMC else System(family)
+    return grid.System(family, N, K) if family in grid.SMC else grid.System(family)
 
 
 def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any) -> EngineCase:
@@ -66,30 +47,31 @@ def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any)
 
 #: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
 OF_TREES = {"attention_backend": "fa3"}
-PLAIN, STOCK_DRAFT = _case(AR, (*ALL, (64, 256))), _case(CHAIN, SHORT)
+PLAIN, STOCK_DRAFT = _case(grid.AR, (*ALL, (64, 256))), _case(grid.CHAIN, SHORT)
 SPEED = (
-    _case(AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
+    _case(grid.AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
     PLAIN,
-    _case(BLOCK, ALL),
-    _case(EXACT, ALL),
-    _case(EXACT_HEAD, SHORT, 55.0),
-    _case(EAGLE, SHORT, 55.0, **OF_TREES),
-    _case(ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),  # a graph for each budget and batch
+    _case(grid.BLOCK, ALL),
+    _case(grid.EXACT, ALL),
+    _case(grid.EXACT_HEAD, SHORT, 55.0),
+    _case(grid.EAGLE, SHORT, 55.0, **OF_TREES),
+    # A graph for each budget and batch.
+    _case(grid.ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),
 )
-MORE = (STOCK_DRAFT, _case(TREE, SHORT, **OF_TREES), _case(AUTO, ((1, 256), (1, 4096))))
-PROFILE = (_case(BLOCK, ((1, 256), (1, 4096))), _case(EXACT, ONE))
+MORE = (STOCK_DRAFT, _case(grid.TREE, SHORT, **OF_TREES), _case(grid.AUTO, ((1, 256), (1, 4096))))
+PROFILE = (_case(grid.BLOCK, ((1, 256), (1, 4096))), _case(grid.EXACT, ONE))
 LARGE = tuple(
     case._replace(sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
-    for case in (PLAIN, _case(BLOCK, ONE), _case(EXACT, ONE), STOCK_DRAFT)
+    for case in (PLAIN, _case(grid.BLOCK, ONE), _case(grid.EXACT, ONE), STOCK_DRAFT)
 )
 
 #: Prefill runs without graphs, which take most of a start; only decoding is measured.
 FAST_START = {"disable_prefill_cuda_graph": True, "mem_fraction_static": 0.8}
-SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
+SPEED_8B = replace(grid.PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
 PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
 LARGE_START = {**FAST_START, "mem_fraction_static": 0.9}
-SPEED_70B = replace(SPEED_8B, name="h200-70b", pair=PAIR_70B, repeats=2, engine=LARGE_START)
-TINY = replace(quick(PRESETS["cpu"]), name="tiny", new_tokens=24, repeats=1)
+SPEED_70B = replace(SPEED_8B, name="h200-70b", pair=grid.PAIR_70B, repeats=2, engine=LARGE_START)
+TINY = replace(grid.quick(grid.PRESETS["cpu"]), name="tiny", new_tokens=24, repeats=1)
 
 
 def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
@@ -97,11 +79,11 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
     return [
         case._replace(sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
         for case in cases
-        if case.system.family not in (*STANDALONE, EAGLE)  # which have no kernels there
+        if case.system.family not in (*grid.STANDALONE, grid.EAGLE)  # which have no kernels there
     ]
 
 
-def profile(engine: RemoteEngine, cell: Cell, preset: Preset) -> Entry:
+def profile(engine: RemoteEngine, cell: grid.Cell, preset: grid.Preset) -> Entry:
     """Return the kernels of a cell's rounds; none on a CPU."""
     if preset.device == "cpu":
         return {}

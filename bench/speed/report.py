@@ -10,20 +10,7 @@ from typing import Any
 
 from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
-from speed.grid import (
-    AR,
-    AR_DRAFT,
-    AR_STOCK,
-    CHAIN,
-    DRAFT,
-    SMC,
-    SPECULATION,
-    STANDALONE,
-    Cell,
-    Preset,
-    System,
-    simulated_acceptance,
-)
+from speed import grid
 from speed.remote import Sample
 
 from sglang_smc.tools.plan.devices import Device
@@ -59,7 +46,7 @@ class CellRow:
 
 
 def make_rows(
-    cells: Iterable[Cell], results: Results, preset: Preset, device: Device | None
+    cells: Iterable[grid.Cell], results: Results, preset: grid.Preset, device: Device | None
 ) -> list[CellRow]:
     """Return a row for each cell with a result or a failure."""
     return [
@@ -70,7 +57,7 @@ def make_rows(
             prompt=cell.prompt,
             pair=preset.pair.name,
             dtype=preset.pair.quantization or preset.dtype,
-            simulated_tokens_per_round=simulated_acceptance(cell.system, preset),
+            simulated_tokens_per_round=grid.simulated_acceptance(cell.system, preset),
             refused=results[cell.slug].get("failed"),
             replayed_share=results[cell.slug].get("replayed_share"),
             **_numbers(cell, results, least_round(cell, preset), device),
@@ -81,7 +68,7 @@ def make_rows(
 
 
 def _numbers(
-    cell: Cell, results: Results, least: Round | None, device: Device | None
+    cell: grid.Cell, results: Results, least: Round | None, device: Device | None
 ) -> dict[str, Any]:
     samples = samples_of(cell, results)
     if not samples:
@@ -105,18 +92,18 @@ def _numbers(
     }
 
 
-def samples_of(cell: Cell, results: Results, key: str = "samples") -> list[Sample]:
+def samples_of(cell: grid.Cell, results: Results, key: str = "samples") -> list[Sample]:
     """Return the samples of a cell; none of a failure."""
     return [Sample(**sample) for sample in results.get(cell.slug, {}).get(key, ())]
 
 
-def to_ar(cell: Cell, results: Results) -> list[float]:
+def to_ar(cell: grid.Cell, results: Results) -> list[float]:
     """Return the logs of a cell's decoding speeds over those of AR beside it."""
     pairs = zip(samples_of(cell, results), samples_of(cell, results, "beside"), strict=False)
     return [math.log(ours.decode_speed / plain.decode_speed) for ours, plain in pairs]
 
 
-def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
+def _ratios(cell: grid.Cell, results: Results) -> dict[str, Interval]:
     """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree.
 
     Without AR beside it, the ratio is to the samples of AR's own cell.
@@ -128,9 +115,9 @@ def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
     elif cell != cell.reference and all(both):
         speeds = ([math.log(sample.decode_speed) for sample in some] for some in both)
         found["ratio_to_ar"] = speed_ratio(*speeds)
-    beside = (Cell(System(family), cell.batch, cell.prompt) for family in STANDALONE)
+    beside = (grid.Cell(grid.System(family), cell.batch, cell.prompt) for family in grid.STANDALONE)
     rivals = [rival for other in beside if (rival := to_ar(other, results))]
-    if logs and rivals and cell.system.family in SMC:
+    if logs and rivals and cell.system.family in grid.SMC:
         found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
     return found
 
@@ -138,7 +125,7 @@ def _ratios(cell: Cell, results: Results) -> dict[str, Interval]:
 # --- The bound
 
 
-def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
+def shapes(preset: grid.Preset) -> tuple[ModelShape, ModelShape]:
     """Return target and draft as served: weights and KV in the preset's dtype."""
     width = BYTES[preset.dtype]
     pair = preset.pair
@@ -149,18 +136,18 @@ def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
     )
 
 
-def least_round(cell: Cell, preset: Preset) -> Round | None:
+def least_round(cell: grid.Cell, preset: grid.Preset) -> Round | None:
     """Return the passes of a round halfway through the answers; None for trees and heads.
 
     The particles' own KV is not counted, only the shared KV: a lower bound for any weights.
     """
     target, draft = shapes(preset)
     context, system = cell.prompt + preset.new_tokens / 2, cell.system
-    if system.family in (AR, AR_STOCK, AR_DRAFT):
-        return ar_step(draft if system.family == AR_DRAFT else target, cell.batch, context)
-    if system.family == CHAIN:
-        n, k = 1, SPECULATION[CHAIN]["speculative_num_steps"]
-    elif system.draft == DRAFT and system.num_particles and system.num_steps:
+    if system.family in (grid.AR, grid.AR_STOCK, grid.AR_DRAFT):
+        return ar_step(draft if system.family == grid.AR_DRAFT else target, cell.batch, context)
+    if system.family == grid.CHAIN:
+        n, k = 1, grid.SPECULATION[grid.CHAIN]["speculative_num_steps"]
+    elif system.draft == grid.DRAFT and system.num_particles and system.num_steps:
         n, k = system.num_particles, system.num_steps
     else:
         return None

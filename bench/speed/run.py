@@ -21,22 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study
 from results import Report, provenance
 from speed.grid import PRESETS, Pair, Preset, cells, quick, systems
 from speed.measure import TEMPERATURE, EngineCase, engine_cases
 from speed.report import BYTES, CellRow, make_rows, markdown
 from speed.runner import Case, Clock, Records, Runner, Stage, read_results
-from study import (
-    GOES_ON,
-    PUBLISHED,
-    BenchError,
-    copy,
-    main_of,
-    matching,
-    parser,
-    positive,
-    prepare_folder,
-)
 
 from sglang_smc.tools.plan import devices
 from sglang_smc.tools.plan.devices import Device
@@ -51,7 +41,7 @@ REPORT = Report("speed", CellRow, markdown)
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options."""
     about = "Tokens per second of AR, SGLang's speculative decoding and SMC, side by side."
-    made = parser("speed", about)
+    made = study.parser("speed", about)
     add = made.add_argument
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="engines, as a shell matches")
     add("--list", "--dry-run", action="store_true", help="print the engines and cells, and stop")
@@ -60,8 +50,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--preset", choices=list(PRESETS), help="by default what fits this machine")
     add("--quick", action="store_true", help="one setting of each mode, few tokens")
     for flag, metavar in (("--batch", "B"), ("--prompt", "TOKENS")):
-        add(flag, nargs="+", type=positive, metavar=metavar, help="instead of the preset's")
-    add("--repeats", type=positive, help="instead of the preset's")
+        add(flag, nargs="+", type=study.positive, metavar=metavar, help="instead of the preset's")
+    add("--repeats", type=study.positive, help="instead of the preset's")
     for flag in ("--target", "--draft"):
         add(flag, type=Path, help="folder of real weights; both or none")
     options = made.parse_args(argv)
@@ -86,7 +76,7 @@ def preset_of(options: argparse.Namespace) -> Preset:
     sizes = ("batch", options.batch, preset.batches), ("prompt", options.prompt, preset.prompts)
     for name, asked, known in sizes:
         if max(asked or [0]) > max(known):
-            raise BenchError(
+            raise study.BenchError(
                 f"--{name} {max(asked)} is more than the {max(known)} that the engines of preset "
                 f"{preset.name} are sized for; ask for at most that, or choose another preset."
             )
@@ -96,7 +86,7 @@ def preset_of(options: argparse.Namespace) -> Preset:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study; return exit status 0 if it completes."""
     options = parse_arguments(argv)
-    return main_of(partial(run, options), GOES_ON)
+    return study.main_of(partial(run, options), study.GOES_ON)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,9 +94,11 @@ def run(options: argparse.Namespace) -> None:
     preset = preset_of(options)
     folder = options.output_dir / preset.name
     batches, prompts = options.batch or preset.batches, options.prompt or preset.prompts
-    cases = matching(cases_of(preset, batches, prompts, folder), options.only)
+    cases = study.matching(cases_of(preset, batches, prompts, folder), options.only)
     if not cases:
-        raise BenchError(f"No engine matches --only {' '.join(options.only)}; --list shows all.")
+        raise study.BenchError(
+            f"No engine matches --only {' '.join(options.only)}; --list shows all."
+        )
     if options.list:
         done = read_results(folder)[0].get("speed", {})
         for part in (part for case in cases for part in case.parts):
@@ -114,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
             told = f"not run here: {failed}" if failed else "measured" if part in done else "-"
             print(f"{part:30} {told}")
         return
-    prepare_folder(options.output_dir)
+    study.prepare_folder(options.output_dir)
     records = Records([folder], [], provenance(settings(preset)))
     runner = Runner(records, Clock(math.inf), fresh=options.fresh)
     if any(runner.missing("speed", case) for case in cases):
@@ -132,10 +124,10 @@ def run(options: argparse.Namespace) -> None:
     text = REPORT.write(folder, rows, settings(preset), partial(note, preset, folder))
     print(f"\n{text}\nAll is in {folder}/.")
     if options.publish and all(row.refused for row in rows):
-        raise BenchError("Not published: none of the cells ran here.")
+        raise study.BenchError("Not published: none of the cells ran here.")
     if options.publish:
         paths = (folder / name for name in (*REPORT.files, MACHINE))
-        copy(paths, PUBLISHED / "speed" / preset.name)
+        study.copy(paths, study.PUBLISHED / "speed" / preset.name)
 
 
 def measure_machine(preset: Preset, path: Path) -> None:

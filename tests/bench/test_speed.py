@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import results
+import study
 from intervals import Interval, mean_of, speed_ratio
 from scipy.stats import ttest_ind
 from speed import measure
@@ -77,7 +78,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench(speed.main, tmp_path / "out")
     monkeypatch.setattr(measure, "running", found.running)
     monkeypatch.setattr(measure, "write_models", lambda *_, **__: None)
-    monkeypatch.setattr(speed, "PUBLISHED", tmp_path / "published")
+    monkeypatch.setattr(study, "PUBLISHED", tmp_path / "published")
     for module in (results, speed):
         monkeypatch.setattr(module, "provenance", lambda asked: {**ORIGIN, "settings": asked})
     monkeypatch.setattr(
