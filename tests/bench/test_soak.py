@@ -10,34 +10,24 @@ from typing import Any
 
 import httpx
 import pytest
-from soak import clients
+from soak import clients, traffic
 from soak import run as soak
 from soak.clients import Ending, ending, failed
-from soak.traffic import (
-    GRAMMARS,
-    MAX_LAG,
-    NUM_PARTICLES,
-    NUM_STEPS,
-    SMC,
-    URGENT,
-    VOCAB,
-    WAYS,
-    Request,
-    requests,
-)
 from soak.verdict import GROWTH_BYTES, GROWTH_FDS, GROWTH_THREADS, Held, Verdict, judge
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 
-TRAFFIC = list(itertools.islice(requests(0, 0.4, 0.02), 2000))
-SERVER = SMCConfig(num_particles=NUM_PARTICLES, num_steps=NUM_STEPS, max_lag=MAX_LAG)
+TRAFFIC = list(itertools.islice(traffic.requests(0, 0.4, 0.02), 2000))
+SERVER = SMCConfig(
+    num_particles=traffic.NUM_PARTICLES, num_steps=traffic.NUM_STEPS, max_lag=traffic.MAX_LAG
+)
 PARAMS = {"max_new_tokens": 3, "min_new_tokens": 2, "sampling_seed": 70}
 TOLD = {"return_logprob": True, "top_logprobs_num": 2}
 
 
-def request(**fields: Any) -> Request:
-    return replace(Request("soak-000007", [4, 5], PARAMS), **fields)
+def request(**fields: Any) -> traffic.Request:
+    return replace(traffic.Request("soak-000007", [4, 5], PARAMS), **fields)
 
 
 def answer(ids: list[int], reason: str | None = "stop", **info: Any) -> dict[str, Any]:
@@ -64,20 +54,20 @@ def queued(ids: list[int]) -> dict[str, Any]:
 
 def test_traffic_has_everything_and_the_server_takes_it() -> None:
     asked = {json.dumps(r.params["custom_params"]["smc"]) for r in TRAFFIC}
-    assert asked == {json.dumps(choice) for choice in SMC}
+    assert asked == {json.dumps(choice) for choice in traffic.SMC}
     used = {name for r in TRAFFIC for name in (*r.params, *r.options)}
     assert used >= {
         *("top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty"),
         *("repetition_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids"),
         *("regex", "json_schema", "return_logprob", "top_logprobs_num", "token_ids_logprob"),
     }
-    assert len({(r.n, r.stream, r.leaves) for r in TRAFFIC}) == 2 * 2 * (len(WAYS) + 1)
-    assert {r.options["priority"] for r in TRAFFIC} == {0, URGENT}
+    assert len({(r.n, r.stream, r.leaves) for r in TRAFFIC}) == 2 * 2 * (len(traffic.WAYS) + 1)
+    assert {r.options["priority"] for r in TRAFFIC} == {0, traffic.URGENT}
     leaving = sum(r.leaves is not None for r in TRAFFIC) / len(TRAFFIC)
     assert leaving == pytest.approx(0.4, abs=0.04)
     for r in TRAFFIC:
         request_config(SERVER, r.params["custom_params"], constrained=r.grammar is not None)
-        assert all(0 <= token < VOCAB for token in r.prompt)
+        assert all(0 <= token < traffic.VOCAB for token in r.prompt)
         assert r.params["min_new_tokens"] <= r.params["max_new_tokens"]
 
 
@@ -100,9 +90,9 @@ def test_an_answer_alone_has_its_own_seed() -> None:
         ({"leaves": "abort"}, answer([1], "abort"), ""),
         ({"leaves": "disconnect"}, answer([1], "abort"), "ended with"),
         ({}, answer([1, 2], None), "ended with None"),
-        ({"grammar": GRAMMARS[0]}, answer([1, 2]), ""),
-        ({"grammar": GRAMMARS[1]}, answer([1, 2]), "illegal text '#### 77'"),
-        ({"grammar": GRAMMARS[1]}, answer([1, 2, 3], "length"), ""),
+        ({"grammar": traffic.GRAMMARS[0]}, answer([1, 2]), ""),
+        ({"grammar": traffic.GRAMMARS[1]}, answer([1, 2]), "illegal text '#### 77'"),
+        ({"grammar": traffic.GRAMMARS[1]}, answer([1, 2, 3], "length"), ""),
         ({"options": TOLD}, answer([1, 2], **told([1, 2])), ""),
         ({"options": TOLD}, answer([1, 2], **told([1, 3])), "has log-probabilities of [1, 3]"),
         ({"options": TOLD}, answer([1, 2], **told([1, 2], 1)), "has [1, 1] output_top_logprobs"),
@@ -132,7 +122,7 @@ def test_a_retracted_text_is_drawn_anew() -> None:
 
 
 def asked(
-    one: Request, reply: Callable[[httpx.Request], httpx.Response]
+    one: traffic.Request, reply: Callable[[httpx.Request], httpx.Response]
 ) -> tuple[list[Ending], list[str]]:
     """What a client makes of a server's replies, and the routes that it used."""
     routes: list[str] = []
@@ -175,7 +165,9 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
         ),
     ],
 )
-def test_a_lost_answer(one: Request, reply: Callable[..., httpx.Response], says: str) -> None:
+def test_a_lost_answer(
+    one: traffic.Request, reply: Callable[..., httpx.Response], says: str
+) -> None:
     found, _ = asked(one, reply)
     assert any(says in e.problem for e in found), found
 
@@ -237,8 +229,8 @@ def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 MIB = 1 << 20
 
 
-def numbered(number: int) -> Request:
-    return Request(f"soak-{number:06}", [4, 5], {"sampling_seed": 10 * number})
+def numbered(number: int) -> traffic.Request:
+    return traffic.Request(f"soak-{number:06}", [4, 5], {"sampling_seed": 10 * number})
 
 
 def ended(number: int, ids: list[int], reason: str = "stop", **fields: Any) -> Ending:

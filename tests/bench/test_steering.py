@@ -12,18 +12,6 @@ from pair.task import held_out
 from speed_stand_ins import Replying, Runner
 from steering import run as steering
 from steering.judge import Judge
-from steering.run import (
-    MARKS,
-    PARTICLES,
-    POTENTIALS,
-    Steering,
-    best,
-    drawn,
-    number_of,
-    shown,
-    summaries,
-    voted,
-)
 from steering.steps import Steps, wrong_steps
 
 from sglang_smc.potentials import Potential, Text
@@ -80,20 +68,20 @@ def test_both_are_consistent_and_prefer_right_answers(
 
 def test_choices_by_hand() -> None:
     """Red where texts without an answer vote, or a tie goes to the last."""
-    assert list(map(number_of, ["#### 1", "x\n#### -2\n", "nothing"])) == [1, -2, None]
+    assert list(map(steering.number_of, ["#### 1", "x\n#### -2\n", "nothing"])) == [1, -2, None]
     said = [1, 2, 2, None, None, None]
-    assert voted(said, [1.0] * 6) == 2
-    assert voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0]) == 1
-    assert voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0]) == 1
-    assert voted([None], [1.0]) is None
-    assert best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 2
-    assert best([None, 1], [1.0, 0.0]) is None
+    assert steering.voted(said, [1.0] * 6) == 2
+    assert steering.voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0]) == 1
+    assert steering.voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0]) == 1
+    assert steering.voted([None], [1.0]) is None
+    assert steering.best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 2
+    assert steering.best([None, 1], [1.0, 0.0]) is None
 
 
 def test_a_draw_follows_weights() -> None:
     """Red for a draw without weights; 1,000 draws err by 5 standard errors with chance 1e-6."""
     rng = random.Random(0)
-    found = [drawn([1, 2], [0.2, 0.8], rng) for _ in range(1000)]
+    found = [steering.drawn([1, 2], [0.2, 0.8], rng) for _ in range(1000)]
     assert found.count(1) / 1000 == pytest.approx(0.2, abs=5 * (0.16 / 1000) ** 0.5)
 
 
@@ -139,10 +127,12 @@ class _NoArgs(Constant):
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Runner:
     page = tmp_path / "steering.md"
-    page.write_text("Before.\n{}\nold\n{}\nBehind.\n".format(*MARKS))
+    page.write_text("Before.\n{}\nold\n{}\nBehind.\n".format(*steering.MARKS))
     monkeypatch.setattr(steering, "PAGE", page)
     monkeypatch.setattr(steering, "shipped", lambda: {"steps": Constant(), "judge": _NoArgs()})
-    return Runner(Steering, tmp_path, monkeypatch, replying(tokenizer), ("--problems", "4"))
+    return Runner(
+        steering.Steering, tmp_path, monkeypatch, replying(tokenizer), ("--problems", "4")
+    )
 
 
 def test_a_whole_run_is_published(bench: Runner) -> None:
@@ -150,16 +140,16 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     assert bench("--publish") == 0
     assert bench.started == ["target", "target+draft", "target+target"]
     seeds = [one["sampling_seed"] for engine, one in bench.asked if engine == "target"]
-    assert len(set(seeds)) == len(seeds) == 4 * max(PARTICLES)
+    assert len(set(seeds)) == len(seeds) == 4 * max(steering.PARTICLES)
     assert {seed % MAX_PROBLEMS for seed in seeds} == {0, 1, 2, 3}
     rows = bench.rows()
-    of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
-    of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
+    of_samples = 1 + len(steering.PARTICLES) * (1 + 2 * len(steering.POTENTIALS))
+    of_particles = len(steering.PARTICLES) * 3 * len(steering.POTENTIALS)
     assert len(rows) == of_samples + 3 * of_particles
     majority, steered = rows["target: majority, N=8"], rows["target: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
-    assert bench.published() == set(Steering.report.files)
+    assert bench.published() == set(steering.Steering.report.files)
     page = steering.PAGE.read_text()
     assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
-    assert summaries(shown(list(rows.values()))) in page
+    assert steering.summaries(steering.shown(list(rows.values()))) in page
