@@ -9,7 +9,7 @@ This module is imported wherever the plugin is loaded, so it imports nothing hea
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -100,24 +100,13 @@ def is_gated_delta(model: "ModelConfig") -> bool:
     return hybrid_gdn_config(model) is not None
 
 
-def kv_layers(pool: Any) -> tuple[int, int]:
-    """Return the first layer with keys in a KV pool, and the number of such layers.
-
-    Hybrid models have layers without keys.
-    """
+def kv_layers(pool: Any) -> Sequence[int]:
+    """Return the layers with keys in a KV pool, in order. Hybrid models have others."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     if isinstance(pool, HybridLinearKVPool):
-        layers = pool.full_attention_layer_id_mapping
-        return min(layers), len(layers)
-    return pool.start_layer, pool.layer_num
-
-
-def first_layer(pool: Any) -> int:
-    """Return the first layer with keys in a KV pool."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
-    return kv_layers(pool)[0] if isinstance(pool, HybridLinearKVPool) else pool.start_layer
+        return sorted(pool.full_attention_layer_id_mapping)
+    return range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:

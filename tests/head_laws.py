@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
 
@@ -69,36 +69,61 @@ class Draft:
         return probs.index_copy(2, self.head.hot, logits.softmax(-1))
 
 
+class Layout(NamedTuple):
+    """How a family's checkpoints hold an MTP layer, and how it joins a token and a state."""
+
+    prefix: str  # of its weights, by the number of the target's layers
+    inner: str  # behind that, of its decoder layer
+    token: str
+    state: str
+    join: str
+    last: str  # norm
+    token_first: bool = True
+    offset: float = 0.0  # of norms' weights
+
+    def prefix_of(self, config: Any) -> str:
+        return self.prefix.format(config.num_hidden_layers)
+
+
+NEXTN = Layout("model.layers.{}.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+MIMO = Layout(
+    "model.mtp_layers.0.",
+    "",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    token_first=False,
+)
+QWEN = Layout(
+    "mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", offset=1.0
+)
+LAYOUTS = {"qwen2": MIMO, "qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN}
+
+
 def add_mtp_layer(target: str, *, seed: int = 4, scale: float = 0.3) -> None:
     """Add a random MTP layer to a checkpoint; one of Qwen2 is MiMo's then."""
-    folder = Path(target)
-    config = json.loads((folder / "config.json").read_text())
-    weights, last = load_file(folder / "model.safetensors"), config["num_hidden_layers"] - 1
-    is_mimo, width = config["model_type"] == "qwen2", config["hidden_size"]
-    prefix = "model.mtp_layers.0." if is_mimo else f"model.layers.{last + 1}."
+    folder, config = Path(target), AutoConfig.from_pretrained(target)
+    family, width = config.model_type, config.hidden_size
+    layout, last = LAYOUTS.get(family, NEXTN), f"layers.{config.num_hidden_layers - 1}."
+    weights = load_file(folder / "model.safetensors")
     draw = torch.Generator().manual_seed(seed)
-    like = {name: value for name, value in weights.items() if f"layers.{last}." in name}
-    shapes = {name.partition(f"layers.{last}.")[2]: value.shape for name, value in like.items()}
-    names = MIMO if is_mimo else NEXTN
-    shapes |= {f"{name}.weight": (width,) for name in names.values()}
-    shapes[f"{names['join']}.weight"] = (width, 2 * width)
+    like = {name: value for name, value in weights.items() if last in name}
+    shapes = {layout.inner + name.partition(last)[2]: value.shape for name, value in like.items()}
+    parts = layout.token, layout.state, layout.join, layout.last
+    shapes |= {f"{name}.weight": (width,) for name in parts}
+    shapes[f"{layout.join}.weight"] = (width, 2 * width)
     for name, shape in shapes.items():
         noise = scale * torch.randn(shape, generator=draw)
-        weights[prefix + name] = noise + 1 if "norm" in name else noise
+        weights[layout.prefix_of(config) + name] = (
+            noise + 1 - layout.offset if "norm" in name else noise
+        )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    more = {"architectures": ["MiMoForCausalLM"]} if is_mimo else {}
-    text = json.dumps(config | more | {"num_nextn_predict_layers": 1})
-    (folder / "config.json").write_text(text)
-
-
-#: Names of what an MTP layer has beside a decoder layer.
-NEXTN = {"token": "enorm", "state": "hnorm", "join": "eh_proj", "last": "shared_head.norm"}
-MIMO = {
-    "token": "token_layernorm",
-    "state": "hidden_layernorm",
-    "join": "input_proj",
-    "last": "final_layernorm",
-}
+    told = json.loads((folder / "config.json").read_text())
+    more = {"mtp_num_hidden_layers" if layout is QWEN else "num_nextn_predict_layers": 1}
+    if layout is MIMO:
+        more["architectures"] = ["MiMoForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(told | more))
 
 
 class MTPDraft:
@@ -107,34 +132,41 @@ class MTPDraft:
     def __init__(self, target: str, num_steps: int) -> None:
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, **options).eval()
-        self.num_steps, self.is_mimo = num_steps, self.model.config.model_type == "qwen2"
-        weights = load_file(Path(target, "model.safetensors"))
-        count = self.model.config.num_hidden_layers
-        prefix = "model.mtp_layers.0." if self.is_mimo else f"model.layers.{count}."
-        own = {n.removeprefix(prefix): w for n, w in weights.items() if prefix in n}
-        names = MIMO if self.is_mimo else NEXTN
-        self.own = {part: own[f"{name}.weight"].double() for part, name in names.items()}
-        if self.is_mimo:
-            self.layer = type(self.model.model.layers[0])(self.model.config, 0).double()
-            self.layer.load_state_dict(own, strict=False)
-        else:  # as one layer more of the model
-            longer = {**options, "num_hidden_layers": count + 1}
-            if hasattr(self.model.config, "mlp_layer_types"):
-                longer["mlp_layer_types"] = [*self.model.config.mlp_layer_types, "sparse"]
-            whole: Any = AutoModelForCausalLM.from_pretrained(target, **longer).eval()
-            self.layer = whole.model.layers[count]
+        self.num_steps, self.config = num_steps, self.model.config
+        self.layout = layout = LAYOUTS.get(self.config.model_type, NEXTN)
+        config, count = self.config, self.config.num_hidden_layers
+        weights, prefix = load_file(Path(target, "model.safetensors")), layout.prefix_of(config)
+        parts = ("token", "state", "join", "last")
+        names = {part: f"{prefix}{getattr(layout, part)}.weight" for part in parts}
+        self.own = {part: weights[name].double() for part, name in names.items()}
+        # The decoder layer, as one more of the model.
+        longer: dict[str, Any] = {"num_hidden_layers": count + 1}
+        for kinds in ("layer_types", "mlp_layer_types"):
+            if getattr(config, kinds, None):
+                longer[kinds] = [*getattr(config, kinds), getattr(config, kinds)[-1]]
+        own = f"model.layers.{count}."
+        renamed = {n.replace(prefix + layout.inner, own): w for n, w in weights.items()}
+        options["config"] = AutoConfig.from_pretrained(target, **longer)
+        whole: Any
+        whole, loaded = type(self.model).from_pretrained(
+            None, state_dict=renamed, output_loading_info=True, **options
+        )
+        assert not loaded["missing_keys"]
+        self.layer = whole.eval().model.layers[count]
 
     def _norm(self, part: str, values: torch.Tensor) -> torch.Tensor:
         squares = values.square().mean(-1, keepdim=True)
-        return values * (squares + self.model.config.rms_norm_eps).rsqrt() * self.own[part]
+        weight = self.own[part] + self.layout.offset
+        return values * (squares + self.config.rms_norm_eps).rsqrt() * weight
 
     def _pairs(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Of tokens ``[R, L]`` and the states before them ``[R, L, H]``."""
         embedded = self.model.get_input_embeddings()(tokens)
-        if self.is_mimo:  # of the pair at position 0
+        if not self.layout.token_first:  # MiMo, of the pair at position 0
             embedded[:, 0] = 0.0
         parts = self._norm("token", embedded), self._norm("state", states)
-        return torch.cat(parts[::-1] if self.is_mimo else parts, -1) @ self.own["join"].T
+        parts = parts if self.layout.token_first else parts[::-1]
+        return torch.cat(parts, -1) @ self.own["join"].T
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,17 @@ _V3: dict[str, Any] = {
     "scoring_func": "sigmoid",
 }
 
+_RECURRENT: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **SIZES,
@@ -89,15 +100,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "qwen3_5_text": {
-        **SIZES,
-        "num_hidden_layers": 4,
-        "full_attention_interval": 2,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+    "qwen3_5_text": _RECURRENT,
+    "qwen3_5_moe_text": {
+        **_RECURRENT,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
     },
     "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 8},
@@ -224,8 +233,9 @@ def make_family(
             torch.nn.init.constant_(parameter, LOG_RATE)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    if family == "qwen3_5_text":
-        _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
+    interval = FAMILIES.get(family, {}).get("full_attention_interval")
+    if interval is not None:
+        _say_interval(Path(path, "config.json"), interval)
     tokenizer = tiny_tokenizer(vocab, EOS)
     if takes_images:
         tokenizer.chat_template = (

@@ -256,7 +256,7 @@ def backend_of(
         pool: how a KV pool reads and writes.
     """
     heads, width = case.query.shape[3:]
-    kv_pool = SimpleNamespace(dtype=case.keys.dtype, start_layer=0, **pool)
+    kv_pool = SimpleNamespace(dtype=case.keys.dtype, start_layer=0, layer_num=1, **pool)
     latents = None if case.rank is None else (case.rank, width - case.rank)
     of_model = heads, case.keys.shape[1]
     runner = runner_of(case.req_to_token, kv_pool, case.query.dtype, of_model, latents=latents)

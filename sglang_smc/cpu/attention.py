@@ -27,7 +27,7 @@ from sglang_smc.cpu.trees import places_in_mask
 from sglang_smc.models.attention import store
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
-from sglang_smc.upstream import first_layer
+from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -203,7 +203,7 @@ class CpuAttentionBackend(AttentionBackend):
 
     def _scratch(self, calls: list[PaddedRows | LongRow]) -> tuple[torch.Tensor, torch.Tensor]:
         # Every layer of a pool has the same row shape: [kv_heads, head_dim].
-        cache = self.token_to_kv_pool.get_key_buffer(first_layer(self.token_to_kv_pool))
+        cache = self.token_to_kv_pool.get_key_buffer(kv_layers(self.token_to_kv_pool)[0])
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 

@@ -36,10 +36,10 @@ def sizes_of(
 
 def slot_bytes(pool: Any) -> int:
     """Return the bytes of a slot in all layers: keys and values, which share storage in MLA."""
-    first, num_layers = kv_layers(pool)
-    key, value = pool.get_key_buffer(first), pool.get_value_buffer(first)
+    layers = kv_layers(pool)
+    key, value = pool.get_key_buffer(layers[0]), pool.get_value_buffer(layers[0])
     parts = 1 if value.data_ptr() == key.data_ptr() else 2
-    return parts * num_layers * _num_bytes(key[0])
+    return parts * len(layers) * _num_bytes(key[0])
 
 
 def tensor_bytes(part: Any) -> int:

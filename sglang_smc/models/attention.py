@@ -24,7 +24,7 @@ from sglang_smc.models.supported import (
     sees_block,
     window_of,
 )
-from sglang_smc.upstream import first_layer
+from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,7 +188,7 @@ class ParticleAttention(AttentionBackend):
             num_columns=chains.slots.shape[2],
             group=self._group,
             dtype=self._dtype,
-            cache=pool.get_key_buffer(first_layer(pool)),
+            cache=pool.get_key_buffer(kv_layers(pool)[0]),
             window=window,
             sees_block=block,
             first_key=self._first_key,

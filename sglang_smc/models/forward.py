@@ -63,6 +63,13 @@ class ParticleForward:
         output = self._run(ForwardMode.TARGET_VERIFY, chains)
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
+    def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Start the particles of prefilled prompts, where a model keeps more of them than KV.
+
+        Args:
+            rows, lengths: ``[G]`` int64 rows of `req_to_token`, and numbers of tokens processed.
+        """
+
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         is_last = mode == ForwardMode.EXTEND
         merged = merge_rows(chains.slots, last=is_last) if self._merges else None

@@ -15,6 +15,10 @@ MTP = {
     "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLMNextN",
     "MiMoForCausalLM": "MiMoMTP",
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
 }
 """SGLang's classes of MTP layers, by the class of the target whose checkpoint has one."""
 
@@ -57,7 +61,9 @@ def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(path, revision, trust_remote_code)
-    return _named(config) in MTP and config.to_dict().get("num_nextn_predict_layers") == 1
+    told = config.to_dict() | config.get_text_config().to_dict()
+    counts = told.get("num_nextn_predict_layers"), told.get("mtp_num_hidden_layers")
+    return _named(config) in MTP and 1 in counts
 
 
 def take_mtp(config: "ModelConfig") -> None:

@@ -207,7 +207,7 @@ class RecurrentForward(ParticleForward):
         self.attn_backend: Any = self._linear
 
     def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Start the particles of prefilled prompts from their prompts' states; see `Prefill`."""
+        """Start particles from the states behind their prompts; see `ParticleForward`."""
         particles = self._ledger.particle_rows(rows, self._num_particles)
         self._linear.init_from_prompt(rows, lengths.long(), particles)
 

@@ -21,7 +21,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
-from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
+from sglang_smc.upstream import Arguments, is_gated_delta, kv_layers, model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -62,7 +62,12 @@ _TEXT_OF_IMAGES = {
 
 
 # Architectures with linear attention that have been run over particles.
-_RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+_RECURRENT = {
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+}
 _UNSERVED = (
     f"a recurrent (Mamba-like) state, which a target of {' or '.join(sorted(_RECURRENT))} alone "
     "may have, on SGLang 0.5.23"
@@ -101,23 +106,12 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         f"DFlash block head ({kinds.DFLASH}) or an MTP layer of this target. Choose another draft."
         for what in kinds.problems(config, target, num_steps)
     ]
-    if kinds.is_head(config):
-        found += [f"{flag} {draft} is a head, and {what}" for what in _no_heads(target)]
-    else:
+    if not kinds.is_head(config):
         found += [
             f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
             for kind in _kinds(config, as_draft=True)
         ]
     return found + _head_problems(flag, draft, config, widest_heads)
-
-
-def _no_heads(target: ModelConfig) -> Iterator[str]:
-    """Yield why heads cannot draft for a target."""
-    if _has_states(target):
-        yield (
-            "a target with linear attention hands no states to one; allowed: targets whose layers "
-            "all attend by softmax. Choose a language model as the draft."
-        )
 
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
@@ -254,7 +248,7 @@ def check_pool(runner: "ModelRunner") -> None:
             f"{' for latents (MLA)' if latent else ''}: pass --kv-cache-dtype auto"
             f"{'' if latent else ' or fp8_e4m3'}"
         )
-    shape = pool.get_key_buffer(first_layer(pool)).shape
+    shape = pool.get_key_buffer(kv_layers(pool)[0]).shape
     if len(shape) != 3:
         raise ValueError(
             f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "

@@ -9,7 +9,9 @@ from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.proposers.base import DraftProposer, LanguageModel
+from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -145,32 +147,44 @@ class ServerParts(NamedTuple):
 
 
 def assemble(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
-    """Build the target and the draft over particles, for targets with softmax attention alone."""
+    """Build the target and the draft over particles."""
     if parts.draft is None:
         return _uniform_draft(parts)
     build = {"model": _model, "eagle3": _eagle, "dflash": _block, "mtp": _eagle}
     return build[kinds.kind_of(parts.draft.model_runner.model_config)](parts, parts.draft)
 
 
+def _target(parts: ServerParts, *, reads: bool = False) -> Any:
+    """Build the target's passes, which hand its states to a head where it ``reads`` them."""
+    runner = parts.target.model_runner
+    if not upstream.is_gated_delta(runner.model_config):
+        return (ReadTarget if reads else ParticleForward)(runner, *parts.over)
+    return (ReadRecurrent if reads else RecurrentForward)(
+        runner,
+        parts.ledger,
+        parts.kernels,
+        num_particles=parts.num_particles,
+        max_columns=parts.num_columns,
+    )
+
+
 def _uniform_draft(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.ngram import UniformDraft
 
-    runner = parts.target.model_runner
-    target = ParticleForward(runner, *parts.over)
-    return target, UniformDraft(target.attn_backend, runner.model_config.vocab_size)
+    target = _target(parts)
+    vocab_size = parts.target.model_runner.model_config.vocab_size
+    return target, UniformDraft(target.attn_backend, vocab_size)
 
 
 def _model(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     widths = vocabulary.vocabularies(parts.target, draft)
     runner = draft.model_runner
     forward = vocabulary.with_width(ParticleForward(runner, *parts.over), *widths)
-    target = ParticleForward(parts.target.model_runner, *parts.over)
-    return target, LanguageModel(forward, runner, vocabulary.last_read(*widths))
+    return _target(parts), LanguageModel(forward, runner, vocabulary.last_read(*widths))
 
 
 def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
-    from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 
     runner, of_target, ledger = draft.model_runner, parts.target.model_runner, parts.ledger
     model: Any = runner.model
@@ -183,7 +197,7 @@ def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
         width=width,
         dtype=of_target.dtype,
     )
-    target = ReadTarget(of_target, *parts.over)
+    target = _target(parts, reads=True)
     target.reader = head = EagleHead(
         EagleForward(runner, *parts.over),
         table,
@@ -198,11 +212,10 @@ def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
 
 def _block(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.dflash import BlockForward, BlockHead
-    from sglang_smc.proposers.hidden_states import ReadTarget
 
     runner, of_target = draft.model_runner, parts.target.model_runner
     forward = BlockForward(runner, *parts.over, of_target.model)
-    target = ReadTarget(of_target, *parts.over)
+    target = _target(parts, reads=True)
     target.reader = head = BlockHead(forward, kinds.mask_token(runner.model_config))
     return target, head
 

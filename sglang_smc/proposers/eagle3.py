@@ -186,6 +186,10 @@ class EagleHead(DraftProposer):
             self._forward.read(later, states[:, :, :-1])
         self._table.keep(slots, locations.particle_rows, states)
 
+    def kept_before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
+        """Return kept states of the target; see `StatesReader.kept_before`."""
+        return self._table.before(starts, particle_rows)
+
     def read_prompts(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:

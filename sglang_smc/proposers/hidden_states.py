@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang_smc.models.attention import seed_tail, slots_before
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.recurrent import RecurrentForward
 
 
 class StatesReader(Protocol):
@@ -22,6 +23,10 @@ class StatesReader(Protocol):
 
         The states are ``[G, N, C, F]``.
         """
+        ...
+
+    def kept_before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
+        """Return the states ``[G, N, F]`` before ``starts``, as `StateTable.before` does."""
         ...
 
 
@@ -52,6 +57,21 @@ class ReadTarget(ParticleForward):
         nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
         chains = Chains(shown, positions.unsqueeze(1), nowhere, locations)
         return self._run(ForwardMode.TARGET_VERIFY, chains).hidden_states
+
+
+class ReadRecurrent(RecurrentForward, ReadTarget):
+    """A `ReadTarget` with linear attention, which cannot run a processed token again.
+
+    There is no radix cache beside it: a prefix is what the prompt's last piece ended with, and the
+    head has kept the state there.
+    """
+
+    def states_at(
+        self, tokens: torch.Tensor, positions: torch.Tensor, locations: KVLocations
+    ) -> torch.Tensor:
+        """Return the hidden states ``[R, F]`` that the head has kept; see `ReadTarget`."""
+        starts = positions.unsqueeze(1) + 1
+        return self.reader.kept_before(starts, locations.particle_rows).squeeze(1)
 
 
 class StateTable(NamedTuple):

@@ -10,6 +10,7 @@ from sglang_smc.models.attention import KeysWritten, store
 from sglang_smc.models.latent_attention import NAME as LATENTS
 from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
+from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -38,7 +39,7 @@ class PromptAttention(AttentionBackend):
         self._table = runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._group = head_group(runner)
-        self.last_layer = self.token_to_kv_pool.start_layer + self.token_to_kv_pool.layer_num - 1
+        self.last_layer = kv_layers(self.token_to_kv_pool)[-1]
         self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         self._rows: torch.Tensor  # [G]
         self._spans: list[tuple[int, int]]  # of each prompt: cached tokens, and new tokens

@@ -1,6 +1,6 @@
 """Build the parts of a server's rounds, once its pools exist."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -21,9 +21,6 @@ from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.state.request import RequestStates
 from sglang_smc.upstream import is_gated_delta
-
-if TYPE_CHECKING:
-    from sglang_smc.models.recurrent import RecurrentForward
 
 
 class Parts(NamedTuple):
@@ -94,11 +91,10 @@ def assemble(
         ValueError: for a model that cannot run in rounds.
     """
     sizes = config.num_particles, config.num_steps + 1
-    softmax, proposer = drafts.assemble(
+    passes, proposer = drafts.assemble(
         drafts.ServerParts(target, draft, tables.ledger, ops.kind, *sizes)
     )
-    recurrent = _recurrent(target, config, ops, tables)
-    steps = Steps(recurrent or softmax, proposer, tables.ledger, ops)
+    steps = Steps(passes, proposer, tables.ledger, ops)
     check_layers(target.model_runner)
     if draft is not None:
         runner = draft.model_runner
@@ -111,26 +107,9 @@ def assemble(
         tables,
         ops,
         *sizes,
-        init_from_prompt=None if recurrent is None else recurrent.init_from_prompt,
+        init_from_prompt=passes.init_from_prompt,
     )
     return Parts(steps, prefill, Round(steps, tables, ops, corpus))
-
-
-def _recurrent(
-    target: TpModelWorker, config: SMCConfig, ops: Ops, tables: Tables
-) -> "RecurrentForward | None":
-    """Return the passes of a target with linear attention layers; None for other models."""
-    if not is_gated_delta(target.model_runner.model_config):
-        return None
-    from sglang_smc.models.recurrent import RecurrentForward
-
-    return RecurrentForward(
-        target.model_runner,
-        tables.ledger,
-        ops.kind,
-        num_particles=config.num_particles,
-        max_columns=config.num_steps + 1,
-    )
 
 
 def memory_of(

@@ -69,6 +69,7 @@ class Case(NamedTuple):
 
 HEADS = (EAGLE3, HOT, DFLASH)
 MTP = "its own MTP layer"
+RECURRENT = {"disable_radix_cache": True}
 CASES = {
     "windows and caps": Case("gemma2", "gemma3_text"),
     "latents": Case("deepseek_v3", "deepseek_v2"),
@@ -80,9 +81,8 @@ CASES = {
     **{kind: Case("llama", kind) for kind in HEADS},
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
-    "recurrent states": Case(
-        "qwen3_5_text", "llama", {"disable_radix_cache": True}, num_particles=6
-    ),
+    "recurrent states": Case("qwen3_5_text", "llama", RECURRENT, num_particles=6),
+    "an MTP layer beside recurrent states": Case("qwen3_5_text", MTP, RECURRENT),
 }
 OTHERS = {
     "windows on both sides": Case("gemma3_text", "cohere2"),
@@ -96,6 +96,9 @@ OTHERS = {
     "an MTP layer": Case("glm4_moe", MTP),
     "an MTP layer behind dense layers": Case("qwen2", MTP),
     "an MTP layer over latents of a later family": Case("glm4_moe_lite", MTP),
+    "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
+    "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
+    "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
     "images, in other places": Case("qwen3_vl", "qwen2_vl"),
 }
 
@@ -150,7 +153,7 @@ def environment(case: Case) -> Iterator[None]:
 def test_answers_are_those_of_rounds_over_transformers(
     engine: Callable[..., Any], tmp_path: Path, case: Case
 ) -> None:
-    if case.target == "qwen3_5_text" and not upstream.IS_NEWEST:
+    if case.arguments is RECURRENT and not upstream.IS_NEWEST:
         pytest.skip("older releases are refused")
     target = make(tmp_path / "target", case.target, 3)
     draft = make(tmp_path / "draft", case.draft, 2, target)

@@ -175,6 +175,7 @@ def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) ->
     runner.token_to_kv_pool = SimpleNamespace(
         dtype=change.get("dtype", torch.float32),
         start_layer=0,
+        layer_num=1,
         get_key_buffer=lambda layer: change.get("buffer", torch.zeros(8, 2, 64)),
     )
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
     add("--target", metavar="DIR", help=models)
-    add("--draft", metavar="DIR", help="the same, or that of a head, or ngram, as plan takes them")
+    add("--draft", metavar="DIR", help="the same, or that of a head, or ngram, as plan takes "
+        "them; without it mtp, the target's own layer")  # fmt: skip
     add("--device", default=HERE, help=f"for the pair: {', '.join(DATA_SHEETS)}, or here")
     add("--tp", type=positive, default=1, help="devices that share the models")
     add("--requests", type=positive, default=8, help="that should fit at once")
@@ -94,14 +95,15 @@ def parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise ValueError unless the arguments are consistent with each other."""
-    if bool(options.target) != bool(options.draft):
-        raise ValueError("--target and --draft go together; give both or neither.")
+    if options.draft and not options.target:
+        raise ValueError("--draft goes with --target; give both, or neither.")
     if options.kernels and options.target:
         raise ValueError("--kernels looks at no models; leave out --target and --draft.")
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
-        both = (options.target, shapes.BUILT_IN), (options.draft, shapes.DRAFTS)
+        options.draft = options.draft or shapes.MTP
+        both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, shapes.MTP: ()})
         for name, known in both:
             is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
             if not is_known and not Path(name).is_dir():

@@ -15,7 +15,7 @@ from sglang_smc.tools.plan import memory, shapes
 from sglang_smc.tools.plan.devices import Device, measure, named
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc.tools.plan.shapes import MTP, ModelShape
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -39,7 +39,8 @@ def findings(
             yield _vocabularies(options.target, options.draft)
         yield _accepted(options)
     try:
-        target, draft = shapes.from_config(options.target), shapes.draft_from_config(options.draft)
+        target = shapes.from_config(options.target)
+        draft = shapes.draft_for(target, options.draft)
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
         return
@@ -96,7 +97,7 @@ def _has_name(options: argparse.Namespace) -> bool:
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
     try:
-        return shapes.architecture(shapes.contents(draft)) in shapes.HEADS
+        return draft == MTP or shapes.architecture(shapes.contents(draft)) in shapes.HEADS
     except ValueError:  # reported by other findings
         return False
 
@@ -141,7 +142,9 @@ def _accepted(options: argparse.Namespace) -> Finding:
 
     from sglang_smc import upstream
 
-    given = ["--model-path", options.target, "--speculative-draft-model-path", options.draft]
+    given = ["--model-path", options.target]
+    if options.draft != MTP:  # which a server finds in the target's checkpoint
+        given += ["--speculative-draft-model-path", options.draft]
     given += ["--speculative-algorithm", "SMC", "--log-level", "error"]
     for name in SETTINGS:
         given += [flag_of(name), str(getattr(options, name))]

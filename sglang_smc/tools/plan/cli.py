@@ -14,7 +14,7 @@ from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.report import Comparison, Plan
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
-from sglang_smc.tools.plan.shapes import BESIDE, DEFAULT_STEPS, NGRAM, ModelShape
+from sglang_smc.tools.plan.shapes import BESIDE, DEFAULT_STEPS, MTP, NGRAM, ModelShape
 
 ACCEPTANCE = 0.8
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
     drafts = {
-        name: shapes.draft_from_config(source, weight_bytes).on_devices(arguments.tp)
+        name: shapes.draft_for(target, source, weight_bytes).on_devices(arguments.tp)
         for name, source in zip(names, arguments.draft, strict=True)
     }
     weight_bytes = shapes.lowest_precision(target, *drafts.values())
@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     heads = [name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM)]
     add("--target", required=True, help=models)
     drafts = f"the same; or that of an EAGLE-3 head or a DFlash block, or {', '.join(heads)}; "
-    drafts += f"or {NGRAM}, alone or beside a model, as {BESIDE}llama-3.2-1b. Several are compared"
+    drafts += f"or {MTP}, the target's own layer; or {NGRAM}, alone or beside a model, as "
+    drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
     add("--draft", required=True, nargs="+", help=drafts)
     devices = f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
     devices += "sees none, in about three seconds (measured:cpu and measured:cuda insist)"

@@ -2,9 +2,9 @@
 
 Dense decoders, and what differs from one: windows, latents, experts, recurrent states.
 
-A draft is a language model, an EAGLE-3 head, a DFlash block, or n-gram matches. A head drafts from
-the target's hidden states, and its embedding is the target's. N-gram matches need no pass, weights
-or KV; the host's lookup takes microseconds, which are left out.
+A draft is a language model, an EAGLE-3 head, a DFlash block, the target's own MTP layer, or n-gram
+matches. A head drafts from the target's hidden states, and its embedding is the target's. N-gram
+matches need no pass, weights or KV; the host's lookup takes microseconds, which are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIXTEEN_BIT = 2.0
 STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
 
 #: Kinds of drafts; a target is a `MODEL`.
-MODEL, EAGLE3, DFLASH, NGRAM = ("model", "eagle3", "dflash", "ngram")
+MODEL, EAGLE3, DFLASH, MTP, NGRAM = ("model", "eagle3", "dflash", "mtp", "ngram")
 BESIDE = "ngram+"
 DEFAULT_STEPS = (4, 8, 16)
 #: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
@@ -93,7 +93,7 @@ class Experts:
     per_token: int
     size: int  # of one expert's hidden layer
     dense_layers: int  # leading layers with a dense MLP
-    shared: int  # experts that every token visits
+    shared: float  # experts that every token visits, of this size
 
     def parameters(self, hidden_size: int, routed: float) -> float:
         """Return the weights of a layer's router and ``routed`` experts."""
@@ -125,6 +125,7 @@ class ModelShape:
     window: int = 0  # keys that a query attends to in these layers, including its own
     kind: str = MODEL
     num_states: int = 0  # layers of the target whose concatenated hidden states a head's fc reads
+    mtp_layers: int = 0  # behind the layers of a target
     max_steps: int | None = None  # the largest K of a draft; None for any
 
     def _weights_of_layers(self, routed: float) -> float:
@@ -173,13 +174,20 @@ class ModelShape:
 
     @property
     def fc_parameters(self) -> int:
-        """Return the weights of a head's fc, from the target's hidden states to one of its own."""
-        return self.num_states * self.hidden_size**2
+        """Return the weights of a head's fc, from the target's hidden states to one of its own.
+
+        That of an MTP layer reads an embedding, too.
+        """
+        return (self.num_states + (self.kind == MTP)) * self.hidden_size**2
+
+    @property
+    def _own_tables(self) -> int:
+        """Return the weights of the embedding and the LM head that are not another model's."""
+        return self.head_parameters * (self.kind != MTP) * (1 if self.tied_embeddings else 2)
 
     @property
     def num_parameters(self) -> int:
-        tables = 1 if self.tied_embeddings else 2
-        return self.layer_parameters + tables * self.head_parameters + self.fc_parameters
+        return self.layer_parameters + self._own_tables + self.fc_parameters
 
     @property
     def head_bytes(self) -> float:
@@ -203,8 +211,8 @@ class ModelShape:
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of weights in the device's memory."""
-        more = self.fc_parameters + (0 if self.tied_embeddings else self.head_parameters)
-        return self.streamed_bytes + more * self.head_bytes
+        more = self.fc_parameters + self._own_tables
+        return self.bytes_read(math.inf, with_head=False) + more * self.head_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -231,7 +239,7 @@ class ModelShape:
 
     @property
     def is_head(self) -> bool:
-        return self.kind in (EAGLE3, DFLASH)
+        return self.kind in (EAGLE3, DFLASH, MTP)
 
     @property
     def default_steps(self) -> tuple[int, ...]:
@@ -347,6 +355,13 @@ def _latents_and_experts(config: Config) -> dict[str, Any]:
     return {"latents": latents, "experts": experts, **_nothing_more(config)}
 
 
+def _states_and_experts(config: Config) -> dict[str, Any]:
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    count, per_token, size, shared = numbers_of(config, *sizes, "shared_expert_intermediate_size")
+    experts = Experts(count, per_token, size, dense_layers=0, shared=shared / size)
+    return {"experts": experts, **_states(config)}
+
+
 def _states(config: Config) -> dict[str, Any]:
     heads = ("linear_num_key_heads", "linear_num_value_heads")
     sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
@@ -380,12 +395,16 @@ WINDOWED = {
     "Olmo3ForCausalLM": _windows(4),
 }
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-RECURRENT = ("Qwen3_5ForCausalLM",)  # linear attention in all layers but one of every so many
+# Linear attention in all layers but one of every so many.
+RECURRENT = {
+    "Qwen3_5ForCausalLM": _states,
+    "Qwen3_5MoeForCausalLM": _states_and_experts,
+}
 FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     **dict.fromkeys(DENSE, _nothing_more),
     **WINDOWED,
     **dict.fromkeys(LATENT, _latents_and_experts),
-    **dict.fromkeys(RECURRENT, _states),
+    **RECURRENT,
 }
 #: Classes with images, and the architecture of their text decoder.
 TEXT_OF_IMAGES = {
@@ -393,6 +412,7 @@ TEXT_OF_IMAGES = {
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 
 
@@ -424,6 +444,29 @@ def draft_from_config(source: Source, weight_bytes: float | None = None) -> Mode
             )
         return replace(draft, kind=NGRAM)
     return _shape_of(source, DRAFTS, HEADS).in_precision(weight_bytes)
+
+
+def draft_for(target: ModelShape, source: Source, weight_bytes: float | None = None) -> ModelShape:
+    """Return the shape of a target's draft: `MTP`, or as in `draft_from_config`.
+
+    Raises ValueError where the target has no MTP layer, or several.
+    """
+    if source != MTP:
+        return draft_from_config(source, weight_bytes)
+    if target.mtp_layers != 1:
+        raise ValueError(
+            f"The draft is {MTP}, and the target's configuration has {target.mtp_layers} MTP "
+            "layers (num_nextn_predict_layers, mtp_num_hidden_layers); allowed: one. Name a draft."
+        )
+    return replace(
+        target,
+        kind=MTP,
+        num_layers=1,
+        num_states=1,
+        experts=target.experts and replace(target.experts, dense_layers=0),
+        states=target.states and replace(target.states, layers=0),
+        windowed_layers=0,
+    )
 
 
 def _shape_of(
@@ -481,7 +524,11 @@ def _parse(config: Config) -> ModelShape:
             f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {' and '.join(HEADS)}, too."
         )
     tied = config.get("tie_word_embeddings", False)
-    return replace(dense(config, "vocab_size", tied=tied), **FAMILIES[name](config))
+    counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if FAMILIES[name] is _states_and_experts:  # no layer has a dense MLP
+        config = {**config, "intermediate_size": 0}
+    found = dense(config, "vocab_size", tied=tied)
+    return replace(found, mtp_layers=max(each or 0 for each in counts), **FAMILIES[name](config))
 
 
 def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
