@@ -39,9 +39,6 @@ class DraftSlots(NamedTuple):
 class DraftProposer(ABC):
     """A draft: a language model, a head over the target's hidden states, or uniform logits."""
 
-    at_once = False
-    """Whether one pass returns the distributions of all K tokens."""
-
     has_stock_passes = False
     """Whether SGLang may capture its own passes, over prompts."""
 

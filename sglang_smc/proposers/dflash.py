@@ -88,7 +88,6 @@ class BlockForward(ParticleForward):
 class BlockHead(DraftProposer):
     """A draft by a block head with a mask token: one pass for the distributions of all K tokens."""
 
-    at_once = True
     wants_states = True
 
     def __init__(self, forward: BlockForward, mask: int) -> None:

@@ -100,15 +100,8 @@ def assemble(
         runner = draft.model_runner
         check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
     rehearse(steps)
-    prefill = Prefill(
-        target,
-        proposer,
-        states,
-        tables,
-        ops,
-        *sizes,
-        init_from_prompt=passes.init_from_prompt,
-    )
+    begin = passes.init_from_prompt
+    prefill = Prefill(target, proposer, states, tables, ops, *sizes, begin)
     return Parts(steps, prefill, Round(steps, tables, ops, corpus))
 
 

@@ -55,8 +55,7 @@ class Prefill:
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
         num_columns: K + 1 of the server.
-        init_from_prompt: for a target with recurrent states, initialises the particles' states
-            from those behind prompts, by rows and lengths ``[G]``.
+        init_from_prompt: the target's, see `ParticleForward`.
     """
 
     def __init__(

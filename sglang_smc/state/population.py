@@ -273,9 +273,7 @@ _NO_TAIL = 3
 class Population(NamedTuple):
     """Particles of the G groups in a batch. Every method returns a new one."""
 
-    texts: (
-        torch.Tensor
-    )  # [G, N, 2 + T] int64: `second_last`, `last_emitted`, and the tail, `tokens`
+    texts: torch.Tensor  # [G, N, 2 + T] int64: two emitted tokens, and the tail, `tokens`
     lengths: torch.Tensor  # [G, N] int64: tail lengths
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
@@ -297,11 +295,6 @@ class Population(NamedTuple):
     def last_emitted(self) -> torch.Tensor:
         """Return the last emitted token, or each particle's own in its place, ``[G, N]``."""
         return self.texts[:, :, 1]
-
-    @property
-    def second_last(self) -> torch.Tensor:
-        """Return the token before `last_emitted`, ``[G, N]``; undefined right after prefill."""
-        return self.texts[:, :, 0]
 
     @property
     def last_two(self) -> torch.Tensor:
