@@ -9,6 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 
 from sglang_smc.guard.prompt_length import check_texts
 from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
+from sglang_smc.patches.weights import released
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server import presets, refusals, routes
 from sglang_smc.server.hooks import Hooks
@@ -46,6 +47,8 @@ def generate_request(
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
     routes.take_over(obj, request)
+    if gone := released(manager):
+        raise ValueError(f"Memory is released ({', '.join(sorted(gone))}): resume it first.")
     refusals.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)

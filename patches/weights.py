@@ -6,6 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct
 
 from sglang_smc import upstream
@@ -191,24 +192,52 @@ def flush_after_update(
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
     "srt/entrypoints/http_server.py:1581 (shows what is raised)",
-    why="SGLang restores the buffers of the target alone, and a busy scheduler dies at an "
-    "assertion.",
-    retire_when="Memory comes back for draft models, too.",
+    why="A scheduler that has requests ends at an assertion.",
+    retire_when="Busy and repeated calls are answers.",
 )
+async def release_memory(
+    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+) -> None:
+    """Release the memory of a server at rest, once; all else is HTTP 400."""
+    if is_smc(manager.server_args):
+        if not manager.server_args.enable_memory_saver:
+            raise ValueError("No memory can be released: start it with --enable-memory-saver.")
+        obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
+        if not (await manager.flush_cache()).success:
+            raise ValueError("Requests run or wait; allowed: none. Abort them, or ask again later.")
+    await original(manager, obj, request)
+    released(manager).update(obj.tags or ())
+
+
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
     "srt/entrypoints/http_server.py:1592",
-    why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
-    retire_when="Memory comes back for draft models, too.",
+    why="For what is not released SGLang's scheduler ends with a KeyError.",
+    retire_when="Busy and repeated calls are answers.",
 )
-def release_memory(original: Callable, manager: "TokenizerManager", *args: Any) -> Any:
-    """Answer HTTP 400 to /release_memory_occupation and /resume_memory_occupation."""
-    if not is_smc(manager.server_args):
-        return original(manager, *args)
-    raise ValueError(
-        "SMC gives no memory back while it runs: the draft's buffers and the tables of its "
-        "particles would not return. Stop the server instead."
-    )
+async def resume_memory(
+    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+) -> None:
+    """Resume memory that is released; all else is HTTP 400."""
+    if is_smc(manager.server_args):
+        obj.tags = _tags(obj, released(manager))
+    await original(manager, obj, request)
+    released(manager).difference_update(obj.tags or ())
+
+
+def released(manager: "TokenizerManager") -> set[str]:
+    """Return the tags of the memory that is released, as a set that the hooks change."""
+    return vars(manager).setdefault("smc_released", set())
+
+
+def _tags(obj: Any, allowed: set[str]) -> list[str]:
+    """Return the tags of a request, all that are allowed for None; ValueError for others."""
+    tags = set(obj.tags or allowed)
+    if not tags or tags - allowed:
+        raise ValueError(
+            f"tags is {obj.tags}; allowed now: {', '.join(sorted(allowed)) or 'none'}."
+        )
+    return sorted(tags)
 
 
 def _scheduler(manager: "SchedulerWeightUpdaterManager") -> "Scheduler":

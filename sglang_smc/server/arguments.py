@@ -93,6 +93,8 @@ def resolve(server_args: Arguments) -> None:
             "LM heads give logits in float32 (--enable-fp32-lm-head), which saves a copy of them "
             "in each pass. Give a server without SMC the flag, too, to compare answers with it."
         )
+    # Trainers send the target's weights anew, and seldom the draft's.
+    server_args.enable_draft_weights_cpu_backup |= server_args.enable_memory_saver
     # Layers with a window keep their KV in the pool of the others: a request's row is the ledger
     # of all its slots.
     server_args.disable_hybrid_swa_memory = True

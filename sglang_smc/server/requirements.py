@@ -40,7 +40,6 @@ _OWN_ATTENTION = "particles have an attention of their own, which this would not
 _OWN_GRAPHS = "rounds are captured by SMC itself, which this would not reach"
 _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
 _ITS_COPIES = "each particle has a copy of its grammar's state, which only xgrammar's can give"
-_NO_RELEASE = "the draft's buffers and SMC's tables would not come back"
 _NO_BATCH_SYNC = "rounds do not balance batches between ranks"
 _NO_STAGING = "rounds are recorded, and timed, with the weights in place"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
@@ -99,7 +98,6 @@ _MEMORY = (
     Requirement(
         "disaggregation_decode_retraction_backup", (None, "cpu_tensor", "none"), _NO_DRAFT_KV
     ),
-    Requirement("enable_memory_saver", (False,), _NO_RELEASE),
     Requirement("enable_hisparse", (False,), _NO_DRAFT_KV),
     Requirement("enable_unified_cache_external_linker", (False,), _NO_DRAFT_KV),
     Requirement("enable_lmcache", (False,), _NO_DRAFT_KV),

@@ -1,0 +1,186 @@
+"""A server sleeps: its memory is released, holds rubbish, and is resumed under the same addresses.
+
+A stand-in plays torch_memory_saver, which needs a GPU: what is allocated within a region is filled
+with NaN (and -1) as the region is paused, and comes back where it has a backup on the CPU.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import Server, running
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from sglang.srt.utils import torch_memory_saver_adapter as adapter
+from tiny_models import smc_arguments
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sglang_smc.patches.ingress import generate_request
+from sglang_smc.patches.weights import release_memory, released, resume_memory
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"mode": "exact"},
+    {"mode": "auto", "num_particles": 2},
+    {"resample_at": "token", "ess_threshold": 1.0},
+    {"proposal": "verified", "power": 2.0},
+]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the storage of each tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self.made[storage.data_ptr()] = StorageWeakRef(storage)
+        return result
+
+
+class MemorySaver:
+    """`torch_memory_saver.torch_memory_saver`, on a CPU."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, bool], dict[int, StorageWeakRef]] = defaultdict(dict)
+        self.kept: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+        with Recorder() as recorder:
+            yield
+        self.made[tag, enable_cpu_backup] |= recorder.made
+
+    def bytes_of(self, tag: str, has_backup: bool) -> list[torch.Tensor]:
+        alive = (ref for ref in self.made[tag, has_backup].values() if not ref.expired())
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in alive]
+        return [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages]
+
+    def pause(self, tag: str) -> None:
+        backed = self.bytes_of(tag, True)
+        self.kept[tag] = [(each, each.clone()) for each in backed]
+        for each in backed + self.bytes_of(tag, False):
+            each.fill_(0xFF)
+
+    def resume(self, tag: str) -> None:
+        for each, kept in self.kept.pop(tag):
+            each.copy_(kept)
+
+
+@pytest.fixture
+def saver(monkeypatch: pytest.MonkeyPatch) -> MemorySaver:
+    made = MemorySaver()
+    monkeypatch.setattr(adapter, "_memory_saver", made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return made
+
+
+def answers(server: Server) -> list[list[int]]:
+    replies = [
+        server.send(
+            input_ids=[5 + seed, *range(20, 31)],
+            sampling_params={
+                "max_new_tokens": 24,
+                "temperature": 0.8,
+                "sampling_seed": seed,
+                "custom_params": {"smc": smc},
+            },
+        )
+        for seed, smc in enumerate(KINDS)
+    ]
+    server.finish()
+    return [reply.output_ids for reply in replies]
+
+
+def sleep(server: Server, *tags: str) -> None:
+    server.ask(ReleaseMemoryOccupationReqInput(tags=list(tags)))
+
+
+def wake(server: Server, *tags: str) -> None:
+    server.ask(ResumeMemoryOccupationReqInput(tags=list(tags)))
+
+
+def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, str]) -> None:
+    """As a trainer has it: all is released, then the weights come, then the KV cache."""
+    sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32}
+    arguments = smc_arguments(*pair, **sizes, enable_memory_saver=True)
+    with running(**arguments) as server:
+        before = answers(server)
+        draft: Any = server.scheduler.draft_worker.draft_worker
+        models = server.scheduler.tp_worker.model_runner.model, draft.model_runner.model
+        target, of_draft = (dict(model.named_parameters()) for model in models)
+        for _ in range(2):
+            sleep(server, "kv_cache", "weights")
+            assert all(weight.isnan().all() for weight in (target | of_draft).values())
+            wake(server, "weights")
+            assert all(weight.isnan().all() for weight in target.values())
+            assert not any(weight.isnan().any() for weight in of_draft.values())
+            loaded = server.ask(
+                UpdateWeightFromDiskReqInput(model_path=pair[0], load_format="auto")
+            )
+            assert loaded.success, loaded.message
+            wake(server, "kv_cache")
+            assert answers(server) == before
+            server.flush()
+
+
+class Manager(SimpleNamespace):
+    """A tokenizer's manager, whose scheduler keeps books of what it is asked for."""
+
+    async def flush_cache(self) -> Any:
+        return SimpleNamespace(success=not self.busy)
+
+    async def take(self, _: Any, obj: Any, __: Any) -> None:
+        self.asked.append(obj.tags)
+
+
+def test_what_would_end_a_scheduler_is_refused() -> None:
+    manager: Any = Manager(busy=True, asked=[])
+    manager.server_args = SimpleNamespace(speculative_algorithm="SMC", enable_memory_saver=False)
+
+    def call(hook: Any, *tags: str) -> None:
+        asyncio.run(hook(manager.take, manager, SimpleNamespace(tags=list(tags) or None)))
+
+    with pytest.raises(ValueError, match="start it with --enable-memory-saver"):
+        call(release_memory)
+    manager.server_args.enable_memory_saver = True
+    with pytest.raises(ValueError, match="Requests run or wait"):
+        call(release_memory)
+    manager.busy = False
+    for hook, tags, told in (
+        (release_memory, ["kv"], "allowed now: cuda_graph, kv_cache, weights"),
+        (resume_memory, ["weights"], "allowed now: none"),
+        (resume_memory, [], "allowed now: none"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call(hook, *tags)
+    assert manager.asked == []
+    call(release_memory, "kv_cache")
+    call(release_memory)
+    with pytest.raises(ValueError, match="allowed now: none"):
+        call(release_memory, "kv_cache")
+    with pytest.raises(ValueError, match=r"Memory is released \(cuda_graph, kv_cache, weights\)"):
+        generate_request(manager.take, manager, GenerateReqInput(text="t1"))
+    call(resume_memory, "weights")
+    call(resume_memory)
+    expected = [["kv_cache"], ["cuda_graph", "weights"], ["weights"], ["cuda_graph", "kv_cache"]]
+    assert manager.asked == expected
+    assert not released(manager)
