@@ -94,7 +94,8 @@ ACTS: dict[str, str] = {
         checkpoint_engine_wait_weights_before_ready weight_cache_mode weight_cache_socket
         weight_cache_timeout modelopt_quant modelopt_checkpoint_restore_path
         modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile
-        enable_weights_cpu_backup enable_draft_weights_cpu_backup language_model_only
+        enable_weights_cpu_backup enable_memory_saver enable_draft_weights_cpu_backup
+        language_model_only
     """,
     "layers": """
         dtype quantization enable_fp32_lm_head enable_tf32_matmul torchao_config cpu_offload_gb
