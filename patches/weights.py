@@ -200,7 +200,7 @@ async def release_memory(
 ) -> None:
     """Release the memory of a server at rest, once; all else is HTTP 400."""
     if is_smc(manager.server_args):
-        if not manager.server_args.enable_memory_saver:
+        if not upstream.resolved(manager.server_args).enable_memory_saver:
             raise ValueError("No memory can be released: start it with --enable-memory-saver.")
         obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
         if not (await manager.flush_cache()).success:
