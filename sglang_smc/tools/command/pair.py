@@ -145,14 +145,16 @@ def _accepted(options: argparse.Namespace) -> Finding:
     given = ["--model-path", options.target]
     if options.draft != MTP:  # which a server finds in the target's checkpoint
         given += ["--speculative-draft-model-path", options.draft]
-    given += ["--speculative-algorithm", "SMC", "--log-level", "error"]
+    more = ["--disable-radix-cache"] if shapes.is_recurrent(options.target) else []
+    given += ["--speculative-algorithm", "SMC", "--log-level", "error", *more]
     for name in SETTINGS:
         given += [flag_of(name), str(getattr(options, name))]
     try:
         upstream.resolve_now(prepare_server_args(given))
     except (OSError, ValueError) as error:
         return fail("server arguments", "refused", str(error))
-    return ok("server arguments", "accepted, and both models' families (by configuration)")
+    told = "".join(f", with {flag}" for flag in more)
+    return ok("server arguments", f"accepted{told}, and both models' families (by configuration)")
 
 
 def _context(target: str) -> int:

@@ -511,6 +511,12 @@ def architecture(config: Config) -> str:
     return (config.get("architectures") or ["none"])[0]
 
 
+def is_recurrent(source: Source) -> bool:
+    """Return whether a model has linear attention, beside which a server has no radix cache."""
+    name = architecture(contents(source))
+    return TEXT_OF_IMAGES.get(name, name) in RECURRENT
+
+
 def _parse(config: Config) -> ModelShape:
     name = architecture(config)
     if name in TEXT_OF_IMAGES:
