@@ -81,8 +81,7 @@ CASES = {
     **{kind: Case("llama", kind) for kind in HEADS},
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
-    "recurrent states": Case("qwen3_5_text", "llama", RECURRENT, num_particles=6),
-    "an MTP layer beside recurrent states": Case("qwen3_5_text", MTP, RECURRENT),
+    "an MTP layer beside recurrent states": Case("qwen3_5_text", MTP, RECURRENT, num_particles=6),
 }
 OTHERS = {
     "windows on both sides": Case("gemma3_text", "cohere2"),
@@ -96,6 +95,7 @@ OTHERS = {
     "an MTP layer": Case("glm4_moe", MTP),
     "an MTP layer behind dense layers": Case("qwen2", MTP),
     "an MTP layer over latents of a later family": Case("glm4_moe_lite", MTP),
+    "a model beside recurrent states": Case("qwen3_5_text", "llama", RECURRENT),
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
