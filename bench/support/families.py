@@ -192,9 +192,11 @@ _LINEAR = {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
 _LINEAR |= {"kda_layers": [1], "full_attn_layers": [2]}
 _KIMI = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": _LINEAR}
 _USUAL = {"max_position_embeddings": 512}
+_DELTA_EXPERTS = {**DELTA, **EXPERTS, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16}
 _STATES = _rows(
     STATE,
     ("Qwen3.5, dense, text class", "qwen3_5_text", DELTA),
+    ("Qwen3.5 MoE, text class", "qwen3_5_moe_text", _DELTA_EXPERTS),
     ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}),
     ("Granite 4 hybrid", "granitemoehybrid", _USUAL, "GraniteMoeHybridForCausalLM"),
     ("Falcon H1", "falcon_h1", _USUAL, "FalconH1ForCausalLM"),
@@ -251,6 +253,11 @@ _IMAGES = [
     *_rows(
         IMAGES,
         ("Qwen3.5, dense, as published", "qwen3_5", _qwen({**_QWEN3, **DELTA}, _DEEP)),
+        (
+            "Qwen3.5 MoE, as published",
+            "qwen3_5_moe",
+            _qwen({**_QWEN3, **_DELTA_EXPERTS}, _DEEP),
+        ),
         flags=NO_CACHE,
         **_IMAGE_HEAD,
     ),

@@ -1,6 +1,7 @@
 """Run SGLang's models on the plain CPU, with SMC or without.
 
-The hooks cover tensor-parallel heads, rotary embeddings, capped logits, hybrid models and grammars.
+The hooks cover tensor-parallel heads, rotary embeddings, capped logits, hybrid models, shared
+experts and grammars.
 """
 
 from collections.abc import Callable
@@ -128,3 +129,26 @@ def attn_backend_wrapper(
     platform: Any = current_platform  # ours
     linear = platform.linear_attention(runner)
     return HybridLinearAttnBackend(full_attn_backend, linear, config.full_attention_layer_ids)
+
+
+@PATCHES.on(
+    "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+    "srt/models/qwen2_moe.py:731 and :877",
+    why="It launches a Triton kernel, which Qwen2-MoE and Qwen3.5 MoE call on all devices but "
+    "those that SGLang has another one for. No platform is asked.",
+    retire_when="SGLang asks platforms, or has a torch form of gated shared experts.",
+    family=upstream.NEWEST,
+)
+def fused_gate_sigmoid_mul(
+    original: Callable,
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    """Write the shared expert's output ``[tokens, H]``, times its gate, or add it."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid().unsqueeze(1)  # [tokens, 1]
+    gated = shared_output.float() * gate
+    output.copy_(output.float() + gated if do_add else gated)

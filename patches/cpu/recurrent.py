@@ -1,4 +1,4 @@
-"""Run models like Qwen3.5 on the plain-CPU platform: torch in place of Triton."""
+"""Run models with linear attention on the plain-CPU platform: torch in place of Triton."""
 
 from collections.abc import Callable
 
@@ -82,23 +82,3 @@ def fused_sigmoid_mul(
     opened = gate.float().sigmoid().reshape(attn_output.shape)
     product = (attn_output.float() * opened).to(attn_output.dtype)
     return attn_output.copy_(product) if inplace else product
-
-
-@PATCHES.on(
-    "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-    "srt/models/qwen2_moe.py:731 and :877",
-    family=NEWEST,
-)
-def fused_gate_sigmoid_mul(
-    original: Callable,
-    hidden_states: torch.Tensor,
-    gate_weight: torch.Tensor,
-    shared_output: torch.Tensor,
-    output: torch.Tensor,
-    *,
-    do_add: bool,
-) -> None:
-    """Write the shared expert's output ``[tokens, H]``, times its gate, or add it."""
-    gate = (hidden_states.float() @ gate_weight.float()).sigmoid().unsqueeze(1)  # [tokens, 1]
-    gated = shared_output.float() * gate
-    output.copy_(output.float() + gated if do_add else gated)

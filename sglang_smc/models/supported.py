@@ -57,6 +57,7 @@ _TEXT_OF_IMAGES = {
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 }
 
