@@ -7,7 +7,7 @@
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
-# make test        what continuous integration runs, 14 minutes on two cores
+# make test        what continuous integration runs, 12 minutes on two cores
 # make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
 # make dist        what an index gets: wheel and source archive, checked by twine
