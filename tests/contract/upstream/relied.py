@@ -100,6 +100,10 @@ srt.models.llama_eagle3.LlamaForCausalLMEagle3: model hot_token_id load_lm_head_
         load_weights set_embed set_embed_and_head
 srt.models.llama_eagle3.LlamaModel: fc
     .forward(self input_ids positions forward_batch)
+srt.models.deepseek_nextn.DeepseekV3ForCausalLMNextN: model lm_head
+srt.models.glm4_moe_nextn.Glm4MoeForCausalLMNextN: model lm_head
+srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN: model lm_head
+srt.models.mimo_mtp.MiMoMTP: model lm_head
 srt.models.dflash.DFlashDraftModel: layers
     .forward(self input_ids positions forward_batch * input_embeds)
     .project_target_hidden(self target_hidden)
@@ -195,6 +199,9 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class(s
 
 # Since 0.5.23: SGLang's own speculative decoding on our platform.
 NEWEST = """
+srt.models.qwen3_5_mtp.Qwen3_5ForCausalLMMTP: model lm_head
+srt.models.qwen3_5.Qwen3_5ForConditionalGeneration.get_embed_and_head(self)
+srt.models.qwen3_5_text.Qwen3_5ForCausalLM.get_embed_and_head(self)
 srt.speculative.eagle_utils.eagle_sample | calls _can_use_sparse_uno_tree_target_sampling
         sample_uno_tree_target_tokens verify_tree_greedy_func
 srt.speculative.spec_info.SpeculativeAlgorithm.get_platform_worker_cls | calls
