@@ -1,7 +1,10 @@
 """Triton kernels and their torch references, against softmax attention one query at a time."""
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,84 +35,57 @@ def latents(heads: int, rank: int, rope: int, **more: Any) -> dict[str, Any]:
     return {**width, "rank": rank, "dtype": dtype, **more}
 
 
+TWO = [70, 3], [[-1, 4], [7, None]]
+LONG_TAILS = [5], [[300, 10, 513]]
+NO_TAIL = [64, 10], [[-1, -1], [-1, None]]
+DECODE = [70, 3, 200], [[0, 4], [7, 2], [0, 0]]
+CATCH_UP = [70, 3], [[-1, 4, -1], [-1, 9, None]]
+VERIFY = [1, 129], [[-1, 5], [None, 30]]
+NO_FIRST = [1, 70, 1], [[0, 4], [-1, 2], [None, -1]]
+UNLIKE = [40, 3], [[2, 0], [-1, 5]]
+CAP = Softmax(SCALING, cap=1.5)
+SINKS = Softmax(SCALING, sinks=torch.linspace(-1, 3, 4))
+BOTH = CAP._replace(sinks=torch.linspace(-1, 3, 6))
+BLOCKS: dict[str, Any] = {"sees_block": True}
+
 # Lengths of prefixes, tails, columns, and the shape of the layer.
 CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] = {
-    "decode": ([70, 3, 200], [[0, 4], [7, 2], [0, 0]], 1, {}),
-    "catch up": ([70, 3], [[-1, 4, -1], [-1, 9, None]], 2, {}),
-    "verify": ([1, 129], [[-1, 5], [None, 30]], 9, {}),
-    "no tail at all": ([64, 10], [[-1, -1], [-1, None]], 1, {}),
-    "of unlike columns": ([40, 3], [[2, 0], [-1, 5]], 5, {"open_columns": [2, 4]}),
+    "decode": (*DECODE, 1, {}),
+    "catch up": (*CATCH_UP, 2, {}),
+    "verify": (*VERIFY, 9, {}),
+    "no tail at all": (*NO_TAIL, 1, {}),
+    "of unlike columns": (*UNLIKE, 5, {"open_columns": [2, 4]}),
     "one particle": ([33], [[2]], 9, {}),
-    "a tail of two spans": ([5], [[300, 10, 513]], 2, {}),
+    "a tail of two spans": (*LONG_TAILS, 2, {}),
     "head by head": ([20], [[1, 2]], 2, {"q_heads": 3, "kv_heads": 3}),
     "eight to one": ([90], [[1, -1]], 9, {"q_heads": 8, "kv_heads": 1, "head_dim": 128}),
     "seven to one": ([90, 8], [[1], [2]], 5, {"q_heads": 14, "kv_heads": 2, "head_dim": 96}),
     "a window": ([70, 3, 200], [[-1, 40], [7, None], [0, 2]], 5, {"window": 30}),
     "a window within a tail": ([70, 3], [[20, 4], [7, 2]], 9, {"window": 4}),
     "a window beyond the text": ([70, 3], [[20, 4], [7, 2]], 2, {"window": 500}),
-    "a cap": ([70, 3], [[-1, 4], [7, None]], 5, {"softmax": Softmax(SCALING, cap=1.5)}),
-    "no key at the first": ([1, 70, 1], [[0, 4], [-1, 2], [None, -1]], 2, {"first_key": 1}),
-    "no key at the first, in a window": (
-        [1, 70, 3],
-        [[0, 4], [-1, 2], [30, None]],
-        5,
-        {"first_key": 1, "window": 20},
-    ),
+    "a cap": (*TWO, 5, {"softmax": CAP}),
+    "no key at the first": (*NO_FIRST, 2, {"first_key": 1}),
+    "no key at the first, in a window": (*NO_FIRST, 5, {"first_key": 1, "window": 20}),
     "no key in a prefix": ([3, 1, 70], [[4, 0], [-1, 9], [0, 0]], 5, {"first_key": 5}),
-    "blocks": ([70, 3, 1], [[-1, 4], [7, None], [0, 30]], 9, {"sees_block": True}),
-    "blocks of one": ([70, 3], [[-1, 4], [7, None]], 1, {"sees_block": True}),
-    "blocks of unlike columns": (
-        [40, 3],
-        [[2, 0], [-1, 5]],
-        5,
-        {"open_columns": [2, 4], "sees_block": True},
-    ),
-    "blocks over two spans": ([5], [[505, 10, 300]], 9, {"sees_block": True}),
-    "blocks without a first key": (
-        [1, 70, 1],
-        [[0, 4], [-1, 2], [None, -1]],
-        9,
-        {"sees_block": True, "first_key": 1, "q_heads": 8, "kv_heads": 2},
-    ),
-    "blocks with a cap": (
-        [1, 70],
-        [[0, 4], [-1, None]],
-        5,
-        {
-            "sees_block": True,
-            "first_key": 1,
-            "q_heads": 6,
-            "kv_heads": 1,
-            "softmax": Softmax(SCALING, cap=1.5, sinks=torch.linspace(-1, 3, 6)),
-        },
-    ),
-    "sinks": (
-        [70, 3],
-        [[-1, 4], [7, None]],
-        5,
-        {"softmax": Softmax(SCALING, sinks=torch.linspace(-1, 3, 4)), "window": 30},
-    ),
+    "queries before the first key": ([1, 1], [[-1, -1], [-1, 0]], 3, {"first_key": 1}),
+    "blocks": ([70, 3, 1], [[-1, 4], [7, None], [0, 30]], 9, BLOCKS),
+    "blocks of one": (*TWO, 1, BLOCKS),
+    "blocks of unlike columns": (*UNLIKE, 5, BLOCKS | {"open_columns": [2, 4]}),
+    "blocks over two spans": ([5], [[505, 10, 300]], 9, BLOCKS),
+    "blocks without a first key": (*NO_FIRST, 9, BLOCKS | {"first_key": 1, "q_heads": 8}),
+    "blocks with a cap": (*TWO, 5, BLOCKS | {"q_heads": 6, "kv_heads": 1, "softmax": BOTH}),
+    "sinks": (*TWO, 5, {"softmax": SINKS, "window": 30}),
     "scaled values": ([70], [[-1, 4]], 2, {"softmax": Softmax(SCALING, value_scale=0.5)}),
-    "wide heads": (
-        [70, 3],
-        [[-1, 4], [7, None]],
-        5,
-        {"head_dim": 256, "window": 20, "softmax": Softmax(0.05, cap=50.0)},
-    ),
-    "bfloat16": ([70, 3], [[-1, 4], [7, None]], 5, {"dtype": torch.bfloat16}),
-    "float16": ([70, 3], [[-1, 4], [7, None]], 5, {"dtype": torch.float16}),
-    "latents, decode": ([70, 3, 200], [[0, 4], [7, 2], [0, 0]], 1, latents(4, 32, 16)),
-    "latents, catch up": ([70, 3], [[-1, 4, -1], [-1, 9, None]], 2, latents(4, 32, 16, dtype=HALF)),
-    "latents, verify": ([1, 129], [[-1, 5], [None, 30]], 9, latents(4, 32, 16)),
-    "latents, no tail at all": ([64, 10], [[-1, -1], [-1, None]], 1, latents(4, 32, 16)),
+    "wide heads": (*TWO, 5, {"head_dim": 256, "window": 20, "softmax": Softmax(0.05, cap=50.0)}),
+    "bfloat16": (*TWO, 5, {"dtype": torch.bfloat16}),
+    "float16": (*TWO, 5, {"dtype": torch.float16}),
+    "latents, decode": (*DECODE, 1, latents(4, 32, 16)),
+    "latents, catch up": (*CATCH_UP, 2, latents(4, 32, 16, dtype=HALF)),
+    "latents, verify": (*VERIFY, 9, latents(4, 32, 16)),
+    "latents, no tail at all": (*NO_TAIL, 1, latents(4, 32, 16)),
     "latents, one particle": ([33], [[2]], 9, latents(1, 32, 16)),
-    "latents, a tail of two spans": ([5], [[300, 10, 513]], 2, latents(4, 16, 16)),
-    "latents, no key at the first": (
-        [1, 70, 3],
-        [[0, 4], [-1, 2], [None, -1]],
-        2,
-        latents(4, 32, 16, first_key=1),
-    ),
+    "latents, a tail of two spans": (*LONG_TAILS, 2, latents(4, 16, 16)),
+    "latents, no key at the first": (*NO_FIRST, 2, latents(4, 32, 16, first_key=1)),
     "latents of many heads": ([40], [[1, 2]], 5, latents(20, 32, 8)),
     "latents of no power of two": ([40, 8], [[1, -1], [3, 0]], 3, latents(7, 20, 12)),
     "latents as wide as DeepSeek's": ([70], [[1, -1]], 2, latents(3, 512, 64)),
@@ -141,11 +117,6 @@ def arguments_of(case: Case) -> dict[str, Any]:
         left_out |= {"keys", "values", "window", "sees_block"}
         arguments |= {"latents": arguments["keys"], "scaling": SCALING}
     return {name: value for name, value in arguments.items() if name not in left_out}
-
-
-def kernel_of(case: Case) -> Any:
-    """The module of the kernel."""
-    return plain if case.rank is None else latent
 
 
 def launch(case: Case, **others: Any) -> torch.Tensor:
@@ -182,6 +153,7 @@ def test_attention(name: str, run: Any) -> None:
     output = run(case)
     assert output.shape == (*case.query.shape[:4], case.rank or case.query.shape[4])
     assert output.dtype == case.query.dtype
+    assert output.cpu()[case.present].isfinite().all(), "a query that sees no key, too"
     case.assert_close(output)
 
 
@@ -202,23 +174,20 @@ def test_spans(case: Case, spans: dict[str, int], monkeypatch: pytest.MonkeyPatc
 
     Of a tail some length, the last of them cut short or not there at all.
     """
-    cut_work = kernel_of(case).cut_work
-    monkeypatch.setattr(kernel_of(case), "cut_work", lambda *a: cut_work(*a)._replace(**spans))
+    module = plain if case.rank is None else latent
+    cut_work = module.cut_work
+    monkeypatch.setattr(module, "cut_work", lambda *a: cut_work(*a)._replace(**spans))
     case.assert_close(run_kernel(case))
 
 
-def cut(
-    size: int,
-    columns: int,
-    q_heads: int,
-    *,
-    max_prefix: int = 2**17,
-    max_tail: int = 265,
-    chip: work.Chip = work.H100,
-) -> work.WorkSplit:
-    """For 8 particles, 8 key heads of 128 dimensions, in half precision."""
-    shape = torch.Size([size, 8, columns, q_heads, 128])
-    return work.cut_work(shape, 8, 2, max_prefix, max_tail, chip)
+def cut(size: int, columns: int, *, prefix: int = 2**17, tail: int = 265, chip: work.Chip) -> Any:
+    """For 8 particles, 32 heads and 8 key heads of 128 dimensions, in half precision."""
+    return work.cut_work(torch.Size([size, 8, columns, 32, 128]), 8, 2, prefix, tail, chip)
+
+
+def busy(waves: float) -> float:
+    """The share of time for which a device's multiprocessors work."""
+    return waves / math.ceil(waves)
 
 
 @pytest.mark.parametrize(
@@ -232,15 +201,11 @@ def cut(
 def test_prefixes_are_cut_until_the_device_is_busy(
     size: int, columns: int, programs: int, chip: work.Chip, resident: int
 ) -> None:
-    """Multiprocessors stand idle for a fifth of the time at the most, with what one request has.
-
-    On a B200 the spans that can be joined are too few for one request's drafts: a little more.
-    """
-    split = cut(size, columns, 32, chip=chip)
+    """On a B200 the spans that can be joined are too few for one request's drafts."""
+    split = cut(size, columns, chip=chip)
     assert size * 8 * split.prefix_blocks == programs, "of one span"
-    waves = split.prefix_spans * programs / resident
-    all_spans_fill = work.MAX_SPANS * programs >= resident
-    assert waves / -(-waves // 1) > (0.8 if all_spans_fill else 0.7)
+    least = 0.8 if work.MAX_SPANS * programs >= resident else 0.7
+    assert busy(split.prefix_spans * programs / resident) > least
     assert split.prefix_spans < 8 or programs < 40, "no more than it takes"
 
 
@@ -251,47 +216,31 @@ def test_work_on_latents_is_cut_until_the_device_is_busy(
 ) -> None:
     """For 8 particles of 16 heads: a program has a multiprocessor to itself."""
     split = latent.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265, chip)
-    waves = split.prefix_spans * size * split.prefix_blocks / chip.multiprocessors
-    assert waves / -(-waves // 1) > 0.8
+    assert busy(split.prefix_spans * size * split.prefix_blocks / chip.multiprocessors) > 0.8
     assert split.tail_spans * split.tail_span >= 265
     assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
+
+
+def test_spans_are_no_more_than_there_is_work_and_can_be_joined_at_once() -> None:
+    assert cut(200, 1, chip=work.H100).prefix_spans == 1
+    assert cut(1, 1, prefix=300, chip=work.H100).prefix_spans <= 5
+    for tail in (1, 265, 513, 5000, 100_000):
+        split = cut(1, 1, tail=tail, chip=work.H100)
+        assert (split.tail_spans - 1) * split.tail_span < tail <= split.tail_spans * split.tail_span
+        assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
 
 
 def test_limits_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's own, asked once; the interpreter works as an H100 would."""
     found = SimpleNamespace(multi_processor_count=142, shared_memory_per_block_optin=101_376)
-    asked: list[torch.device] = []
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: (asked.append(device), found)[1]
-    )
+    asked = mock.Mock(return_value=found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
     work.chip_of.cache_clear()
     second = torch.device("cuda", 1)
     assert work.chip_of(second) == work.chip_of(second) == work.Chip(142, 101_376)
-    assert asked == [second]
+    asked.assert_called_once_with(second)
     work.chip_of.cache_clear()
     assert work.chip_of(torch.device("cpu")) == work.H100
-
-
-def test_many_prefixes_are_not_cut_and_a_short_one_has_no_more_spans_than_blocks() -> None:
-    assert cut(200, 1, 32).prefix_spans == 1
-    assert cut(1, 1, 32, max_prefix=300).prefix_spans <= 5
-
-
-@pytest.mark.parametrize("max_tail", [1, 265, 513, 5000, 100_000])
-def test_spans_can_be_joined_at_once(max_tail: int) -> None:
-    split = cut(1, 1, 32, max_tail=max_tail)
-    assert split.tail_spans * split.tail_span >= max_tail
-    assert (split.tail_spans - 1) * split.tail_span < max_tail
-    assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
-
-
-@pytest.mark.parametrize("run", [run_kernel, run_torch])
-def test_a_query_before_the_first_key_breaks_no_other(run: Any) -> None:
-    """It sees nothing; those behind it see their tails alone, and are as good as ever."""
-    case = make_case([1, 1], [[-1, -1], [-1, 0]], num_columns=3, first_key=1)
-    output = run(case)
-    assert output.isfinite().all()
-    case.assert_close(output)
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])
@@ -376,16 +325,30 @@ def test_a_layer_takes_two_launches_and_copies_nothing(
     assert attend.arguments[0].tensor.data_ptr() == arguments["query"].data_ptr()
 
 
-def backend(case: Case, implementation: Any, **needs: Any) -> ParticleAttention:
-    """Of a model whose layers all have the keys of a case."""
-    c = on_device(case)
-    pool = {"get_key_buffer": lambda _: c.keys, "get_kv_buffer": lambda _: (c.keys, c.values)}
-    return backend_of(c, implementation, pool, **needs)
+def layer_over(
+    case: Case, implementation: Any, **needs: Any
+) -> tuple[ParticleAttention, Callable[..., torch.Tensor]]:
+    """The backend of a model with a case's keys in its pool, and a pass through a layer of it."""
+    c, (heads, width) = on_device(case), case.query.shape[3:]
+    keys = c.keys.clone()
 
+    def write(layer: Any, slots: torch.Tensor, new: torch.Tensor, _: torch.Tensor) -> None:
+        keys[slots] = new
 
-def layer_of(case: Case, **kind: Any) -> RadixAttention:
-    q_heads, head_dim = case.query.shape[3:]
-    return RadixAttention(q_heads, head_dim, SCALING, case.keys.shape[1], 0, **kind)
+    pool = {"get_key_buffer": lambda _: keys, "get_kv_buffer": lambda _: (keys, c.values)}
+    backend = backend_of(c, implementation, pool | {"set_kv_buffer": write}, **needs)
+
+    def run(key: Any = None, slots: Any = None, **kind: Any) -> torch.Tensor:
+        layer = RadixAttention(heads, width, SCALING, c.keys.shape[1], 0, **kind)
+        layer.v_head_dim = c.rank or width
+        value = None if key is None else key[..., : c.rank]
+        query, batch = c.query.flatten(0, 2), SimpleNamespace(out_cache_loc=slots)
+        query = query if c.rank else query.flatten(1)
+        saves = {"save_kv_cache": key is not None}
+        output = backend.forward_extend(query, key, value, layer, batch, **saves)  # type: ignore[arg-type]
+        return output.view(*c.query.shape[:4], c.rank or width)
+
+    return backend, run
 
 
 @pytest.fixture(autouse=True)
@@ -397,71 +360,34 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_of_one_pass_see_what_each_asks_for(implementation: Any) -> None:
     """Red where layers that see unlike things share a plan, or the first key gets lost."""
     case = make_case([1, 70], [[0, 4], [-1, None]], num_columns=5, first_key=1)
-    attention = backend(case, implementation, first_key=1, blocks=True)
-    query = case.query.flatten(0, 2).flatten(1).to(DEVICE)
+    _, run = layer_over(case, implementation, first_key=1, blocks=True)
     blocks = case._replace(sees_block=True), {"attn_type": AttentionType.ENCODER_ONLY}
     causal, windowed = (case, {}), (case._replace(window=20), {"sliding_window_size": 20})
-    batch: Any = None  # nothing is written
     for expected, kind in (blocks, causal, windowed, blocks):
-        layer = layer_of(case, **kind)
-        output = attention.forward_extend(query, None, None, layer, batch, save_kv_cache=False)
-        expected.assert_close(output.view(case.query.shape))
-
-
-def test_blocks_are_refused_where_none_are_expected() -> None:
-    case = make_case([70], [[0]], num_columns=5)
-    layer = layer_of(case, attn_type=AttentionType.ENCODER_ONLY)
-    batch: Any = None
-    with pytest.raises(ValueError, match="cross or bidirectional attention"):
-        backend(case, "torch").forward_extend(case.query, None, None, layer, batch)
-
-
-def backend_of_latents(
-    name: str, implementation: Any, **needs: Any
-) -> tuple[Case, ParticleAttention, Any]:
-    """A case, the backend of a model whose latents these are, and a layer of it."""
-    case = case_of(name)
-    c, (heads, width) = on_device(case), case.query.shape[3:]
-    assert c.rank is not None
-    buffer = c.keys.clone()
-
-    def write(layer: Any, slots: torch.Tensor, latents: torch.Tensor, _: torch.Tensor) -> None:
-        buffer[slots] = latents
-
-    pool = {"get_key_buffer": lambda _: buffer, "set_kv_buffer": write}
-    layer = RadixAttention(heads, width, SCALING, 1, 0, v_head_dim=c.rank)
-    return case, backend_of(c, implementation, pool, **needs), layer
+        expected.assert_close(run(**kind))
+    case = case_of("latents, no key at the first")
+    case.assert_close(layer_over(case, implementation, first_key=1)[1]())
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_new_latents(implementation: Any) -> None:
     """They are written first, and values come flat, as SGLang's layers take them."""
-    case, attention, layer = backend_of_latents("latents, no tail at all", implementation)
-    c, rank = on_device(case), layer.v_head_dim
+    case = case_of("latents, no tail at all")
+    backend, run = layer_over(case, implementation)
+    c = on_device(case)
     slots = c.req_to_token[c.rows, c.committed - 1].long()  # what the queries see last
-    latents = attention.token_to_kv_pool.get_key_buffer(0)
-    new = latents[slots].clone()
-    latents[slots] = float("nan")
-    batch: Any = SimpleNamespace(out_cache_loc=slots)
-    query = c.query.flatten(0, 2)  # [G * N * C, heads, width]
-    output = attention.forward_extend(query, new, new[..., :rank], layer, batch)
-    case.assert_close(output.view(*case.query.shape[:4], rank))
+    kept = backend.token_to_kv_pool.get_key_buffer(0)
+    new = kept[slots].clone()
+    kept[slots] = float("nan")
+    case.assert_close(run(new, slots))
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_heads_with_latents_skip_the_first_key(implementation: Any) -> None:
-    case, attention, layer = backend_of_latents(
-        "latents, no key at the first", implementation, first_key=1
-    )
-    batch: Any = None
-    query = on_device(case).query.flatten(0, 2)
-    output = attention.forward_extend(query, None, None, layer, batch, save_kv_cache=False)
-    case.assert_close(output.view(*case.query.shape[:4], layer.v_head_dim))
-
-
-def test_block_heads_with_latents_are_refused() -> None:
+def test_blocks_are_refused_where_none_are_expected() -> None:
+    _, run = layer_over(make_case([70], [[0]], num_columns=5), "torch")
+    with pytest.raises(ValueError, match="cross or bidirectional attention"):
+        run(attn_type=AttentionType.ENCODER_ONLY)
     with pytest.raises(ValueError, match="block heads with latent attention"):
-        backend_of_latents("latents, decode", "torch", blocks=True)
+        layer_over(case_of("latents, decode"), "torch", blocks=True)
 
 
 def test_layers_of_latents_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +398,7 @@ def test_layers_of_latents_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -
     )
 
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    _, attention, _ = backend_of_latents("latents, decode", "torch")
-    for name in (attention.prefill_attention_backend_str, attention.decode_attention_backend_str):
+    backend, _ = layer_over(case_of("latents, decode"), "torch")
+    for name in (backend.prefill_attention_backend_str, backend.decode_attention_backend_str):
         handler: Any = AttentionBackendRegistry.get_handler(name)
         assert handler(None, None) == AttnForwardMethod.MLA

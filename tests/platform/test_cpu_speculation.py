@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,51 +32,50 @@ class Drafted(NamedTuple):
     seq_lens: torch.Tensor  # [requests]
 
 
-def drafted(seed: int, requests: int = 3, topk: int = TOPK, width: int = WIDTH) -> Drafted:
-    """Random trees. Candidates are numbered by steps; ``topk`` of a step go on to the next."""
-    generator = torch.Generator().manual_seed(seed)
-    groups, chosen, parents = [], [], []
+def drafted(seed: int, requests: int = 3) -> Drafted:
+    """Random trees. Candidates are numbered by steps; ``TOPK`` of a step go on to the next."""
+    rng = random.Random(seed)
+    groups, selected, parents = [], [], []
     for _ in range(requests):
-        follows = dict.fromkeys(range(topk), -1)
-        score = {c: float(torch.rand((), generator=generator)) for c in follows}
-        kept, next_candidate, parent_list = list(range(topk)), topk, [-1, *range(topk)]
-        for step in range(1, NUM_STEPS):
-            fresh = []
-            for parent, _branch in itertools.product(kept, range(topk)):
-                follows[next_candidate] = parent
-                likely = float(torch.rand((), generator=generator))
-                score[next_candidate] = score[parent] * likely
-                fresh.append(next_candidate)
-                next_candidate += 1
-            kept = sorted(fresh, key=lambda c: -score[c])[:topk]
-            if step < NUM_STEPS - 1:
-                parent_list += kept
-        best = sorted(sorted(score, key=lambda c: -score[c])[: width - 1])
-        node = {candidate: number for number, candidate in enumerate(best, start=1)}
-        groups.append(parent_list)
-        chosen.append(best)
-        parents.append([-1, *(node.get(follows[c], 0) for c in best)])
-    seq_lens = torch.randint(1, 9, (requests,), generator=generator)
-    return Drafted(torch.tensor(groups), torch.tensor(chosen), parents, seq_lens)
+        follows, score = [-1] * TOPK, [rng.random() for _ in range(TOPK)]
+        kept, group = list(range(TOPK)), [-1, *range(TOPK)]
+        for _step in range(1, NUM_STEPS):
+            first, behind = len(follows), [parent for parent in kept for _ in range(TOPK)]
+            follows += behind
+            score += [score[parent] * rng.random() for parent in behind]
+            fresh = range(first, len(follows))
+            kept = sorted(fresh, key=score.__getitem__, reverse=True)[:TOPK]
+            group += kept
+        ranked = sorted(range(len(follows)), key=score.__getitem__, reverse=True)
+        best = sorted(ranked[: WIDTH - 1])
+        node = {-1: 0} | {candidate: number for number, candidate in enumerate(best, start=1)}
+        groups.append(group[:-TOPK])  # nothing follows the last step's
+        selected.append(best)
+        parents.append([-1, *(node[follows[c]] for c in best)])
+    seq_lens = torch.tensor([rng.randint(1, 8) for _ in range(requests)])
+    return Drafted(torch.tensor(groups), torch.tensor(selected), parents, seq_lens)
 
 
-class Built:
+class Tree(NamedTuple):
     """Tensors as SGLang gives them to be written."""
 
-    def __init__(self, seq_lens: torch.Tensor, width: int) -> None:
-        requests = len(seq_lens)
-        size = int((width * (seq_lens + width)).sum())
-        self.mask = torch.ones(size, dtype=torch.bool)
-        self.positions = torch.empty(requests * width, dtype=torch.long)
-        self.links = torch.full((3, requests, width), -1)
+    mask: torch.Tensor
+    positions: torch.Tensor
+    links: torch.Tensor  # [3, requests, width]: indices, first children, next siblings
 
     @classmethod
-    def of(cls, case: Drafted, topk: int = TOPK) -> Built:
-        width = case.selected.shape[1] + 1
-        built = cls(case.seq_lens, width)
-        args = (case.parent_list, case.selected, case.seq_lens, built.mask, built.positions)
-        speculation.build_trees(no_kernel, *args, *built.links, topk, NUM_STEPS, width, 0)
-        return built
+    def unwritten(cls, seq_lens: torch.Tensor, width: int) -> Tree:
+        size, requests = int((width * (seq_lens + width)).sum()), len(seq_lens)
+        mask = torch.ones(size, dtype=torch.bool)
+        return cls(mask, torch.empty(requests * width).long(), torch.full((3, requests, width), -1))
+
+
+def build(case: Drafted, topk: int = TOPK) -> Tree:
+    width = case.selected.shape[1] + 1
+    tree = Tree.unwritten(case.seq_lens, width)
+    args = (case.parent_list, case.selected, case.seq_lens, tree.mask, tree.positions)
+    speculation.build_trees(no_kernel, *args, *tree.links, topk, NUM_STEPS, width, 0)
+    return tree
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
@@ -87,31 +86,37 @@ def ancestors(parents: list[int], node: int) -> list[int]:
     return found
 
 
-def assert_links(built: Built, case: Drafted) -> None:
+def assert_links(tree: Tree, case: Drafted) -> None:
     width = len(case.parents[0])
     for row, parents in enumerate(case.parents):
         children = {node: [c for c in range(width) if parents[c] == node] for node in range(width)}
-        index, child, sibling = built.links[:, row].tolist()
+        index, child, sibling = tree.links[:, row].tolist()
         assert index == [row * width + node for node in range(width)]
         assert child == [min(children[node], default=-1) for node in range(width)]
         later = [[c for c in children.get(parents[n], []) if c > n] for n in range(width)]
         assert sibling == [min(after, default=-1) for after in later]
         depth = [len(ancestors(parents, node)) - 1 for node in range(width)]
-        positions = built.positions.view(-1, width)[row].tolist()
+        positions = tree.positions.view(-1, width)[row].tolist()
         assert positions == [int(case.seq_lens[row]) + d for d in depth]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trees(seed: int) -> None:
+    """From candidates, and from the mask that these make."""
     case = drafted(seed)
-    built = Built.of(case)
-    assert_links(built, case)
+    tree = build(case)
+    assert_links(tree, case)
     wanted = []
     for text, parents in zip(case.seq_lens.tolist(), case.parents, strict=True):
         for node in range(WIDTH):
             own = ancestors(parents, node)
             wanted += [True] * text + [other in own for other in range(WIDTH)]
-    assert built.mask.tolist() == wanted
+    assert tree.mask.tolist() == wanted
+    sees = tree.mask[trees.places_in_mask(case.seq_lens, WIDTH)]
+    other = Tree.unwritten(case.seq_lens, WIDTH)
+    args = (sees.flatten(), case.seq_lens, other.positions)
+    trees.tree_of_mask(*args, *other.links, len(sees), WIDTH)
+    assert_links(other, case)
 
 
 @pytest.mark.parametrize("steps", [NUM_STEPS, 1])
@@ -119,32 +124,20 @@ def test_chains(steps: int) -> None:
     chosen = torch.arange(steps).repeat(2, 1)
     groups = chosen - 1 if steps > 1 else torch.empty(2, 0).long()
     case = Drafted(groups, chosen, [[*range(-1, steps)]] * 2, torch.tensor([4, 1]))
-    assert_links(Built.of(case, topk=1), case)
+    assert_links(build(case, topk=1), case)
 
 
 def test_a_node_whose_parent_was_not_selected_is_out_of_the_tree() -> None:
     """Candidate 3 follows candidate 0: as probable, where that is certain."""
-    case = Drafted(torch.tensor([[-1, 0, 1]]), torch.tensor([[1, 2]]), [[-1, 0, 2]], torch.ones(1))
-    built = Built.of(case, topk=2)
-    assert built.links[1].tolist() == [[1, -1, -1]]
-    assert built.links[2].tolist() == [[-1, -1, -1]]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_trees_of_masks(seed: int) -> None:
-    case = drafted(seed)
-    sees = Built.of(case).mask[trees.places_in_mask(case.seq_lens, WIDTH)]
-    built = Built(case.seq_lens, WIDTH)
-    args = (sees.flatten(), case.seq_lens, built.positions)
-    trees.tree_of_mask(*args, *built.links, len(sees), WIDTH)
-    assert_links(built, case)
+    case = Drafted(torch.tensor([[-1, 0, 1]]), torch.tensor([[1, 2]]), [], torch.ones(1))
+    assert build(case, topk=2).links[1:].tolist() == [[[1, -1, -1]], [[-1, -1, -1]]]
 
 
 def verified(
     case: Drafted, tokens: torch.Tensor, target: torch.Tensor, longest: int, topk: int = TOPK
 ) -> Any:
     requests, width = tokens.shape
-    index, child, sibling = Built.of(case, topk).links
+    index, child, sibling = build(case, topk).links
     found = SimpleNamespace(
         predicts=torch.zeros(requests * width, dtype=torch.int32),
         accept_index=torch.full((requests, longest), -1, dtype=torch.int32),
