@@ -4,18 +4,20 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from model_families import FAMILIES
 
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.command import doctor, machine, pair
 from sglang_smc.tools.command.machine import FAIL, OK, WARNING, Finding
+from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.shapes import BUILT_IN, draft_from_config
 
@@ -120,15 +122,48 @@ def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], level: str, say
     assert found.level == level and says in found.found
 
 
-@mock.patch.dict(os.environ)  # resolving server arguments exports some of them
-def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
+@pytest.fixture
+def resolving() -> Iterator[None]:
+    """With SMC's flags, and without what resolving server arguments exports."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.mark.usefixtures("resolving")
+def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     assert pair._accepted(options("--target", TARGET, "--draft", DRAFT)).level == OK
     edit(draft, architectures=["LlamaForSequenceClassification"])
     found = pair._accepted(options("--target", TARGET, "--draft", str(draft)))
     assert found.level == FAIL and "has no next-token head" in found.do
+
+
+@pytest.mark.usefixtures("resolving")
+def test_without_a_draft_the_target_s_own_layer_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no tokenizer; beside linear attention a server has no radix cache."""
+    config = FAMILIES["qwen3_5_text"] | {"vocab_size": 64, "mtp_num_hidden_layers": 1}
+    config |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(machine, "findings", lambda: iter(()))
+
+    def told() -> tuple[int, dict[str, Any]]:
+        status = doctor.main(["--target", str(tmp_path), "--device", "h100", "--json"])
+        return status, {one["about"]: one for one in json.loads(capsys.readouterr().out)}
+
+    status, found = told()
+    assert status == 0 and "vocabulary" not in found
+    assert "with --disable-radix-cache" in found["server arguments"]["found"]
+    target = shapes.from_config(tmp_path)
+    weights = target.resident_bytes + shapes.draft_for(target, "mtp").resident_bytes
+    assert found["memory"]["numbers"]["weight_bytes"] == weights
+    edit(tmp_path, mtp_num_hidden_layers=0)
+    status, found = told()
+    assert (status, found["server arguments"]["level"]) == (1, FAIL)
+    assert "has 0 MTP layers" in found["arithmetic"]["do"]
 
 
 def test_what_makes_room_is_advised() -> None:

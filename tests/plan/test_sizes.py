@@ -8,7 +8,7 @@ import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
 from sglang_smc.tools.plan.roofline import Rows, forward
-from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, from_config, lowest_precision
+from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, draft_for, from_config, lowest_precision
 from sglang_smc.tools.plan.shapes import draft_from_config as draft_of
 
 # Of the checkpoints' tensors, as their model cards state them.
@@ -53,9 +53,9 @@ GEMMA = config(
     """,
     tie_word_embeddings=True,
 )
-#: 27 billion weights, by the sizes that the model's card has.
+#: 27 billion weights, by the sizes that the model's card has; those of the mixture are 35 billion.
 _QWEN = config(
-    "",
+    "Qwen3_5ForCausalLM",
     """
     num_hidden_layers=64 hidden_size=5120 intermediate_size=17408 num_attention_heads=24
     num_key_value_heads=4 head_dim=256 vocab_size=248320 linear_num_key_heads=16
@@ -63,8 +63,20 @@ _QWEN = config(
     full_attention_interval=4
     """,
 )
-del _QWEN["architectures"]
 QWEN = config("Qwen3_5ForConditionalGeneration", "", tie_word_embeddings=False, text_config=_QWEN)
+_SPARSE = """
+    num_hidden_layers=40 hidden_size=2048 num_attention_heads=16 num_key_value_heads=2
+    linear_num_value_heads=32 num_experts=256 num_experts_per_tok=8 moe_intermediate_size=512
+    shared_expert_intermediate_size=512
+"""
+QWEN_MOE = _QWEN | config("Qwen3_5MoeForCausalLM", _SPARSE)
+del QWEN_MOE["intermediate_size"]
+#: A layer of attention behind three of states; the mixture's experts are as wide as its MLP.
+_STATES = """
+    num_hidden_layers=4 linear_num_key_heads=1 linear_num_value_heads=3 linear_key_head_dim=4
+    linear_value_head_dim=5 full_attention_interval=4 mtp_num_hidden_layers=1
+"""
+SMALL_QWEN = LLAMA_CONFIG | config("Qwen3_5ForCausalLM", _STATES)
 
 
 def test_a_dense_model_by_hand(tmp_path: Path) -> None:
@@ -136,22 +148,66 @@ def test_a_pass_computes_with_what_each_token_visits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "parameters", "kv"),
-    [(DEEPSEEK_V3, 671e9, 70_272), (GEMMA, 1.0e9, 26_624), (QWEN, 27e9, 65_536)],
-    ids=["DeepSeek V3", "Gemma 3 1B", "Qwen 3.5"],
+    ("config", "parameters", "active", "kv"),
+    [
+        (DEEPSEEK_V3, 671e9, 37e9, 70_272),
+        (GEMMA, 1.0e9, 1.0e9, 26_624),
+        (QWEN, 27e9, 25.6e9, 65_536),
+        (QWEN_MOE, 34.7e9, 2.9e9, 20_480),
+    ],
+    ids=["DeepSeek V3", "Gemma 3 1B", "Qwen 3.5", "Qwen 3.5 MoE"],
 )
 def test_published_sizes_of_other_families(
-    config: dict[str, Any], parameters: float, kv: int
+    config: dict[str, Any], parameters: float, active: float, kv: int
 ) -> None:
+    """Active ones are a token's, with the LM head."""
     shape = from_config(config)
     assert shape.num_parameters == pytest.approx(parameters, rel=0.03)
+    assert shape.active_parameters + shape.head_parameters == pytest.approx(active, rel=0.03)
     assert shape.kv_bytes_per_token == kv
-    text = {key: value for key, value in config.items() if key != "architectures"}
-    if config is GEMMA:  # the decoder of a class with images
-        images = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-        assert from_config(images) == shape
-    if config is DEEPSEEK_V3:
-        assert shape.active_parameters + shape.head_parameters == pytest.approx(37e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "images"),
+    [
+        (GEMMA, "Gemma3ForConditionalGeneration"),
+        (LLAMA_CONFIG, "Mistral3ForConditionalGeneration"),
+        (QWEN_MOE, "Qwen3_5MoeForConditionalGeneration"),
+    ],
+)
+def test_a_class_with_images_has_the_size_of_its_decoder(text: Any, images: str) -> None:
+    decoder = {key: value for key, value in text.items() if key != "architectures"}
+    assert from_config({"architectures": [images], "text_config": decoder}) == from_config(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "kv"),
+    [
+        # Attention as above; all eight experts and the shared one; the router 4 x 8.
+        (DEEPSEEK | {"num_nextn_predict_layers": 1}, 274 + 9 * 108 + 32, (5 + 2) * 2),
+        # Queries, their gate and the output 4 x 8 each, keys and values 4 x 4; the MLP 3 x 4 x 2.
+        (SMALL_QWEN, 3 * 32 + 2 * 16 + 24, 2 * 4 * 2),
+    ],
+    ids=["DeepSeek", "Qwen 3.5"],
+)
+def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int) -> None:
+    """Its fc makes 4 numbers of an embedding and a state; embedding and LM head are the target's.
+
+    Its attention is to all of the text.
+    """
+    draft = draft_for(from_config(config), "mtp")
+    assert (draft.kind, draft.is_head, draft.max_steps) == ("mtp", True, None)
+    assert (draft.layer_parameters, draft.fc_parameters) == (layer, 2 * 4 * 4)
+    assert draft.num_parameters == layer + 32
+    assert draft.resident_bytes == 2 * (layer + 32)
+    assert draft.streamed_bytes == 2 * (layer + 80)
+    assert (draft.kv_bytes_per_token, draft.hidden_state_bytes(3, 2)) == (kv, 3 * 3 * 4 * 2)
+    assert draft.states is None or draft.states.bytes == 0
+    assert draft_for(TOY, "ngram") == DRAFTS["ngram"]
+    for count in (0, 2):
+        others = dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), count)
+        with pytest.raises(ValueError, match=f"configuration has {count} MTP layers.*allowed: one"):
+            draft_for(from_config(config | others), "mtp")
 
 
 @pytest.mark.parametrize(
