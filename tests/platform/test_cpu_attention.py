@@ -28,7 +28,15 @@ class Harness:
     """A backend over a real KV pool, with rows laid out at random slots."""
 
     def __init__(
-        self, prefix_lens, query_lens, *, q_heads, kv_heads, dtype, share=0, kv_dtype=None
+        self,
+        prefix_lens,
+        query_lens,
+        *,
+        q_heads=4,
+        kv_heads=2,
+        dtype=torch.float32,
+        share=0,
+        kv_dtype=None,
     ):
         generator = torch.Generator().manual_seed(0)
         self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
@@ -38,14 +46,14 @@ class Harness:
         )
         self.sinks: torch.Tensor | None = None
         self.hidden: list[int] = []  # new tokens that no other sees, in the reference
-        # Whatever no row owns is poison: reading it shows.
-        self.pool.get_key_buffer(0).fill_(float("nan"))
-        self.pool.get_value_buffer(0).fill_(float("nan"))
         self.table, self.rows = self._layout(share, generator)
-        self._fill_cache(generator)
-        tokens = sum(self.query_lens)
+        for buffer in self.pool.get_kv_buffer(0):
+            buffer.fill_(float("nan"))  # whatever no row owns is poison: reading it shows
+            for row, prefix in zip(self.rows, self.prefix_lens, strict=True):
+                fresh = torch.randn(prefix, *buffer.shape[1:], generator=generator)
+                buffer[self.table[row, :prefix].long()] = fresh.to(buffer.dtype)
         self.q, self.k, self.v = (
-            torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype)
+            torch.randn(sum(self.query_lens), heads, HEAD_DIM, generator=generator).to(dtype)
             for heads in (q_heads, kv_heads, kv_heads)
         )
         self.runner = runner_of(self.table, self.pool, dtype, (q_heads, kv_heads))
@@ -63,35 +71,29 @@ class Harness:
             table[row, :kv_len] = torch.tensor(shared + own)
         return table, rows
 
-    def _fill_cache(self, generator):
-        for row, prefix in zip(self.rows, self.prefix_lens, strict=True):
-            for buffer in (self.pool.get_key_buffer(0), self.pool.get_value_buffer(0)):
-                fresh = torch.randn(prefix, *buffer.shape[1:], generator=generator)
-                buffer[self.table[row, :prefix].long()] = fresh.to(buffer.dtype)
-
     def batch(self, mode, **fields) -> Any:
         prefix, query = torch.tensor(self.prefix_lens), torch.tensor(self.query_lens)
-        new_slots = [
+        new = [
             self.table[row, p : p + n]
             for row, p, n in zip(self.rows, self.prefix_lens, self.query_lens, strict=True)
         ]
-        defaults = {
+        given = {
             "forward_mode": mode,
             "req_pool_indices": self.rows,
             "seq_lens": prefix + query,
             "extend_prefix_lens": prefix.int(),
             "extend_seq_lens": query.int(),
             "input_ids": torch.zeros(len(self.q)),
-            "out_cache_loc": torch.cat(new_slots).long(),
+            "out_cache_loc": torch.cat(new).long(),
             "spec_info": None,
         }
-        return SimpleNamespace(**(defaults | fields))
+        return SimpleNamespace(**(given | fields))
 
     def run(self, mode, **fields):
         batch = self.batch(mode, **fields)
         self.backend.init_forward_metadata(batch)
-        flat = self.q.flatten(1)
         options = {} if self.sinks is None else {"sinks": self.sinks}
+        flat = self.q.flatten(1)
         output = self.backend.forward(flat, self.k, self.v, self.layer, batch, **options)
         return output.view_as(self.q)
 
@@ -140,46 +142,43 @@ def dtype(request):
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 RAGGED = ([3, 0, 7, 40], [2, LONG, 2, LONG + 1])
-BATCHES: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
-    # mode, cached lengths, new tokens, slots that all share
-    "decode one": (DECODE, [7], [1], 0),
-    "decode from nothing": (DECODE, [0], [1], 0),
-    "decode ragged": (DECODE, [3, 40, 1, 17], [1] * 4, 0),
-    "decode of equal lengths": (DECODE, [9, 9, 9], [1] * 3, 0),
-    "decode of particles that share slots": (DECODE, [30, 33, 31], [1] * 3, 28),
-    "extend one": (EXTEND, [0], [1], 0),
-    "extend from nothing": (EXTEND, [0, 0, 0], [5, 2, 9], 0),
-    "extend ragged": (EXTEND, [4, 0, 11, 90], [5, 1, 3, 30], 0),
-    "extend long": (EXTEND, [0], [LONG], 0),
-    "extend long behind a prefix": (EXTEND, [21], [LONG], 0),
-    "extend long beside short": (EXTEND, *RAGGED, 0),
-    "verify one": (VERIFY, [6], [5], 0),
-    "verify ragged": (VERIFY, [3, 25, 1, 11], [5] * 4, 0),
+BATCHES: dict[str, tuple[ForwardMode, list[int], list[int]]] = {
+    # mode, cached lengths, new tokens
+    "decode one": (DECODE, [7], [1]),
+    "decode from nothing": (DECODE, [0], [1]),
+    "decode ragged": (DECODE, [3, 40, 1, 17], [1] * 4),
+    "decode of equal lengths": (DECODE, [9, 9, 9], [1] * 3),
+    "decode of particles that share slots": (DECODE, [30, 33, 31], [1] * 3),
+    "extend one": (EXTEND, [0], [1]),
+    "extend from nothing": (EXTEND, [0, 0, 0], [5, 2, 9]),
+    "extend ragged": (EXTEND, [4, 0, 11, 90], [5, 1, 3, 30]),
+    "extend long": (EXTEND, [0], [LONG]),
+    "extend long behind a prefix": (EXTEND, [21], [LONG]),
+    "extend long beside short": (EXTEND, *RAGGED),
+    "verify one": (VERIFY, [6], [5]),
+    "verify ragged": (VERIFY, [3, 25, 1, 11], [5] * 4),
+    "verify as stock": (VERIFY, [3, 25, 1], [5] * 3),
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_attention_is_softmax_of_each_query(batch, heads, dtype):
-    mode, prefix_lens, query_lens, share = batch
-    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype, share=share)
-    absent = ("extend_prefix_lens", "extend_seq_lens") if mode == DECODE else ()
-    h.assert_matches(h.run(mode, **dict.fromkeys(absent)))
-
-
-def test_verify_without_extend_lengths(heads, dtype):
-    """A stock verify batch: ``seq_lens`` holds what is cached, the width follows from the batch."""
-    h = Harness([3, 25, 1], [5] * 3, **heads, dtype=dtype)
-    stock = dict.fromkeys(("extend_prefix_lens", "extend_seq_lens"))
-    h.assert_matches(h.run(VERIFY, **stock, seq_lens=torch.tensor([3, 25, 1])))
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_is_softmax_of_each_query(name, heads, dtype):
+    """Of a stock verify batch ``seq_lens`` is what is cached, and the batch says the width."""
+    mode, prefix_lens, query_lens = BATCHES[name]
+    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype, share=28 * ("share" in name))
+    stock = name == "verify as stock"
+    fields = (
+        {"extend_prefix_lens": None, "extend_seq_lens": None} if stock or mode == DECODE else {}
+    )
+    fields |= {"seq_lens": torch.tensor(prefix_lens)} if stock else {}
+    h.assert_matches(h.run(mode, **fields))
 
 
 def test_read_without_write():
     """A layer that shares another's cache brings no keys of its own."""
-    h = Harness([3, 8], [1, 1], q_heads=4, kv_heads=2, dtype=torch.float32)
+    h = Harness([3, 8], [1, 1])
     written = h.run(DECODE)
-    batch = h.batch(DECODE)
-    nothing: Any = None
-    again = h.backend.forward(h.q.flatten(1), nothing, nothing, h.layer, batch)
+    again = h.backend.forward(h.q.flatten(1), None, None, h.layer, h.batch(DECODE))
     torch.testing.assert_close(again.view_as(written), written)
 
 
@@ -187,7 +186,7 @@ def test_read_without_write():
 def test_all_particles_are_one_call(mode, width, monkeypatch):
     attend = Mock(wraps=attention.attend)
     monkeypatch.setattr(attention, "attend", attend)
-    h = Harness(range(10, 42), [width] * 32, q_heads=4, kv_heads=2, dtype=torch.float32)
+    h = Harness(range(10, 42), [width] * 32)
     h.run(mode)
     assert [call.args[0].shape for call in attend.mock_calls] == [(32, 2, 2 * width, HEAD_DIM)]
 
@@ -203,16 +202,15 @@ def test_all_particles_are_one_call(mode, width, monkeypatch):
     ],
 )
 def test_unsupported_layers_are_refused(change, message):
-    h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
-    arguments = {"num_heads": 4, "head_dim": HEAD_DIM, "scaling": 1.0, "num_kv_heads": 2}
-    arguments |= {"layer_id": 0}
-    h.layer = RadixAttention(**(arguments | change))
+    h = Harness([3], [1])
+    sizes = {"num_heads": 4, "head_dim": HEAD_DIM, "num_kv_heads": 2, **change}
+    h.layer = RadixAttention(scaling=1.0, layer_id=0, **sizes)
     with pytest.raises(ValueError, match=message):
         h.run(DECODE)
 
 
 def test_unknown_arguments_are_refused():
-    h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
+    h = Harness([3], [1])
     batch = h.batch(DECODE)
     h.backend.init_forward_metadata(batch)
     with pytest.raises(ValueError, match="score_mod="):
@@ -222,8 +220,7 @@ def test_unknown_arguments_are_refused():
 @pytest.mark.parametrize("batch", ["decode ragged", "extend ragged", "extend long beside short"])
 @pytest.mark.parametrize("window", [1, 8, 50, 1000, -1])
 def test_windows_caps_and_sinks(batch, window, heads):
-    _, prefix_lens, query_lens, _ = BATCHES[batch]
-    h = Harness(prefix_lens, query_lens, **heads, dtype=torch.float32)
+    h = Harness(*BATCHES[batch][1:], **heads)
     h.layer.sliding_window_size = window
     if window == -1:
         h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads["q_heads"])
@@ -233,7 +230,7 @@ def test_windows_caps_and_sinks(batch, window, heads):
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_keys_and_values_in_8_bits(heads, kv_dtype):
     """They are divided by the layer's scales where they are stored, and multiplied when read."""
-    h = Harness([3, 40], [2, LONG], **heads, dtype=torch.float32, kv_dtype=kv_dtype)
+    h = Harness([3, 40], [2, LONG], **heads, kv_dtype=kv_dtype)
     h.layer.k_scale, h.layer.v_scale = torch.tensor(0.5), torch.tensor(0.25)
     h.layer.k_scale_float, h.layer.v_scale_float = 0.5, 0.25
     key, stored = h.k.clone(), h.table[h.rows[0], 3].long()
@@ -254,7 +251,7 @@ def test_a_tree_s_tokens_see_their_ancestors(heads):
     lines = [torch.cat([torch.ones(width, p, dtype=torch.bool), sees], 1) for p in prefix_lens]
     mask = torch.cat([line.flatten() for line in lines])
     tree = SimpleNamespace(custom_mask=mask, tree_topk=2, draft_token_num=width)
-    h = Harness(prefix_lens, [width] * 3, **heads, dtype=torch.float32)
+    h = Harness(prefix_lens, [width] * 3, **heads)
     cached = {"seq_lens": torch.tensor(prefix_lens), "extend_seq_lens": None}
     found = h.run(VERIFY, spec_info=tree, **cached)
     for node, ancestors in enumerate(sees):
@@ -268,7 +265,7 @@ def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
     """Rows of another table, where branches stand behind the text as SGLang lays them out."""
     num_steps, texts = 3, [5, 1, 40]
     lengths = [text + step for text in texts for _ in range(topk)]
-    h = Harness(lengths, [1] * len(lengths), **heads, dtype=torch.float32)
+    h = Harness(lengths, [1] * len(lengths), **heads)
     table = torch.full((3, 40 + topk * num_steps), 10**8, dtype=torch.int32)
     for row, text in enumerate(texts):
         for branch in range(topk):
