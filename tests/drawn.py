@@ -32,10 +32,15 @@ def assert_same(
     rounding: float = 0.0,
 ) -> Any:
     """Return the kernel's results, on the CPU, which are the reference's."""
-    there = each_tensor(lambda tensor: tensor.to(device), list(arguments))
+    there = copied(list(arguments), device)
     found = each_tensor(lambda tensor: tensor.cpu(), kernel(*there))
     torch.testing.assert_close(found, reference(*arguments), rtol=rounding, atol=rounding)
     return found
+
+
+def copied(values: Any, device: str) -> Any:
+    """Copy all tensors to a device: kernels write over some that they are given."""
+    return each_tensor(lambda tensor: tensor.to(device, copy=True), values)
 
 
 def some_banned(logits: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:

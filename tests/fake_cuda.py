@@ -33,24 +33,13 @@ PROMPT = 8_192
 NO_LAUNCH = {"device", "empty", "empty_like", "new_empty", "_unsafe_view", "scalar_tensor"}
 
 
-class Call(NamedTuple):
-    """A call of torch, or a kernel."""
-
-    name: str
-    num_bytes: int = 0  # that it reads and writes; of a kernel nobody has measured it
-
-
 class Trace(NamedTuple):
     """What a round asked of the device."""
 
-    calls: list[Call]  # beside the models' own
+    calls: list[str]  # of torch and kernels, beside the models' own
+    num_bytes: int  # that these calls of torch read and write; of a kernel nobody has measured it
     peak: int  # most bytes alive at once of what the round made, the models' logits among them
     outcome: Any
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that calls of torch read and write."""
-        return sum(call.num_bytes for call in self.calls)
 
 
 class Account(TorchDispatchMode):
@@ -58,8 +47,8 @@ class Account(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
-        self.peak = 0
+        self.calls: list[str] = []
+        self.num_bytes = self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._in_model = False
 
@@ -72,8 +61,8 @@ class Account(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         found = _tensors(made)
         if not self._in_model and not func.is_view and name not in NO_LAUNCH:
-            moved = sum(one.numel() * one.element_size() for one in (*given, *found))
-            self.calls.append(Call(name, moved))
+            self.calls.append(name)
+            self.num_bytes += sum(one.numel() * one.element_size() for one in (*given, *found))
         self._measure(found)
         return made
 
@@ -132,7 +121,7 @@ def fake_cuda(
     def launch(kernel: Any, *args: Any, **options: Any) -> None:
         is_there = all(one.device.type == "cuda" for one in _tensors(args))
         assert is_there, f"{kernel.__name__} reads the host's memory"
-        account.calls.append(Call(kernel.__name__))
+        account.calls.append(kernel.__name__)
         run(kernel, *args, **options)
 
     with monkeypatch.context() as patches, fake_gpu() as gpu:
@@ -166,14 +155,10 @@ def trace_round(
         target: Any = FakeModel(account)
         draft: Any = LanguageModel(FakeModel(account), None)  # type: ignore[arg-type]
         round_ = Round(Steps(target, draft, tables.ledger, ops), tables, ops)
-        inputs = RoundInputs(
-            *(
-                torch.zeros(*size, num_groups, dtype=torch.int64, device="cuda")
-                for size in ((), (), (4,))
-            )
-        )
+        sizes = (num_groups,), (num_groups,), (4, num_groups)
+        inputs = RoundInputs(*(torch.zeros(s, dtype=torch.int64, device="cuda") for s in sizes))
         gpu.to_device.clear()
         with gpu.no_waiting(), account:
             outcome = round_.play(inputs, shape)
         assert not gpu.to_device and not gpu.to_host, "copies between host and device"
-        return Trace(account.calls, account.peak, outcome)
+        return Trace(account.calls, account.num_bytes, account.peak, outcome)

@@ -11,19 +11,20 @@ which are launched here.
 """
 
 import json
+import math
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
 import pytest
 import torch
-from compile_sizes import CHIPS, LLAMA, OTHERS, Latents, Layer, Sizes
+from compile_sizes import CHIPS, LLAMA, OTHERS, Layer, Sizes
+from programs import printed
 from torch.utils._pytree import tree_map_only
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -82,26 +83,31 @@ def _texts(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _particle_attention(sizes: Sizes) -> None:
-    _attend(sizes, Layer(sizes.draft), 1)
-    _attend(sizes, Layer(sizes.draft), 2)
-    _attend(sizes, Layer(sizes.target), sizes.steps + 1)
-    for layer in sizes.layers:
-        _attend(sizes, layer, 1)
-        _attend(sizes, layer, sizes.steps + 1)
+def _attention(sizes: Sizes) -> None:
+    """As drafts of one and two tokens ask for it, and verification."""
+    layers = [(Layer(sizes.draft), 1), (Layer(sizes.draft), 2)]
+    layers += [(Layer(sizes.target), sizes.steps + 1)]
+    for layer, num_columns in (*layers, *product(sizes.layers, (1, sizes.steps + 1))):
+        if driver.active.get_current_target().arch >= layer.least_capability:
+            _attend(sizes, layer, num_columns)
+    draft, target = sizes.latent_draft, sizes.latent_target
+    if sizes.dtype != torch.float32:  # which is refused
+        for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):
+            shape = sizes.groups, sizes.particles, num_columns, latents.q
+            width = latents.rank + latents.rope
+            query, cache = (torch.zeros(*s, width, dtype=sizes.dtype) for s in (shape, (64, 1)))
+            latent_attention(query, cache, rank=latents.rank, **_texts(sizes))
 
 
 def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
     """With queries as a GPU has them: a slice of what one projection made."""
-    if driver.active.get_current_target().arch < layer.least_capability:
-        return
     heads = layer.heads
     cache = torch.zeros(64, heads.kv, heads.dim, dtype=layer.cache or sizes.dtype)
-    tokens = sizes.groups * sizes.particles * num_columns
-    qkv = torch.zeros(tokens, (heads.q + 2 * heads.kv) * heads.dim, dtype=sizes.dtype)
-    query = qkv[:, : heads.q * heads.dim]
+    shape = sizes.groups, sizes.particles, num_columns, heads.q, heads.dim
+    width = heads.q * heads.dim
+    rows = torch.zeros(math.prod(shape[:3]), width + 2 * heads.kv * heads.dim, dtype=sizes.dtype)
     particle_attention(
-        query.view(sizes.groups, sizes.particles, num_columns, heads.q, heads.dim),
+        rows[:, :width].view(shape),
         cache,
         cache,
         **_texts(sizes),
@@ -109,26 +115,6 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
         sees_block=layer.sees_block,
-    )
-
-
-def _latent_attention(sizes: Sizes) -> None:
-    if sizes.dtype == torch.float32:
-        return  # refused
-    _attend_latents(sizes, sizes.latent_draft, 1)
-    _attend_latents(sizes, sizes.latent_draft, 2)
-    _attend_latents(sizes, sizes.latent_target, sizes.steps + 1)
-
-
-def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
-    width = latents.rank + latents.rope
-    latent_attention(
-        torch.zeros(
-            sizes.groups, sizes.particles, num_columns, latents.q, width, dtype=sizes.dtype
-        ),
-        torch.zeros(64, 1, width, dtype=sizes.dtype),
-        rank=latents.rank,
-        **_texts(sizes),
     )
 
 
@@ -187,13 +173,10 @@ class Compiler:
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and bytes of stack of each thread; registers that spill stand on the stack."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(cubin)
-        tool = knobs.nvidia.cuobjdump.path
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
-        ).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = printed(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
     assert found, told
     registers, stack, local = map(int, found.groups())
@@ -207,8 +190,8 @@ def main(arguments: list[str]) -> None:
     for capability in capabilities:
         compiler.compile_for(abs(capability))
         for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
-            for launch in (_particle_attention, _latent_attention, _linear_attention):
-                launch(compiler.sizes)
+            _attention(compiler.sizes)
+            _linear_attention(compiler.sizes)
             if capability > 0:
                 _rounds(compiler.sizes, compiler.run)
 

@@ -61,21 +61,7 @@ def test_common_tail(c: Any, device: str) -> None:
     wide[:, :, 2:] = torch.where(changed, 9, original)
     lengths = torch.randint(c.width // 2, c.width, shape, generator=generator)
     arguments = wide[:, :, 2:], lengths, random_present(shape, generator)
-    found = assert_same(kernel.common_tail, prefixes.common_tail, arguments, device)
-    assert found.tolist() == by_hand(*arguments)
-
-
-def by_hand(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> list[int]:
-    """How many tokens present particles share behind the one before, which they must share, too."""
-    found = []
-    for rows, ends, there in zip(texts, lengths, present, strict=True):
-        own = [
-            tuple(row[: end + 1].tolist())
-            for row, end in zip(rows[there], ends[there], strict=True)
-        ]
-        shared = [len(set(column)) == 1 for column in zip(*own, strict=False)]
-        found.append(max([*shared, False].index(False) - 1, 0))
-    return found
+    assert_same(kernel.common_tail, prefixes.common_tail, arguments, device)
 
 
 @drawn(10, num_groups=[1, 4], num_particles=[*range(1, 10)])
@@ -83,9 +69,7 @@ def test_num_distinct(c: Any, device: str) -> None:
     generator, shape = generator_of(c)
     places = torch.randint(c.num_particles, shape, generator=generator)
     arguments = places, random_present(shape, generator)
-    found = assert_same(kernel.num_distinct, prefixes.num_distinct, arguments, device)
-    by_sets = [len(set(row[there].tolist())) for row, there in zip(*arguments, strict=True)]
-    assert found.tolist() == by_sets
+    assert_same(kernel.num_distinct, prefixes.num_distinct, arguments, device)
 
 
 @drawn(

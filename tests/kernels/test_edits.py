@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import drawn
+from drawn import copied, drawn
 from hypothesis import strategies as st
 
 from sglang_smc.kernels import edits as kernel
@@ -70,18 +70,11 @@ def drafts_of(of: Edits, num_drafted: int) -> torch.Tensor:
     return near % of.stop_mask.shape[1]
 
 
-def to(device: str, of: Edits) -> Edits:
-    """A copy of its own."""
-    columns, groups, *others = of
-    moved = EditColumns(*(column.to(device, copy=True) for column in columns))
-    return Edits(moved, groups, *(other.to(device) for other in others))
-
-
 def check(
     logits: torch.Tensor, of: Edits, drafts: torch.Tensor, first: int, device: str
 ) -> torch.Tensor:
     """The kernel's logits, which are the reference's, and untouched where nothing is asked."""
-    expected, found, there = logits.clone(), logits.to(device, copy=True), to(device, of)
+    expected, found, there = logits.clone(), *copied((logits, of), device)
     edits.edit_logits(expected, of, drafts, first)
     kernel.edit_logits(found, there, drafts.to(device), first)
     found = found.cpu()
@@ -120,8 +113,7 @@ def test_small_rows(c: Any, device: str) -> None:
 def test_rows_of_a_real_vocabulary_behind_the_longest_texts(vocab_size: int, device: str) -> None:
     of = edits_of(["all", "nothing"], 1, 256, vocab_size, seed=3)
     of = of._replace(lengths=torch.full_like(of.lengths, 257))
-    shape = 2, 1, 3, vocab_size
-    logits = torch.randn(shape, generator=torch.Generator().manual_seed(4)) * 3
+    logits = torch.randn(2, 1, 3, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
     check(logits, of, drafts_of(of, 2), 0, device)
 
 
@@ -132,10 +124,10 @@ def test_logits_in_strides_of_their_own(device: str) -> None:
     around = wide.clone()
     logits = wide.permute(1, 2, 0, 3)[:, :, 1:3, :33]  # [G, N, 2, V]
     expected = check(logits.cpu(), of, drafts_of(of, 1), 0, device)
-    kernel.edit_logits(logits, to(device, of), drafts_of(of, 1).to(device), 0)
+    kernel.edit_logits(logits, *copied((of, drafts_of(of, 1)), device), 0)
     torch.testing.assert_close(logits.cpu(), expected)
     with pytest.raises(ValueError, match="must be 1"):
-        kernel.edit_logits(wide[:, :, :2].mT, to(device, of), drafts_of(of, 1).to(device), 0)
+        kernel.edit_logits(wide[:, :, :2].mT, *copied((of, drafts_of(of, 1)), device), 0)
     logits.copy_(around.permute(1, 2, 0, 3)[:, :, 1:3, :33])
     assert torch.equal(wide, around)
 
@@ -149,7 +141,7 @@ def test_settled_tokens_are_counted(c: Any, device: str) -> None:
     of = edits_of(c.names, 2, c.max_tail, 9, c.seed)
     tokens = of.texts[:, 0]
     counts = of.lengths[:, 0] - 1  # -1 is as good as 0
-    there = to(device, of)
+    there = copied(of, device)
     kernel.count_tokens(there.columns, there.rows, tokens.to(device), counts.to(device))
     before = of.columns.counts.clone()
     edits.count_tokens(of.columns, of.rows, tokens, counts)

@@ -4,7 +4,7 @@ Rounds that a server may capture are lines of `ROUNDS`; their limits stand besid
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,49 +14,33 @@ from torch.utils._pytree import tree_leaves
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
+from sglang_smc.round.batch import shape_of_any, shape_of_server
 from sglang_smc.smc.distribution import FilterKinds
 from sglang_smc.state.population import recorded_logprobs
-
-
-class Limits(NamedTuple):
-    """The most that a round may take at N = K = 8 and V = 128,256, beside the models."""
-
-    launches: int  # calls of torch that are more than views, and kernels
-    moved: float  # MB a group that calls of torch read and write
-    peak: float  # MB a group alive at once, the models' logits among them
-
-
-class Case(NamedTuple):
-    """A round that a server captures, or might."""
-
-    config: SMCConfig
-    more: dict[str, Any]  # fields of its shape, beside those of what it captures now
-    limits: Limits
-
-    @property
-    def shape(self) -> RoundShape:
-        return shape_of_server(self.config)._replace(**self.more)
-
 
 FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
 GREEDY = {"walks": False, "branches": True}
 # One request of a batch asks for log-probabilities, or edits logits.
 SHOWN = {"edits": True, "logprobs": recorded_logprobs(VOCAB_SIZE)}
-ROUNDS = {
-    "smc": Case(SMCConfig(), {}, Limits(188, 1, 61)),
-    "exact": Case(SMCConfig(mode="exact"), {}, Limits(252, 5.5, 94)),
-    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(252, 5.5, 94)),
-    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(238, 1, 61)),
-    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(302, 5.5, 94)),
-    "powered": Case(SMCConfig(power=2.0), {}, Limits(216, 1, 61)),
-    "edited": Case(SMCConfig(), {"edits": True}, Limits(208, 1.5, 63)),
-    "shown": Case(SMCConfig(), SHOWN, Limits(259, 76, 81)),
-    "shown, filtered": Case(SMCConfig(), {**SHOWN, **FILTERS}, Limits(309, 76, 81)),
-    "exact, shown": Case(SMCConfig(mode="exact"), SHOWN, Limits(323, 81, 115)),
-    "greedy": Case(SMCConfig(mode="exact"), GREEDY, Limits(297, 34, 64)),
-    "anything": Case(SMCConfig(), ANYTHING, Limits(531, 124, 121)),
+EXACT, MIXED = SMCConfig(mode="exact"), SMCConfig(mode="mixed")
+#: Rounds that a server captures, or might: its configuration, fields of the shape beside those of
+#: what it captures now, and the most that a round may take at N = K = 8 and V = 128,256, beside the
+#: models: launches (calls of torch that are more than views, and kernels), MB a group that calls of
+#: torch read and write, and MB a group alive at once, the models' logits among them.
+ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
+    "smc": (SMCConfig(), {}, 188, 1, 61),
+    "exact": (EXACT, {}, 252, 5.5, 94),
+    "mixed": (MIXED, {}, 252, 5.5, 94),
+    "smc, filtered": (SMCConfig(), FILTERS, 238, 1, 61),
+    "exact, filtered": (EXACT, FILTERS, 302, 5.5, 94),
+    "powered": (SMCConfig(power=2.0), {}, 216, 1, 61),
+    "edited": (SMCConfig(), {"edits": True}, 208, 1.5, 63),
+    "shown": (SMCConfig(), SHOWN, 259, 76, 81),
+    "shown, filtered": (SMCConfig(), {**SHOWN, **FILTERS}, 309, 76, 81),
+    "exact, shown": (EXACT, SHOWN, 323, 81, 115),
+    "greedy": (EXACT, GREEDY, 297, 34, 64),
+    "anything": (SMCConfig(), ANYTHING, 531, 124, 121),
 }
 
 
@@ -66,13 +50,12 @@ ROUNDS = {
 def test_a_captured_round_asks_little_of_the_device(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
-    case = ROUNDS[name]
-    found, limits = trace_round(monkeypatch, case.config, case.shape, size, kernels), case.limits
-    moved, peak = found.num_bytes / size / 1e6, found.peak / size / 1e6
-    by_name = Counter(call.name for call in found.calls).most_common()
-    assert 100 < len(found.calls) <= limits.launches, by_name
-    assert moved <= limits.moved
-    assert 50 < peak <= limits.peak
+    config, more, launches, moved, peak = ROUNDS[name]
+    shape = shape_of_server(config)._replace(**more)
+    found = trace_round(monkeypatch, config, shape, size, kernels)
+    assert 100 < len(found.calls) <= launches, Counter(found.calls).most_common()
+    assert found.num_bytes / size / 1e6 <= moved
+    assert 50 < found.peak / size / 1e6 <= peak
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]
     assert all(one.device.type == "cuda" for one in tensors)
 

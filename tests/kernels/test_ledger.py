@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import copied
 from pool_programs import CONFIGS, PoolProgram
 
 from sglang_smc.kernels import lineage
 from sglang_smc.kv.ledger import Ledger
-from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import TORCH, Ops
 
 
@@ -38,10 +38,9 @@ class Compared(Ledger):
         self._compare("commit", rows, arguments)
 
     def _compare(self, name: str, rows: torch.Tensor, arguments: dict[str, Any]) -> Any:
-        copies = [table.to(self.device, copy=True) for table in (self.table, self.tails)]
+        copies = copied([self.table, self.tails], self.device)
         other = self.kernels(*copies, **self._sizes)
-        moved = each_tensor(lambda tensor: tensor.to(self.device), arguments)
-        found = getattr(other, name)(rows.to(self.device), **moved)
+        found = getattr(other, name)(rows.to(self.device), **copied(arguments, self.device))
         expected = getattr(super(), name)(rows, **arguments)
         for table, one in zip(copies, (self.table, self.tails), strict=True):
             assert torch.equal(table.cpu(), one)
@@ -74,19 +73,10 @@ def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
     rank = torch.full((200,), 7, dtype=torch.int32, device=device)
     before = table.clone(), tails.clone()
     none = torch.zeros(2, dtype=torch.int64, device=device)
+    lengths, bounds = torch.full((2, 2), 4, device=device), {"committed": none, "allocated": none}
+    room = {"max_tail": 5, "max_arena": 9}
     lineage.commit(
-        table,
-        tails,
-        rank,
-        7,
-        2,
-        none,
-        committed=none,
-        allocated=none,
-        lengths=torch.full((2, 2), 4, device=device),
-        counts=none + 3,
-        max_tail=5,
-        max_arena=9,
+        table, tails, rank, 7, 2, none, lengths=lengths, counts=none + 3, **bounds, **room
     )
     assert torch.equal(table, before[0]) and torch.equal(tails, before[1])
     assert (rank == 7).all()

@@ -1,32 +1,17 @@
 """From scored drafts to ancestors, and to the block that is kept, kernel against reference."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 from drawn import assert_same, drawn
 
 from sglang_smc.kernels import reweight as kernel
 from sglang_smc.smc import verification, weighing
-from sglang_smc.smc.weighing import SCHEMES, Reweighted, WeightRules
+from sglang_smc.smc.weighing import SCHEMES, WeightRules
 
 INF = math.inf
 ALL = tuple(SCHEMES)
-
-
-class Case(NamedTuple):
-    """Arguments of `reweight_and_resample` but for the schemes."""
-
-    log_weights: torch.Tensor
-    log_p: torch.Tensor
-    log_q: torch.Tensor
-    before_end: torch.Tensor
-    power: torch.Tensor
-    rules: WeightRules
-    present: torch.Tensor
-    coins: torch.Tensor
-    noise: torch.Tensor
 
 
 def any_of(values: list[float], shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -34,10 +19,21 @@ def any_of(values: list[float], shape: tuple[int, ...], generator: torch.Generat
     return torch.tensor(values, dtype=torch.float64)[picked]
 
 
-def random_case(c: Any) -> Case:
-    """RoundBatch of any size and K, particles that have ended or died, rules of every kind.
+@drawn(
+    24,
+    num_groups=[1, 2, 3, 4, 5],
+    num_particles=[1, 2, 3, 5, 8, 32],
+    num_steps=[1, 2, 3, 4, 7],
+    spread=[0.0, 0.1, 1.0, 20.0],
+    p_dead=[0.0, 0.2, 0.9, 1.0],
+    scheme=[*ALL, "each another"],
+    noise=[None, None, 0.0, math.nextafter(1.0, 0.0)],
+)
+def test_random_groups(c: Any, device: str) -> None:
+    """Of any size and K, particles that have ended or died, rules of every kind, extreme noise.
 
-    No decision lies on a threshold but by equal weights, whose effective sample size is exact.
+    No decision lies on a threshold but by equal weights, whose effective sample size is exact. So
+    integers and flags are equal: no point of these cases lies within rounding of a share.
     """
     generator = torch.Generator().manual_seed(c.seed)
     shape = num_groups, num_particles, num_steps = c.num_groups, c.num_particles, c.num_steps
@@ -52,79 +48,30 @@ def random_case(c: Any) -> Case:
     )
     killers = any_of([-INF, -INF, INF, math.nan], shape, generator).float()
     started = torch.randn(shape[:2], generator=generator, dtype=torch.float64) * c.spread
-    return Case(
-        log_weights=started.masked_fill(~present, -INF),
-        log_p=torch.where(broken, killers, log_p),
-        log_q=torch.where(broken_draft, killers, log_q),
-        before_end=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
-        power=any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
-        rules=WeightRules(
+    noise = torch.rand(shape[:2], generator=generator, dtype=torch.float64)
+    schemes = torch.arange(num_groups) % len(ALL)
+    if c.scheme in ALL:
+        schemes.fill_(ALL.index(c.scheme))
+    arguments = (
+        started.masked_fill(~present, -INF),
+        torch.where(broken, killers, log_p),
+        torch.where(broken_draft, killers, log_q),
+        (column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
+        any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
+        WeightRules(
             num_steps=steps,
             ess_threshold=any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
             resample_each_token=torch.rand(num_groups, generator=generator) < 0.5,
             evidence_threshold=any_of([0.0, 0.3, 1.0, INF], (num_groups,), generator),
         ),
-        present=present,
-        coins=torch.rand(num_groups, generator=generator, dtype=torch.float64),
-        noise=torch.rand(shape[:2], generator=generator, dtype=torch.float64),
+        present,
+        torch.rand(num_groups, generator=generator, dtype=torch.float64),
+        noise if c.noise is None else torch.full_like(noise, c.noise),
+        schemes,
+        ALL,
     )
-
-
-def check(case: Case, scheme: str, device: str) -> Reweighted:
-    """By one scheme, or each group by another."""
-    first = ALL.index(scheme) if scheme in ALL else 0
-    groups = torch.arange(len(case.power))
-    schemes = torch.where(torch.tensor(scheme in ALL), first, groups % len(ALL))
-    arguments = *case, schemes, ALL
     run = kernel.reweight_and_resample, weighing.reweight_and_resample
-    return assert_same(*run, arguments, device, rounding=1e-12)
-
-
-@drawn(
-    20,
-    num_groups=[1, 2, 3, 4, 5],
-    num_particles=[1, 2, 3, 5, 8, 32],
-    num_steps=[1, 2, 3, 4, 7],
-    spread=[0.0, 0.1, 1.0, 20.0],
-    p_dead=[0.0, 0.2, 0.9, 1.0],
-    scheme=[*ALL, "each another"],
-)
-def test_random_groups(c: Any, device: str) -> None:
-    """Integers and flags are equal: no point of these cases lies within rounding of a share."""
-    check(random_case(c), c.scheme, device)
-
-
-def equal_case(num_particles: int, num_steps: int = 4) -> Case:
-    """A draft that is the target, with one group and a threshold of 1."""
-    log_p = torch.randn(1, num_particles, num_steps, generator=torch.Generator().manual_seed(1))
-    particles = torch.ones(1, num_particles, dtype=torch.float64)
-    one = particles[:, 0]
-    return Case(
-        log_weights=particles * 0.3,
-        log_p=log_p,
-        log_q=log_p,
-        before_end=torch.ones_like(log_p, dtype=torch.bool),
-        power=one,
-        rules=WeightRules(one.long() * num_steps, one, one == 0, one * 0),
-        present=particles > 0,
-        coins=one * 0.5,
-        noise=particles * 0.25,
-    )
-
-
-@pytest.mark.parametrize("scheme", ALL)
-@pytest.mark.parametrize("u", [0.0, math.nextafter(1.0, 0.0)])
-def test_a_dead_particle_is_no_ancestor_whatever_the_noise(
-    scheme: str, u: float, device: str
-) -> None:
-    """At both ends of the distribution function, and between equal weights."""
-    case = equal_case(4)
-    case.log_p[0, [0, 2, 3], 1] = -INF
-    rules = case.rules._replace(ess_threshold=case.power * 0.5)
-    case = case._replace(rules=rules, noise=torch.full_like(case.noise, u))
-    found = check(case, scheme, device)
-    assert found.cut.resample.all()
-    assert found.resampled.ancestors.tolist() == [[1, 1, 1, 1]]
+    assert_same(*run, arguments, device, rounding=1e-12)
 
 
 @drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])

@@ -15,33 +15,35 @@ from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
-CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
-    "weighed": ({}, {"num_particles": 2, "num_steps": 1}),
-    "at tokens, by other methods": (
-        {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 1.0},
-        {"resampling_method": "stratified"},
-    ),
-    "by methods that torch draws": ({"resampling_method": "ssp", "ess_threshold": 1.0}, {}),
-    "verified": ({"mode": "exact"}, {"mode": "mixed"}),
-    "powered": ({"power": 2.0}, {}),
-    "each particle verified": (
-        {"proposal": "verified", "power": 2.0, "ess_threshold": 1.0},
-        {"mode": "exact"},
-        {},
-    ),
-}
-
-
 ASKED: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
     {},
     {"min_new_tokens": 5},
     {"presence_penalty": -0.5},
 )
-RUNGS = {
-    "as asked": (None,),
-    "of changing size": (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2)),
+ONE_TOKEN: tuple[dict[str, Any], ...] = ({"top_k": 1},)
+AT_TOKENS = {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 1.0}
+POWERED = {"power": 2.0}
+VERIFIED = POWERED | {"proposal": "verified", "ess_threshold": 1.0}
+AS_ASKED = (None,)
+CHANGING = (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2))
+# What requests choose in turns, the budgets of rounds, and what requests ask for.
+CASES: dict[str, tuple[tuple[dict[str, Any], ...], Any, tuple[dict[str, Any], ...]]] = {
+    "weighed": (({}, {"num_particles": 2, "num_steps": 1}), AS_ASKED, ({},)),
+    "weighed and edited": (({}, {"num_particles": 2, "num_steps": 1}), CHANGING, ASKED),
+    "at tokens": ((AT_TOKENS, {"resampling_method": "stratified"}), CHANGING, ({},)),
+    "by torch's method": (
+        ({"resampling_method": "ssp", "ess_threshold": 1.0}, {}),
+        AS_ASKED,
+        ({},),
+    ),
+    "verified": (({"mode": "exact"}, {"mode": "mixed"}), CHANGING, ASKED),
+    "each particle verified": ((VERIFIED, {"mode": "exact"}, {}), AS_ASKED, ({},)),
+    "powered": ((POWERED,), CHANGING, ({},)),
+    "powered and filtered": ((POWERED,), AS_ASKED, ({"top_k": 2, "min_p": 0.3},)),
+    "powered and greedy": ((POWERED,), AS_ASKED, ONE_TOKEN),
 }
+NIGHTLY = "powered and filtered"
 
 
 def serve(
@@ -72,33 +74,20 @@ def serve(
 
 
 @pytest.mark.parametrize(
-    ("name", "budgets", "asked"),
-    [
-        ("weighed", "as asked", ({},)),
-        ("weighed", "of changing size", ASKED),
-        ("at tokens, by other methods", "of changing size", ({},)),
-        ("by methods that torch draws", "as asked", ({},)),
-        ("verified", "of changing size", ASKED),
-        ("each particle verified", "as asked", ({},)),
-        pytest.param(
-            "powered", "as asked", ({"top_k": 2, "min_p": 0.3},), marks=pytest.mark.nightly
-        ),
-        ("powered", "of changing size", ({},)),
-        ("powered", "as asked", ({"top_k": 1},)),
-    ],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name == NIGHTLY)) for name in CASES],
 )
-def test_kernels_change_no_token(
-    name: str, budgets: str, asked: tuple[dict[str, Any], ...], device: str, kernels: Ops
-) -> None:
+def test_kernels_change_no_token(name: str, device: str, kernels: Ops) -> None:
+    chosen, budgets, asked = CASES[name]
     (by_kernels, shown), (by_torch, expected) = (
-        serve(CHOICES[name], RUNGS[budgets], ops, device, asked) for ops in (kernels, TORCH)
+        serve(chosen, budgets, ops, device, asked) for ops in (kernels, TORCH)
     )
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert torch.allclose(by_kernels.fidelity, by_torch.fidelity, atol=1e-4)
     assert shown == pytest.approx(expected, abs=1e-5) and len(shown) > 10
     assert by_kernels.num_narrowed == by_torch.num_narrowed
-    assert len(by_torch.outputs.unique(dim=0)) > 1 or asked == ({"top_k": 1},)
+    assert len(by_torch.outputs.unique(dim=0)) > 1 or asked == ONE_TOKEN
 
 
 def test_all_kernels_pass(kernels: Ops, device: str) -> None:

@@ -24,11 +24,9 @@ def check_draws(
     kept: KeptTokens | None = None,
 ) -> None:
     cuts = rows, greedy, kept
-    found, log_probs = (
-        x.cpu() for x in kernel.sample_and_score(logits, temperature, uniforms, *cuts)
-    )
-    expected, _ = (
-        x.cpu() for x in distribution.sample_and_score(logits, temperature, uniforms, *cuts)
+    (found, log_probs), (expected, _) = (
+        [x.cpu() for x in module.sample_and_score(logits, temperature, uniforms, *cuts)]
+        for module in (kernel, distribution)
     )
     scores = distribution.score_tokens(logits, temperature, found.to(logits.device), *cuts).cpu()
     assert (scores > -torch.inf).all(), "a token of probability zero was drawn"
@@ -122,15 +120,6 @@ def test_greedy_groups_take_the_first_of_the_largest_at_any_temperature(device: 
     check_laws(logits, temperature, None, greedy)
 
 
-@pytest.mark.parametrize("vocab_size", [4096, 4097, 50_257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_real_vocabulary(vocab_size: int, dtype: torch.dtype, device: str) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = (torch.randn(4, vocab_size, generator=generator) * 3).to(dtype)
-    temperature = torch.tensor([0.5, 1.0, 2.0, 1.0])
-    check_draws(logits.to(device), temperature.to(device), noise(4, generator).to(device))
-
-
 def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
     """Its masses relative to the row's largest logit are not numbers of float32."""
     logits = torch.full((2, 8192), -torch.inf)
@@ -140,7 +129,7 @@ def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
     check_draws(logits.to(device), torch.ones(2, device=device), uniforms)
 
 
-@pytest.mark.parametrize("vocab_size", [7, 9000])
+@pytest.mark.parametrize("vocab_size", [7, 4096, 9000])
 def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
     vocab_size: int, device: str
 ) -> None:
@@ -194,10 +183,6 @@ def test_draws_choose_their_rows(device: str) -> None:
         kernel.score_tokens(logits.t(), temperature[:1], rows)
 
 
-def listed(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (found,) if isinstance(found, torch.Tensor) else found
-
-
 def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
     """To the last bit as where each draw adds up its row; two groups of three rows."""
     generator = torch.Generator().manual_seed(7)
@@ -217,5 +202,4 @@ def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
             (kernel.log_sums, ()),
         ):
             of_rows = logits, temperature, *more, rows, *cuts
-            found = zip(listed(run(*of_rows, sums)), listed(run(*of_rows)), strict=True)
-            assert all(torch.equal(one, other) for one, other in found)
+            torch.testing.assert_close(run(*of_rows, sums), run(*of_rows), rtol=0, atol=0)

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import drawn
+from drawn import copied, drawn
 from exact_tables import verify
 
 from sglang_smc.kernels import verify as kernel
 from sglang_smc.kernels.verify import selection_rule
-from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import verification
 from sglang_smc.smc.verification import NUM_BINS, Chains, Walk, middle_ratios
@@ -50,11 +49,6 @@ def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generat
     )
 
 
-def on(device: str, walk: Walk) -> Walk:
-    """A copy, since kernels write over what they are given."""
-    return each_tensor(lambda part: part.clone().to(device), walk)
-
-
 @drawn(
     9, vocab_size=[2, 5, 64, 700], max_chains=[1, 2, 5, 8], spread=[0.0, 0.3, 2.0], step=[0, 1, 2]
 )
@@ -73,33 +67,27 @@ def test_a_column(c: Any, device: str) -> None:
     uniforms[walk.follows.sum(1) == 1, 1:] = math.nan
     log_p[~walk.walking] = log_q[~walk.walking] = math.nan
     chains = Chains(tokens, ends, uniforms, num_steps)
-    own = walk._replace(
-        found=walk.found._replace(
-            left=torch.arange(size), residuals=walk.found.residuals[walk.found.left]
-        )
-    )
+    residuals = walk.found.residuals[walk.found.left]
+    own = walk._replace(found=walk.found._replace(left=torch.arange(size), residuals=residuals))
     expected = verification.walk_on(own, chains, log_p, log_q, step)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_BIN_TILE", 128), ("_BIN_CHUNK", 32), ("_TILE", 256)):
             patch.setattr(kernel, name, value)
-        there = Chains(*(part.to(device) for part in chains))
-        p, q = log_p.to(device), log_q.to(device)
-        found = on("cpu", kernel.walk_on(on(device, walk), there, p, q, step))
+        there = copied([chains, log_p, log_q], device)
+        found = copied(kernel.walk_on(copied(walk, device), *there, step), "cpu")
         with pytest.raises(ValueError, match="must be 1"):
-            kernel.walk_on(on(device, walk), there, p.t(), q.t(), step)
+            chains, p, q = there
+            kernel.walk_on(copied(walk, device), chains, p.t(), q.t(), step)
     was, goes = walk.walking, expected.walking
     assert torch.equal(found.walking, goes)
-    assert torch.equal(found.follows[goes], expected.follows[goes])
-    assert torch.equal(found.p_row[goes], expected.p_row[goes])
-    assert torch.equal(found.q_row[goes], expected.q_row[goes])
+    for name in ("follows", "p_row", "q_row"):
+        assert torch.equal(getattr(found, name)[goes], getattr(expected, name)[goes]), name
     assert torch.allclose(found.chance[was], expected.chance[was], rtol=1e-5, atol=1e-7)
     assert torch.equal(found.follows[~was], walk.follows[~was]), "written where nothing walks"
     for name in ("num_columns", "winner", "rejects"):
         assert torch.equal(getattr(found.found, name), getattr(expected.found, name)), name
-    left = found.found.residuals[found.found.left]
-    wanted = expected.found.residuals
-    uses = expected.found.rejects
-    assert torch.allclose(left[uses], wanted[uses], rtol=1e-4, atol=1e-6)
+    left, uses = found.found.residuals[found.found.left], expected.found.rejects
+    assert torch.allclose(left[uses], expected.found.residuals[uses], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_siblings", [1, 2, 8])
@@ -117,19 +105,19 @@ def test_the_rule_of_given_masses(num_siblings: int, device: str) -> None:
     chance[:4] = 1.0
     follows = (torch.arange(9) < num_siblings).expand(size, -1).contiguous()
     walking = torch.arange(size) != 5
-    arguments = (part.to(device) for part in (walking, chance, follows, masses))
-    found = [part.cpu() for part in selection_rule(*arguments)]
+    arguments = copied([walking, chance, follows, masses], device)
+    levels, density, reached = (part.cpu()[walking] for part in selection_rule(*arguments))
     p_masses, q_masses = masses.double().sum(1).unbind(1)
     target = p_masses * (chance / p_masses.sum(1)).unsqueeze(1)
     draft = q_masses / q_masses.sum(1, keepdim=True)
     middle = middle_ratios(target.device)
     ratio = torch.where(draft > 0, target / draft, middle)
     expected = expected_rule(ratio, target, draft, follows.sum(1), 9)
-    assert torch.equal(found[0][walking].long(), expected.levels[walking])
-    assert torch.allclose(found[1][walking].double(), expected.density[walking], rtol=1e-6)
-    laws_of_selected = (found[1].double() * draft).sum(1)
-    assert torch.allclose(laws_of_selected[walking], torch.ones(15).double(), atol=1e-6)
-    assert torch.allclose(found[2][walking].double(), chance[walking], rtol=1e-6)
+    assert torch.equal(levels.long(), expected.levels[walking])
+    assert torch.allclose(density.double(), expected.density[walking], rtol=1e-6)
+    sums = (density.double() * draft[walking]).sum(1)
+    assert torch.allclose(sums, torch.ones_like(sums), atol=1e-6), "laws of what is selected"
+    assert torch.allclose(reached.double(), chance[walking], rtol=1e-6)
 
 
 def test_a_broken_row_spoils_no_other(device: str, kernels: Ops) -> None:
@@ -140,9 +128,9 @@ def test_a_broken_row_spoils_no_other(device: str, kernels: Ops) -> None:
     tokens = torch.randint(50, (6, 4, 2), generator=generator)
     uniforms = torch.rand(6, 4, 2, generator=generator, dtype=torch.float64)
     arguments = [tokens, torch.zeros_like(tokens).bool(), log_p, log_q, uniforms]
-    whole = verify(*(part.to(device) for part in arguments), walker=kernels)
+    whole = verify(*copied(arguments, device), walker=kernels)
     log_p[1], log_q[3] = math.nan, math.nan
-    broken = verify(*(part.to(device) for part in arguments), walker=kernels)
+    broken = verify(*copied(arguments, device), walker=kernels)
     others = torch.tensor([0, 2, 4, 5], device=device)
     for mine, before in zip(broken, whole, strict=True):
         assert torch.equal(mine[others], before[others])

@@ -1,28 +1,17 @@
 """What is watched, kernel against reference: rows, tokens, moments, and who is left alone."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from drawn import drawn
+from drawn import copied, drawn
 
 from sglang_smc.kernels import watch as kernel
-from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 
 
-class Case(NamedTuple):
-    sums: torch.Tensor
-    of: fidelity.Watchable
-    path: fidelity.Path
-    p: TokenDistribution
-    steps: list[torch.Tensor]  # the draft's scores at each
-    q_rules: SamplingRules
-    kinds: FilterKinds
-
-
-def case(c: Any) -> Case:
+def case(c: Any) -> tuple[Any, ...]:
     """Groups with K from 0, with filters or without, some greedy, some with a target of no law."""
     generator, size = torch.Generator().manual_seed(c.seed), 6
     num_particles, max_steps, vocab = c.num_particles, c.max_steps, c.vocab
@@ -61,16 +50,16 @@ def case(c: Any) -> Case:
     )
     steps = [logits(num_particles) for _ in range(max_steps)]
     sums = torch.randn(size, num_particles, 4, generator=generator, dtype=torch.float64)
-    return Case(sums, of, path, p, steps, rules, kinds)
+    return sums, of, path, p, steps, rules, kinds
 
 
-def played(ops: Any, case: Case) -> torch.Tensor:
-    held: Any = None
-    for step, scores in enumerate(case.steps):
-        held = ops.keep_column(held, scores, case.of, step)
-    rows = held.unflatten(0, (len(case.sums), -1))
-    q = TokenDistribution.of(TORCH, rows, case.q_rules, case.kinds)
-    return ops.watch(case.sums, case.of, case.path, case.p, q)
+def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
+    """Watch with the scores that the draft has at each of the steps."""
+    (sums, of, path, p, steps, q_rules, kinds), held = case, None
+    for step, scores in enumerate(steps):
+        held = ops.keep_column(held, scores, of, step)
+    q = TokenDistribution.of(TORCH, held.unflatten(0, (len(sums), -1)), q_rules, kinds)
+    return ops.watch(sums, of, path, p, q)
 
 
 @drawn(
@@ -83,15 +72,16 @@ def played(ops: Any, case: Case) -> torch.Tensor:
 )
 def test_what_is_watched(c: Any, device: str) -> None:
     """The same sums to rounding, and those of whom nothing is watched untouched to the last bit."""
-    given_ = case(c)
-    there: Case = each_tensor(lambda tensor: tensor.to(device, copy=True), given_)
-    expected, found = played(TORCH, given_), played(kernel, there).cpu()
-    for one, theirs, drawn_anew in zip(given_.steps, there.steps, case(c).steps, strict=True):
-        assert torch.equal(one, drawn_anew), "verification reads the scores of all steps later"
-        assert torch.equal(theirs.cpu(), drawn_anew)
+    host, anew = case(c), case(c)
+    there = copied(host, device)
+    expected, found = played(TORCH, host), played(kernel, there).cpu()
+    for steps in (host[4], [step.cpu() for step in there[4]]):
+        same = all(map(torch.equal, steps, anew[4]))
+        assert same, "verification reads the scores of all steps later"
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found[..., 3], expected[..., 3])
-    untouched = expected[..., 3] == given_.sums[..., 3]
-    assert torch.equal(found[untouched], given_.sums[untouched])
-    left_alone = ~given_.of.normalized | given_.of.greedy | (given_.of.num_steps == 0)
-    assert torch.equal(expected[left_alone], given_.sums[left_alone])
+    sums, of = host[:2]
+    untouched = expected[..., 3] == sums[..., 3]
+    assert torch.equal(found[untouched], sums[untouched])
+    left_alone = ~of.normalized | of.greedy | (of.num_steps == 0)
+    assert torch.equal(expected[left_alone], sums[left_alone])

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from email import message_from_string
 from email.message import Message
@@ -60,7 +59,7 @@ def expected_files() -> set[str]:
     return files
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
+def run(folder: Path, *command: object, **variables: str) -> str:
     """What a command prints in a folder; it must end well."""
     ours = ("PYTHONPATH", ADDRESS, REVISION)
     outside = {name: value for name, value in os.environ.items() if name not in ours}
@@ -69,8 +68,8 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 def build(source: Path, *options: str, **variables: str) -> Path:
     """Build in this environment, without an index; return the wheel."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *options, str(source)]
-    run(command, source.parent, **variables)
+    words = [sys.executable, "-m", "build", "--no-isolation", *options, source]
+    run(source.parent, *words, **variables)
     (wheel,) = (source / "dist").glob("*.whl")
     return wheel
 
@@ -115,18 +114,6 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert contents(wheel) == expected_files()
 
 
-def test_source_archive_holds_what_the_wheel_is_built_from(wheel: Path) -> None:
-    (archive,) = wheel.parent.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        files = (one.name.partition("/")[2] for one in opened.getmembers() if one.isfile())
-        names = {name for name in files if ".egg-info/" not in name}
-    sources = set(expected_files())
-    for folder, package in MAPPED.items():
-        sources = {re.sub(f"^{package}/", f"{folder}/", name) for name in sources}
-    beside = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
-    assert names == sources | beside
-
-
 def test_wheel_metadata_allows_the_supported_releases(wheel: Path) -> None:
     required = " ".join(metadata(wheel).get_all("Requires-Dist") or ())
     found = re.search(r"\bsglang([<>=!~][^\s;]*)", required)
@@ -161,7 +148,7 @@ print(json.dumps([list(heavy), points, [find_spec("sglang_smc" + name).origin fo
 
 
 def test_the_wheels_files_work_from_an_empty_directory(site: Path, tmp_path: Path) -> None:
-    told = run([sys.executable, "-c", PROBE], tmp_path, PYTHONPATH=str(site))
+    told = run(tmp_path, sys.executable, "-c", PROBE, PYTHONPATH=str(site))
     heavy, points, origins = json.loads(told)
     assert (heavy, points) == ([], ENTRY_POINTS)
     assert all(Path(origin).is_relative_to(site) for origin in origins)
@@ -176,9 +163,8 @@ def test_the_installed_doctor_finds_the_wheel_and_its_pair_sound(
 ) -> None:
     """As a user runs it: in a process of its own, which has the hooks put in force."""
     words = [sys.executable, "-m", "sglang_smc.tools.command", "doctor", "--json"]
-    for name in ("target", "draft"):
-        words += [f"--{name}", str(site / "sglang_smc" / "pair" / name)]
-    listed = json.loads(run(words, tmp_path, PYTHONPATH=str(site)))
+    words += [f"--{name}={site}/sglang_smc/pair/{name}" for name in ("target", "draft")]
+    listed = json.loads(run(tmp_path, *words, PYTHONPATH=str(site)))
     found = {one["about"]: one for one in listed}
     assert {one["level"] for one in listed} <= {"ok", "warning"}
     assert all(one["do"] for one in listed if one["level"] == "warning")
@@ -191,8 +177,8 @@ def test_the_installed_doctor_finds_the_wheel_and_its_pair_sound(
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As the release workflow builds it."""
-    source = copied(tmp_path_factory.mktemp("released"))
-    return build(source, **{ADDRESS: REPOSITORY, REVISION: TAG})
+    variables = {ADDRESS: REPOSITORY, REVISION: TAG}
+    return build(copied(tmp_path_factory.mktemp("released")), **variables)
 
 
 @pytest.mark.nightly
@@ -215,8 +201,8 @@ def test_links_of_a_release_lead_into_its_repository(released: Path) -> None:
 @pytest.mark.nightly
 def test_twine_takes_both(released: Path, tmp_path: Path) -> None:
     pytest.importorskip("twine", reason="twine is not installed: pip install '.[test]'")
-    words = [sys.executable, "-m", "twine", "check", "--strict"]
-    assert run([*words, *map(str, released.parent.iterdir())], tmp_path).count("PASSED") == 2
+    words = [sys.executable, "-m", "twine", "check", "--strict", *released.parent.iterdir()]
+    assert run(tmp_path, *words).count("PASSED") == 2
 
 
 @pytest.mark.nightly
@@ -234,15 +220,14 @@ def test_the_installed_demo_runs_the_pair_of_the_wheel(wheel: Path, tmp_path: Pa
     """Two servers, from a folder that has nothing, in an environment that borrows all else."""
     venv, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
-    run([sys.executable, "-m", "venv", str(venv)], tmp_path)
-    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
-    run([str(venv / "bin" / "python"), *install], tmp_path)
+    run(tmp_path, sys.executable, "-m", "venv", venv)
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    run(tmp_path, venv / "bin" / "python", *install)
     (packages,) = (venv / "lib").glob("python*/site-packages")
     # Behind its own, so that the wheel comes first; this one's own .pth files are not read.
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    command = str(venv / "bin" / "sglang-smc")
     numbers = empty / "numbers.json"
-    told = run([command, "demo", "--quick", "--json", str(numbers)], empty)
+    told = run(empty, venv / "bin" / "sglang-smc", "demo", "--quick", "--json", numbers)
     assert "The target alone:" in told and "The target with SMC:" in told
     rows = {row["row"]: row for row in json.loads(numbers.read_text())["rows"]}
     assert rows["AR, target alone"]["tokens_per_target_pass"] == 1

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch_calls import Calls, Launch
 
+from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.models import supported
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
@@ -96,22 +98,18 @@ def case(num_columns: int = 5, **shape: Any) -> Case:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_columns", [1, 2, 9])
-def test_after_each_token_of_a_chain(num_columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
+def test_logits_of_chains(name: str, num_columns: int, dtype: torch.dtype) -> None:
+    """After each token, or after the last alone."""
     h = Harness(case(num_columns, dtype=dtype))
-    output = h.run("chain_logits")
-    assert output.shape == (*h.slots.shape, 4 * 64)
-    h.case.assert_close(output.view(h.case.query.shape))
-    assert h.model.batch.forward_mode == ForwardMode.TARGET_VERIFY
-
-
-@pytest.mark.parametrize("num_columns", [1, 2, 9])
-def test_after_the_last_token_alone(num_columns: int) -> None:
-    h = Harness(case(num_columns))
-    output = h.run("next_logits")
-    assert output.shape == (*h.case.starts.shape, 4 * 64)
-    last = h.case._replace(query=h.case.query[:, :, -1:], starts=h.case.starts + num_columns - 1)
-    last.assert_close(output.view(last.query.shape))
-    mode = ForwardMode.DECODE if num_columns == 1 else ForwardMode.EXTEND
+    output, asked, mode = h.run(name), h.case, ForwardMode.TARGET_VERIFY
+    shape = asked.query.shape[:3]
+    if name == "next_logits":
+        mode = ForwardMode.DECODE if num_columns == 1 else ForwardMode.EXTEND
+        starts = asked.starts + num_columns - 1
+        asked, shape = asked._replace(query=asked.query[:, :, -1:], starts=starts), shape[:2]
+    assert output.shape == (*shape, 4 * 64)
+    asked.assert_close(output.view(asked.query.shape))
     assert h.model.batch.forward_mode == mode
 
 
@@ -139,24 +137,16 @@ def test_particles_with_one_slot_are_run_once(name: str, num_columns: int) -> No
     assert len(h.model.tokens) < len(alone.model.tokens)
 
 
-@pytest.mark.parametrize(
-    ("num_columns", "mode", "names"),
-    [
-        (1, ForwardMode.DECODE, ["clamp_max"]),
-        (2, ForwardMode.EXTEND, ["add", "clamp_max", "clone"]),
-        (9, ForwardMode.TARGET_VERIFY, ["add", "clamp_max", "clone"]),
-    ],
-)
-def test_a_forward_is_prepared_in_few_launches(
-    num_columns: int, mode: ForwardMode, names: list[str]
-) -> None:
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+def test_a_forward_is_prepared_in_few_launches(num_columns: int) -> None:
     """Positions within the table, and slots of each step in one piece to those of a chain."""
     h = Harness(case(num_columns))
     by_step = h.slots.permute(2, 0, 1).contiguous()
     chains = h.chains(by_step.permute(1, 2, 0))
     with Calls() as calls:
-        h.forward._batch(mode, chains)
-    assert sorted(calls.names) == names
+        h.forward._batch(ForwardMode.EXTEND, chains)
+    positions = ["clamp_max"] if num_columns == 1 else ["add", "clamp_max", "clone"]
+    assert sorted(calls.names) == positions
 
 
 @pytest.mark.parametrize(
@@ -170,14 +160,10 @@ def test_a_forward_is_prepared_in_few_launches(
 )
 def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) -> None:
     runner = Harness(case()).runner
-    runner.use_mla_backend = change.get("use_mla_backend", False)
-    runner.is_hybrid_swa = change.get("is_hybrid_swa", False)
-    runner.token_to_kv_pool = SimpleNamespace(
-        dtype=change.get("dtype", torch.float32),
-        start_layer=0,
-        layer_num=1,
-        get_key_buffer=lambda layer: change.get("buffer", torch.zeros(8, 2, 64)),
-    )
+    given = {"dtype": torch.float32, "buffer": torch.zeros(8, 2, 64), **change}
+    pool = SimpleNamespace(dtype=given.pop("dtype"), start_layer=0, layer_num=1)
+    pool.get_key_buffer = Mock(return_value=given.pop("buffer"))
+    vars(runner).update(given, token_to_kv_pool=pool)
     with pytest.raises(ValueError, match=message):
         ParticleForward(runner, torch.zeros(8, 8), "torch", max_columns=9)
 
@@ -189,38 +175,32 @@ def test_unsupported_layers_are_refused() -> None:
         h.run("next_logits")
 
 
-def of_head(h: Harness, attention: Any) -> Harness:
-    """The model as a block head, without a key for the first token."""
-    h.model.layer.attn_type = AttentionType.ENCODER_ONLY
-    needs: dict[str, Any] = {"first_key": 1, "blocks": True}
-    h.forward.attn_backend = ParticleAttention(h.runner, h.case.tails, attention, **needs)
-    return h
-
-
 @pytest.mark.parametrize("is_head", [False, True])
 @pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
 @pytest.mark.parametrize("num_columns", [1, 2, 9])
 def test_with_triton_nothing_waits_for_the_device(
     name: str, num_columns: int, is_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors without data run through all of it; they refuse to tell the host a value."""
+    """Tensors without data run through all of it; they refuse to tell the host a value.
+
+    A head here is of blocks, without a key for the first token.
+    """
     for launched in ("particle_attention._attend_spans", "spans._join_spans"):
         monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", Launch())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    one, other = (Harness(case(num_columns), how) for how in ("torch", "triton"))
-    if is_head:
-        one, other = of_head(one, "torch"), of_head(other, "triton")
-    waiting, h = fake(one, mode), fake(other, mode)
+
+    def harness(attention: Any) -> Harness:
+        h = Harness(case(num_columns), attention)
+        if is_head:
+            h.model.layer.attn_type = AttentionType.ENCODER_ONLY
+            needs: dict[str, Any] = {"first_key": 1, "blocks": True}
+            h.forward.attn_backend = ParticleAttention(h.runner, h.case.tails, attention, **needs)
+        h.case, h.tokens, h.slots = each_tensor(mode.from_tensor, (h.case, h.tokens, h.slots))
+        return h
+
+    waiting, h = harness("torch"), harness("triton")
     with mode:
         columns = () if name == "next_logits" else (num_columns,)
         assert h.run(name).shape == (*h.case.starts.shape, *columns, 4 * 64)
         with pytest.raises(DynamicOutputShapeException):
             waiting.run(name)
-
-
-def fake(h: Harness, mode: FakeTensorMode) -> Harness:
-    parts = h.case._asdict()
-    tensors = {k: mode.from_tensor(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
-    h.case = h.case._replace(**tensors)
-    h.tokens, h.slots = mode.from_tensor(h.tokens), mode.from_tensor(h.slots)
-    return h
