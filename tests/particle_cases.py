@@ -107,11 +107,7 @@ def make_case(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     open_columns: list[int] | None = None,
-    softmax: Softmax = PLAIN,
-    window: int | None = None,
-    sees_block: bool = False,
-    first_key: int = 0,
-    rank: int | None = None,
+    **layer: Any,
 ) -> Case:
     """Lay out requests of the given prefix lengths.
 
@@ -120,9 +116,9 @@ def make_case(
         ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
             the last committed token itself; None for an absent particle.
         open_columns: ``[G]`` how many of the columns each request has itself; None for all.
-        softmax, window, sees_block, first_key, rank: of the layer.
+        layer: further fields of the case, from ``softmax`` on.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, first_key = torch.Generator().manual_seed(0), layer.get("first_key", 0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
     size, num_particles = starts.shape
     longest = int(starts.max()) + num_columns
@@ -157,8 +153,7 @@ def make_case(
     owned = torch.zeros(NUM_SLOTS, 1, 1, dtype=torch.bool)
     for slots in (table[rows], tails[others]):
         owned[slots.flatten().long()] = True
-    owned[filler] = False
-    owned[0] = False
+    owned[[0, filler]] = False
     for g, length in enumerate(committed):
         behind = torch.arange(length, max(length, first_key)) % width
         for keyless in (table[rows[g], :first_key], tails[particle_rows[g]][:, behind]):
@@ -170,7 +165,7 @@ def make_case(
     return Case(
         query=normal(size, num_particles, num_columns, q_heads, head_dim),
         keys=keys,
-        values=values if rank is None else keys,
+        values=keys if layer.get("rank") else values,
         req_to_token=table,
         tails=tails,
         rows=rows,
@@ -180,11 +175,7 @@ def make_case(
         present=torch.tensor([[a is not None for a in row] for row in ahead]),
         open_columns=torch.tensor(open_columns or [num_columns] * size),
         max_tail=longest + 3,
-        softmax=softmax,
-        window=window,
-        sees_block=sees_block,
-        first_key=first_key,
-        rank=rank,
+        **layer,
     )
 
 
@@ -223,9 +214,7 @@ def runner_of(
     Args:
         table: slots of requests.
         pool: of keys and values.
-        dtype: of queries.
         heads: of queries, and of keys.
-        context_len: the longest text.
         latents: the widths of values and rotary parts, where attention is latent.
     """
     rank, rope = latents or (None, 0)

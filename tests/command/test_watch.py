@@ -1,7 +1,7 @@
 """``sglang-smc watch``: intervals from what a server tells. A stand-in tells it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,22 +11,13 @@ from little_server import answering
 from sglang_smc.tools import watch
 from sglang_smc.tools.watch import HEADER, REQUEST_HEADER, Snapshot, lines_of, rates
 
-KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
-KEYS += ("resamplings", "silent_rounds")
-BEFORE: dict[str, Any] = dict(zip(KEYS, (100, 50, 0.5, 700, 600, 60, 10), strict=True))
+KEYS = "rounds weighed_rounds mean_ess_ratio kept_columns emitted_tokens resamplings silent_rounds"
+BEFORE: dict[str, Any] = dict(zip(KEYS.split(), (100, 50, 0.5, 700, 600, 60, 10), strict=True))
 # The mean: 25 before, 33 now, so 8 in 10 rounds.
-AFTER: dict[str, Any] = dict(zip(KEYS, (120, 60, 0.55, 800, 700, 65, 12), strict=True))
+AFTER: dict[str, Any] = dict(zip(KEYS.split(), (120, 60, 0.55, 800, 700, 65, 12), strict=True))
 IN_FORCE = {"mode": "smc", "num_particles": 8, "num_steps": 4}
-FIDELITY = {"tilt": 0.312}
-LOAD = {
-    "dp_rank": 0,
-    "num_running_reqs": 3,
-    "num_waiting_reqs": 1,
-    "num_used_tokens": 250,
-    "max_total_num_tokens": 1000,
-}
-
-
+LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 1}
+LOAD |= {"num_used_tokens": 250, "max_total_num_tokens": 1000}
 REQUEST = {
     "rid": "0123456789abcdef",
     "output_tokens": 42,
@@ -42,9 +33,8 @@ SILENT = {**REQUEST, "rid": "b", "tokens_per_pass": None, "ess_ratio": None, "re
 
 
 def state(totals: dict[str, Any], *requests: dict[str, Any], **in_force: Any) -> dict[str, Any]:
-    fidelity = {"all": FIDELITY, "exact": {"tilt": 0.0}}
-    smc = {"since_start": totals, "in_force": {**IN_FORCE, **in_force}, "fidelity": fidelity}
-    return {"smc": {**smc, "running": requests}}
+    found = {"since_start": totals, "in_force": {**IN_FORCE, **in_force}, "running": requests}
+    return {"smc": found | {"fidelity": {"all": {"tilt": 0.312}, "exact": {"tilt": 0.0}}}}
 
 
 def snapshot(at: float, *of: dict[str, Any], **in_force: Any) -> Snapshot:
@@ -88,42 +78,38 @@ def test_text_of_clients_is_shown_in_escapes() -> None:
     assert len(one[3]) == len(plain[3])
 
 
-@pytest.fixture
-def server() -> Iterator[Callable[..., str]]:
-    """Starts one that answers with these states in turn, the last again and again."""
-    with ExitStack() as running:
+@contextmanager
+def serving(*states: dict[str, Any], key: str = "") -> Iterator[str]:
+    """A server that answers with these states in turn, the last again and again."""
+    left = list(states)
 
-        def start(*states: dict[str, Any], key: str | None = None) -> str:
-            left = list(states)
+    def answer(path: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+        if key and headers["Authorization"] != f"Bearer {key}":
+            return 401, {}
+        if path == "/server_info":
+            return 200, {"internal_states": [left.pop(0) if len(left) > 1 else left[0]]}
+        assert path == "/v1/loads?include=core"
+        return 200, {"loads": [LOAD]}
 
-            def answer(path: str, headers: Mapping[str, str]) -> tuple[int, Any]:
-                if key is not None and headers["Authorization"] != f"Bearer {key}":
-                    return 401, {}
-                if path == "/server_info":
-                    return 200, {"internal_states": [left.pop(0) if len(left) > 1 else left[0]]}
-                assert path == "/v1/loads?include=core"
-                return 200, {"loads": [LOAD]}
-
-            return running.enter_context(answering(answer))
-
-        yield start
+    with answering(answer) as url:
+        yield url
 
 
-def test_once_prints_one_line_and_sends_the_key(
-    server: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [server(state(BEFORE), state(AFTER), key="secret"), "--once", "--interval", "0.1"]
-    assert watch.main(words) == 1
-    assert "--api-key" in capsys.readouterr().err
-    assert watch.main([words[0] + "/", *words[1:], "--api-key", "secret"]) == 0
+def test_once_prints_one_line_and_sends_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(state(BEFORE), state(AFTER), key="secret") as url:
+        words = "--once", "--interval", "0.1"
+        assert watch.main([url, *words]) == 1
+        assert "--api-key" in capsys.readouterr().err
+        assert watch.main([f"{url}/", *words, "--api-key", "secret"]) == 0
     header, line = capsys.readouterr().out.splitlines()[-2:]
     assert header == HEADER and "6.00" in line and watch.CLEAR not in line
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", None])
-def test_nothing_there_is_said(
-    server: Callable[..., str], url: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor SMC at what is there."""
-    assert watch.main([url or server({}), "--once"]) == 1
-    assert (f"{url}: no server answers" if url else "does not run SMC") in capsys.readouterr().err
+    for url in ("http://127.0.0.1:9", "nonsense"):
+        assert watch.main([url, "--once"]) == 1
+        assert f"{url}: no server answers" in capsys.readouterr().err
+    with serving({}) as url:
+        assert watch.main([url, "--once"]) == 1
+    assert "does not run SMC" in capsys.readouterr().err

@@ -103,20 +103,18 @@ def on_device(case: Case) -> Case:
 
 def arguments_of(case: Case) -> dict[str, Any]:
     """With queries as a GPU has them: rotated in place, in the rows of a wider matrix."""
-    arguments: dict[str, Any] = on_device(case)._asdict() | {
-        "max_prefix": int(case.committed.max()) + 7
-    }
+    c: dict[str, Any] = on_device(case)._asdict()
     rows = case.query.flatten(0, 2).flatten(1)
     wide = torch.cat([rows, rows.new_full((len(rows), 64), float("nan"))], 1).to(DEVICE)
-    arguments["query"] = wide[:, : rows.shape[1]].view(case.query.shape)
-    softmax = arguments.pop("softmax")._asdict()
-    left_out = {"present", "open_columns"}
-    if case.rank is None:
-        left_out, arguments = left_out | {"rank"}, arguments | softmax
-    else:
-        left_out |= {"keys", "values", "window", "sees_block"}
-        arguments |= {"latents": arguments["keys"], "scaling": SCALING}
-    return {name: value for name, value in arguments.items() if name not in left_out}
+    names = "req_to_token tails rows committed particle_rows starts max_tail first_key"
+    given = {name: c[name] for name in names.split()} | {
+        "max_prefix": int(case.committed.max()) + 7
+    }
+    given["query"] = wide[:, : rows.shape[1]].view(case.query.shape)
+    if case.rank is not None:
+        return given | {"latents": c["keys"], "rank": case.rank, "scaling": SCALING}
+    layer = {name: c[name] for name in ("keys", "values", "window", "sees_block")}
+    return given | layer | c["softmax"]._asdict()
 
 
 def launch(case: Case, **others: Any) -> torch.Tensor:
