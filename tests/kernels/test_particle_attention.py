@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton
 from compile_sizes import CHIPS
+from fake_cuda import Account
 from particle_cases import SCALING, Case, backend_of, make_case, plan_of
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import latent, spans, work
 from sglang_smc.kernels.attention import particle_attention as plain
@@ -199,24 +199,20 @@ def busy(waves: float) -> float:
 def test_prefixes_are_cut_until_the_device_is_busy(
     size: int, columns: int, programs: int, chip: work.Chip, resident: int
 ) -> None:
-    """On a B200 the spans that can be joined are too few for one request's drafts."""
+    """On a B200 the spans that can be joined are too few for one request's drafts.
+
+    Of latents, with 16 heads, a program has a multiprocessor to itself.
+    """
     split = cut(size, columns, chip=chip)
     assert size * 8 * split.prefix_blocks == programs, "of one span"
     least = 0.8 if work.MAX_SPANS * programs >= resident else 0.7
     assert busy(split.prefix_spans * programs / resident) > least
     assert split.prefix_spans < 8 or programs < 40, "no more than it takes"
-
-
-@pytest.mark.parametrize(("size", "columns"), [(1, 9), (4, 9), (7, 9), (64, 1)])
-@pytest.mark.parametrize("chip", [work.H100, CHIPS[120]])
-def test_work_on_latents_is_cut_until_the_device_is_busy(
-    size: int, columns: int, chip: work.Chip
-) -> None:
-    """For 8 particles of 16 heads: a program has a multiprocessor to itself."""
-    split = latent.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265, chip)
-    assert busy(split.prefix_spans * size * split.prefix_blocks / chip.multiprocessors) > 0.8
-    assert split.tail_spans * split.tail_span >= 265
-    assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
+    if programs > 8:  # one token of one request is too little
+        split = latent.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265, chip)
+        assert busy(split.prefix_spans * size * split.prefix_blocks / chip.multiprocessors) > 0.8
+        assert split.tail_spans * split.tail_span >= 265
+        assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
 
 
 def test_spans_are_no_more_than_there_is_work_and_can_be_joined_at_once() -> None:
@@ -309,7 +305,7 @@ def test_a_layer_takes_two_launches_and_copies_nothing(
     monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]
 ) -> None:
     """Queries stand beside keys and values, too."""
-    attend, joined = Launch(), Launch()
+    attend, joined = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(plain, "_attend_spans", attend)
     monkeypatch.setattr(latent, "_attend_latents", attend)
     monkeypatch.setattr(latent, "check_sizes", lambda *_: None)
@@ -317,10 +313,15 @@ def test_a_layer_takes_two_launches_and_copies_nothing(
     case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2, **layer)
     arguments = arguments_of(case)
     run = plain.particle_attention if case.rank is None else latent.latent_attention
-    with Calls() as calls:
+    with Account() as account:
         run(**arguments)
-    assert (attend.count, joined.count, calls.names) == (1, 1, [])
-    assert attend.arguments[0].tensor.data_ptr() == arguments["query"].data_ptr()
+    assert account.calls == []
+    for kernel in (attend, joined):
+        kernel.__getitem__.assert_called_once()
+        assert all(isinstance(extent, int) for extent in kernel.__getitem__.call_args.args[0])
+        kernel.__getitem__.return_value.assert_called_once()
+    given, *_ = attend.__getitem__.return_value.call_args.args
+    assert given.tensor.data_ptr() == arguments["query"].data_ptr()
 
 
 def layer_over(

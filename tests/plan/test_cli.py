@@ -90,11 +90,11 @@ def test_every_option_reaches_the_bound(
 
 def test_models_that_do_not_fit_are_said_to(capsys: Capture) -> None:
     """141 GB of bf16 weights and the draft's, on 141 GB; eight of them are enough."""
-    large = ["--target", "llama-3.3-70b", "--draft", "llama-3.2-1b", "--device", "h200"]
-    assert main(large) == 0
-    assert "weights and KV take 14" in capsys.readouterr().out
-    assert main([*large, "--tp", "8"]) == 0
-    assert "does not fit" not in capsys.readouterr().out
+    large = ["--target", "llama-3.3-70b", *H200[2:]]
+    for more, told in (((), True), (("--tp", "8"), False)):
+        assert main([*large, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("does not fit" in text) == ("weights and KV take 14" in text) == told
 
 
 def test_a_device_is_measured(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +197,12 @@ def test_arguments_that_make_no_plan(
 def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AR, SD and two numbers of particles by their colours; without matplotlib what to install."""
     image = pytest.importorskip("matplotlib.image")
-    path = tmp_path / "plan.png"
-    assert main([*H200, "--plot", str(path)]) == 0
-    pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
-    seen = {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()}
+    plot = (*H200, "--plot", str(tmp_path / "plan.png"))
+    assert main(plot) == 0
+    pixels = (image.imread(plot[-1])[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    seen = set(map(tuple, pixels.tolist()))
     assert {(0, 0, 0), (0, 0x72, 0xB2), (0xD5, 0x5E, 0), (0, 0x9E, 0x73)} <= seen
     monkeypatch.delitem(sys.modules, "sglang_smc.tools.plan.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*H200, "--plot", str(path)]) == 2
+    assert main(plot) == 2
     assert "pip install 'sglang-smc[plot]'" in capsys.readouterr().err

@@ -137,22 +137,16 @@ def verified(
     case: Drafted, tokens: torch.Tensor, target: torch.Tensor, longest: int, topk: int = TOPK
 ) -> Any:
     requests, width = tokens.shape
-    index, child, sibling = build(case, topk).links
-    found = SimpleNamespace(
-        predicts=torch.zeros(requests * width, dtype=torch.int32),
-        accept_index=torch.full((requests, longest), -1, dtype=torch.int32),
-        accept_token_num=torch.empty(requests, dtype=torch.int32),
-    )
-    speculation.verify_trees(
-        no_kernel,
-        **vars(found),
-        candidates=tokens,
-        retrieve_index=index,
-        retrieve_next_token=child,
-        retrieve_next_sibling=sibling,
-        target_predict=target,
-    )
-    return found
+    names = "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"
+    links = dict(zip(names, build(case, topk).links, strict=True))
+    found = {
+        "predicts": torch.zeros(requests * width, dtype=torch.int32),
+        "accept_index": torch.full((requests, longest), -1, dtype=torch.int32),
+        "accept_token_num": torch.empty(requests, dtype=torch.int32),
+    }
+    given = {"candidates": tokens, "target_predict": target, **links}
+    speculation.verify_trees(no_kernel, **found, **given)
+    return SimpleNamespace(**found)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -244,25 +238,17 @@ def test_greedy_rows_beside_others_stay_greedy() -> None:
 def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     table = torch.arange(100, dtype=torch.int32).view(5, 20)
     rows, start, end = torch.tensor([3, 0, 4]), torch.tensor([2, 0, 7]), torch.tensor([5, 0, 11])
-    spans = [(3, 2, 5), (0, 0, 0), (4, 7, 11)]
-    wanted = torch.cat([table[row, a:b] for row, a, b in spans])
-    found = trees.slots_between(
-        req_pool_indices=rows,
-        req_to_token=table,
-        start_offset=start.int(),
-        end_offset=end,
-        batch_size=3,
-    )
-    assert found.dtype == torch.int64
-    assert torch.equal(found, wanted.long())
+    spans = list(zip(rows, start, end, strict=True))
+    wanted = torch.cat([table[row, a:b] for row, a, b in spans]).long()
+    places = {"start_offset": start.int(), "end_offset": end, "batch_size": 3}
+    found = trees.slots_between(req_pool_indices=rows, req_to_token=table, **places)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
-    written = table.clone()
-    speculation.fill_table(
-        no_kernel, rows, written, start.int(), end.int(), wanted.long() + 1000, 3
-    )
+    written, expected = table.clone(), table.clone()
+    speculation.fill_table(no_kernel, rows, written, start.int(), end.int(), wanted + 1000, 3)
     for row, a, b in spans:
-        table[row, a:b] += 1000
-    assert torch.equal(written, table)
+        expected[row, a:b] += 1000
+    assert torch.equal(written, expected)
 
     slots = torch.empty(3 * 6, dtype=torch.long)
     speculation.draft_slots(no_kernel, rows, table, start, slots, topk=2, num_cols=3)

@@ -16,19 +16,6 @@ from sglang_smc.cpu.platform import PlainCpuPlatform
 from sglang_smc.cpu.pool import CpuTokenAllocator
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretend that torch sees an accelerator (a CUDA device), or none."""
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-
-    def set_accelerator(present: bool) -> None:
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: present)
-        monkeypatch.setattr(platforms, "_is_cuda_available", lambda: present)
-
-    return set_accelerator
-
-
 @pytest.mark.parametrize(
     ("accelerator", "environment", "expected"),
     [
@@ -39,12 +26,15 @@ def machine(monkeypatch):
     ],
 )
 def test_sglang_chooses_it_where_nothing_else_serves(
-    machine, monkeypatch, accelerator, environment, expected
+    monkeypatch, accelerator, environment, expected
 ):
-    """By SGLang's own resolution, through the installed entry point."""
-    machine(accelerator)
+    """By SGLang's own resolution, through the installed entry point, with a CUDA device or none."""
+    for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    monkeypatch.setattr(platforms, "_is_cuda_available", lambda: accelerator)
     assert type(platforms._resolve_platform()) is expected
 
 
@@ -54,19 +44,10 @@ def make_args(monkeypatch):
     monkeypatch.setattr(threads, "set_default_environment", lambda **sizes: None)
 
     def make(**changes):
-        args: Any = SimpleNamespace(
-            device="cpu",
-            attention_backend="intel_amx",
-            dtype="auto",
-            page_size=None,
-            enable_torch_compile=False,
-            max_total_tokens=None,
-            mem_fraction_static=None,
-            tp_size=1,
-            dp_size=1,
-            speculative_algorithm=None,
-        )
-        args.__dict__.update(changes)
+        absent = ("page_size", "max_total_tokens", "mem_fraction_static", "speculative_algorithm")
+        given = {"device": "cpu", "attention_backend": "intel_amx", "dtype": "auto"}
+        given |= {"enable_torch_compile": False, "tp_size": 1, "dp_size": 1}
+        args: Any = SimpleNamespace(**{**dict.fromkeys(absent), **given, **changes})
         PlainCpuPlatform().apply_server_args_defaults(args)
         return args
 
@@ -79,21 +60,15 @@ def test_bfloat16_where_the_processor_multiplies_it(make_args, monkeypatch, mult
     assert make_args().dtype == dtype
 
 
-def test_defaults(make_args):
+def test_defaults_leave_what_the_user_chose(make_args):
     args = make_args()
     assert args.attention_backend == "torch_native"
     assert args.max_total_tokens and args.mem_fraction_static
-
-
-def test_what_the_user_chose_stays(make_args):
-    chosen = {
-        "attention_backend": "flex_attention",
-        "dtype": "bfloat16",
-        "mem_fraction_static": 0.2,
-    }
+    chosen = {"attention_backend": "flex_attention", "dtype": "bfloat16"}
+    chosen["mem_fraction_static"] = 0.2  # asks for a cache sized by memory
     args = make_args(**chosen)
     assert {name: getattr(args, name) for name in chosen} == chosen
-    assert args.max_total_tokens is None  # a fraction asks for a cache sized by memory
+    assert args.max_total_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +107,6 @@ def test_the_pool_moves_slots_without_a_kernel():
     )
     keys = pool.get_key_buffer(0)
     keys.copy_(torch.arange(keys.numel()).view_as(keys))
-    before = keys.clone()
+    expected = keys[[0, 1, 7, 3, 4, 1, 6, 7, 8]]
     pool.move_kv_cache(torch.tensor([2, 5]), torch.tensor([7, 1]))
-    assert torch.equal(keys[[2, 5]], before[[7, 1]])
-    assert torch.equal(keys[[1, 3, 4, 6, 7, 8]], before[[1, 3, 4, 6, 7, 8]])
+    assert torch.equal(keys[1:], expected[1:])
