@@ -1,6 +1,7 @@
 """Penalties, biases and no early ends, kernel against reference."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,10 +103,8 @@ def test_small_rows(c: Any, device: str) -> None:
     num_columns = 1 if c.is_step else c.num_drafted + 1
     shape = len(c.names), c.num_particles, num_columns, c.vocab_size
     logits = (torch.randn(shape, generator=torch.Generator().manual_seed(c.seed)) * 3).to(c.dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_TILE", 16)
-        patch.setattr(kernel, "_BLOCK", 4)
-        first = c.num_drafted if c.is_step else 0
+    first = c.num_drafted if c.is_step else 0
+    with mock.patch.multiple(kernel, _TILE=16, _BLOCK=4):
         check(logits, of, drafts_of(of, c.num_drafted), first, device)
 
 

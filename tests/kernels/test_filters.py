@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,8 +64,7 @@ def test_small_rows(c: Any, device: str) -> None:
     if c.seed % 2:
         logits = logits.round()
     logits = some_banned(logits, c.forbidden, generator).to(c.dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_TILE", 16)
+    with mock.patch.object(kernel, "_TILE", 16):
         check_kept(logits, rules_of(*c.requests), device)
 
 
@@ -90,8 +90,7 @@ def test_rows_without_a_law_are_not_cut_and_spoil_no_other(device: str) -> None:
     """NaN and infinities in the first, a middle and the last of three tiles."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
     logits[0, 0], logits[1, 20], logits[2, 39], logits[3] = math.nan, math.inf, math.nan, -math.inf
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_TILE", 16)
+    with mock.patch.object(kernel, "_TILE", 16):
         found = check_kept(logits, rules_of((0.7, 5, 0.9, 0.1)), device)
     assert found[:4].all()
     assert (found[4:].sum(1) <= 5).all()

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,8 +84,7 @@ def test_small_rows(c: Any, device: str) -> None:
     if c.kind in ("filtered", "both"):
         top_k, top_p = of_groups(40, 9, 1 << 30, 1, 12, 2), of_groups(0.9, 0.99, 0.5, 1, 1, 0.7)
         kept = keep_tokens(logits, temperature, top_k, top_p, (1 - top_p) / 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_TILE", 16)
+    with mock.patch.object(kernel, "_TILE", 16):
         check_draws(logits, temperature, uniforms, None, greedy, kept)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,9 +71,7 @@ def test_a_column(c: Any, device: str) -> None:
     residuals = walk.found.residuals[walk.found.left]
     own = walk._replace(found=walk.found._replace(left=torch.arange(size), residuals=residuals))
     expected = verification.walk_on(own, chains, log_p, log_q, step)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_BIN_TILE", 128), ("_BIN_CHUNK", 32), ("_TILE", 256)):
-            patch.setattr(kernel, name, value)
+    with mock.patch.multiple(kernel, _BIN_TILE=128, _BIN_CHUNK=32, _TILE=256):
         there = copied([chains, log_p, log_q], device)
         found = copied(kernel.walk_on(copied(walk, device), *there, step), "cpu")
         with pytest.raises(ValueError, match="must be 1"):
