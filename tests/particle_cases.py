@@ -14,14 +14,25 @@ SCALING = 0.3
 PLAIN = Softmax(SCALING)
 
 
-def weights_of(products: torch.Tensor, softmax: Softmax, head: int) -> torch.Tensor:
-    """Weights of keys, ``[keys]``, from their products with a query; the values' scale too."""
+def attend_by_hand(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax: Softmax
+) -> torch.Tensor:
+    """Softmax attention of one query in float64, one head at a time: ``[q_heads, width]``.
+
+    Args:
+        query: ``[q_heads, head_dim]``
+        keys: that it sees, ``[number, kv_heads, head_dim]``; values likewise.
+    """
     scaling, cap, sinks, value_scale = softmax
-    scores = products * scaling
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    sink = 0 if sinks is None else sinks[head].double().exp()
-    return value_scale * scores.exp() / (scores.exp().sum() + sink)
+    group, output = len(query) // keys.shape[1], []
+    for head, own in enumerate(query.double()):
+        scores = keys[:, head // group].double() @ own * scaling
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        sink = 0 if sinks is None else sinks[head].double().exp()
+        weights = value_scale * scores.exp() / (scores.exp().sum() + sink)
+        output.append(weights @ values[:, head // group].double())
+    return torch.stack(output)
 
 
 class Case(NamedTuple):
@@ -50,17 +61,13 @@ class Case(NamedTuple):
     rank: int | None = None  # of latents: keys, whose first numbers are the values
 
     def expected(self) -> torch.Tensor:
-        """Softmax attention in float64, one query and one head at a time; NaN where absent."""
+        """Softmax attention in float64, one query at a time; NaN where absent."""
         output = torch.full(self.query.shape, float("nan"), dtype=torch.float64)
-        group = self.query.shape[3] // self.keys.shape[1]
         for g, n in self.present.nonzero().tolist():
             for c in range(min(int(self.open_columns[g]), self.query.shape[2])):
                 slots = self.seen(g, n, c)
-                for head in range(self.query.shape[3]):
-                    keys = self.keys[slots, head // group].double()
-                    values = self.values[slots, head // group].double()
-                    scores = keys @ self.query[g, n, c, head].double()
-                    output[g, n, c, head] = weights_of(scores, self.softmax, head) @ values
+                keys, values = self.keys[slots], self.values[slots]
+                output[g, n, c] = attend_by_hand(self.query[g, n, c], keys, values, self.softmax)
         return output
 
     def seen(self, g: int, n: int, c: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from programs import printed
-from toy_plans import config
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
@@ -16,16 +15,8 @@ from sglang_smc.tools.plan.memory import memory_table, reserved_bytes, state_byt
 from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, States
 
 REPOSITORY = Path(__file__).parents[2]
+PAIR = REPOSITORY / "bench" / "pair"
 TARGET = BUILT_IN["llama-3.1-8b"]
-LLAMA = config(
-    "LlamaForCausalLM",
-    """
-    vocab_size=128256 hidden_size=4096 intermediate_size=14336 num_hidden_layers=32
-    num_attention_heads=32 num_key_value_heads=8 max_position_embeddings=131072
-    """,
-    model_type="llama",
-    torch_dtype="bfloat16",
-)
 
 
 def test_data_sheets() -> None:
@@ -85,16 +76,10 @@ def test_what_is_kept_from_weights_and_kv() -> None:
 
 
 @pytest.mark.nightly
-def test_sglang_keeps_as_much(tmp_path: Path) -> None:
+def test_sglang_keeps_as_much() -> None:
     """By its own reading of a server's arguments, on GPUs that are not there."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    asked = {
-        "model_path": str(tmp_path),
-        "device": "cuda",
-        "load_format": "dummy",
-        "speculative_algorithm": "SMC",
-        "speculative_draft_model_path": str(tmp_path),
-    }
+    asked = {"model_path": str(PAIR / "target"), "device": "cuda", "load_format": "dummy"}
+    asked |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": str(PAIR / "draft")}
     script = REPOSITORY / "tests" / "pretended_gpu.py"
     told = printed(
         *(sys.executable, "-W", "ignore", script, *KEPT),

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from particle_cases import runner_of, weights_of
+from particle_cases import attend_by_hand, runner_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -98,25 +98,20 @@ class Harness:
         return output.view_as(self.q)
 
     def reference(self):
-        """Softmax attention in float64, one query and one head at a time."""
+        """Softmax attention in float64, one query at a time."""
         keys, values = self.pool.get_key_buffer(0).double(), self.pool.get_value_buffer(0).double()
         keys *= self.layer.k_scale_float or 1.0
         values *= self.layer.v_scale_float or 1.0
         window = self.layer.sliding_window_size
         softmax = Softmax(self.layer.scaling, self.layer.logit_cap, self.sinks)
-        group = self.layer.tp_q_head_num // self.layer.tp_k_head_num
-        output, token = torch.empty_like(self.q, dtype=torch.float64), 0
+        output, queries = [], iter(self.q)
         for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
             for seen in range(prefix + 1, prefix + length + 1):
                 hidden = [prefix + node for node in self.hidden]
                 first = max(seen - 1 - window, 0) if window > -1 else 0
                 slots = self.table[row, [p for p in range(first, seen) if p not in hidden]].long()
-                for head in range(self.layer.tp_q_head_num):
-                    products = keys[slots, head // group] @ self.q[token, head].double()
-                    weights = weights_of(products, softmax, head)
-                    output[token, head] = weights @ values[slots, head // group]
-                token += 1
-        return output
+                output.append(attend_by_hand(next(queries), keys[slots], values[slots], softmax))
+        return torch.stack(output)
 
     def assert_matches(self, result):
         tolerance = 1e-5 if self.q.dtype == torch.float32 else 2e-2

@@ -75,17 +75,13 @@ def test_ranks_and_replicas_share_the_cores_and_have_their_own(host, cores, size
     assert os.environ.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 
-def test_what_the_user_set_stays(host, monkeypatch):
-    host(cores=8)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    threads.set_default_environment(tp_size=1)
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-
-
-def test_the_next_engine_of_a_process_gets_its_own(host, monkeypatch):
+def test_what_the_user_set_stays_and_the_next_engine_of_a_process_gets_its_own(host, monkeypatch):
     host(cores=8)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     threads.set_default_environment(tp_size=2, dtype="bfloat16")
     threads.set_default_environment(tp_size=1, dtype="float32")
     found = [os.environ.get(name) for name in VARIABLES]
     assert found == ["8", "ACTIVE", None, None, "float32"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads.set_default_environment(tp_size=2)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
