@@ -10,10 +10,13 @@ from populations import population_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 from toy_grammar import maker
+from toy_laws import languages
 from toy_request import ToyRequest
+from toy_worker import ToyWorker
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
 from sglang_smc.state.metrics import Counters, Monitor
 from sglang_smc.state.population import Emitted, Population, TailLogprobs
@@ -250,3 +253,14 @@ def test_a_request_whose_particles_all_weigh_zero_ends_with_an_error() -> None:
     result._end_stuck([stuck, other], live, [[-math.inf], [0.0]])  # type: ignore[list-item]
     assert result.accept_lens.tolist() == [0, 2] and live == [False, True]
     assert stuck.to_finish.status_code == 400 and other.to_finish is None
+
+
+def test_what_verified_proposals_accept_is_counted_as_a_mean_over_particles() -> None:
+    """All that a draft equal to the target proposes."""
+    target, _ = languages()
+    config = SMCConfig(num_particles=3, num_steps=2)
+    asked = {"proposal": "verified", "num_particles": 3}
+    worker = ToyWorker(
+        config, target, target, num_requests=1, max_new_tokens=20, eos=-1, chosen=(asked,)
+    )
+    assert worker.play_round(worker.begin([1])).correct_drafts.tolist() == [2]
