@@ -245,3 +245,8 @@ def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> N
     lost = torch.full((1, 3), math.nan)
     mixed = mix(lost, torch.tensor([[1]]), torch.tensor([[True]]), torch.tensor([0.5]))
     assert mixed.isnan().all() and likeliest(mixed).isnan().all()
+
+
+def test_a_target_that_rounding_carries_to_the_total_finds_the_last_token_of_mass() -> None:
+    through = torch.tensor([[0.25, 1.0, 1.0], [0.5, 0.5, 1.0]])
+    assert distribution._find(through, torch.tensor([1.0, 1.0])).tolist() == [1, 2]

@@ -255,12 +255,12 @@ def test_a_request_whose_particles_all_weigh_zero_ends_with_an_error() -> None:
     assert stuck.to_finish.status_code == 400 and other.to_finish is None
 
 
-def test_what_verified_proposals_accept_is_counted_as_a_mean_over_particles() -> None:
+@pytest.mark.parametrize("num_particles", [1, 3])
+def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int) -> None:
     """All that a draft equal to the target proposes."""
     target, _ = languages()
     config = SMCConfig(num_particles=3, num_steps=2)
-    asked = {"proposal": "verified", "num_particles": 3}
-    worker = ToyWorker(
-        config, target, target, num_requests=1, max_new_tokens=20, eos=-1, chosen=(asked,)
-    )
+    chosen = ({"proposal": "verified", "num_particles": num_particles},)
+    given: dict[str, Any] = {"num_requests": 1, "max_new_tokens": 20, "eos": -1, "chosen": chosen}
+    worker = ToyWorker(config, target, target, **given)
     assert worker.play_round(worker.begin([1])).correct_drafts.tolist() == [2]
