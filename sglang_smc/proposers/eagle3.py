@@ -186,17 +186,14 @@ class EagleHead(DraftProposer):
             self._forward.read(later, states[:, :, :-1])
         self._table.keep(slots, locations.particle_rows, states)
 
-    def kept_before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
-        """Return kept states of the target; see `StatesReader.kept_before`."""
-        return self._table.before(starts, particle_rows)
-
     def read_prompts(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
         """Run over pairs of each new token and the state before; see `DraftProposer.read_prompts`.
 
         Where the prefix of a prompt is cached, or was processed in an earlier chunk, the target
-        runs its last token again to recover that hidden state.
+        runs its last token again to recover that hidden state. One with linear attention cannot,
+        and has no cache beside it: the earlier chunk has left the state in the table.
         """
         assert states is not None and batch.extend_lens is not None
         ends = on_device(states.device, batch.extend_lens).cumsum(0)  # [G]
@@ -232,8 +229,12 @@ class EagleHead(DraftProposer):
         tokens = on_device(device, [_token_of(batch.reqs[i], known[i] - 1) for i in going_on])
         which = on_device(device, going_on)
         rows = batch.req_pool_indices[which]
-        locations = KVLocations(rows, lengths, self._ledger.particle_rows(rows, 1), max_tail=1)
-        found = self._target.states_at(tokens, lengths - 1, locations)
+        particles = self._ledger.particle_rows(rows, 1)
+        if self._target.runs_again:
+            locations = KVLocations(rows, lengths, particles, max_tail=1)
+            found = self._target.states_at(tokens, lengths - 1, locations)
+        else:
+            found = self._table.before(lengths.unsqueeze(1), particles).squeeze(1)
         first = torch.nn.functional.pad(ends, (1, 0))[which]
         return before.index_copy(0, first, found)
 

@@ -25,16 +25,15 @@ class StatesReader(Protocol):
         """
         ...
 
-    def kept_before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
-        """Return the states ``[G, N, F]`` before ``starts``, as `StateTable.before` does."""
-        ...
-
 
 class ReadTarget(ParticleForward):
     """A target over particles that passes its hidden states to a head, its `reader`."""
 
     _captured = CaptureHiddenMode.FULL
     reader: StatesReader
+
+    runs_again = True
+    """Whether `states_at` can run a token that has been processed."""
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Score chains as `ParticleForward.chain_logits` does, then run the head over them."""
@@ -60,18 +59,9 @@ class ReadTarget(ParticleForward):
 
 
 class ReadRecurrent(RecurrentForward, ReadTarget):
-    """A `ReadTarget` with linear attention, which cannot run a processed token again.
+    """A `ReadTarget` with linear attention, whose states have gone on behind a processed token."""
 
-    There is no radix cache beside it: a prefix is what the prompt's last piece ended with, and the
-    head has kept the state there.
-    """
-
-    def states_at(
-        self, tokens: torch.Tensor, positions: torch.Tensor, locations: KVLocations
-    ) -> torch.Tensor:
-        """Return the hidden states ``[R, F]`` that the head has kept; see `ReadTarget`."""
-        starts = positions.unsqueeze(1) + 1
-        return self.reader.kept_before(starts, locations.particle_rows).squeeze(1)
+    runs_again = False
 
 
 class StateTable(NamedTuple):
