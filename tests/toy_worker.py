@@ -169,7 +169,8 @@ class ToyWorker:
         worker._round = Round(worker._steps, tables, self.ops, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         sizes = config.num_particles, config.num_steps + 1
-        worker._prefill = Prefill(nobody, drafts, worker._states, tables, TORCH, *sizes)
+        # Nothing of `Prefill.run` is called here but `begin`.
+        worker._prefill = Prefill(nobody, drafts, worker._states, tables, TORCH, *sizes, nobody)
         worker._recordings = None
         worker.monitor = Monitor(40)
         return worker

@@ -67,7 +67,7 @@ class Prefill:
         ops: Ops,
         num_particles: int,
         num_columns: int,
-        init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
+        init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None]",
     ) -> None:
         self._init_from_prompt = init_from_prompt
         self._target = target
@@ -147,8 +147,7 @@ class Prefill:
         draft_logits = self._draft.read_prompts(batch, forward_batch, states)
         if not draws:
             return result
-        if self._init_from_prompt is not None:
-            self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
+        self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
         tokens, failure = self.begin(batch, output, draft_logits, budget)
         result.next_token_ids = mark_first(tokens, failure)
         return result

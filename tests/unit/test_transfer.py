@@ -180,7 +180,8 @@ def prefilled(
     draft: Any = SimpleNamespace(
         wants_states=False, read_prompts=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
     )
-    return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3, 3).run(batch, None)
+    states, begin = RequestStates(CONFIG, 0), mock.Mock()
+    return Prefill(worker, draft, states, tables, TORCH, 3, 3, begin).run(batch, None)
 
 
 def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
