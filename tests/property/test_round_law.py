@@ -4,6 +4,9 @@ Seeds are fixed, so a test passes always or never; error probabilities are those
 had they been drawn.
 """
 
+import itertools
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,11 @@ import torch
 from toy_laws import (
     EOS,
     LENGTH,
+    NUM_CONTEXTS,
     NUM_RUNS,
+    SCRIPTS,
+    VOCAB,
+    Text,
     assert_properly_weighted,
     frequencies,
     languages,
@@ -22,10 +29,12 @@ from toy_laws import (
     total_variation,
     unstratified,
 )
-from toy_worker import Language
+from toy_worker import Language, Outcome
 
 from sglang_smc.ops.interface import TORCH
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.smc.distribution import TokenDistribution
 
 
 def plain(num_particles: int, num_steps: int, **more: Any) -> SMCConfig:
@@ -151,3 +160,233 @@ def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
     outcome = run(plain(4, 3), (Language(endless), Language(over)))
     assert outcome.num_all_zero == outcome.num_rounds == (LENGTH - 1) * NUM_RUNS
     assert p_value(outcome, law([Language(endless)] * LENGTH)) > 1e-4
+
+
+# --- Rounds of changing N and K
+
+
+def weighing(num_particles: int, **more: Any) -> SMCConfig:
+    """The plain algorithm, which keeps what it drafts; seldom resampled, so that weights differ."""
+    more = {"evidence_threshold": 0.0, "ess_threshold": 0.2, "num_steps": 2, **more}
+    return SMCConfig(num_particles=num_particles, **more)
+
+
+@pytest.mark.parametrize(("script", "method"), zip(SCRIPTS, RESAMPLING_METHODS, strict=True))
+def test_texts_stay_properly_weighted(script: str, method: str) -> None:
+    """A mean weight that is not banked has mean 1: only functions of the text miss it."""
+    pair = languages(difference=1.2)
+    config = weighing(4, resampling_method=method)
+    outcome = run(config, pair, budgets=SCRIPTS[script], num_runs=2500)
+    assert_properly_weighted(outcome, law([pair[0]] * LENGTH))
+
+
+@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.nightly), LENGTH])
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
+    """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""
+    target, _ = languages()
+    outcome = run(weighing(4, max_lag=max_lag), (target, target), budgets=SCRIPTS[script])
+    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
+    assert outcome.log_evidence.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("mode", "budgets"),
+    [
+        ("smc", (OFF,)),
+        ("smc", (Budget(1, 2),)),
+        ("smc", (OFF, Budget(1, 2), Budget(1, 1))),
+        ("mixed", (OFF,)),
+        ("mixed", (Budget(1, 2),)),
+        ("exact", (OFF, Budget(1, 2), Budget(1, 1))),
+        *(("exact", SCRIPTS[script]) for script in SCRIPTS),
+    ],
+)
+def test_one_chain_none_and_what_is_verified_follow_p(
+    mode: str, budgets: tuple[Budget, ...]
+) -> None:
+    """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
+    target, draft = languages()
+    outcome = run(SMCConfig(num_particles=4, mode=mode), (target, draft), budgets=budgets)
+    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
+    assert outcome.log_evidence.abs().max() < 1e-12
+
+
+def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
+    """Error probability 1e-4: it is weighed, as without one, and so follows q where drafted."""
+    target, draft = languages()
+    chosen = ({"num_particles": 1, "num_steps": 2},)
+    outcome = run(weighing(4), (target, draft), chosen=chosen, budgets=(Budget(1, 2),))
+    drawn_by = [target if t % 3 == 0 else draft for t in range(LENGTH)]
+    assert p_value(outcome, law(drawn_by)) > 1e-4
+
+
+def test_a_power_keeps_its_particles() -> None:
+    """With one particle left its texts would follow powers of next-token laws, which are far."""
+    target, draft = languages()
+    budgets = (OFF, Budget(1, 1))
+    outcome = run(weighing(16, power=2.0), (target, draft), budgets=budgets, num_runs=800)
+    sums = {text: mass**2 for text, mass in law([target] * LENGTH).items()}
+    assert_properly_weighted(outcome, sums)
+    expected = {text: mass / sum(sums.values()) for text, mass in sums.items()}
+    assert total_variation(outcome, expected) < 0.12
+
+
+# --- A power of p
+
+PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
+
+
+def test_the_law_of_the_next_token_and_its_sum_by_the_power_of_each_group() -> None:
+    """What p excludes stays excluded: 0 to a small power is no NaN."""
+    p = torch.tensor([0.5, 0.3, 0.0, 0.2], dtype=torch.float64).expand(4, -1)
+    power = torch.tensor([0.1, 0.5, 2.0, 40.0])
+    law = TokenDistribution((p * 7).log() * 0.6, torch.full((4,), 0.6))
+    raised, log_sum = law.to_power(TORCH, power)
+    found, powers = raised.log_probs(TORCH), p ** power.unsqueeze(1)
+    sums = powers.sum(1, keepdim=True)
+    assert torch.allclose(found.double().exp(), powers / sums, atol=1e-6)
+    assert torch.allclose(log_sum.exp(), sums[:, 0], rtol=1e-5)
+    assert (found[:, 2] == -torch.inf).all()
+
+
+def powers_of_texts(target: Language, power: float) -> dict[Text, float]:
+    """p(x)^power of every text, not normalised."""
+    return {text: mass**power for text, mass in law([target] * LENGTH).items()}
+
+
+@pytest.mark.parametrize(
+    ("power", "num_particles", "distance"),
+    [(2.0, 8, 0.09), (4.0, 8, 0.62), pytest.param(4.0, 64, 0.18, marks=pytest.mark.nightly)],
+)
+def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
+    power: float, num_particles: int, distance: float
+) -> None:
+    """Noise alone makes a TV of about .05 and .03."""
+    powers = powers_of_texts(languages()[0], power)
+    expected = {text: mass / sum(powers.values()) for text, mass in powers.items()}
+    config = SMCConfig(num_particles=num_particles, num_steps=2, power=power)
+    found = total_variation(run(config, languages(), num_runs=600), expected)
+    assert found == pytest.approx(distance, abs=0.04)
+    assert f" {distance:.2f}" in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "power", "advance"),
+    pairwise(
+        [(1, 2, 256), (4, 1, 1), (8, 5, 256)],
+        [0.5, 2.0, 4.0],
+        [{"resample_at": "block"}, {"resample_at": "token"}, {"proposal": "verified"}],
+    ),
+    ids=str,
+)
+def test_texts_are_weighed_by_the_power_of_p(
+    sizes: tuple[int, int, int], power: float, advance: dict[str, str]
+) -> None:
+    """Without the sums at the first token, at every bonus or behind an end it would be far off."""
+    target, draft = languages()
+    num_particles, num_steps, max_lag = sizes
+    config = SMCConfig(
+        num_particles=num_particles, num_steps=num_steps, max_lag=max_lag, power=power, **advance
+    )
+    assert_properly_weighted(run(config, (target, draft)), powers_of_texts(target, power))
+
+
+def test_texts_that_never_end_are_weighed_by_the_power_of_p() -> None:
+    target, draft = languages()
+    target.logits[:, EOS] = draft.logits[:, EOS] = -torch.inf
+    outcome = run(SMCConfig(num_particles=8, num_steps=2, power=4.0), (target, draft))
+    assert_properly_weighted(outcome, powers_of_texts(target, 4.0))
+
+
+# --- What the evidence threshold trades, on models that hardly agree
+
+NOISE = 0.08  # TV of texts that follow p, at this many runs, is about .055
+
+
+def hard_pair() -> tuple[Language, Language]:
+    """After every third text or so the draft likes least what the target likes most.
+
+    No text ends before its limit.
+    """
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * 1.2
+    nearly = logits + torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * 0.3
+    is_hard = torch.rand(NUM_CONTEXTS, 1, generator=generator) < 0.35
+    draft = torch.where(is_hard, -1.5 * logits, nearly)
+    logits[:, EOS] = draft[:, EOS] = -torch.inf
+    return Language(logits), Language(draft)
+
+
+def distance(outcome: Outcome) -> float:
+    return total_variation(outcome, law([hard_pair()[0]] * LENGTH))
+
+
+def sweep(num_particles: int, thresholds: tuple[float, ...]) -> list[Outcome]:
+    """What `mixed` says with each threshold; an infinite one is `exact`."""
+    choices = [
+        {"mode": "mixed", "evidence_threshold": threshold}
+        if math.isfinite(threshold)
+        else {"mode": "exact"}
+        for threshold in thresholds
+    ]
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 2}
+    return [run(SMCConfig(**sizes, **chosen), hard_pair()) for chosen in choices]
+
+
+@pytest.mark.parametrize("num_particles", [1, 4])
+def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> None:
+    """A coin on the wrong side, or a threshold that divides where it multiplies, turns it round."""
+    found = sweep(num_particles, (0.0, 0.25, 1.0, math.inf))
+    distances = [distance(outcome) for outcome in found]
+    speeds = [outcome.num_tokens / outcome.num_rounds for outcome in found]
+    assert all(later < earlier - 0.1 for earlier, later in itertools.pairwise(distances))
+    assert all(later < earlier - 0.1 for earlier, later in itertools.pairwise(speeds))
+    assert speeds[0] == LENGTH - 1, "0 keeps every whole block"
+    assert distances[2] < 0.5 * distances[0], "1 is much nearer than SMC with one lineage"
+    assert distances[3] < NOISE
+
+
+@pytest.mark.parametrize("num_particles", [1, 4])
+def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int) -> None:
+    """How often a text of p ends before its limit, at 5 standard errors where all is verified.
+
+    Going on with the result that has more tokens would lose early ends.
+    """
+    target, draft = languages()
+    logits = target.logits.clone()
+    logits[:, EOS] += 1.0
+    pair = Language(logits), Language(draft.logits + logits - target.logits)
+    of_texts = law([pair[0]] * LENGTH)
+    expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
+    num_runs = 3000
+    error = math.sqrt(expected * (1 - expected) / num_runs)
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1}
+    for chosen, margin in (
+        ({"mode": "exact"}, 5 * error),
+        ({"mode": "mixed", "evidence_threshold": 1.0}, 0.045),
+    ):
+        outputs = run(SMCConfig(**sizes, **chosen), pair, num_runs=num_runs).outputs
+        found = float((outputs[:, 1:4] == EOS).any(1).double().mean())
+        assert abs(found - expected) < margin
+
+
+@pytest.mark.parametrize(("num_particles", "resample_at"), [(1, "token"), (4, "block")])
+def test_smc_is_nearer_to_p_with_a_threshold_than_without(
+    num_particles: int, resample_at: str
+) -> None:
+    """Where q misses the mass of p, equal weights of equally wrong drafts say nothing of it."""
+    plain, covered = (
+        run(
+            SMCConfig(
+                num_particles=num_particles,
+                num_steps=LENGTH - 2,
+                resample_at=resample_at,
+                evidence_threshold=threshold,
+            ),
+            hard_pair(),
+        )
+        for threshold in (0.0, 1.0)
+    )
+    assert distance(covered) < 0.75 * distance(plain)
+    assert covered.num_rounds > plain.num_rounds

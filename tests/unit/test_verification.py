@@ -1,4 +1,7 @@
-"""Exact multi-draft verification: the distribution of what a walk puts out, against p."""
+"""Verification: laws of what a walk puts out, how it selects, and what evidence keeps."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.trees import branch
-from sglang_smc.smc.verification import OFFSETS
+from sglang_smc.smc.verification import OFFSETS, Kept, Verified, draw_block, keep, selection_rule
+from sglang_smc.smc.weighing import covered_columns
 
 VOCAB = 4
 
@@ -205,3 +209,197 @@ def test_chains_of_one_text_divide_its_likeliest_tokens(num_chains: int, vocab_s
         for of in range(3):
             here = tokens[text == of]
             assert sorted(here.tolist()) == seats(logits[of].exp().tolist(), len(here))
+
+
+# --- How near the selection of one of several siblings is to the best
+
+
+def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets ``[size, V]`` of masses up to 1, half of them 1, and drafts of mass 1."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, size, num_tokens, generator=generator, dtype=torch.float64)
+    p, q = torch.softmax(2 * logits, -1)
+    q[:, 0] = 0  # a token that is never drafted
+    mass = torch.rand(size, generator=generator, dtype=torch.float64)
+    mass[::2] = 1
+    return mass.unsqueeze(1) * p, q / q.sum(1, keepdim=True)
+
+
+def law_of_tokens(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
+    """The law ``[size, V]`` of a rule with a bin for each token: the finest there is."""
+    ratio, order = (target / draft).sort(1)
+    masses = (of.gather(1, order) for of in (target, draft))
+    of_groups = torch.full((len(target),), num_siblings)
+    rule = selection_rule(ratio, *masses, of_groups, num_siblings + 1)
+    return rule.density.gather(1, order.argsort(1)) * draft
+
+
+def best(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
+    """What optimal transport accepts of the target, ``[size]``."""
+    order = (target / draft).argsort(1)
+    forced, taken = (of.gather(1, order).cumsum(1) for of in (draft, target))
+    return 1 - (forced**num_siblings - taken).amax(1).clamp_min(0)
+
+
+def law_of_bins(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
+    """The law that `exact` selects by, ``[size, V]``."""
+    size, none = len(target), torch.zeros(len(target), dtype=torch.int64)
+    chains = verification.Chains(*(none.view(-1, 1, 1).expand(-1, num_siblings, 1),) * 3, none)
+    mass = target.sum(1)
+    walk = verification.begin_walk(chains, torch.full((size,), num_siblings), 1)._replace(
+        chance=mass
+    )
+    return verification._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log()).law
+
+
+@pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])
+def test_the_selection_is_near_the_best(num_siblings: int) -> None:
+    """Against the bound of optimal transport, and against SpecInfer's one after another."""
+    target, q = random_targets(2, 300, 64)
+    law = law_of_bins(target, q, num_siblings)
+    assert torch.allclose(law.sum(1), torch.ones(300).double())
+    accepted = torch.minimum(target, law).sum(1)
+    bound = best(target, q, num_siblings)
+    assert (accepted <= bound + 1e-9).all()
+    assert (bound - accepted).mean() < 0.01
+    left, rejected = target, torch.ones(300).double()
+    for _ in range(num_siblings):
+        taken_now = torch.minimum(left, q).sum(1)
+        left = (left - q).clamp_min(0) / (1 - taken_now).unsqueeze(1)
+        rejected = rejected * (1 - taken_now)
+    gain = (accepted - (1 - rejected)).mean()
+    assert gain > 0.005 if num_siblings > 1 else gain.abs() < 1e-9
+
+
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+def test_bins_lose_next_to_nothing(noise: float) -> None:
+    """Against a bin for each token: 0.001 of the target at most, where 0.6 to 0.7 are accepted.
+
+    A draft like the target, and one that has little to do with it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(40, 2000, generator=generator, dtype=torch.float64)
+    q = torch.softmax(logits + noise * torch.randn(logits.shape, generator=generator), 1)
+    mass = torch.linspace(0.1, 1.0, 40, dtype=torch.float64).sqrt().unsqueeze(1)
+    target = mass * torch.softmax(logits, 1)
+    for num_siblings in (2, 8):
+        of_bins = law_of_bins(target, q, num_siblings)
+        of_tokens = law_of_tokens(target, q, num_siblings)
+        accepted, finest = (torch.minimum(target, law).sum(1) for law in (of_bins, of_tokens))
+        assert (finest - accepted).mean() < 0.0012
+
+
+def test_laws_in_single_precision_are_laws() -> None:
+    """What decides is consistent: the law has mass 1 by the q that tokens are drawn from."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 50_000, generator=generator) * 3
+    log_p, log_q = logits.log_softmax(1), (logits + torch.randn(logits.shape, generator=generator))
+    walk_law = law_of_bins(log_p.exp(), log_q.softmax(1), 8)
+    assert walk_law.dtype == torch.float32
+    assert (walk_law.double().sum(1) - 1).abs().max() < 1e-6
+
+
+# --- How much of a block its evidence keeps
+
+NUM_STEPS = 4
+
+
+def of_group(*values: Any) -> list[torch.Tensor]:
+    return [torch.tensor([value], dtype=torch.float64) for value in values]
+
+
+@pytest.mark.parametrize("num_particles", [1, 3])
+def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> None:
+    """c = 1, by enumeration of all chains, of which one is drawn by weight."""
+    generator = torch.Generator().manual_seed(0)
+    laws = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
+    # Of p and q: row 0 begins, rows 1 to 3 follow a token; nine blocks of two.
+    firsts = laws[:, 0].repeat_interleave(3, 1)
+    p, q = blocks = firsts * laws[:, 1:].flatten(1)
+    chains = torch.cartesian_prod(*[torch.arange(9)] * num_particles).view(-1, num_particles)
+    gained = [(of[0] / of[1]).log()[chains] for of in (torch.ones(2, 9), firsts, blocks)]
+    coins = (torch.arange(200).double() + 0.5).repeat(len(chains)) / 200
+    ones = torch.ones_like(coins)
+    running = torch.stack(gained, 1).repeat_interleave(200, 0)
+    kept = covered_columns(running, ones, 2 * ones.long(), coins) == 2
+    drawn = q[chains].prod(1, keepdim=True) * gained[-1].softmax(1)
+    found, everything = (
+        torch.zeros(9).double().index_add(0, chains.flatten(), (drawn * share).flatten())
+        for share in (kept.view(-1, 200).double().mean(1, keepdim=True), 1.0)
+    )
+    assert (found <= p + 1 / 200).all()
+    assert (everything > p + 0.05).any(), "the test could not tell them apart"
+
+
+@pytest.mark.parametrize(("uniform", "winner"), [(0.0, 0), (math.nextafter(1.0, 0.0), 1)])
+def test_an_absent_chain_is_not_drawn_whatever_stands_in_its_place(
+    uniform: float, winner: int
+) -> None:
+    gained, c, coin, place = of_group([[0.0], [0.0], [50.0]], 1.0, 0.5, uniform)
+    open_, present = torch.ones(1, 3, 1).bool(), torch.tensor([[True, True, False]])
+    found = draw_block(gained, open_, present, torch.tensor([1]), c, coin, place)
+    assert tuple(map(float, found)) == pytest.approx((1, 1, winner, 2.0))
+
+
+def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
+    """The block has chain 0, verification chain 1, whose text ends with token ``ends_at``.
+
+    Chain 0 ends where fewer columns are ``kept`` than ``covered``.
+    """
+    one = torch.ones(1, dtype=torch.int64)
+    ends = torch.zeros(1, 2, NUM_STEPS, dtype=torch.bool)
+    if kept < covered:
+        ends[0, 0, kept - 1] = True
+    if ends_at is not None:
+        ends[0, 1, ends_at] = True
+    before_end = ends.cumsum(2) == ends
+    log_p = torch.zeros(1, 2, NUM_STEPS + 1)
+    log_p[0, :, covered:] = -torch.inf  # so the evidence covers no more
+    if kept < covered:
+        log_p[0, 1, kept:] = -torch.inf  # and chain 0 is drawn
+    return keep(
+        Verified(verified * one, one, one.bool(), 0 * one, torch.ones(1, 3)),
+        log_p,
+        torch.zeros(1, 2, NUM_STEPS),
+        before_end,
+        ends,
+        torch.ones(1, 2, dtype=torch.bool),
+        NUM_STEPS * one,
+        one.double(),
+        0.4 * one.double(),
+        0.0 * one.double(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "by_block", "num_columns", "winner"),
+    [
+        ((3, 3, 2), True, 3, 0),
+        *(((covered, covered, 2), False, 2, 1) for covered in (0, 1, 2)),
+        # Counting tokens instead of columns would lose texts that end: on either side.
+        ((4, 1, 3), True, 1, 0),  # a block whose winner ended after one token
+        ((3, 3, 1, 0), False, 1, 1),  # a verified text that is complete
+        ((3, 3, 1, 2), True, 3, 1),  # that end was not accepted
+    ],
+)
+def test_what_reaches_further_is_kept(
+    block: tuple[int, ...], by_block: bool, num_columns: int, winner: int
+) -> None:
+    """Behind a block the next token is drawn from p, in the row behind its winner's last."""
+    result = chosen(*block)
+    found = result.by_block, result.rejects, result.num_columns, result.winner, result.row
+    row = winner * (NUM_STEPS + 1) + num_columns
+    assert [int(one) for one in found] == [by_block, not by_block, num_columns, winner, row]
+
+
+def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:
+    """Weights of an exact round say nothing of its output, so all particles count."""
+    (values,) = of_group([[math.log(3.0)], [0.0]])
+    one = torch.ones(1, dtype=torch.int64)
+    nothing = Verified(0 * one, 0 * one, one.bool(), 0 * one, torch.ones(1, 3))
+    flags = torch.ones(1, 2, 1, dtype=torch.bool)
+    scores = torch.cat([values, values], 2), torch.zeros(1, 2, 1)
+    of_chains = flags, ~flags, flags[:, :, 0], one
+    for threshold, ess in ((1.0, 16 / 10), (math.inf, 2.0)):
+        numbers = threshold * one.double(), 0.5 * one.double(), 0.5 * one.double()
+        assert keep(nothing, *scores, *of_chains, *numbers).ess.item() == pytest.approx(ess)

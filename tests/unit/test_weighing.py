@@ -1,9 +1,12 @@
-"""A block of drafts is weighed, cut and resampled: against its definition in plain Python."""
+"""Blocks are weighed, cut and resampled as defined; laws of the resampling schemes."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from sglang_smc.smc import weighing
@@ -176,3 +179,78 @@ def test_who_keeps_its_size_keeps_everything() -> None:
     assert torch.equal(found.log_weights[0], weights[0])
     assert found.log_evidence.exp().tolist() == pytest.approx([1.0, 2.0, 2.0])
     assert found.present.tolist() == [[True, True, False], [True, False, False], [True] * 3]
+
+
+# --- Laws of the resampling schemes
+
+NUM_DRAWS = 8000
+# Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
+WEIGHTS = {
+    "uneven": [0.05, 0.45, 0.2, 0.3],
+    "zeros": [0.0, 0.26, 0.0, 0.64, 0.1],
+    "one heavy": [0.91, 0.03, 0.03, 0.01, 0.01, 0.01],
+    "equal": [1 / 7] * 7,
+    "two": [0.7, 0.3],
+    "whole shares": [0.5, 0.25, 0.25, 0.0],
+    "faint": [1e-9, 1 - 2e-9, 1e-9],
+}
+
+
+@cache
+def offspring(name: str, case: str) -> torch.Tensor:
+    """Offspring counts of many independent draws, ``[NUM_DRAWS, N]``."""
+    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    shape = (NUM_DRAWS, len(weights))
+    u = torch.rand(shape, generator=generator, dtype=torch.float64)
+    ancestors = SCHEMES[name](weights.expand(shape).contiguous(), u)
+    return torch.zeros(shape).scatter_add(1, ancestors, torch.ones(shape)).double()
+
+
+@pytest.mark.parametrize("case", list(WEIGHTS))
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> None:
+    """z-test of each mean at 5 standard errors: error probability 6e-7 a particle.
+
+    Of one that is floor or ceil of N w, the mean is its whole law.
+    """
+    expected = len(WEIGHTS[case]) * torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    counts = offspring(name, case)
+    # Offspring that are 0 or 1 beyond the floor vary least; give the error that floor.
+    fraction = expected - expected.floor()
+    variance = torch.maximum(counts.var(0), fraction * (1 - fraction))
+    error = (variance / NUM_DRAWS).sqrt() + 1e-9
+    assert ((counts.mean(0) - expected).abs() < 5 * error).all()
+    stray = 1e-9  # N w that misses a whole number by a rounding may go either way
+    if name in ("systematic", "ssp"):
+        assert (counts <= (expected + stray).ceil()).all()
+    if name in ("systematic", "ssp", "residual"):
+        assert (counts >= (expected - stray).floor()).all()
+    if name == "stratified":
+        assert ((counts - expected).abs() < 2).all()
+    if name == "multinomial":
+        by_law = expected * (1 - expected / len(expected))
+        assert float(counts.var(0).sum()) == pytest.approx(float(by_law.sum()), rel=0.08, abs=1e-6)
+
+
+log_weight = st.one_of(st.floats(-50, 50), st.just(-math.inf), st.sampled_from([0.0, 1.0]))
+uniform = st.one_of(
+    st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_weights_give_valid_ancestors_with_weight(data: st.DataObject) -> None:
+    values = data.draw(st.lists(log_weight, min_size=1, max_size=12))
+    values[data.draw(st.integers(0, len(values) - 1))] = data.draw(st.floats(-50, 50))
+    log_weights = torch.tensor([values], dtype=torch.float64)
+    size = len(values)
+    u = torch.tensor([data.draw(st.lists(uniform, min_size=size, max_size=size))])
+    w = normalized(log_weights)
+    for name, scheme in SCHEMES.items():
+        ancestors = scheme(w, u.double())
+        assert ancestors.shape == (1, size)
+        assert (w.gather(1, ancestors) > 0).all(), name
+        floor_ok = torch.bincount(ancestors[0], minlength=size) >= (size * w[0] - 1e-9).floor()
+        assert floor_ok.all() or name in ("multinomial", "stratified")

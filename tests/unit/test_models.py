@@ -1,0 +1,363 @@
+"""Which heads, layers and vocabularies a server takes, and what a head's law becomes."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from transformers import LlamaConfig, Qwen3Config
+
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.models import head_kinds as kinds
+from sglang_smc.models import supported, vocabulary
+from sglang_smc.models.chains import Chains
+from sglang_smc.models.supported import check_layers
+from sglang_smc.models.vocabulary import Vocabulary
+from sglang_smc.ops.interface import TORCH
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.assembly import load_own
+from sglang_smc.proposers.base import LanguageModel
+from sglang_smc.proposers.eagle3 import spread
+from sglang_smc.round.costs import rehearse
+from sglang_smc.round.play import Steps
+
+PARTIAL = SMCConfig(drafts_all=False)
+
+
+def model_config(config: Any) -> Any:
+    return SimpleNamespace(
+        hf_config=config,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_hidden_layers,
+        model_path=str(config.architectures),
+    )
+
+
+TARGET = model_config(LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=6))
+
+
+def eagle3(**more: Any) -> Any:
+    sizes = {"hidden_size": 64, "vocab_size": 100, "draft_vocab_size": 32}
+    given = {"architectures": [kinds.EAGLE3], "num_hidden_layers": 1, **sizes}
+    made = LlamaConfig(**{**given, **more})
+    if made.draft_vocab_size is None:
+        del made.draft_vocab_size
+    return model_config(made)
+
+
+def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
+    made = Qwen3Config(hidden_size=hidden_size, vocab_size=100, num_hidden_layers=2)
+    made.architectures, made.block_size = [kinds.DFLASH], block_size
+    made.dflash_config = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **own}
+    return model_config(made)
+
+
+def test_what_fits_is_taken() -> None:
+    for config, kind in ((eagle3(), "eagle3"), (dflash(), "dflash"), (TARGET, "model")):
+        assert kinds.kind_of(config) == kind
+        assert list(kinds.problems(config, TARGET, num_steps=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (eagle3(draft_vocab_size=None), "has no draft_vocab_size"),
+        (eagle3(hidden_size=32), "reads states of width 32, and the target's have 64"),
+        (eagle3(target_hidden_size=64, hidden_size=32), "has width 32, and the target 64"),
+        (eagle3(vocab_size=99), "has vocab_size 99, and the target 100"),
+        (
+            eagle3(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}),
+            r"reads what layers \[5\] of the target pass on; it gives out those of 0 to 4",
+        ),
+        (eagle3(eagle_config={"use_aux_hidden_state": False}), "reads the last layer alone"),
+        (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
+        (dflash(hidden_size=32), "reads states of width 32"),
+        (dflash(mask_token_id=None), "has no mask_token_id"),
+        (dflash(mask_token_id=100), "has mask_token_id 100"),
+        (dflash(target_layer_ids=[0, 9]), "cannot read the target's states: .*out-of-range"),
+        (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
+        (eagle3(architectures=["LlamaForCausalLMEagle"]), "is an EAGLE head of the first or"),
+        (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer of a kind that"),
+        (eagle3(architectures=["MiMoMTP"]), "is an MTP layer in a checkpoint of its own"),
+        (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
+    ],
+)
+def test_what_does_not_fit_is_told(config: Any, told: str) -> None:
+    (found,) = kinds.problems(config, TARGET, num_steps=8)
+    assert re.search(told, found)
+
+
+WEIGHED = "knows a part of the vocabulary alone"
+
+
+@pytest.mark.parametrize(
+    ("smc", "constrained", "refused"),
+    [
+        ({"evidence_threshold": 0}, False, WEIGHED),
+        ({"power": 2.0}, False, WEIGHED),
+        ({"evidence_threshold": 0, "num_particles": 1}, False, WEIGHED),
+        ({"proposal": "draft"}, True, "with a grammar, which keeps whole blocks"),
+        ({}, True, None),
+        ({"mode": "mixed"}, True, None),
+        ({}, False, None),
+        ({"evidence_threshold": 0.1}, False, None),
+        ({"mode": "exact"}, False, None),
+        ({"tilt": 0.1}, False, None),
+    ],
+)
+def test_weights_alone_are_refused_beside_a_part_of_the_vocabulary(
+    smc: dict[str, Any], constrained: bool, refused: str | None
+) -> None:
+    request_config(SMCConfig(), {"smc": smc}, constrained=constrained)
+    with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+        request_config(PARTIAL, {"smc": smc}, constrained=constrained)
+
+
+def test_hot_tokens_get_their_places_and_others_nothing() -> None:
+    logits = torch.tensor([[[1.0, 2.0]]])
+    found = spread(logits, torch.tensor([3, 0]), 4)
+    assert found.tolist() == [[[2.0, -torch.inf, -torch.inf, 1.0]]]
+    assert spread(logits, None, 3).tolist() == [[[1.0, 2.0, -torch.inf]]]
+    assert spread(logits, None, 2) is logits
+
+
+def test_new_weights_of_a_head_leave_the_targets_alone() -> None:
+    """And its list of hot tokens is changed where rounds read it."""
+    hot, loaded = torch.tensor([1, 2]), []
+    head = SimpleNamespace(hot_token_id=hot)
+
+    def load(weights: Any) -> None:
+        loaded.extend(name for name, _ in weights)
+        head.hot_token_id = torch.tensor([4, 5])
+
+    names = ["embed_tokens.weight", "fc.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    weights = [(name, torch.zeros(1)) for name in names]
+    load_own(head, load, ("embed_tokens.weight",), weights)
+    assert loaded == ["fc.weight", "lm_head.weight"]
+    assert head.hot_token_id is hot
+    assert hot.tolist() == [4, 5]
+
+
+# --- Layers
+
+
+def runner(*, latent: bool = False, **layer: Any) -> Any:
+    """A model runner whose second layer is as told; one of latent attention attends in two ways."""
+    plain: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
+    absorbed = {**plain, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
+    made = {**plain, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
+    ways = [absorbed | layer, made] if latent else [plain | {"layer_id": 0}, plain | layer]
+    layers = [RadixAttention(**{"layer_id": 1, **way}, scaling=1.0) for way in ways]
+    config = SimpleNamespace(
+        kv_lora_rank=8,
+        get_num_attention_heads=lambda _: 4,
+        get_num_kv_heads=lambda _: 4 if latent else 2,
+    )
+    model = torch.nn.Sequential(*layers)
+    return SimpleNamespace(model=model, model_config=config, use_mla_backend=latent)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+
+
+WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}
+CROSS = "cross or bidirectional attention"
+
+
+@pytest.mark.parametrize(
+    ("layer", "refused"),
+    [
+        ({}, None),
+        (WINDOW, None),
+        ({"logit_cap": 50.0}, None),
+        ({"use_irope": True}, "chunked attention"),
+        ({"logit_cap": 50.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
+        ({"v_head_dim": 4}, "different key and value widths"),
+        ({"num_kv_heads": 4}, "layers of unlike head groups"),
+        (ENCODER, CROSS),
+        # Where blocks are run, with causal layers among them, which may have a window.
+        ({"blocks": True, **ENCODER}, None),
+        ({"blocks": True, **WINDOW}, None),
+        ({"blocks": True, **ENCODER, **WINDOW}, "a window where blocks see themselves"),
+        ({"blocks": True, "attn_type": AttentionType.DECODER_BIDIRECTIONAL}, CROSS),
+        ({"blocks": True, **ENCODER, "is_cross_attention": True}, CROSS),
+        ({"latent": True}, None),
+        ({"latent": True, **WINDOW}, "a window or a cap over latents"),
+    ],
+)
+def test_attention_that_is_not_supported_is_refused(
+    layer: dict[str, Any], refused: str | None
+) -> None:
+    model = runner(**{name: value for name, value in layer.items() if name != "blocks"})
+    told = f"does not support {refused}.*.layer 1"
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        check_layers(model, blocks="blocks" in layer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "refused"),
+    [
+        (torch.float8_e4m3fn, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 9), False),
+        (torch.float8_e5m2, (8, 0), False),
+        (torch.float8_e4m3fn, None, False),
+    ],
+)
+def test_keys_that_a_kernel_cannot_convert_are_refused(
+    kind: torch.dtype, capability: tuple[int, int] | None, refused: bool
+) -> None:
+    with pytest.raises(ValueError, match="fp8_e5m2") if refused else nullcontext():
+        supported.check_kernel_type(kind, capability)
+
+
+def model(fails: Callable[..., Any] | None = None) -> Any:
+    """Stands for a `ParticleForward`, whose layers may fail."""
+    run = fails or (lambda chains: torch.zeros(*chains.starts.shape, 8))
+    passes = {"next_logits": run, "chain_logits": lambda chains: run(chains).unsqueeze(2)}
+    return SimpleNamespace(**passes, attn_backend=None)
+
+
+def rehearsed(target: Any, draft: Any) -> None:
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
+    rehearse(Steps(target, LanguageModel(draft, cast("Any", None)), ledger, TORCH))
+
+
+WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "told"),
+    [
+        ("sglang.srt.models", WANTS, "cannot run over particles: AttributeError: .*'mrope'"),
+        (
+            "sglang_smc.kernels.attention.latent",
+            RuntimeError("out of resource: shared memory"),
+            "pass --speculative-smc-kernels torch",
+        ),
+        ("sglang.srt.models", torch.OutOfMemoryError("80 GiB"), "smaller --mem-fraction-static"),
+        ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
+    ],
+)
+def test_the_model_whose_pass_fails_is_named_and_what_that_calls_for(
+    module: str, error: Exception, told: str
+) -> None:
+    rehearsed(model(), model())
+    scope: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def run(*_):\n    raise error", scope)
+    failing = model(scope["run"])
+    for flag, pair in {
+        "--model-path": (failing, model()),
+        "--speculative-draft-model-path": (model(), failing),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{flag} .*{told}"):
+            rehearsed(*pair)
+
+
+# --- Vocabularies
+
+TOKENS = {"a": 0, "b": 1, "c": 2, "d": 3}
+
+
+def of(width: int, **other: int) -> Vocabulary:
+    return Vocabulary({**TOKENS, **other}, width)
+
+
+class Draft:
+    """Stands for a draft over particles, with an embedding of each of its ids alone."""
+
+    attn_backend: Any = "its own"
+
+    def __init__(self, width: int) -> None:
+        self._table = torch.arange(width * width).float().view(width, width)
+
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        return self.chain_logits(chains)[:, :, -1]
+
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        return self._table[chains.tokens]
+
+
+MARKED = {**TOKENS, "<image>": 4}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *(tuple(map(of, widths)) for widths in ((4, 4), (4, 6), (6, 4), (8, 6))),
+        # Gemma 3's tokenizer has a marker for images behind all that its text models have.
+        tuple(Vocabulary(MARKED, width, frozenset({"<image>"})) for width in (6, 4)),
+        # Without tokenizers widths are all there is; and where they agree, ids beyond them are the
+        # tokenizer's own affair.
+        (Vocabulary(None, 4), Vocabulary(None, 4)),
+        (of(3), of(3)),
+    ],
+)
+def test_padding_and_markers_are_no_difference(pair: tuple[Vocabulary, Vocabulary]) -> None:
+    vocabulary.check(*pair)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "says"),
+    [
+        (of(4), of(4, a=1, b=0), "2 tokens differ: 'a' is 0 in the target and 1 in the draft"),
+        (of(5), of(5, e=4), "1 tokens differ: 'e' is None in the target and 4 in the draft"),
+        (of(4), of(3), "4 in the target and 3 in the draft, and text has ids up to 3"),
+        (of(3), of(4), "3 in the target and 4 in the draft, and text has ids up to 3"),
+        (Vocabulary(None, 4), of(5), "leave out --skip-tokenizer-init"),
+        (of(4), Vocabulary(None, 5), "leave out --skip-tokenizer-init"),
+    ],
+)
+def test_other_tokens_are_refused(target: Vocabulary, draft: Vocabulary, says: str) -> None:
+    with pytest.raises(ValueError, match=r"^--speculative-draft-model-path: ") as error:
+        vocabulary.check(target, draft)
+    assert says in str(error.value)
+    assert str(error.value).endswith("Choose a draft of the target's family.")
+
+
+def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """R1-Distill-Llama has Llama's text, and markers of its own in the places of Llama's."""
+    sides = [Vocabulary({**TOKENS, name: 4}, 5, frozenset({name})) for name in ("<a>", "<b>")]
+    caplog.set_level("WARNING")  # engines of other tests have set another
+    vocabulary.check(sides[0], sides[0])
+    assert not caplog.messages
+    vocabulary.check(*sides)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 markers differ")
+
+
+def chains(*tokens: list[int]) -> Chains:
+    rest: Any = [None] * 3
+    return Chains(torch.tensor([tokens]), *rest)
+
+
+def test_one_width_needs_no_launch() -> None:
+    draft: Any = Draft(4)
+    assert vocabulary.with_width(draft, of(4), of(4)) is draft
+    tokens = torch.tensor([1, 3])
+    assert vocabulary.readable(tokens, vocabulary.last_read(of(4), of(4))) is tokens
+
+
+def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
+    forward: Any = vocabulary.with_width(cast(Any, Draft(4)), of(6), of(4))
+    read, nothing = chains([0, 1], [2, 5]), [-torch.inf] * 2
+    logits = forward.next_logits(read)
+    assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
+    chain = forward.chain_logits(read)
+    assert chain.shape == (1, 2, 2, 6)
+    assert chain[0, 1, 1, :4].tolist() == [12, 13, 14, 15]
+    assert forward.attn_backend == "its own"
+
+
+def test_what_the_target_lacks_is_cut_off() -> None:
+    forward: Any = vocabulary.with_width(cast(Any, Draft(6)), of(4), of(6))
+    logits = forward.next_logits(chains([1], [3]))
+    assert logits.tolist() == [[[6, 7, 8, 9], [18, 19, 20, 21]]]
+    assert logits.is_contiguous()
