@@ -1,7 +1,7 @@
 """Runs of `toy_worker` and the laws to hold them against."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import laws
@@ -10,7 +10,7 @@ from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import FIELDS, SMCConfig
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
 Text = tuple[int, ...]
@@ -58,20 +58,27 @@ def unstratified(ops: Ops) -> Ops:
     return ops._replace(same_text=itself)
 
 
+TARGET, DRAFT = PAIR = languages()
+P = law([TARGET] * LENGTH)
+#: The plain algorithm of the paper, which keeps what it drafts.
+PLAIN: dict[str, Any] = {"evidence_threshold": 0.0, "max_lag": LENGTH}
+
+
 def run(
-    config: SMCConfig,
-    pair: tuple[Language, Language],
+    pair: tuple[Language, Language] = PAIR,
     rows: list[int] | None = None,
     *,
     num_runs: int = NUM_RUNS,
+    limit: int = LENGTH,
+    kind: Callable[..., ToyWorker] = ToyWorker,
     **options: Any,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    ``options`` are those of `ToyWorker`.
+    ``options`` are those of `SMCConfig` and of `ToyWorker`.
     """
-    sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
-    worker = ToyWorker(config, *pair, **sizes, **options)
+    config = SMCConfig(**{name: options.pop(name) for name in FIELDS.keys() & options.keys()})
+    worker = kind(config, *pair, num_requests=num_runs, max_new_tokens=limit, eos=EOS, **options)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows)
     worker.check_owned()
     return outcome

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from model_families import FAMILIES
+from model_families import CONFIGS
 
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
@@ -145,7 +145,7 @@ def test_without_a_draft_the_target_s_own_layer_drafts(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has no tokenizer; beside linear attention a server has no radix cache."""
-    config = FAMILIES["qwen3_5_text"] | {"vocab_size": 64, "mtp_num_hidden_layers": count}
+    config = CONFIGS["qwen3_5_text"] | {"vocab_size": 64, "mtp_num_hidden_layers": count}
     config |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(machine, "findings", lambda: iter(()))

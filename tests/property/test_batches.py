@@ -11,11 +11,10 @@ import torch
 from edit_cases import Echo
 from toy_corpus import corpus
 from toy_grammar import Letters, maker, runners
-from toy_laws import LENGTH, SCRIPTS, languages, run
+from toy_laws import LENGTH, SCRIPTS, run
 from toy_worker import Outcome
 
 from sglang_smc.options.request import Budget
-from sglang_smc.options.server import SMCConfig
 
 
 class Kind(NamedTuple):
@@ -62,15 +61,13 @@ def serve(
     budgets: tuple[Budget | None, ...] = (None,),
 ) -> Outcome:
     """Texts of rows, each of whose kinds comes in turn."""
-    server = SMCConfig(num_particles=8, num_steps=4, max_lag=max_lag, ngram_weight=0.3)
     makers = [maker(kind.regex) if kind.regex else (lambda: None) for kind in kinds]
     # Grammars are made as requests begin, in their order.
     begun = iter(rows or range(1, PER_KIND * len(KINDS) + 1))
     return run(
-        server,
-        languages(),
-        rows,
+        rows=rows,
         num_runs=PER_KIND * len(KINDS),
+        **{"num_particles": 8, "num_steps": 4, "max_lag": max_lag, "ngram_weight": 0.3},
         chosen=tuple(kind.chosen for kind in kinds),
         asked=tuple(kind.asked for kind in kinds),
         grammar=lambda: makers[(next(begun) - 1) % len(kinds)](),

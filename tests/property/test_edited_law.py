@@ -10,10 +10,9 @@ import pytest
 import torch
 from edit_cases import Echo, stock_edit
 from sorted_law import rules, sorted_law
-from toy_laws import EOS, LENGTH, Text, assert_properly_weighted, languages, law, p_value, run
-from toy_worker import PROMPT, Language
-
-from sglang_smc.options.server import SMCConfig
+from toy_laws import DRAFT, EOS, LENGTH, PAIR, TARGET, Text, assert_properly_weighted, law, p_value
+from toy_laws import run as serve
+from toy_worker import PROMPT, Language, Outcome
 
 PENALTIES: dict[str, Any] = {
     "frequency_penalty": 1.2,
@@ -32,8 +31,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.7},
     "top-p and min-p": {"top_p": 0.9, "min_p": 0.4, "temperature": 0.6},
 }
-ASKED = EDITS | FILTERS
-GREEDY = {"top_k": 1, "top_p": 0.6}
+ASKED = EDITS | FILTERS | {"greedy": {"top_k": 1, "top_p": 0.6}}
 
 
 class Edited(NamedTuple):
@@ -50,9 +48,9 @@ class Edited(NamedTuple):
         return logits
 
 
-def config(num_particles: int, **more: Any) -> SMCConfig:
-    settings = {"num_steps": 2, "evidence_threshold": 0.0, **more}
-    return SMCConfig(num_particles=num_particles, **settings)
+def run(num_particles: int, name: str, pair: Any = PAIR, **more: Any) -> Outcome:
+    settings = {"num_steps": 2, "evidence_threshold": 0.0, "asked": ASKED[name], **more}
+    return serve(pair, num_particles=num_particles, **settings)
 
 
 def edited(name: str, language: Language) -> Any:
@@ -64,14 +62,14 @@ def edited(name: str, language: Language) -> Any:
 
 
 def edited_law(name: str) -> dict[Text, float]:
-    return law([edited(name, languages()[0])] * LENGTH)
+    return law([edited(name, TARGET)] * LENGTH)
 
 
 @pytest.mark.parametrize("name", list(EDITS))
 def test_one_particle_follows_the_edited_q_where_drafted_and_p_where_bonus(name: str) -> None:
     """Error probability 1e-4 each; with either model unedited the law is another."""
-    drawn_by = [edited(name, languages()[t % 3 != 0]) for t in range(LENGTH)]
-    outcome = run(config(1), languages(), asked=ASKED[name])
+    drawn_by = [edited(name, PAIR[t % 3 != 0]) for t in range(LENGTH)]
+    outcome = run(1, name)
     assert p_value(outcome, law(drawn_by)) > 1e-4
     for forgotten in (0, 1):
         others = [one.language if t % 3 != forgotten else one for t, one in enumerate(drawn_by)]
@@ -79,31 +77,34 @@ def test_one_particle_follows_the_edited_q_where_drafted_and_p_where_bonus(name:
 
 
 @pytest.mark.parametrize(
-    ("name", "resample_at"), zip(ASKED, ["block", "token"] * 3, strict=True), ids=str
+    ("name", "resample_at"), zip(EDITS | FILTERS, ["block", "token"] * 3, strict=True), ids=str
 )
 def test_a_draft_equal_to_the_target_is_exact(name: str, resample_at: str) -> None:
     """p and q are edited alike in every column, or weights would leave 1; tails part and stay."""
-    target, _ = languages()
-    equal = config(4, ess_threshold=1.0, resample_at=resample_at, max_lag=LENGTH)
-    outcome = run(equal, (target, target), asked=ASKED[name])
+    own = {"ess_threshold": 1.0, "resample_at": resample_at, "max_lag": LENGTH}
+    outcome = run(4, name, (TARGET, TARGET), **own)
     assert p_value(outcome, edited_law(name)) > 1e-4
     assert outcome.log_evidence.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("max_lag", [2, LENGTH])
 def test_texts_are_properly_weighted(max_lag: int) -> None:
-    outcome = run(config(5, max_lag=max_lag), languages(), asked=PENALTIES)
+    outcome = run(5, "penalties", max_lag=max_lag)
     assert_properly_weighted(outcome, edited_law("penalties"))
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "exact") for name in ASKED), ("processor too", "mixed"), ("top-p", "mixed")],
+    [
+        *((name, "exact") for name in EDITS | FILTERS),
+        ("processor too", "mixed"),
+        ("top-p", "mixed"),
+    ],
 )
 def test_verified_rounds_follow_the_edited_target(name: str, mode: str) -> None:
     """Error probability 1e-4 each; evidence never suffices here."""
     chosen = {"mode": mode, **({"evidence_threshold": 1e9} if mode == "mixed" else {})}
-    outcome = run(config(3), languages(), chosen=(chosen,), asked=ASKED[name])
+    outcome = run(3, name, chosen=(chosen,))
     assert p_value(outcome, edited_law(name)) > 1e-4
 
 
@@ -113,19 +114,16 @@ def test_a_power_of_the_edited_target_is_what_texts_are_weighed_by(name: str) ->
 
     What no draft proposes adds nothing to Z-hat: filters need a draft that keeps what p does.
     """
-    target, draft = languages()
-    pair = (target, draft if name in EDITS else target)
-    outcome = run(config(8, power=2.0), pair, asked=ASKED[name])
+    outcome = run(8, name, (TARGET, DRAFT if name in EDITS else TARGET), power=2.0)
     raised = {text: mass**2 for text, mass in edited_law(name).items()}
     assert_properly_weighted(outcome, raised)
 
 
 @pytest.mark.parametrize("chosen", [{}, {"power": 2.0}, {"mode": "exact"}], ids=str)
 def test_greedy_requests_get_the_likeliest_text(chosen: dict[str, Any]) -> None:
-    target, draft = languages()
     text: list[int] = []
     while len(text) < LENGTH and EOS not in text:
-        text.append(int(target.after(tuple(text)).argmax()))
-    outcome = run(config(3), (target, draft), num_runs=5, chosen=(chosen,), asked=GREEDY)
+        text.append(int(TARGET.after(tuple(text)).argmax()))
+    outcome = run(3, "greedy", num_runs=5, chosen=(chosen,))
     assert outcome.outputs.tolist() == [text + [EOS] * (LENGTH - len(text))] * 5
     assert outcome.log_evidence.abs().max() < 1e-9

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy_laws import EOS, LENGTH, languages, run
+from toy_laws import DRAFT, EOS, LENGTH, TARGET, languages, run
 from toy_worker import Outcome
 
 from sglang_smc.ops.interface import TORCH
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import play as round_
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 from sglang_smc.smc.fidelity import measured
@@ -29,14 +28,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def play(num_particles: int = 3, asked: dict[str, Any] | None = None, **more: Any) -> Outcome:
-    config = SMCConfig(num_particles=num_particles, num_steps=NUM_STEPS, **more)
-    return run(config, languages(), asked=asked, num_runs=2000)
+def play(num_particles: int = 3, **more: Any) -> Outcome:
+    return run(num_particles=num_particles, num_steps=NUM_STEPS, num_runs=2000, **more)
 
 
 def offline(outcome: Outcome, asked: dict[str, Any] | None = None) -> torch.Tensor:
     """The same sums of all tokens behind the first, ``[G, 4]``, from the models themselves."""
-    target, draft = languages()
 
     def law(logits: torch.Tensor) -> torch.Tensor:
         one, top_k = torch.ones(1), torch.tensor([(asked or {}).get("top_k", len(logits))])
@@ -46,7 +43,7 @@ def offline(outcome: Outcome, asked: dict[str, Any] | None = None) -> torch.Tens
 
     @cache
     def of_token(before: tuple[int, ...], token: int) -> torch.Tensor:
-        both = law(target.after(before)), law(draft.after(before))
+        both = law(TARGET.after(before)), law(DRAFT.after(before))
         terms = measured(*both, torch.tensor([token]))
         return torch.stack([*(term[0] for term in terms), torch.ones(()).double()])
 
@@ -68,7 +65,7 @@ def test_exact_texts_have_no_tilt_and_no_innovation(
     num_particles: int, asked: dict[str, Any] | None
 ) -> None:
     """Who watched accepted drafts alone, or drafts of one chain, would find some of both."""
-    found = play(num_particles, asked, mode="exact").fidelity
+    found = play(num_particles, asked=asked, mode="exact").fidelity
     assert found[:, 3].sum() > 400
     assert (errors(found[:, [0, 2]]).abs() < 4.5).all()
     # The information is the variance that the sum has, and would have in the columns K.
@@ -91,9 +88,8 @@ def test_each_mode_watches_what_the_models_say_of_its_texts(
 
 def test_the_draft_itself_has_tilt_one_where_it_is_near() -> None:
     """A single chain that nobody corrects, of a draft close by: the score estimate is right."""
-    near = languages(difference=0.5)
-    config = SMCConfig(num_particles=1, num_steps=7, evidence_threshold=0.0)
-    outcome = run(config, near, num_runs=3000)
+    alone = {"num_particles": 1, "num_steps": 7, "evidence_threshold": 0.0}
+    outcome = run(languages(difference=0.5), **alone, num_runs=3000)
     numerator, information, _, _ = outcome.fidelity.sum(0).tolist()
     assert numerator / information == pytest.approx(1.0, abs=4.5 * information**-0.5)
     assert numerator / information > 4.5 * information**-0.5

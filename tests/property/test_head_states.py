@@ -9,44 +9,30 @@ from typing import Any
 import pytest
 import torch
 from toy_head import HeadWorker
-from toy_laws import EOS, languages
-from toy_worker import Outcome, ToyWorker
+from toy_laws import run
+from toy_worker import ToyWorker
 
 from sglang_smc.options.request import Budget
-from sglang_smc.options.server import SMCConfig
-
-NUM_RUNS, LIMIT = 60, 24
-
-
-def outcome(kind: type[ToyWorker], config: SMCConfig, **more: Any) -> Outcome:
-    sizes = {"num_requests": NUM_RUNS, "max_new_tokens": LIMIT, "eos": EOS}
-    worker = kind(config, *languages(), **sizes, **more)
-    found = worker.run(list(range(1, NUM_RUNS + 1)))
-    worker.check_owned()
-    return found
 
 
 @pytest.mark.parametrize(
-    ("settings", "more"),
+    "settings",
     [
-        ({"num_particles": 4, "num_steps": 3, "evidence_threshold": 0.0}, {}),
-        ({"num_particles": 4, "num_steps": 3, "ess_threshold": 1.0}, {}),
-        ({"num_particles": 5, "num_steps": 2, "resample_at": "token", "max_lag": 2}, {}),
-        ({"num_particles": 3, "num_steps": 4, "mode": "auto"}, {}),
-        ({"num_particles": 3, "num_steps": 4, "mode": "exact"}, {}),
-        (
-            {"num_particles": 4, "num_steps": 3, "ess_threshold": 0.9},
-            {"chosen": ({}, {"num_particles": 2}, {"num_steps": 1}, {"mode": "exact"})},
-        ),
-        (
-            {"num_particles": 4, "num_steps": 3, "adaptive": True},
-            {"budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
-        ),
+        {"evidence_threshold": 0.0},
+        {"ess_threshold": 1.0},
+        {"num_particles": 5, "num_steps": 2, "resample_at": "token", "max_lag": 2},
+        {"num_particles": 3, "num_steps": 4, "mode": "auto"},
+        {"num_particles": 3, "num_steps": 4, "mode": "exact"},
+        {
+            "ess_threshold": 0.9,
+            "chosen": ({}, {"num_particles": 2}, {"num_steps": 1}, {"mode": "exact"}),
+        },
+        {"adaptive": True, "budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
     ],
 )
-def test_states_follow_particles(settings: dict[str, Any], more: dict[str, Any]) -> None:
-    config = SMCConfig(**settings)
-    by_head, by_model = (outcome(kind, config, **more) for kind in (HeadWorker, ToyWorker))
+def test_states_follow_particles(settings: dict[str, Any]) -> None:
+    given = {"num_particles": 4, "num_steps": 3, "num_runs": 60, "limit": 24, **settings}
+    by_head, by_model = (run(kind=kind, **given) for kind in (HeadWorker, ToyWorker))
     assert torch.equal(by_head.outputs, by_model.outputs)
     assert torch.allclose(by_head.log_evidence, by_model.log_evidence)
     assert by_head.num_rounds < by_head.num_tokens, "nothing that was drafted was kept"

@@ -11,20 +11,20 @@ import pytest
 import toy_worker
 from toy_corpus import children, corpus, with_matches
 from toy_laws import (
+    DRAFT,
     EOS,
     LENGTH,
+    TARGET,
     VOCAB,
+    P,
     Text,
     assert_properly_weighted,
-    languages,
-    law,
     p_value,
     run,
     total_variation,
 )
 from toy_worker import Outcome
 
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import UniformDraft
 
 
@@ -32,13 +32,12 @@ def played(
     num_particles: int, num_steps: int, weight: float, *, alone: bool = False, **more: Any
 ) -> Outcome:
     settings = {"evidence_threshold": 0.0, "ngram_weight": weight, **more}
-    config = SMCConfig(num_particles=num_particles, num_steps=num_steps, **settings)
-    return run(config, languages(), corpus=corpus(alone=alone))
+    sizes = {"num_particles": num_particles, "num_steps": num_steps}
+    return run(**sizes, **settings, corpus=corpus(alone=alone))
 
 
 def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
     """The law of one particle that keeps all: K tokens of q behind each of p's."""
-    target, draft = languages()
     found: dict[Text, float] = {}
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         mass = 1.0
@@ -47,9 +46,9 @@ def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
             if place and text[place - 1] == EOS:
                 mass *= token == EOS
             elif mass and column == 0:
-                mass *= float(target.after(before).double().softmax(-1)[token])
+                mass *= float(TARGET.after(before).double().softmax(-1)[token])
             elif mass:
-                q = draft.after(before).double().softmax(-1)
+                q = DRAFT.after(before).double().softmax(-1)
                 proposed = children(before, place - column + 1)
                 mass *= float(with_matches(q, proposed, weight)[token])
         found[text] = mass
@@ -75,7 +74,7 @@ def test_one_particle_follows_the_mixture_where_it_drafts(
 def test_texts_are_properly_weighted(num_particles: int, num_steps: int, weight: float) -> None:
     """Red where the weights' q is not the one that was drawn from."""
     outcome = played(num_particles, num_steps, weight, max_lag=LENGTH)
-    assert_properly_weighted(outcome, law([languages()[0]] * LENGTH))
+    assert_properly_weighted(outcome, P)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_verification_follows_the_target(
 ) -> None:
     """Error probability 1e-4 each; w = 1 has no mass on most tokens where something matches."""
     outcome = played(num_particles, num_steps, weight, mode=mode, evidence_threshold=1e9)
-    assert p_value(outcome, law([languages()[0]] * LENGTH)) > 1e-4
+    assert p_value(outcome, P) > 1e-4
 
 
 def test_matches_alone_leave_the_law_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +95,10 @@ def test_matches_alone_leave_the_law_to_the_target(monkeypatch: pytest.MonkeyPat
     uniform: Any = UniformDraft(cast("Any", None), VOCAB)
     monkeypatch.setattr(toy_worker, "LanguageModel", lambda *_: uniform)
     outcome = played(3, 3, 1.0, mode="exact", alone=True)
-    assert p_value(outcome, law([languages()[0]] * LENGTH)) > 1e-4
+    assert p_value(outcome, P) > 1e-4
 
 
 def test_auto_leans_no_further_than_it_does_without_matches() -> None:
     """A TV of noise alone is about .06. Red where the evidence is of another q."""
-    target = law([languages()[0]] * LENGTH)
     found = played(4, 3, 0.5, mode="auto", evidence_threshold=None)
-    assert total_variation(found, target) < 0.11
+    assert total_variation(found, P) < 0.11

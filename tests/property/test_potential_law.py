@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from toy_grammar import Letters, log_phi, maker, potential, read, runners, times_phi
-from toy_laws import EOS, LENGTH, assert_properly_weighted, languages, law, run
+from toy_laws import EOS, LENGTH, TARGET, P, assert_properly_weighted, run
 from toy_worker import Outcome
 
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.rules import potentials
 
-NUM_RUNS = 800
 WEIGHED = {"proposal": "draft"}
-TARGET, DRAFT = languages()
 
 
 def named(when: Any = "round", **more: Any) -> dict[str, Any]:
@@ -27,10 +24,8 @@ def named(when: Any = "round", **more: Any) -> dict[str, Any]:
 
 
 def asked(chosen: dict[str, Any], num_particles: int, num_steps: int, **more: Any) -> Outcome:
-    config = SMCConfig(num_particles=num_particles, num_steps=num_steps, max_lag=LENGTH)
-    own = {"chosen": (chosen,), "runners": runners(letters=Letters()), "num_runs": NUM_RUNS}
-    given = {**own, **more}
-    return run(config, (TARGET, DRAFT), **given)
+    own = {"num_runs": 800, "max_lag": LENGTH, "runners": runners(letters=Letters()), **more}
+    return run(num_particles=num_particles, num_steps=num_steps, chosen=(chosen,), **own)
 
 
 @pytest.mark.parametrize(
@@ -56,29 +51,21 @@ def asked(chosen: dict[str, Any], num_particles: int, num_steps: int, **more: An
 def test_weighted_texts_follow_p_times_phi(
     num_particles: int, num_steps: int, when: Any, more: dict[str, Any]
 ) -> None:
-    masses = times_phi(law([TARGET] * LENGTH), log_phi)
-    assert_properly_weighted(asked({**named(when), **more}, num_particles, num_steps), masses)
+    outcome = asked({**named(when), **more}, num_particles, num_steps)
+    assert_properly_weighted(outcome, times_phi(P, log_phi))
 
 
-def test_exponents_and_arguments() -> None:
-    masses = times_phi(law([TARGET] * LENGTH), lambda text: 0.5 * log_phi(text, -1.0))
+def test_exponents_arguments_two_potentials_and_a_power() -> None:
+    halved = times_phi(P, lambda text: 0.5 * log_phi(text, -1.0))
     chosen = named(exponent=0.5, args={"weight": -1.0})
-    assert_properly_weighted(asked(chosen, 4, 2), masses)
-    plain = asked(named(exponent=0), 4, 2)
-    assert_properly_weighted(plain, law([TARGET] * LENGTH))
-
-
-def test_two_potentials_multiply() -> None:
+    assert_properly_weighted(asked(chosen, 4, 2), halved)
+    assert_properly_weighted(asked(named(exponent=0), 4, 2), P)
     two = [{"name": "letters", "when": "end"}, {"name": "letters", "args": {"weight": 0.4}}]
-    masses = times_phi(law([TARGET] * LENGTH), lambda text: 1.5 * log_phi(text))
-    assert_properly_weighted(asked({"potentials": two}, 4, 2), masses)
-
-
-def test_beside_a_power() -> None:
-    powered = {text: mass**1.5 for text, mass in law([TARGET] * LENGTH).items()}
-    masses = times_phi(powered, log_phi)
-    assert_properly_weighted(asked({**named(), "power": 1.5}, 4, 2), masses)
-    assert_properly_weighted(asked({**named(), "power": 1.5, **WEIGHED}, 4, 2), masses)
+    both = times_phi(P, lambda text: 1.5 * log_phi(text))
+    assert_properly_weighted(asked({"potentials": two}, 4, 2), both)
+    powered = times_phi({text: mass**1.5 for text, mass in P.items()}, log_phi)
+    for more in ({}, WEIGHED):
+        assert_properly_weighted(asked({**named(), "power": 1.5, **more}, 4, 2), powered)
 
 
 def test_beside_a_grammar() -> None:
@@ -116,7 +103,7 @@ def test_a_vote_takes_the_answer_that_weighs_most() -> None:
     """The last letter but the end is the answer. With many particles the vote is for the likelier
     one under the target, nearly always; draws by weight follow their shares."""
     shares: dict[str, float] = {}
-    for text, mass in law([TARGET] * LENGTH).items():
+    for text, mass in P.items():
         last = read(text).rstrip(".")[-1:]
         shares[last] = shares.get(last, 0.0) + mass
     likeliest = max((share, letter) for letter, share in shares.items() if letter)[1]

@@ -19,7 +19,7 @@ from toy_worker import ToyWorker
 
 from sglang_smc.models.recorder import Ranks, Record
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import FIELDS, SMCConfig
 from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.graph import RoundGraphs
@@ -62,22 +62,23 @@ def overwrite(found: Any, new: Any) -> None:
 
 
 def serve(
-    config: SMCConfig,
+    recorded: list[int] | None = None,
     *,
-    rows: list[int],
-    recorded: list[int] | None,
-    budgets: tuple[Budget | None, ...] = (None,),
     make: Callable[..., ToyWorker] = ToyWorker,
     most_launched: int | None = None,
-    **asked: Any,
+    rows: list[int] = FIVE,
+    **options: Any,
 ) -> Texts:
     """Texts of requests, by recordings of `SIZES` if there is a list to note them in.
 
     Args:
         most_launched: requests of a round that is no replay.
+        options: of `SMCConfig` and `ToyWorker`.
     """
+    settings = {"num_particles": 3, "num_steps": 2}
+    settings |= {name: options.pop(name) for name in FIELDS.keys() & options.keys()}
     sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
-    toy = make(config, *languages(), **sizes, **{"chosen": CHOSEN, "budgets": budgets, **asked})
+    toy = make(SMCConfig(**settings), *languages(), **sizes, **{"chosen": CHOSEN, **options})
     if recorded is not None:
         worker = toy.worker
         worker._graph_sizes = SIZES
@@ -99,26 +100,27 @@ def assert_same(found: Texts, expected: Texts, rounding: float = 0.0) -> None:
     assert found.num_rounds == expected.num_rounds
 
 
+def replayed(rounding: float = 0.0, **case: Any) -> list[int]:
+    """Sizes of the rounds that are replayed; texts are those without recordings."""
+    recorded: list[int] = []
+    assert_same(serve(recorded, **case), serve(**case), rounding)
+    assert recorded
+    return recorded
+
+
 @pytest.mark.parametrize(
     ("mode", "size"), [("smc", 1), ("smc", 5), ("exact", 2), ("exact", 8), ("mixed", 5)]
 )
 def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
-    config = SMCConfig(num_particles=3, num_steps=2, mode=mode)
-    rows, recorded = list(range(1, size + 1)), []
-    by_graph = serve(config, rows=rows, recorded=recorded)
-    assert_same(by_graph, serve(config, rows=rows, recorded=None))
-    assert recorded
+    recorded = replayed(mode=mode, rows=list(range(1, size + 1)))
     assert recorded[0] == min(s for s in SIZES if s >= size), "the smallest that holds the batch"
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact"])
 def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None:
     """Each budget has recordings of its own; populations are resized before one is replayed."""
-    config = SMCConfig(num_particles=3, num_steps=2, mode=mode, adaptive=True)
-    budgets, recorded = (Budget(3, 2), OFF, Budget(3, 1), Budget(1, 2)), []
-    by_graph = serve(config, rows=FIVE, recorded=recorded, budgets=budgets)
-    assert_same(by_graph, serve(config, rows=FIVE, recorded=None, budgets=budgets), 1e-6)
-    assert len(recorded) > 1
+    budgets = (Budget(3, 2), OFF, Budget(3, 1), Budget(1, 2))
+    assert len(replayed(1e-6, mode=mode, adaptive=True, budgets=budgets)) > 1
 
 
 MIXED: tuple[dict[str, Any], ...] = (
@@ -157,13 +159,9 @@ ORDINARY: dict[str, dict[str, Any]] = {
     [*((name, i % 2 == 1) for i, name in enumerate(ORDINARY)), ("all at once", True)],
 )
 def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
-    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0, adaptive=is_adaptive)
     budgets = (Budget(3, 2), Budget(1, 2), OFF) if is_adaptive else (None,)
-    recorded: list[int] = []
-    case = {"rows": FIVE, "budgets": budgets, **ORDINARY[name]}
-    by_graph = serve(config, recorded=recorded, **case)
-    assert_same(by_graph, serve(config, recorded=None, **case), 1e-6)
-    assert recorded and 0 not in recorded, "no model's pass alone"
+    server = {"evidence_threshold": 0.0, "adaptive": is_adaptive, "budgets": budgets}
+    assert 0 not in replayed(1e-6, **server, **ORDINARY[name]), "no model's pass alone"
 
 
 def test_at_temperature_0_a_tree_is_replayed_and_gives_the_same_texts(
@@ -177,9 +175,7 @@ def test_at_temperature_0_a_tree_is_replayed_and_gives_the_same_texts(
         return original(graphs, inputs)
 
     monkeypatch.setattr(RoundGraphs, "replay", replay)
-    config = SMCConfig(num_particles=3, num_steps=2)
-    case: dict[str, Any] = {"rows": FIVE, "asked": {"top_k": 1}}
-    by_graph, eager = (serve(config, recorded=recorded, **case) for recorded in ([], None))
+    by_graph, eager = (serve(recorded, asked={"top_k": 1}) for recorded in ([], None))
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert shapes == {(3, False, True)}
 
@@ -199,21 +195,14 @@ def test_what_the_host_looks_into_has_its_models_replayed(case: dict[str, Any]) 
 
     Passes of fewer requests, particles or columns than the recording's have padding around them.
     """
-    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
-    recorded: list[int] = []
-    by_graph = serve(config, rows=FIVE, recorded=recorded, **case)
-    assert_same(by_graph, serve(config, rows=FIVE, recorded=None, **case))
-    assert recorded and not any(recorded), "passes, and no round"
+    assert not any(replayed(evidence_threshold=0.0, **case)), "passes, and no round"
 
 
 def test_a_batch_that_no_recording_holds_is_replayed_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"{__name__}.SIZES", [3])
-    config = SMCConfig(num_particles=3, num_steps=2)
-    recorded: list[int] = []
-    found = serve(config, rows=list(range(1, 10)), recorded=recorded)
-    assert_same(found, serve(config, rows=list(range(1, 10)), recorded=None))
+    recorded = replayed(rows=list(range(1, 10)))
     assert set(recorded) == {3} and len(recorded) > 2
 
 
@@ -236,10 +225,8 @@ LAUNCHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(LAUNCHED))
 def test_a_round_in_slices_is_the_round(name: str) -> None:
     """Requests share nothing but the shape of their batch."""
-    adapts = "budgets" in LAUNCHED[name]
-    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0, adaptive=adapts)
-    case = {"rows": FIVE, "recorded": None, **LAUNCHED[name]}
-    assert_same(serve(config, most_launched=2, **case), serve(config, **case))
+    case = {"evidence_threshold": 0.0, **LAUNCHED[name], "adaptive": "budgets" in LAUNCHED[name]}
+    assert_same(serve(most_launched=2, **case), serve(**case))
 
 
 def test_a_recording_covers_less_and_nothing_else() -> None:

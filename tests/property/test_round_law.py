@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from toy_laws import (
+    DRAFT,
     EOS,
     LENGTH,
     NUM_CONTEXTS,
     NUM_RUNS,
+    PAIR,
+    PLAIN,
     SCRIPTS,
+    TARGET,
     VOCAB,
-    Text,
+    P,
     assert_properly_weighted,
     frequencies,
     languages,
@@ -33,20 +37,16 @@ from toy_worker import Language, Outcome
 
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.options.server import RESAMPLING_METHODS
 from sglang_smc.smc.distribution import TokenDistribution
 
-
-def plain(num_particles: int, num_steps: int, **more: Any) -> SMCConfig:
-    """The plain algorithm of the paper, which keeps what it drafts."""
-    settings = {"evidence_threshold": 0.0, "max_lag": LENGTH, **more}
-    return SMCConfig(num_particles=num_particles, num_steps=num_steps, **settings)
+EQUAL = (TARGET, TARGET)
 
 
-def draft_of(target: Language, kind: str) -> Language:
+def draft_of(kind: str) -> Language:
     """A draft that is near, one that ends texts at another rate, or one far off."""
     if kind == "hasty":
-        return Language(target.logits + 1.5 * torch.eye(3)[EOS])
+        return Language(TARGET.logits + 1.5 * torch.eye(3)[EOS])
     return languages(difference=0.7 if kind == "near" else 1.2)[1]
 
 
@@ -57,24 +57,27 @@ def test_one_particle_follows_q_where_drafted_and_p_where_bonus(
     num_steps: int, max_lag: int
 ) -> None:
     """Error probability 1e-4 each; the slightest misreading of KV changes every context."""
-    target, draft = languages()
-    outcome = run(plain(1, num_steps, max_lag=max_lag), (target, draft))
-    drawn_by = [target if t % (num_steps + 1) == 0 else draft for t in range(LENGTH)]
+    sizes = {"num_particles": 1, "num_steps": num_steps, "max_lag": max_lag}
+    outcome = run(**PLAIN | sizes)
+    drawn_by = [TARGET if t % (num_steps + 1) == 0 else DRAFT for t in range(LENGTH)]
     assert p_value(outcome, law(drawn_by)) > 1e-4
-    assert p_value(outcome, law([target] * LENGTH)) < 1e-9, "the test could not tell them apart"
+    assert p_value(outcome, P) < 1e-9, "the test could not tell them apart"
 
 
 @pytest.mark.parametrize("max_lag", [1, 3, LENGTH])
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_draft_equal_to_target_is_exact(max_lag: int, resample_at: str) -> None:
     """Error probability 1e-4 each; exact evidence, since no mean weight ever leaves 1."""
-    target, _ = languages()
-    config = plain(4, 2, ess_threshold=1.0, resample_at=resample_at, max_lag=max_lag)
-    outcome = run(config, (target, target))
-    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
-    assert outcome.log_evidence.abs().max() < 1e-12
+    own = {"ess_threshold": 1.0, "resample_at": resample_at, "max_lag": max_lag}
+    outcome = run(EQUAL, num_particles=4, num_steps=2, **PLAIN | own)
+    assert_exact(outcome)
     # What lags is split in unequal parts.
     assert outcome.num_resampled == 0 or max_lag < LENGTH
+
+
+def assert_exact(outcome: Outcome) -> None:
+    assert p_value(outcome, P) > 1e-4
+    assert outcome.log_evidence.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -100,18 +103,19 @@ def test_texts_are_properly_weighted(
     bonus token behind another particle than its own; for ancestors that do not follow weights.
     """
     kind, place = kind_and_place.split()
-    target, _ = languages()
-    settings: dict[str, Any] = {
-        "resampling_method": method,
-        "ess_threshold": ess_threshold,
-        "max_lag": max_lag,
-        "resample_at": place,
-        "draft_temperature": 1.6 if kind == "tempered" else None,
-    }
-    draft = target if kind == "tempered" else draft_of(target, kind)
-    outcome = run(plain(num_particles, num_steps, **settings), (target, draft))
+    outcome = run(
+        (TARGET, TARGET if kind == "tempered" else draft_of(kind)),
+        num_particles=num_particles,
+        num_steps=num_steps,
+        evidence_threshold=0.0,
+        resampling_method=method,
+        ess_threshold=ess_threshold,
+        max_lag=max_lag,
+        resample_at=place,
+        draft_temperature=1.6 if kind == "tempered" else None,
+    )
     assert outcome.log_evidence.exp().std() > 0
-    assert_properly_weighted(outcome, law([target] * LENGTH))
+    assert_properly_weighted(outcome, P)
     if num_particles > 1 and ess_threshold == 1:
         assert outcome.num_resampled > NUM_RUNS / 2
     if num_particles > 1 and num_steps < 3:  # else a round or two are all there is
@@ -122,10 +126,10 @@ def test_texts_are_properly_weighted(
 def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat() -> None:
     """The same runs with and without; a variance has a relative error of about 5 % here."""
     spread, apart = (
-        run(plain(4, 2), languages(), ops=ops, num_runs=3000)
+        run(ops=ops, num_runs=3000, num_particles=4, num_steps=2, **PLAIN)
         for ops in (TORCH, unstratified(TORCH))
     )
-    assert_properly_weighted(spread, law([languages()[0]] * LENGTH))
+    assert_properly_weighted(spread, P)
     assert spread.log_evidence.exp().var() < 0.93 * apart.log_evidence.exp().var()
 
 
@@ -139,12 +143,11 @@ def test_tokens_that_the_target_never_says_never_come_out(
 
     With 16 particles noise makes a TV of about .07; one particle's law is .26 away.
     """
-    target, draft = languages()
-    least = target.logits.argmin(1, keepdim=True)
-    cut = Language(target.logits.scatter(1, least, -torch.inf))
+    least = TARGET.logits.argmin(1, keepdim=True)
+    cut = Language(TARGET.logits.scatter(1, least, -torch.inf))
     expected = law([cut] * LENGTH)
-    config = plain(num_particles, 3, ess_threshold=0.9, resample_at=resample_at)
-    outcome = run(config, (cut, draft), num_runs=800)
+    own = {"num_particles": num_particles, "ess_threshold": 0.9, "resample_at": resample_at}
+    outcome = run((cut, DRAFT), num_runs=800, num_steps=3, **PLAIN, **own)
     assert all(expected[text] > 0 for text in frequencies(outcome))
     assert not outcome.log_evidence.isnan().any()
     assert outcome.num_all_zero > 0 or num_particles > 2
@@ -154,40 +157,35 @@ def test_tokens_that_the_target_never_says_never_come_out(
 
 def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
     """Disjoint supports: every draft is refused, and the output follows p exactly (error 1e-4)."""
-    target, _ = languages()
-    endless, over = target.logits.clone(), target.logits.clone()
+    endless, over = TARGET.logits.clone(), TARGET.logits.clone()
     endless[:, EOS], over[:, :EOS] = -torch.inf, -torch.inf
-    outcome = run(plain(4, 3), (Language(endless), Language(over)))
+    pair = Language(endless), Language(over)
+    outcome = run(pair, num_particles=4, num_steps=3, **PLAIN)
     assert outcome.num_all_zero == outcome.num_rounds == (LENGTH - 1) * NUM_RUNS
-    assert p_value(outcome, law([Language(endless)] * LENGTH)) > 1e-4
+    assert p_value(outcome, law([pair[0]] * LENGTH)) > 1e-4
 
 
-# --- Rounds of changing N and K
+# --- Rounds of changing N and K: a population is resized by weight and banks what it weighed; one
+# chain is verified; without drafts the target decodes alone.
 
-
-def weighing(num_particles: int, **more: Any) -> SMCConfig:
-    """The plain algorithm, which keeps what it drafts; seldom resampled, so that weights differ."""
-    more = {"evidence_threshold": 0.0, "ess_threshold": 0.2, "num_steps": 2, **more}
-    return SMCConfig(num_particles=num_particles, **more)
+#: The plain algorithm, seldom resampled, so that weights differ.
+SELDOM = {"evidence_threshold": 0.0, "ess_threshold": 0.2, "num_steps": 2}
 
 
 @pytest.mark.parametrize(("script", "method"), zip(SCRIPTS, RESAMPLING_METHODS, strict=True))
-def test_texts_stay_properly_weighted(script: str, method: str) -> None:
+def test_resized_populations_stay_properly_weighted(script: str, method: str) -> None:
     """A mean weight that is not banked has mean 1: only functions of the text miss it."""
-    pair = languages(difference=1.2)
-    config = weighing(4, resampling_method=method)
-    outcome = run(config, pair, budgets=SCRIPTS[script], num_runs=2500)
-    assert_properly_weighted(outcome, law([pair[0]] * LENGTH))
+    own = {"budgets": SCRIPTS[script], "resampling_method": method, "num_runs": 2500}
+    outcome = run(languages(difference=1.2), num_particles=4, **SELDOM, **own)
+    assert_properly_weighted(outcome, P)
 
 
 @pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.nightly), LENGTH])
 @pytest.mark.parametrize("script", list(SCRIPTS))
-def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
+def test_resized_with_a_draft_equal_to_the_target_stays_exact(script: str, max_lag: int) -> None:
     """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""
-    target, _ = languages()
-    outcome = run(weighing(4, max_lag=max_lag), (target, target), budgets=SCRIPTS[script])
-    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
-    assert outcome.log_evidence.abs().max() < 1e-12
+    own = {"budgets": SCRIPTS[script], "num_particles": 4, "max_lag": max_lag}
+    assert_exact(run(EQUAL, **SELDOM, **own))
 
 
 @pytest.mark.parametrize(
@@ -206,33 +204,20 @@ def test_one_chain_none_and_what_is_verified_follow_p(
     mode: str, budgets: tuple[Budget, ...]
 ) -> None:
     """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
-    target, draft = languages()
-    outcome = run(SMCConfig(num_particles=4, mode=mode), (target, draft), budgets=budgets)
-    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
-    assert outcome.log_evidence.abs().max() < 1e-12
+    assert_exact(run(num_particles=4, mode=mode, budgets=budgets))
 
 
 def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
     """Error probability 1e-4: it is weighed, as without one, and so follows q where drafted."""
-    target, draft = languages()
     chosen = ({"num_particles": 1, "num_steps": 2},)
-    outcome = run(weighing(4), (target, draft), chosen=chosen, budgets=(Budget(1, 2),))
-    drawn_by = [target if t % 3 == 0 else draft for t in range(LENGTH)]
+    outcome = run(num_particles=4, **SELDOM, chosen=chosen, budgets=(Budget(1, 2),))
+    drawn_by = [TARGET if t % 3 == 0 else DRAFT for t in range(LENGTH)]
     assert p_value(outcome, law(drawn_by)) > 1e-4
 
 
-def test_a_power_keeps_its_particles() -> None:
-    """With one particle left its texts would follow powers of next-token laws, which are far."""
-    target, draft = languages()
-    budgets = (OFF, Budget(1, 1))
-    outcome = run(weighing(16, power=2.0), (target, draft), budgets=budgets, num_runs=800)
-    sums = {text: mass**2 for text, mass in law([target] * LENGTH).items()}
-    assert_properly_weighted(outcome, sums)
-    expected = {text: mass / sum(sums.values()) for text, mass in sums.items()}
-    assert total_variation(outcome, expected) < 0.12
-
-
-# --- A power of p
+# --- A power of p: whole texts follow p(x)^alpha over its sum, and Z-hat estimates that sum. So
+# particles draw their first tokens apart: one for all would follow the power of its own law,
+# whatever N is, since no weight tells it from another.
 
 PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
 
@@ -250,9 +235,11 @@ def test_the_law_of_the_next_token_and_its_sum_by_the_power_of_each_group() -> N
     assert (found[:, 2] == -torch.inf).all()
 
 
-def powers_of_texts(target: Language, power: float) -> dict[Text, float]:
-    """p(x)^power of every text, not normalised."""
-    return {text: mass**power for text, mass in law([target] * LENGTH).items()}
+def distance_to_power(outcome: Outcome, power: float) -> float:
+    """How far texts are from p^power, normalised."""
+    masses = {text: mass**power for text, mass in P.items()}
+    total = sum(masses.values())
+    return total_variation(outcome, {text: mass / total for text, mass in masses.items()})
 
 
 @pytest.mark.parametrize(
@@ -263,11 +250,8 @@ def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
     power: float, num_particles: int, distance: float
 ) -> None:
     """Noise alone makes a TV of about .05 and .03."""
-    powers = powers_of_texts(languages()[0], power)
-    expected = {text: mass / sum(powers.values()) for text, mass in powers.items()}
-    config = SMCConfig(num_particles=num_particles, num_steps=2, power=power)
-    found = total_variation(run(config, languages(), num_runs=600), expected)
-    assert found == pytest.approx(distance, abs=0.04)
+    outcome = run(num_particles=num_particles, num_steps=2, power=power, num_runs=600)
+    assert distance_to_power(outcome, power) == pytest.approx(distance, abs=0.04)
     assert f" {distance:.2f}" in PAGE.read_text()
 
 
@@ -284,22 +268,29 @@ def test_texts_are_weighed_by_the_power_of_p(
     sizes: tuple[int, int, int], power: float, advance: dict[str, str]
 ) -> None:
     """Without the sums at the first token, at every bonus or behind an end it would be far off."""
-    target, draft = languages()
-    num_particles, num_steps, max_lag = sizes
-    config = SMCConfig(
-        num_particles=num_particles, num_steps=num_steps, max_lag=max_lag, power=power, **advance
-    )
-    assert_properly_weighted(run(config, (target, draft)), powers_of_texts(target, power))
+    names = "num_particles", "num_steps", "max_lag"
+    outcome = run(**dict(zip(names, sizes, strict=True)), power=power, **advance)
+    assert_properly_weighted(outcome, {text: mass**power for text, mass in P.items()})
 
 
 def test_texts_that_never_end_are_weighed_by_the_power_of_p() -> None:
-    target, draft = languages()
-    target.logits[:, EOS] = draft.logits[:, EOS] = -torch.inf
-    outcome = run(SMCConfig(num_particles=8, num_steps=2, power=4.0), (target, draft))
-    assert_properly_weighted(outcome, powers_of_texts(target, 4.0))
+    ends = torch.arange(VOCAB) == EOS
+    target, draft = (Language(one.logits.masked_fill(ends, -torch.inf)) for one in PAIR)
+    outcome = run((target, draft), num_particles=8, num_steps=2, power=4.0)
+    masses = {text: mass**4.0 for text, mass in law([target] * LENGTH).items()}
+    assert_properly_weighted(outcome, masses)
 
 
-# --- What the evidence threshold trades, on models that hardly agree
+def test_a_power_keeps_its_particles() -> None:
+    """With one particle left its texts would follow powers of next-token laws, which are far."""
+    budgets = (OFF, Budget(1, 1))
+    outcome = run(num_particles=16, power=2.0, **SELDOM, budgets=budgets, num_runs=800)
+    assert_properly_weighted(outcome, {text: mass**2 for text, mass in P.items()})
+    assert distance_to_power(outcome, 2.0) < 0.12
+
+
+# --- What the evidence threshold trades, on models that hardly agree; margins are several times
+# the noise.
 
 NOISE = 0.08  # TV of texts that follow p, at this many runs, is about .055
 
@@ -322,22 +313,15 @@ def distance(outcome: Outcome) -> float:
     return total_variation(outcome, law([hard_pair()[0]] * LENGTH))
 
 
-def sweep(num_particles: int, thresholds: tuple[float, ...]) -> list[Outcome]:
-    """What `mixed` says with each threshold; an infinite one is `exact`."""
-    choices = [
-        {"mode": "mixed", "evidence_threshold": threshold}
-        if math.isfinite(threshold)
-        else {"mode": "exact"}
-        for threshold in thresholds
-    ]
-    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 2}
-    return [run(SMCConfig(**sizes, **chosen), hard_pair()) for chosen in choices]
-
-
 @pytest.mark.parametrize("num_particles", [1, 4])
 def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> None:
     """A coin on the wrong side, or a threshold that divides where it multiplies, turns it round."""
-    found = sweep(num_particles, (0.0, 0.25, 1.0, math.inf))
+    choices: list[dict[str, Any]] = [
+        *({"mode": "mixed", "evidence_threshold": threshold} for threshold in (0.0, 0.25, 1.0)),
+        {"mode": "exact"},
+    ]
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 2}
+    found = [run(hard_pair(), **sizes, **chosen) for chosen in choices]
     distances = [distance(outcome) for outcome in found]
     speeds = [outcome.num_tokens / outcome.num_rounds for outcome in found]
     assert all(later < earlier - 0.1 for earlier, later in itertools.pairwise(distances))
@@ -353,22 +337,20 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
 
     Going on with the result that has more tokens would lose early ends.
     """
-    target, draft = languages()
+    target, draft = PAIR
     logits = target.logits.clone()
     logits[:, EOS] += 1.0
     pair = Language(logits), Language(draft.logits + logits - target.logits)
     of_texts = law([pair[0]] * LENGTH)
     expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
-    num_runs = 3000
-    error = math.sqrt(expected * (1 - expected) / num_runs)
-    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1}
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1, "num_runs": 3000}
+    error = math.sqrt(expected * (1 - expected) / 3000)
     for chosen, margin in (
         ({"mode": "exact"}, 5 * error),
         ({"mode": "mixed", "evidence_threshold": 1.0}, 0.045),
     ):
-        outputs = run(SMCConfig(**sizes, **chosen), pair, num_runs=num_runs).outputs
-        found = float((outputs[:, 1:4] == EOS).any(1).double().mean())
-        assert abs(found - expected) < margin
+        found = (run(pair, **sizes, **chosen).outputs[:, 1:4] == EOS).any(1).double().mean()
+        assert abs(float(found) - expected) < margin
 
 
 @pytest.mark.parametrize(("num_particles", "resample_at"), [(1, "token"), (4, "block")])
@@ -376,17 +358,9 @@ def test_smc_is_nearer_to_p_with_a_threshold_than_without(
     num_particles: int, resample_at: str
 ) -> None:
     """Where q misses the mass of p, equal weights of equally wrong drafts say nothing of it."""
+    own = {"num_particles": num_particles, "num_steps": LENGTH - 2, "resample_at": resample_at}
     plain, covered = (
-        run(
-            SMCConfig(
-                num_particles=num_particles,
-                num_steps=LENGTH - 2,
-                resample_at=resample_at,
-                evidence_threshold=threshold,
-            ),
-            hard_pair(),
-        )
-        for threshold in (0.0, 1.0)
+        run(hard_pair(), **own, evidence_threshold=threshold) for threshold in (0.0, 1.0)
     )
     assert distance(covered) < 0.75 * distance(plain)
     assert covered.num_rounds > plain.num_rounds
