@@ -1,8 +1,7 @@
 """List the fields of SGLang's server arguments that an SMC server cannot honor, and why.
 
-A field is listed if SMC would fail with it, or ignore it. The reasons for all others are in
-tests/server_arg_fields.py, field by field. Some fields exist in some releases of SGLang only; one
-that this release lacks cannot be set.
+A field is listed if SMC would fail with it, or ignore it. Some fields exist in some releases of
+SGLang only; one that this release lacks cannot be set.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from contract.upstream import ours, release
-from contract.upstream.check import SERVER_ARGS, Asked, Finding, Judged, findings
+from contract.upstream.check import SERVER_ARGS, Asked, Finding, findings
 from contract.upstream.relied import read
 from contract.upstream.sglang import Tree
 
@@ -168,12 +168,6 @@ PROJECT = {
         class Yours(Mine):
             def free(self, rows, keep=0): ...
     """,
-    "sglang_smc/server/requirements.py": """
-        REQUIREMENTS = (
-            Requirement("tp_size", (1,), "why"),
-            Requirement("cp_size", (1,), "why", NEWER),
-        )
-    """,
     "patches/wait.py": """
         _OWNER = "sglang.owner.Owner."
 
@@ -191,10 +185,7 @@ PROJECT = {
 }
 
 
-JUDGED = (
-    Judged(SERVER_ARGS, frozenset({"model_path", "tp_size", "cp_size"}), "field"),
-    Judged("sglang.srt.pool.Pool", frozenset({"free"}), "method"),
-)
+JUDGED = (SERVER_ARGS,), ("sglang.srt.pool.Pool",)
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -215,13 +206,12 @@ def found_in(
     write(folder / "known" / "sglang", {"__init__.py": "", **NEWER})
     write(folder / "project", project)
     of = release.families(release.version_of(folder / "release"), folder / "project")
-    asked = Asked(
-        tuple(read(RELIED)), ours.sources(of, folder / "project"), JUDGED, ("sglang.srt.backends.",)
-    )
+    sources, may_keep = ours.sources(of, folder / "project"), ("sglang.srt.backends.",)
+    asked = Asked(tuple(read(RELIED)), sources, *JUDGED, may_keep)
     return findings(Tree(folder / "release"), asked, Tree(folder / "known") if known else None)
 
 
-PARALLEL = "srt/fields/parallel.py"  # or else where the arguments are a dataclass
+PARALLEL = "srt/fields/parallel.py"
 POOL, ME = "srt/pool.py", "sglang_smc/upstream.py"
 
 # What breaks: a file, what of it becomes what, and what is then said where. Of a file of the
@@ -241,8 +231,7 @@ BREAKS: list[tuple[str, str | None, str, str, str | tuple[str | None, str | None
     (POOL, "rows, keep=0", "rows, keep=0, x=0", "overrides", "our method"),
     (POOL, "rows, keep=0", "slots, keep=0", "overrides", "our method"),
     ("owner.py", "self.held", "self.kv.held", "attributes", "Owner has no held"),
-    (PARALLEL, "tp_size", "x: int; tp_size", "to judge", "new field ServerArgs.x"),
-    (POOL, "def free", "def keep", "to judge", "new method Pool.keep"),
+    (POOL, "class Pool", "class Rows", "to judge", "sglang.srt.pool.Pool is gone"),
     (POOL, "...", "self.t = x.req_to_token", "req_to_token", "srt.pool"),
     ("owner.py", "def build(", "def build_it(", "relied on", "build is missing"),
     ("owner.py", "class Info", "class Information", "relied on", "Info is missing"),
@@ -275,6 +264,8 @@ CHANGES = [
     ("owner.py", "return obj", "return [obj]", "changed", "Owner.wait"),  # a hook's target
     ("owner.py", "return cls(size)", "return cls(0)", "changed", "Owner.made"),  # counted on
     (POOL, "def free", "def keep", "overrides", "Pool.free is gone"),
+    (PARALLEL, "tp_size", "x: int; tp_size", "to judge", "new field ServerArgs.x"),
+    (POOL, "def free", "def keep", "to judge", "new method Pool.keep"),
 ]
 
 # A file of ours, and the names of one letter that it uses on the older and the newer release.
@@ -296,8 +287,7 @@ BRANCHES = {
 
 
 def broken(files: dict[str, str], file: str, old: str | None, new: str) -> dict[str, str]:
-    name = file if file in files else "srt/server_args.py"
     if old is None:
-        return {other: text for other, text in files.items() if other != name}
-    assert files[name].count(old) == 1
-    return {**files, name: files[name].replace(old, new)}
+        return {other: text for other, text in files.items() if other != file}
+    assert files[file].count(old) == 1
+    return {**files, file: files[file].replace(old, new)}

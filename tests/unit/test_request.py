@@ -4,17 +4,8 @@ import re
 from typing import Any
 
 import pytest
-from request_fields import (
-    GENERATE_REQUEST,
-    GENERATE_REQUEST_SOME,
-    REFUSED,
-    REFUSED_SAMPLING,
-    SAMPLING_PARAMS,
-    SAMPLING_PARAMS_SOME,
-)
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.refusals import (
@@ -24,7 +15,6 @@ from sglang_smc.server.refusals import (
     check_session,
     check_trace,
 )
-from sglang_smc.upstream import release
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 SECRET = {"key": "0x5ec7e7"}
@@ -48,24 +38,6 @@ def check(params: dict[str, Any] | None = None, **fields: Any) -> None:
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqInput:
     return GenerateReqInput(input_ids=[1, 2], sampling_params=params, **fields)
-
-
-@pytest.mark.parametrize(
-    ("present", "known", "some", "refused"),
-    [
-        (GenerateReqInput.__dataclass_fields__, GENERATE_REQUEST, GENERATE_REQUEST_SOME, REFUSED),
-        (SamplingParams.__struct_fields__, SAMPLING_PARAMS, SAMPLING_PARAMS_SOME, REFUSED_SAMPLING),
-    ],
-)
-def test_every_field_of_sglang_has_been_looked_at(
-    present: Any, known: list[str], some: dict[str, str], refused: list[str]
-) -> None:
-    of_some = {name for names in some.values() for name in names.split()}
-    here = {name for at, names in some.items() if release() in at.split() for name in names.split()}
-    assert len(known) == len(set(known)) and of_some <= set(known)
-    assert set(present) == set(known) - of_some | here
-    own = REFUSED_FIELDS if refused is REFUSED else REFUSED_PARAMS
-    assert sorted(own) == sorted(refused)
 
 
 def test_what_is_refused_is_named_with_its_value() -> None:

@@ -15,14 +15,11 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from contract.upstream import ours, release
-from contract.upstream.check import SERVER_ARGS, Asked, Finding, Judged, findings
-from contract.upstream.judged import MAY_KEEP_TABLE, METHODS
+from contract.upstream.check import Asked, Finding, findings
+from contract.upstream.judged import FIELDS, MAY_KEEP_TABLE, METHODS
 from contract.upstream.relied import symbols
 from contract.upstream.sglang import Tree
-from request_fields import GENERATE_REQUEST, SAMPLING_PARAMS
-from server_arg_fields import LOOKED_AT
 
-JUDGED = "tests/server_arg_fields.py, tests/request_fields.py or tests/contract/upstream/judged.py"
 HEADINGS = {
     "relied on": "Follow these in our code, then in tests/contract/upstream/relied.py",
     "hooks": "Hooks of patches/: write them for the function as it is now",
@@ -32,7 +29,8 @@ HEADINGS = {
     "attributes": "Attributes that our files read: find where they are now",
     "req_to_token": "Classes that keep the table that the worker exchanges: have it exchanged "
     "there too, or list them in tests/contract/upstream/judged.py",
-    "to judge": f"Say what these mean to SMC in {JUDGED}, or take them out where they are gone",
+    "to judge": "Judge what these mean to SMC: honour or refuse them; silent once the release is "
+    "in sglang_smc.upstream.SUPPORTED",
     "changed": "Read these against the hooks that count on them; silent once the release is in "
     "sglang_smc.upstream.SUPPORTED",
 }
@@ -65,20 +63,9 @@ def compare(name: str, tree: Tree) -> bool:
 
 
 def everything(version: str) -> Asked:
-    """What is relied on, our files, and what has been judged, as they are for a release."""
+    """What is relied on, our files, and what is to be judged, as they are for a release."""
     of = release.families(version)
-    every = ours.sources(frozenset(release.FAMILIES))  # with the records of all families
-    refused = [use.path for s in every if s.is_product for use in ours.requirement_fields(s)]
-    fields = {
-        SERVER_ARGS: [*LOOKED_AT, *refused],
-        "sglang.srt.managers.io_struct.GenerateReqInput": GENERATE_REQUEST,
-        "sglang.srt.sampling.sampling_params.SamplingParams": SAMPLING_PARAMS,
-    }
-    judged = (
-        *(Judged(path, frozenset(names), "field") for path, names in fields.items()),
-        *(Judged(path, frozenset(names.split()), "method") for path, names in METHODS.items()),
-    )
-    return Asked(symbols(of), ours.sources(of), judged, MAY_KEEP_TABLE)
+    return Asked(symbols(of), ours.sources(of), FIELDS, METHODS, MAY_KEEP_TABLE)
 
 
 def report(found: list[Finding]) -> Iterator[str]:

@@ -33,26 +33,19 @@ class Finding(NamedTuple):
     upstream: str = ""  # file and line of what is asked
 
 
-class Judged(NamedTuple):
-    """A class of SGLang's of whose every field or method somebody has said what it means to SMC."""
-
-    path: str
-    names: frozenset[str]
-    of: str  # "field" or "method"
-
-
 class Asked(NamedTuple):
     symbols: tuple[Symbol, ...]
     sources: list[ours.Source]
-    judged: tuple[Judged, ...]
+    fields: tuple[str, ...]  # classes whose new ones are to be judged
+    methods: tuple[str, ...]  # likewise
     may_keep_table: tuple[str, ...]  # beginnings of modules that may
 
 
 def findings(tree: Tree, asked: Asked, known: Tree | None = None) -> list[Finding]:
     """What is broken, and what nobody has judged, in the order in which it is shown.
 
-    ``known`` is the newest supported release, of one that is not supported: what went since then
-    and whose body changed, somebody has to read.
+    ``known`` is the newest supported release, of one that is not supported: what came and went
+    since then and whose body changed, somebody has to read.
     """
     own = [source for source in asked.sources if source.is_product]
     heirs = ours.heirs(own)
@@ -65,7 +58,8 @@ def findings(tree: Tree, asked: Asked, known: Tree | None = None) -> list[Findin
         *(f for use in ours.super_calls(heirs) for f in _of_call(tree, use, of_super=True)),
         *(f for heir in heirs for f in _of_overrides(tree, heir, known)),
         *(f for s in own for read in ours.attribute_reads(s) for f in _of_read(tree, *read)),
-        *(f for judged in asked.judged for f in _unjudged(tree, judged)),
+        *(f for path in asked.fields for f in _new(tree, known, path, "field")),
+        *(f for path in asked.methods for f in _new(tree, known, path, "method")),
         *_table_keepers(tree, asked.may_keep_table),
     ]
     if known is not None:
@@ -262,15 +256,17 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("speculative_smc_", "smc_", "_smc_"))
 
 
-def _unjudged(tree: Tree, judged: Judged) -> Iterator[Finding]:
-    found = tree.find(judged.path)
+def _new(tree: Tree, known: Tree | None, path: str, kind: str) -> Iterator[Finding]:
+    """Fields or methods of a class that the newest supported release does not have."""
+    found, before = tree.find(path), known and known.find(path)
     if found is None:
-        yield Finding("to judge", f"{judged.path} is gone", "", tree.nearest(judged.path))
-        return
-    there = tree.fields(found) if judged.of == "field" else tree.methods(found)
-    for name in there.keys() - judged.names:
-        line = f"new {judged.of} {found.node.name}.{name}"
-        yield Finding("to judge", line, "", there[name].place)
+        yield Finding("to judge", f"{path} is gone", "", tree.nearest(path))
+    elif known and before:
+        there = tree.fields(found) if kind == "field" else tree.methods(found)
+        were = known.fields(before) if kind == "field" else known.methods(before)
+        for name in there.keys() - were.keys():
+            line = f"new {kind} {found.node.name}.{name}"
+            yield Finding("to judge", line, "", there[name].place)
 
 
 def _changed(tree: Tree, known: Tree, hook: ours.Hook) -> Iterator[Finding]:

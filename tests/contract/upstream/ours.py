@@ -196,13 +196,6 @@ def _called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
 
 
-def requirement_fields(source: Source) -> Iterator[Use]:
-    """Fields of ServerArgs in `Requirement(field, ...)` records."""
-    for node, _ in source.calls("Requirement"):
-        if node.args:
-            yield source.use(ast.literal_eval(node.args[0]), node)
-
-
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     """What is read or set of parameters that are annotated with a class of SGLang's."""
     for function in source.nodes:
