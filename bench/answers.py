@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import study
 from pair.task import Problem, check, held_out, messages
 from results import Report
-from speed.grid import DRAFT, TARGET, Launch
+from speed.grid import DRAFT, TARGET
 from speed.remote import RemoteEngine, Work, running
+
+from sglang_smc.tools.demo.serving import Launch
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
@@ -47,18 +49,10 @@ COMMON: dict[str, Any] = {
 # --- Engines
 
 
-class Request(NamedTuple):
-    """One problem, and the sampling parameters of its answer."""
-
-    index: int  # of the problem in its study
-    item: Problem
-    sampling_params: dict[str, Any]
-
-
 class Reply(NamedTuple):
     """One answer of an engine."""
 
-    request: Request
+    index: int  # of the problem in its study
     text: str
     output_ids: list[int]
     meta_info: dict[str, Any]
@@ -116,7 +110,7 @@ class Record:
 
 def grade(reply: Reply) -> Record:
     """Return the record of a reply; raise BenchError if some of its tokens are missing."""
-    info, (index, item, _) = reply.meta_info, reply.request
+    info, index = reply.meta_info, reply.index
     if len(reply.output_ids) != info["completion_tokens"]:
         raise study.BenchError(
             f"Problem {index} was answered with {info['completion_tokens']} tokens, of which "
@@ -127,7 +121,16 @@ def grade(reply: Reply) -> Record:
     kept = {key: info[key] for key in info if key in KEPT or key.startswith(KEPT_PREFIX)}
     if "spec_smc_rounds_ct" in kept:  # each is one target pass
         kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
-    return Record(index, ended and check(reply.text, item), reply.output_ids, kept)
+    return Record(index, ended and check(reply.text, held_out(index)), reply.output_ids, kept)
+
+
+def about(origin: Mapping[str, Any]) -> str:
+    """Return the start of a study's note: problems, machine and date."""
+    last = origin["settings"]["problems"] - 1
+    return (
+        f"held-out problems 0 to {last}, each with its number as the seed; on "
+        f"{origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals, over answers. "
+    )
 
 
 C = TypeVar("C", bound=Cell)
@@ -155,24 +158,17 @@ class Study(ABC, Generic[C, A]):
         self.options = options
         self.code = self.fingerprint()
         self.cells: list[C] = self.grid()
-        self.selected = study.matching(self.cells, options.only)
-        if not self.selected:
-            patterns = " ".join(options.only)
-            raise study.BenchError(f"No cell matches --only {patterns}; --list shows all.")
+        self.selected = study.selected(self.cells, options.only)
         self.answers = {c: study.Log(self.path(c), self.identity(c)) for c in self.cells}
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         """Return the parser; studies add their own options."""
         made = study.parser(cls.name, cls.about)
-        add = made.add_argument
-        add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
-        add("--list", action="store_true", help="print the cells, and stop")
-        add("--fresh", action="store_true", help="forget what the folder has of these cells")
-        add("--publish", action="store_true", help=f"also copy to bench/results/{cls.name}")
+        study.add_selection(made)
         # One problem has no interval.
         problems = {"type": study.number(int, 2, MAX_PROBLEMS), "default": cls.problems}
-        add("--problems", help="held-out problems for each cell", **problems)
+        made.add_argument("--problems", help="held-out problems for each cell", **problems)
         return made
 
     @classmethod
@@ -241,16 +237,14 @@ class Study(ABC, Generic[C, A]):
 
     # All have these in common
 
-    def request_of(self, cell: C, sample: int, index: int) -> Request:
-        """Return the request of a sample of problem ``index``, whose seed is its number."""
+    def params_of(self, cell: C, sample: int, index: int) -> dict[str, Any]:
+        """Return the parameters of a sample of problem ``index``, whose seed is its number."""
         params: dict[str, Any] = {
             "temperature": cell.temperature,
             "max_new_tokens": MAX_TOKENS,
             "sampling_seed": index + MAX_PROBLEMS * sample,
         }
-        if cell.smc is not None:
-            params["custom_params"] = {"smc": cell.smc}
-        return Request(index, held_out(index), params)
+        return params if cell.smc is None else {**params, "custom_params": {"smc": cell.smc}}
 
     def launch(self, name: str) -> Launch:
         """Return the launch of the engine with this name; its potentials are found in bench/."""
@@ -294,12 +288,12 @@ class Study(ABC, Generic[C, A]):
     def _ask(self, cell: C, engine: RemoteEngine) -> Iterator[Any]:
         """Yield the missing answers of one cell, one sample of each problem at a time."""
         for sample, group in groupby(self.missing(cell), key=lambda pair: pair[0]):
-            asked = [self.request_of(cell, *pair) for pair in group]
-            work = Work([prompt_ids(r.item) for r in asked], [r.sampling_params for r in asked])
-            for found in engine.each(work):
-                one = asked[found["place"]]
-                reply = Reply(one, found["text"], found["output_ids"], found["meta_info"])
-                yield self.stored(cell, reply, sample)
+            numbers = [index for _, index in group]
+            prompts = [prompt_ids(held_out(index)) for index in numbers]
+            params = [self.params_of(cell, sample, index) for index in numbers]
+            for found in engine.each(Work(prompts, params)):
+                answer = (found[key] for key in Reply._fields[1:])
+                yield self.stored(cell, Reply(numbers[found["place"]], *answer), sample)
 
     def complete(self) -> dict[C, list[A]]:
         """Return the answers of cells completed by this run or an earlier one like it."""

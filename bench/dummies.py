@@ -12,11 +12,6 @@ from sglang_smc.tools.plan.shapes import ModelShape
 PADDING, END, FIRST_TOKEN = 0, 1, 2
 
 
-def write_llama(folder: Path, shape: ModelShape) -> None:
-    """Write the configuration and the tokenizer of a Llama of this shape."""
-    write_model(folder, llama_config(shape))
-
-
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     """Write a configuration, and a tokenizer unless there is one."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from statistics import fmean, variance
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,46 +139,30 @@ def watched_tilt(meta_infos: Sequence[Mapping[str, Any]]) -> Interval | None:
 # --- Speeds, of a few repeats
 
 
-class _Mean(NamedTuple):
-    """A mean of n repeats; of one the variance is infinite."""
-
-    mean: float
-    variance: float
-    freedom: float
-    n: int
-
-    def interval(self) -> Interval:
-        """Return the mean with Student's interval."""
-        from scipy.stats import t as student  # slow to import
-
-        half = math.inf
-        if self.variance < math.inf:
-            half = float(student.ppf(0.975, self.freedom)) * math.sqrt(self.variance)
-        return Interval(self.mean, self.mean - half, self.mean + half, self.n)
-
-
-def _mean(values: Sequence[float]) -> _Mean:
-    n = len(values)
-    return _Mean(fmean(values), variance(values) / n if n > 1 else math.inf, n - 1, n)
-
-
 def mean_of(values: Sequence[float]) -> Interval:
     """Return the mean of one or more repeats with Student's interval; one has no bounds."""
-    return _mean(values).interval()
+    from scipy.stats import ttest_1samp  # slow to import
+
+    return Interval(fmean(values), *_bounds(ttest_1samp, values, 0.0), len(values))
 
 
 def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval:
     """Return exp of the mean of log ratios with Student's interval, over the others' if any.
 
-    Welch's degrees of freedom are those of a difference of two independent means.
+    That is Welch's, of a difference of two independent means.
     """
-    ours = _mean(logs)
+    from scipy.stats import ttest_ind  # slow to import
+
+    mean, low, high, n = mean_of(logs)
     if others:
-        theirs = _mean(others)
-        total = ours.variance + theirs.variance
-        below = sum(one.variance**2 / one.freedom for one in (ours, theirs) if one.freedom)
-        is_known = 0 < total < math.inf
-        freedom = total**2 / below if is_known else min(ours.freedom, theirs.freedom)
-        ours = _Mean(ours.mean - theirs.mean, total, freedom, min(ours.n, theirs.n))
-    middle, low, high, n = ours.interval()
-    return Interval(math.exp(middle), math.exp(low), math.exp(min(high, 700.0)), n)
+        low, high = _bounds(ttest_ind, logs, others, equal_var=False)
+        mean, n = mean - fmean(others), min(n, len(others))
+    return Interval(math.exp(mean), math.exp(low), math.exp(min(high, 700.0)), n)
+
+
+def _bounds(test: Callable[..., Any], *samples: Any, **how: Any) -> tuple[float, float]:
+    """Return the interval of a test; infinite bounds where one repeat says nothing of spread."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the degrees of freedom, 0
+        found = test(*samples, **how).confidence_interval()
+    return (-math.inf, math.inf) if math.isnan(found.low) else (found.low, found.high)

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from intervals import Interval, ratio
 from study import REPOSITORY
+
+from sglang_smc.tools.command.machine import installed
 
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai", "triton", "sglang-kernel")
 #: The tree's commit, for a copy without history; see CONTRIBUTING.md, "On a GPU".
@@ -69,7 +70,7 @@ def _row(kind: type[R], line: Mapping[str, str]) -> R:
     for field in fields(kind):
         name, said = field.name, str(field.type)
         if "Interval" in said:
-            parts = [_number(line[f"{name}_{part}"]) for part in Interval._fields]
+            parts = [_number(line.get(f"{name}_{part}", "")) for part in Interval._fields]
             content[name] = None if parts[0] is None else Interval(*parts)
         elif "str" in said:
             content[name] = line[name] or ("" if said == "str" else None)
@@ -128,7 +129,7 @@ class Report(Generic[R]):
         return text
 
     def read(self, folder: Path) -> list[R]:
-        """Return the rows in a folder; columns of other fields are ignored."""
+        """Return the rows in a folder; other columns are ignored, and missing intervals None."""
         with (folder / f"{self.name}.csv").open() as file:
             return [_row(self.row, line) for line in csv.DictReader(file)]
 
@@ -195,13 +196,6 @@ def gpu(*names: str) -> dict[str, str] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return dict(zip(names, map(str.strip, done.stdout.split(",")), strict=True))
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -54,6 +54,23 @@ def slug_of(name: str) -> str:
     return name.lower().replace("=", "").replace(" ", "-")
 
 
+def add_selection(made: argparse.ArgumentParser) -> None:
+    """Add the options that select cells and say what becomes of them."""
+    add = made.add_argument
+    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
+    add("--list", "--dry-run", action="store_true", help="print the cells, and stop")
+    add("--fresh", action="store_true", help="measure again what the folder has of these cells")
+    add("--publish", action="store_true", help="also copy to bench/results")
+
+
+def selected(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
+    """Return the cells with a matching ``slug``; raise BenchError without any."""
+    found = matching(cells, patterns)
+    if not found:
+        raise BenchError(f"No cell matches --only {' '.join(patterns)}; --list shows all.")
+    return found
+
+
 def matching(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
     """Return the cells with a ``slug`` that matches a shell pattern."""
     return [cell for cell in cells if any(fnmatchcase(cell.slug, p) for p in patterns)]
@@ -114,18 +131,12 @@ class Log:
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
         """Yield a function that appends an entry, visible at once to others."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
-
-            def append(entry: dict[str, Any]) -> None:
-                file.write(json.dumps(entry).encode() + b"\n")
-                file.flush()
-
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # half a line that a killed run left
-            file.seek(0, 2)
-            if file.tell() == 0:
-                append(self._identity)
-            yield append
+        lines = whole_lines(self.path) or [self._identity]  # without half a line of a killed run
+        whole = self.path.with_suffix(".whole")
+        whole.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        whole.replace(self.path)
+        with self.path.open("a", buffering=1) as file:
+            yield lambda entry: print(json.dumps(entry), file=file)
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

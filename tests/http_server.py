@@ -17,7 +17,7 @@ import httpx
 import warm
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
-from sglang_smc.tools.demo.serving import free_port
+from sglang_smc.tools.demo.serving import flags_of, free_port
 
 START_TIMEOUT = 1200.0
 STOP_TIMEOUT = 60.0
@@ -85,7 +85,7 @@ def running_server(
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / "server.log"
     given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
-    command = ["-m", "sglang.launch_server", "--port", str(port), *flags(given)]
+    command = ["-m", "sglang.launch_server", "--port", str(port), *flags_of(given)]
     with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
         variables = {**os.environ, **STRICT_CHECKS, **(environment or {})}
         process = warm.start(command, variables, sink.fileno())
@@ -95,17 +95,6 @@ def running_server(
             yield server
         finally:
             _end(process)
-
-
-def flags(arguments: dict[str, Any]) -> list[str]:
-    """Engine keywords as a command line: `tp_size=2` is `--tp-size 2`, True a bare switch."""
-    found: list[str] = []
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            found.append("--" + name.replace("_", "-"))
-            values = value if isinstance(value, list) else [value]
-            found += [] if value is True else map(str, values)
-    return found
 
 
 def _wait_until_ready(server: Server) -> None:

@@ -12,15 +12,15 @@ temperature. Expected tokens per second are the planner's, of an 8B.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from answers import COMMON
+from answers import COMMON, about
 from charts import COLOURS, Point, scatter
-from fidelity.run import AR_TARGET, AUTO, EXACT, SMC_ENGINE, Cell, CellRow, make_rows
+from fidelity.run import AR_TARGET, AUTO, EXACT, SMC_ENGINE, Cell, CellRow, Quality, make_rows
 from fidelity.scoring import Scored, ScoredStudy
 from intervals import Interval
 from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
@@ -133,8 +133,8 @@ def plain_seconds() -> float:
     return ar_step(shapes.from_config(EXPECTED), BATCH, CONTEXT + TAIL).seconds(named(DEVICE))
 
 
-@dataclass(frozen=True)
-class DraftRow:
+@dataclass(frozen=True, kw_only=True)
+class DraftRow(Quality):
     """A line of the table; None where a number does not apply."""
 
     label: str  # without the temperature
@@ -143,22 +143,10 @@ class DraftRow:
     num_particles: int
     temperature: float
     tokens_per_pass: Interval
-    accuracy: Interval | None
-    difference: Interval | None  # accuracy minus AR's
-    innovation: Interval | None  # nats per token
-    log_p_difference: Interval | None  # nats per token, minus AR's
-    kl_at_least: Interval | None  # nats per answer; in the direction of the shipped draft
-    tilt: Interval | None  # in the direction of the shipped draft
-    server_tilt: Interval | None  # to the proposal itself
     round_ms: float  # for an 8B, by the planner
     tokens_per_second: float  # by these round times
     to_draft_model: float | None  # of the same rule, N and temperature
     plugin: str  # fingerprint of the code that answered
-
-
-#: Fields shared with the rows of the fidelity study.
-SHARED = ("accuracy", "difference", "innovation", "log_p_difference", "kl_at_least", "tilt")
-SHARED += ("server_tilt",)
 
 
 def rows_of(
@@ -185,7 +173,7 @@ def _row(cell: Cell, row: CellRow, found: Sequence[Scored], plugin: str) -> Draf
         tokens_per_second=yielded.mean / seconds,
         to_draft_model=None,
         plugin=plugin,
-        **{name: getattr(row, name) for name in SHARED},
+        **{field.name: getattr(row, field.name) for field in fields(Quality)},
     )
 
 
@@ -294,11 +282,9 @@ def _point(row: DraftRow) -> Point:
 
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the tables."""
-    last = origin["settings"]["problems"] - 1
     return (
-        f"The shipped pair and its heads, K = 8; held-out problems 0 to {last}, "
-        f"each with its number as the seed; on {origin['hardware']}, {origin['date'][:10]}. In "
-        "brackets 95 % intervals, over answers. Milliseconds are the planner's bound for a round "
+        f"The shipped pair and its heads, K = 8; {about(origin)}"
+        "Milliseconds are the planner's bound for a round "
         f"of {EXPECTED} on an {DEVICE.upper()}, batch {BATCH}, {CONTEXT:,} tokens of context, "
         "with a draft of the same kind; tokens / s to expect are tokens / target pass over these, "
         "a bound, too, and no measurement on a GPU. KL and tilt are looked for in the direction of "
@@ -346,3 +332,6 @@ class Drafts(ScoredStudy[Cell]):
 
     def rows(self) -> list[DraftRow]:
         return rows_of(self.complete(), self.plugin)
+
+
+main = Drafts.main

@@ -106,8 +106,21 @@ def _cells(temperature: float) -> list[Cell]:
 # --- Rows
 
 
-@dataclass(frozen=True)
-class CellRow:
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """The distance from the target; ``None`` where a number does not apply."""
+
+    accuracy: Interval
+    difference: Interval | None  # accuracy minus AR's
+    tilt: Interval  # in the direction of the shipped draft
+    innovation: Interval  # nats per token
+    kl_at_least: Interval  # nats per answer; in the same direction
+    log_p_difference: Interval | None  # nats per token, minus AR's
+    server_tilt: Interval | None  # in the direction of the draft at work
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellRow(Quality):
     """A cell's numbers; ``None`` where a number does not apply."""
 
     slug: str
@@ -116,14 +129,7 @@ class CellRow:
     num_particles: int | None
     evidence_threshold: float | None  # also the default of `auto` and smc
     label: str  # without the temperature
-    accuracy: Interval
-    difference: Interval | None  # accuracy minus AR's
     tokens_per_pass: float | None
-    tilt: Interval
-    innovation: Interval  # nats per token
-    kl_at_least: Interval  # nats per answer
-    log_p_difference: Interval | None  # nats per token, minus AR's
-    server_tilt: Interval | None
     ess_share: float | None
     resample_rate: float | None
     kl_at_most: Interval | None  # only for the paper's algorithm: -E[log Z]
@@ -230,11 +236,8 @@ def _point(row: CellRow) -> Point:
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the tables."""
     sizes = f"N={SIZES['num_particles']}, K={SIZES['num_steps']}"
-    last = origin["settings"]["problems"] - 1
     return (
-        f"The shipped pair, {sizes}; held-out problems 0 to {last}, each with "
-        f"its number as the seed; on {origin['hardware']}, {origin['date'][:10]}. In brackets 95 % "
-        "intervals, over answers. "
+        f"The shipped pair, {sizes}; {answers.about(origin)}"
         "Tilt: 0 is the target's law. Innovation: log p + H, 0 under the target."
     )
 
@@ -259,3 +262,6 @@ class Fidelity(ScoredStudy[Cell]):
 
     def rows(self) -> list[CellRow]:
         return make_rows(self.complete())
+
+
+main = Fidelity.main

@@ -12,15 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from answers import Cell, Record, Reply, Study, grade, prompt_ids
 from pair.task import held_out
 from study import PAIR, digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TEMPERATURES = (0.7, 1.0)
 #: Decimal digits of a stored log-ratio.
@@ -67,7 +64,7 @@ def score(index: int, tokens: Sequence[int], temperature: float) -> dict[str, An
 
 
 @lru_cache(maxsize=1)
-def load() -> list[PreTrainedModel]:
+def load() -> list[Any]:
     """Return the shipped target and draft in float32."""
     import torch
     from transformers import AutoModelForCausalLM, logging

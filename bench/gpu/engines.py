@@ -88,7 +88,7 @@ def profile(engine: RemoteEngine, cell: grid.Cell, preset: grid.Preset) -> Entry
     if preset.device == "cpu":
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        engine.exchange({"profile": {"output_dir": folder, **PROFILE_OPTIONS}})
+        engine.post("/start_profile", output_dir=folder, **PROFILE_OPTIONS)
         engine.ask(work(cell, "profile", preset))
         return {"kernels": kernels_in(Path(folder))}
 

@@ -9,7 +9,30 @@ if [[ " $* " =~ \ (--dry-run|--help|-h|--list|report)\  ]]; then
     exec "$python" bench/gpu "$@" # nothing runs on a GPU
 fi
 site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}
-"$python" bench/gpu/unpack.py "$site"
-# shellcheck disable=SC1091
-source "$site/env.sh"
+mkdir -p "$site"
+# What `.sg` holds is unpacked once: a payload by its own program, and wheels.
+shopt -s nullglob
+state=$(cat .sg/* </dev/null | cksum) wheels=(.sg/*.whl)
+if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
+    if [[ -e .sg/assemble.py ]]; then
+        "$python" .sg/assemble.py .sg --site "$site"
+    fi
+    if ((${#wheels[@]})); then
+        "$python" -m pip install --quiet --no-deps --no-index --upgrade --target "$site" "${wheels[@]}"
+    fi
+    echo "$state" >"$site/.state"
+fi
+# SGLang finds plugins by entry points of installed packages; this one runs from the tree.
+rm -rf "$site"/sglang_smc-*.dist-info
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' sglang_smc/__init__.py)
+information=$site/sglang_smc-$version.dist-info
+mkdir "$information"
+printf 'Metadata-Version: 2.1\nName: sglang-smc\nVersion: %s\n' "$version" >"$information/METADATA"
+sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
+    pyproject.toml >"$information/entry_points.txt"
+if [[ -e $site/env.sh ]]; then
+    # shellcheck disable=SC1091
+    source "$site/env.sh"
+fi
+export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"

@@ -13,12 +13,14 @@ from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
 from pair.task import check, held_out
 from results import gpu
-from speed.grid import DRAFT, TARGET, Launch, write_models
+from speed.grid import DRAFT, TARGET, settings_of, write_models
 from speed.remote import RefusedError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry
 from study import PAIR, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
+from sglang_smc.tools.commands import told_by
+from sglang_smc.tools.demo.serving import Launch
 
 NUM_PROBLEMS = 16
 #: Far beyond the problems of the demo and of the studies.
@@ -155,7 +157,7 @@ def run_default(launch: Launch, work: Path, device: str, attempt: Attempt) -> No
     with running(launch, work / "logs" / f"{DEFAULT}.log") as engine:
         attempt.started = True
         seconds = time.monotonic() - began
-        (told, *_) = engine.exchange({"info": True})["info"]
+        (told, *_) = told_by(engine.url, "/server_info", "internal_states", None)["internal_states"]
         engine.ask(CHAT)
         sample = engine.ask(CHAT)
     memory, (info,) = told["smc"]["memory"], sample.infos
@@ -193,7 +195,11 @@ ON_A_CPU = (REFERENCE, "ar")
 
 def _case(name: str, work: Path, device: str) -> Case:
     launch = launch_of(name, device)
-    identity = {"tests": digest([Path(__file__)]), **code_fingerprint(), "engine": launch.settings}
+    identity = {
+        "tests": digest([Path(__file__)]),
+        **code_fingerprint(),
+        "engine": settings_of(launch),
+    }
     parts = ("answers", "kinds", "all kinds at once")
     parts += ("kinds that graphs know at once", SAME) if name.startswith("smc-") else ()
     return Case(

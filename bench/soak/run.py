@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
 from soak.verdict import Held, Watch, judge, load_of
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
-from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
+from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_arguments
 
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -80,17 +79,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def server_flags(options: argparse.Namespace) -> list[str]:
-    """Return the server flags, with a small KV pool and chunked prefill."""
-    return [
-        *smc_flags(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
-        *("--speculative-smc-max-lag", str(MAX_LAG)),
-        *("--dtype", "float32"),
-        *("--max-total-tokens", str(options.pool)),
-        *("--chunked-prefill-size", "64"),
-        "--enable-priority-scheduling",
-        *("--load-snapshot-publish-interval", "1"),
-    ]
+def server_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the server's arguments, with a small KV pool and chunked prefill."""
+    return {
+        "model_path": str(PAIR / "target"),
+        **smc_arguments(PAIR / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
+        "speculative_smc_max_lag": MAX_LAG,
+        "dtype": "float32",
+        "random_seed": 0,
+        "max_running_requests": options.running,
+        "max_total_tokens": options.pool,
+        "chunked_prefill_size": 64,
+        "enable_priority_scheduling": True,
+        "load_snapshot_publish_interval": 1,
+    }
 
 
 class Soak:
@@ -188,10 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Start a server, send it traffic, check the outcome, and report it."""
     prepare_folder(options.output_dir)
-    os.environ.update(ENVIRONMENT)
-    log, target = options.output_dir / "server.log", PAIR / "target"
-    launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
-    with running(launch) as (url,):
+    log = options.output_dir / "server.log"
+    with running(Launch(server_arguments(options), ENVIRONMENT, "SMC server", log)) as (url,):
         found = Soak(url, options)
         found.run()
     lost = [*found.lost, describe_log(log)] if found.lost else []

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import jsonschema
+
 VOCAB = 512  # of the shipped pair
 NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
 # Abort; disconnect in the middle of the answer, or unheard, before it; or after half of the
@@ -77,15 +79,10 @@ _SCHEMA = {
 
 def _obeys_schema(text: str) -> bool:
     try:
-        found = json.loads(text)
-    except ValueError:
+        jsonschema.validate(json.loads(text), _SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
         return False
-    return (
-        isinstance(found, dict)
-        and found.keys() == {"count", "unit"}
-        and type(found["count"]) is int
-        and found["unit"] in ("stamps", "coins")
-    )
+    return True
 
 
 GRAMMARS = (

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dummies import write_llama
+from dummies import llama_config, write_model
 from study import BenchError, slug_of
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.kv import arena
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.tools.demo.serving import Launch
 from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
 
 # --- Models
@@ -57,8 +58,8 @@ def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
             raise BenchError(f"{model} holds no model: it has no config.json.")
     if pair.folders is None:
         target, draft, head = (models / pair.name / name for name in (TARGET, DRAFT, HEAD))
-        write_llama(target, pair.target)
-        write_llama(draft, pair.draft)
+        write_model(target, llama_config(pair.target))
+        write_model(draft, llama_config(pair.draft))
         if has_head and not (head / "model.safetensors").exists():
             from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
 
@@ -194,15 +195,6 @@ class Cell:
     def slug(self) -> str:
         return f"{self.system.slug}-b{self.batch}-p{self.prompt}"
 
-    @property
-    def name(self) -> str:
-        return f"{self.system.name}, batch {self.batch}, prompts of {self.prompt}"
-
-    @property
-    def reference(self) -> Cell:
-        """Return the cell of plain decoding of the same requests."""
-        return Cell(PLAIN, self.batch, self.prompt)
-
 
 PLAIN = System(AR)
 
@@ -246,26 +238,13 @@ SPECULATION: dict[str, dict[str, Any]] = {
 SIMULATED_ACCEPTANCE = {CHAIN: 2.86, TREE: 4.47}
 
 
-class Launch(NamedTuple):
-    """Arguments and environment of an engine's process."""
-
-    arguments: dict[str, Any]
-    environment: Mapping[str, str] = {}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments except the models' folders."""
-        return {k: v for k, v in self.arguments.items() if not k.endswith("model_path")}
-
-    def __str__(self) -> str:
-        """Return the command that starts the engine by hand."""
-        variables = "".join(f"{name}={value} " for name, value in self.environment.items())
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"{variables}sglang.Engine({arguments})"
+def settings_of(launch: Launch) -> dict[str, Any]:
+    """Return the arguments of an engine except the models' folders."""
+    return {k: v for k, v in launch.arguments.items() if not k.endswith("model_path")}
 
 
 def settings(system: System, preset: Preset) -> dict[str, Any]:
-    """Return the keywords of `sgl.Engine` except the model folders."""
+    """Return the arguments of an engine except the model folders."""
     content: dict[str, Any] = {
         "device": preset.device,
         "dtype": preset.dtype,

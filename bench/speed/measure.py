@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
-from speed.grid import HEAD, PLAIN, Cell, Preset, System, launch_of, write_models
+from speed.grid import HEAD, PLAIN, Cell, Preset, System, launch_of, settings_of, write_models
 from speed.remote import EngineError, RemoteEngine, Sample, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
@@ -76,7 +76,7 @@ def engine_cases(
         launch = launch_of(case.system, sized, folder / "models")
         shared = {
             "pair": preset.pair.name,
-            "engine": launch.settings,
+            "engine": settings_of(launch),
             "environment": launch.environment,
             "new_tokens": preset.new_tokens,
             "repeats": preset.repeats,
@@ -150,16 +150,14 @@ def sampled(
     for repeat in (WARM_UP, *range(preset.repeats)):
         asked = work(cell, repeat, preset)
         if plain is not None:
-            with error_of_the_call(f"Plain decoding failed beside {cell.name}"):
+            with error_of_the_call(f"Plain decoding failed beside {cell.slug}"):
                 beside.append(plain.ask(asked))
         samples.append(engine.ask(asked))
     del samples[0], beside[:1]
     infos = [info for sample in samples for info in sample.infos]
     found: Entry = {
         "decode_tokens_per_second": median(sample.decode_speed for sample in samples),
-        "tokens_per_second": median(sample.speed for sample in samples),
         "round_ms": 1000 * median(sample.round_seconds for sample in samples),
-        "first_ms": 1000 * median(max(sample.first) for sample in samples),
         "samples": list(map(_reduced, samples)),
         "beside": list(map(_reduced, beside)),
     }

@@ -1,28 +1,32 @@
-"""Start an engine in a child process, and send it requests."""
+"""Start an engine as a server of its own, and send it requests."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from speed.grid import Launch
+import httpx
 from study import BenchError
 
-CHILD = Path(__file__).resolve().parent / "child.py"
+from sglang_smc.tools.commands import client_of
+from sglang_smc.tools.demo import serving
+from sglang_smc.tools.demo.serving import Launch, ServerError, streamed
+
 #: The last line of a Python traceback.
 ERROR = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception)): ?(.*)$", re.MULTILINE)
 LONGEST_REASON = 300
-#: Grace period of a finished engine in seconds, to complete its output; it is then killed.
-PATIENCE = 0.5
+#: More than any answer's tokens: one chunk for the first token and one for the end.
+ONE_CHUNK = 1_000_000
+#: Before each measurement: a cached prompt would cost nothing, and n-gram matches would find it.
+FLUSH = "/flush_cache?timeout=30"
+MOST_AT_ONCE = 128  # requests; more wait for the first to complete
+T = TypeVar("T")
 
 
 class EngineError(BenchError):
@@ -84,80 +88,83 @@ class Sample:
 
 
 class RemoteEngine:
-    """An engine in a child process."""
+    """A running server, in processes of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(self, url: str, log: Path) -> None:
+        self.url, self._log = url, log
+        self._client = client_of(url, None, timeout=None)
 
     def ask(self, work: Work) -> Sample:
-        """Send the work and wait for all answers."""
-        return Sample(**self.exchange({"timed": True, **work._asdict()}))
+        """Send the work at once and wait for all answers."""
+        self.post(FLUSH)
+        start = time.perf_counter()
+        found = [answer for _, answer in sorted(self._all(work, self._timed))]
+        first, end, infos = map(list, zip(*found, strict=True))
+        return Sample([at - start for at in first], [at - start for at in end], infos)
 
     def each(self, work: Work) -> Iterator[dict[str, Any]]:
         """Yield answers as they complete, each with its ``place``; the others go on meanwhile."""
-        self._send({"timed": False, **work._asdict()})
-        for _ in work.prompts:
-            yield self._reply()
+        self.post(FLUSH)
+        for place, answer in self._all(work, self._whole):
+            yield {"place": place, **answer}
 
-    def generate(self, **question: Any) -> list[dict[str, Any]]:
-        """Return the answers of `Engine.generate`; raise RefusedError for an invalid request."""
-        return self.exchange({"generate": question})["answers"]
+    def generate(self, **question: Any) -> Any:
+        """Return the answers of /generate; raise RefusedError for an invalid request."""
+        return self.post("/generate", **question).json()
 
-    def exchange(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one line, and return the reply."""
-        self._send(question)
-        return self._reply()
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        """Return the reply to a POST; raise RefusedError where it is an error."""
+        with self._gone():
+            reply = self._client.post(route, json=body)
+        if not reply.is_success:
+            raise RefusedError(f"refused: {reply.text}"[:LONGEST_REASON])
+        return reply
 
-    def _send(self, question: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing reply is reported
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
+    def _all(self, work: Work, answer: Callable[..., T]) -> Iterator[tuple[int, T]]:
+        """Yield place and answer of all requests, as they complete."""
+        pool = ThreadPoolExecutor(MOST_AT_ONCE)
+        try:
+            pairs = zip(work.prompts, work.params, strict=True)
+            asked = {pool.submit(answer, *pair): place for place, pair in enumerate(pairs)}
+            for done in as_completed(asked):
+                yield asked[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise EngineError(reason(self._log.read_text(errors="replace")))
-        found = json.loads(answer)
-        if "refused" in found:
-            raise RefusedError(f"refused: {found['refused']}")
-        return found
+    def _whole(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return self.generate(input_ids=prompt, sampling_params=params)
+
+    def _timed(self, prompt: list[int], params: dict[str, Any]) -> tuple[float, float, Any]:
+        """Return the times of a request's first token and end, and its ``meta_info``."""
+        body = {"input_ids": prompt, "sampling_params": {**params, "stream_interval": ONE_CHUNK}}
+        first, end, info = 0.0, 0.0, {}
+        with self._gone():
+            for chunk in streamed(self._client, body):
+                end, info = time.perf_counter(), chunk["meta_info"]
+                first = first or end
+        return first, end, info
+
+    @contextlib.contextmanager
+    def _gone(self) -> Iterator[None]:
+        """Turn a broken connection into the server's own error, and a refusal into one of ours."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise EngineError(reason(self._log.read_text(errors="replace"))) from error
+        except ServerError as error:
+            raise RefusedError(f"refused: {error}") from error
 
 
 @contextlib.contextmanager
 def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
-    """Start an engine for the ``with`` block; raise EngineError if it does not start."""
+    """Start a server for the ``with`` block; raise EngineError if it does not start."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            env={**os.environ, "PYTHONWARNINGS": "ignore", **launch.environment},
-            start_new_session=True,  # Ctrl-C reaches only this process
-        )
+    with contextlib.ExitStack() as stack:
         try:
-            engine = RemoteEngine(process, log)
-            engine.exchange(launch.arguments)
-            yield engine
-            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                process.communicate(timeout=PATIENCE)
-        finally:
-            end_group(process)
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its group, and all processes of the group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # an unread request
-            if pipe is not None:
-                pipe.close()
+            (url,) = stack.enter_context(serving.running(replace(launch, log=log)))
+        except ServerError as error:
+            raise EngineError(reason(log.read_text(errors="replace"))) from error
+        yield RemoteEngine(url, log)
 
 
 def reason(log: str) -> str:

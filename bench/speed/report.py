@@ -13,12 +13,7 @@ from results import interval_cell, number_cell, table
 from speed import grid
 from speed.remote import Sample
 
-from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.roofline import Round, ar_step, smc_round
-from sglang_smc.tools.plan.shapes import ModelShape
-
 Results = Mapping[str, Mapping[str, Any]]
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -40,14 +35,10 @@ class CellRow:
     tokens_per_round: float | None = None
     simulated_tokens_per_round: float | None = None  # the acceptance that SGLang simulates
     round_seconds: Interval | None = None
-    least_round_seconds: float | None = None
-    fraction_of_bound: float | None = None
     replayed_share: float | None = None  # of rounds, from CUDA graphs
 
 
-def make_rows(
-    cells: Iterable[grid.Cell], results: Results, preset: grid.Preset, device: Device | None
-) -> list[CellRow]:
+def make_rows(cells: Iterable[grid.Cell], results: Results, preset: grid.Preset) -> list[CellRow]:
     """Return a row for each cell with a result or a failure."""
     return [
         CellRow(
@@ -60,16 +51,14 @@ def make_rows(
             simulated_tokens_per_round=grid.simulated_acceptance(cell.system, preset),
             refused=results[cell.slug].get("failed"),
             replayed_share=results[cell.slug].get("replayed_share"),
-            **_numbers(cell, results, least_round(cell, preset), device),
+            **_numbers(cell, results),
         )
         for cell in cells
         if cell.slug in results
     ]
 
 
-def _numbers(
-    cell: grid.Cell, results: Results, least: Round | None, device: Device | None
-) -> dict[str, Any]:
+def _numbers(cell: grid.Cell, results: Results) -> dict[str, Any]:
     samples = samples_of(cell, results)
     if not samples:
         return {}
@@ -77,17 +66,13 @@ def _numbers(
     def over(value: Callable[[Sample], float]) -> Interval:
         return mean_of([value(sample) for sample in samples])
 
-    seconds = over(lambda s: s.round_seconds)
-    bound = None if device is None or least is None else least.seconds(device)
     return {
         "tokens_per_second": over(lambda s: s.speed),
         "decode_tokens_per_second": over(lambda s: s.decode_speed),
         "seconds_to_first": over(lambda s: sum(s.first) / len(s.first)),
         "tokens_per_round": sum(s.decode_tokens for s in samples)
         / max(1, sum(sum(s.passes) for s in samples)),
-        "round_seconds": seconds,
-        "least_round_seconds": bound,
-        "fraction_of_bound": bound and bound / seconds.mean,
+        "round_seconds": over(lambda s: s.round_seconds),
         **_ratios(cell, results),
     }
 
@@ -109,49 +94,18 @@ def _ratios(cell: grid.Cell, results: Results) -> dict[str, Interval]:
     Without AR beside it, the ratio is to the samples of AR's own cell.
     """
     logs, found = to_ar(cell, results), dict[str, Interval]()
-    both = [samples_of(one, results) for one in (cell, cell.reference)]
+    plain = replace(cell, system=grid.PLAIN)
+    both = [samples_of(one, results) for one in (cell, plain)]
     if logs:
         found["ratio_to_ar"] = speed_ratio(logs)
-    elif cell != cell.reference and all(both):
+    elif cell != plain and all(both):
         speeds = ([math.log(sample.decode_speed) for sample in some] for some in both)
         found["ratio_to_ar"] = speed_ratio(*speeds)
-    beside = (grid.Cell(grid.System(family), cell.batch, cell.prompt) for family in grid.STANDALONE)
+    beside = (replace(cell, system=grid.System(family)) for family in grid.STANDALONE)
     rivals = [rival for other in beside if (rival := to_ar(other, results))]
     if logs and rivals and cell.system.family in grid.SMC:
         found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
     return found
-
-
-# --- The bound
-
-
-def shapes(preset: grid.Preset) -> tuple[ModelShape, ModelShape]:
-    """Return target and draft as served: weights and KV in the preset's dtype."""
-    width = BYTES[preset.dtype]
-    pair = preset.pair
-    weights = min(pair.target.weight_bytes, width) if pair.quantization else width
-    return (
-        replace(pair.target, weight_bytes=weights, kv_bytes=width),
-        replace(pair.draft, weight_bytes=width, kv_bytes=width),
-    )
-
-
-def least_round(cell: grid.Cell, preset: grid.Preset) -> Round | None:
-    """Return the passes of a round halfway through the answers; None for trees and heads.
-
-    The particles' own KV is not counted, only the shared KV: a lower bound for any weights.
-    """
-    target, draft = shapes(preset)
-    context, system = cell.prompt + preset.new_tokens / 2, cell.system
-    if system.family in (grid.AR, grid.AR_STOCK, grid.AR_DRAFT):
-        return ar_step(draft if system.family == grid.AR_DRAFT else target, cell.batch, context)
-    if system.family == grid.CHAIN:
-        n, k = 1, grid.SPECULATION[grid.CHAIN]["speculative_num_steps"]
-    elif system.draft == grid.DRAFT and system.num_particles and system.num_steps:
-        n, k = system.num_particles, system.num_steps
-    else:
-        return None
-    return smc_round(target, draft, cell.batch, n, k, context)
 
 
 # --- The table
@@ -177,10 +131,6 @@ COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "first token, ms": lambda row: _mean(row.seconds_to_first, ".1f", 1000),
     "tokens / round": _per_round,
     "ms / round": lambda row: _mean(row.round_seconds, ".2f", 1000),
-    "at least, ms": lambda row: number_cell(
-        row.least_round_seconds and 1000 * row.least_round_seconds, ".2f"
-    ),
-    "of the bound": lambda row: number_cell(row.fraction_of_bound, ".0%"),
     "replayed": lambda row: number_cell(row.replayed_share, ".0%"),
 }
 

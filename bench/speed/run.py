@@ -12,9 +12,7 @@ where it stopped, and several partial runs add up to one table.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,14 +23,11 @@ import study
 from results import Report, provenance
 from speed.grid import PRESETS, Pair, Preset, cells, quick, systems
 from speed.measure import TEMPERATURE, EngineCase, engine_cases
-from speed.report import BYTES, CellRow, make_rows, markdown
+from speed.report import CellRow, make_rows, markdown
 from speed.runner import Case, Clock, Records, Runner, Stage, read_results
 
-from sglang_smc.tools.plan import devices
-from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.shapes import from_config
 
-MACHINE = "machine.json"
 #: Far more than starts and cells take: what exceeds it thrice hangs.
 START_SECONDS, CELL_SECONDS = 120.0, 600.0
 REPORT = Report("speed", CellRow, markdown)
@@ -42,11 +37,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options."""
     about = "Tokens per second of AR, SGLang's speculative decoding and SMC, side by side."
     made = study.parser("speed", about)
+    study.add_selection(made)
     add = made.add_argument
-    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="engines, as a shell matches")
-    add("--list", "--dry-run", action="store_true", help="print the engines and cells, and stop")
-    add("--fresh", action="store_true", help="measure again what has a result")
-    add("--publish", action="store_true", help="also copy to bench/results/speed")
     add("--preset", choices=list(PRESETS), help="by default what fits this machine")
     add("--quick", action="store_true", help="one setting of each mode, few tokens")
     for flag, metavar in (("--batch", "B"), ("--prompt", "TOKENS")):
@@ -94,11 +86,7 @@ def run(options: argparse.Namespace) -> None:
     preset = preset_of(options)
     folder = options.output_dir / preset.name
     batches, prompts = options.batch or preset.batches, options.prompt or preset.prompts
-    cases = study.matching(cases_of(preset, batches, prompts, folder), options.only)
-    if not cases:
-        raise study.BenchError(
-            f"No engine matches --only {' '.join(options.only)}; --list shows all."
-        )
+    cases = study.selected(cases_of(preset, batches, prompts, folder), options.only)
     if options.list:
         done = read_results(folder)[0].get("speed", {})
         for part in (part for case in cases for part in case.parts):
@@ -109,8 +97,6 @@ def run(options: argparse.Namespace) -> None:
     study.prepare_folder(options.output_dir)
     records = Records([folder], [], provenance(settings(preset)))
     runner = Runner(records, Clock(math.inf), fresh=options.fresh)
-    if any(runner.missing("speed", case) for case in cases):
-        measure_machine(preset, folder / MACHINE)
     runner.run(Stage("speed", math.inf, "", lambda: cases))
     sizes = sorted({*preset.batches, *batches}), sorted({*preset.prompts, *prompts})
     done = records.of("speed")
@@ -119,42 +105,14 @@ def run(options: argparse.Namespace) -> None:
     results = {
         one: done[one] for one, identity in every if not records.lacks("speed", one, identity)
     }
-    machine = read_machine(preset, folder / MACHINE)
-    rows = make_rows(cells(preset, *sizes), results, preset, machine)
-    text = REPORT.write(folder, rows, settings(preset), partial(note, preset, folder))
+    rows = make_rows(cells(preset, *sizes), results, preset)
+    text = REPORT.write(folder, rows, settings(preset), partial(note, preset))
     print(f"\n{text}\nAll is in {folder}/.")
     if options.publish and all(row.refused for row in rows):
         raise study.BenchError("Not published: none of the cells ran here.")
     if options.publish:
-        paths = (folder / name for name in (*REPORT.files, MACHINE))
+        paths = (folder / name for name in REPORT.files)
         study.copy(paths, study.PUBLISHED / "speed" / preset.name)
-
-
-def measure_machine(preset: Preset, path: Path) -> None:
-    """Measure this machine's bandwidth and FLOP/s, and store the best so far in ``path``.
-
-    Other load on the machine can only slow a measurement down.
-    """
-    # A child process returns its memory.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(devices.measure, (preset.device, BYTES[preset.dtype]))
-    best = found._asdict()
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        best |= {key: max(best[key], earlier[key]) for key in ("bandwidth", "flops")}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(best, indent=2) + "\n")
-
-
-def read_machine(preset: Preset, path: Path) -> Device | None:
-    """Return the stored measurement; None if there is none.
-
-    Eight-bit products are assumed to be twice as fast as sixteen-bit ones, as in data sheets.
-    """
-    if not path.exists():
-        return None
-    device = Device(**json.loads(path.read_text()))
-    return device._replace(flops=2 * device.flops) if preset.pair.quantization else device
 
 
 def cases_of(
@@ -178,7 +136,7 @@ def settings(preset: Preset) -> dict[str, Any]:
     }
 
 
-def note(preset: Preset, folder: Path, origin: Mapping[str, Any]) -> str:
+def note(preset: Preset, origin: Mapping[str, Any]) -> str:
     """Return the notes above the table."""
     parts = [
         f"{preset.pair.name} in {preset.pair.quantization or preset.dtype}, "
@@ -192,11 +150,5 @@ def note(preset: Preset, folder: Path, origin: Mapping[str, Any]) -> str:
             "Weights are dummies: what STANDALONE accepts is simulated by SGLang "
             "(SGLANG_SIMULATE_ACC_LEN), as published for Llama 8B + 1B; SMC exact accepts what "
             "such weights make it accept, nearly all; SMC block keeps whole blocks by its rule."
-        )
-    machine = read_machine(preset, folder / MACHINE)
-    if machine:
-        parts.append(
-            f"The bound is this machine's, measured before: {machine.bandwidth / 1e9:.1f} GB/s "
-            f"and {machine.flops / 1e9:.0f} GFLOP/s, for the weights, KV and logits of a round."
         )
     return " ".join(parts)

@@ -47,9 +47,7 @@ class Judge(Potential):
             some = texts[start : start + _AT_ONCE]
             rows = self._tokenizer(some, padding=True, padding_side="right", return_tensors="pt")
             with torch.inference_mode():
-                states = self._model.model(input_ids=rows["input_ids"]).last_hidden_state
-                last = rows["attention_mask"].sum(1) - 1
-                scores = self._model.score(states[torch.arange(len(some)), last]).squeeze(-1)
+                scores = self._model(**rows).logits.squeeze(-1)  # of the last token of each
             values += torch.nn.functional.logsigmoid(scores).tolist()
         return values
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import answers
-from answers import COMMON, Reply, Study, prompt_ids, tokenizer
+from answers import COMMON, Reply, Study, about, prompt_ids, tokenizer
 from intervals import Interval, wilson
 from pair.task import held_out
 from results import Report, interval_cell, markdown_table, table
@@ -303,11 +303,9 @@ def shipped() -> Mapping[str, Potential]:
 
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the tables."""
-    last = origin["settings"]["problems"] - 1
     return (
-        f"The shipped pair, temperature {TEMPERATURE:g}, held-out problems 0 to "
-        f"{last}; on {origin['hardware']}, {origin['date'][:10]}. In brackets "
-        "95 % intervals (Wilson). `steps` is the rule that checks arithmetic, `judge` the trained "
+        f"The shipped pair, temperature {TEMPERATURE:g}, {about(origin)}"
+        "`steps` is the rule that checks arithmetic, `judge` the trained "
         "reward model; SMC asks them at each line's end. The same N plain samples serve all that "
         "choose among samples, the same N particles all that choose among particles. Tokens are "
         "of all texts there are in the end."
@@ -361,11 +359,10 @@ class Steering(Study[Cell, Drawn]):
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Drawn:
         """Return the particles of SMC, or a plain sample with its value by each potential."""
-        index, item, _ = reply.request
-        info = reply.meta_info
+        index, info = reply.index, reply.meta_info
         if not cell.smc:
             tokens, ids = info["completion_tokens"], tokenizer()(reply.text)["input_ids"]
-            prompt, values = prompt_ids(item), dict[str, float]()
+            prompt, values = prompt_ids(held_out(index)), dict[str, float]()
             for name, potential in shipped().items():  # as servers pass a text to them
                 text = Text(prompt, ids, potential.Args(**POTENTIALS[name]), _decode)
                 (values[name],) = potential.complete([text])
@@ -394,3 +391,6 @@ class Steering(Study[Cell, Drawn]):
 
 def _decode(ids: Sequence[int]) -> str:
     return tokenizer().decode(list(ids), skip_special_tokens=True)
+
+
+main = Steering.main

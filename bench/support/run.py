@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from dummies import word_tokenizer
 from results import provenance
-from speed.grid import Launch
 from speed.remote import EngineError, running
 from speed.runner import Clock, TimeUpError
 from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, write_between
 from support.families import EOS, FAMILIES, VOCAB, Family
+
+from sglang_smc.tools.demo.serving import Launch
 
 # --- One family: random weights, an engine, and the texts of transformers
 

@@ -93,15 +93,21 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, old)
 
 
-def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
+def client_of(url: str, api_key: str | None, timeout: float | None) -> httpx.Client:
     """Return an HTTP client of a running server."""
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     # The environment's proxies cannot reach this machine's own ports.
     is_here = any(f"//{name}" in url for name in ("localhost", "127.", "[::1]"))
-    base = url.rstrip("/")
-    return httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=not is_here)
+    return httpx.Client(
+        base_url=url.rstrip("/"),
+        headers=headers,
+        timeout=timeout,
+        trust_env=not is_here,
+        # Of an idle connection, which the server may close as a request is sent.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    )
 
 
 def told_by(url: str, route: str, key: str, api_key: str | None) -> dict[str, Any]:

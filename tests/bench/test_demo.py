@@ -1,7 +1,6 @@
 """The servers of the demo and of the soak: their flags, their answers, and that all end."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,12 @@ from pair.task import held_out
 
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.tools.demo import cli, serving
-from sglang_smc.tools.demo.serving import Launch, ServerError, running, smc_flags
+from sglang_smc.tools.demo.serving import Launch, ServerError, flags_of, running, smc_arguments
 
 
-def test_smc_flags_exist(tmp_path: Path) -> None:
+def test_flags_of_smc_exist(tmp_path: Path) -> None:
     known = {"--" + field.replace("_", "-") for field in SERVER_ARGS_FIELDS.values()}
-    command = smc_flags(tmp_path, num_particles=8, num_steps=4)
-    flags = {word for word in command if word.startswith("--")}
+    flags = set(flags_of(smc_arguments(tmp_path, num_particles=8, num_steps=4))[::2])
     assert flags - known == {"--speculative-algorithm", "--speculative-draft-model-path"}
 
 
@@ -41,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             told = {"text": text, "meta_info": {"finish_reason": reason, "asked": asked}}
             self.wfile.write(f"data: {json.dumps(told)}\\n\\n".encode())
         self.wfile.write(b"data: [DONE]\\n\\n")
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
 
 
@@ -50,7 +48,7 @@ def test_an_answer_is_streamed_and_checked(stand_in: Callable[[str], None], tmp_
     stand_in(STREAM)
     item = held_out(7)
     asked = cli.parser().parse_args(["--seed", str(item.number - 7)])
-    launch, tokenizer = Launch("it", Path("m"), tmp_path / "log", 1), SimpleNamespace()
+    launch, tokenizer = Launch({}, label="it", log=tmp_path / "log"), SimpleNamespace()
     tokenizer.apply_chat_template = lambda chat, **_: chat[0]["content"]
     pieces: list[str] = []
     with running(launch) as (url,):
@@ -68,9 +66,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Make `running` start a Python program in place of SGLang."""
 
     def use(program: str) -> None:
-        monkeypatch.setattr(
-            serving, "server_command", lambda _, port: [sys.executable, "-c", program, str(port)]
-        )
+        monkeypatch.setattr(serving, "server_command", lambda _: ["-c", program])
 
     return use
 
@@ -83,7 +79,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
         self.wfile.write(str(child.pid).encode())
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
 
 
@@ -104,7 +100,7 @@ def test_no_process_is_left(
 
     stand_in(SERVE)
     try:
-        with running(Launch("it", Path("m"), tmp_path / "log", 1)) as (url,):
+        with running(Launch({}, label="it", log=tmp_path / "log")) as (url,):
             child = int(httpx.get(f"{url}/health", trust_env=False).text)
             assert is_alive(child)
             if error:
@@ -121,6 +117,6 @@ def test_a_server_that_dies_shows_its_log(stand_in: Callable[[str], None], tmp_p
     stand_in("raise SystemExit('no such model')")
     with (
         pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model"),
-        running(Launch("it", Path("m"), tmp_path / "log", 1)),
+        running(Launch({}, label="it", log=tmp_path / "log")),
     ):
         pytest.fail("it never came up")

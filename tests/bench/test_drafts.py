@@ -1,5 +1,6 @@
 """The study of drafts: the grid, what a run keeps, and the tables."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from drafts.run import (
     round_seconds,
 )
 from fidelity import scoring
-from fidelity.run import AUTO, EXACT
+from fidelity.run import AUTO, EXACT, Quality
 from intervals import Interval
 from pair.task import held_out
 from speed_stand_ins import Runner, canned_scores
@@ -95,9 +96,21 @@ def test_more_problems_go_on_with_what_is_there(bench: Runner) -> None:
 
 
 def a_row(proposal: str, rule: str, n: int, speed: float) -> DraftRow:
-    told = there = Interval(0.5, 0.25, 0.75, 9)
-    fields = (f"{proposal} {rule} N={n}", proposal, rule, n, 0.7, there, *([told] * 6), None)
-    return DraftRow(*fields, 4.0, speed, 1.5, "code")
+    told = Interval(0.5, 0.25, 0.75, 9)
+    quality = dict.fromkeys((field.name for field in fields(Quality)), told) | {"server_tilt": None}
+    return DraftRow(
+        label=f"{proposal} {rule} N={n}",
+        proposal=proposal,
+        rule=rule,
+        num_particles=n,
+        temperature=0.7,
+        tokens_per_pass=told,
+        round_ms=4.0,
+        tokens_per_second=speed,
+        to_draft_model=1.5,
+        plugin="code",
+        **quality,
+    )
 
 
 def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from answers import MAX_PROBLEMS, Reply, Request, grade, prompt_ids, tokenizer
+from answers import MAX_PROBLEMS, Reply, grade, prompt_ids, tokenizer
 from fidelity.run import Cell, CellRow, Fidelity, cells, make_rows, markdown, note
 from fidelity.scoring import Scored, load, score
 from intervals import Z95, paired_difference
@@ -42,7 +42,7 @@ def test_the_engines_differ_by_model_and_smc_alone() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
-    whole = Reply(Request(0, held_out(0), {}), **graded_reply("target", 0, {}))
+    whole = Reply(0, **graded_reply("target", 0, {}))
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole).right and not grade(cut).right
     with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
@@ -51,8 +51,8 @@ def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused(
 
 def test_problems_of_a_table_are_below_all_others() -> None:
     """Whatever a table may be asked for: the demo's are larger."""
-    last = STUDY.request_of(cells((0.7,))[0], 0, MAX_PROBLEMS - 1)
-    assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
+    last = STUDY.params_of(cells((0.7,))[0], 0, MAX_PROBLEMS - 1)
+    assert last["sampling_seed"] == MAX_PROBLEMS - 1 < FIRST_PROBLEM
     with pytest.raises(SystemExit):
         Fidelity.parser().parse_args(["--problems", str(MAX_PROBLEMS + 1)])
 

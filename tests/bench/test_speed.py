@@ -21,13 +21,11 @@ from speed.grid import (
     BLOCK,
     CHAIN,
     CPU,
-    EXACT,
     NGRAM,
     PRESETS,
     SIMULATED_ACCEPTANCE,
     TREE,
     Cell,
-    Launch,
     System,
     cells,
     environment,
@@ -37,11 +35,10 @@ from speed.grid import (
 )
 from speed.measure import WARM_UP_TOKENS, work
 from speed.remote import EngineError, Work
-from speed.report import CellRow, least_round, make_rows, markdown, shapes
+from speed.report import CellRow, make_rows, markdown
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
 
-from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.roofline import ar_step, smc_round
+from sglang_smc.tools.demo.serving import Launch
 
 QUICK = ("--preset", "cpu", "--quick")
 SYSTEMS = {system.slug: system for preset in (CPU, quick(CPU)) for system in systems(preset)}
@@ -74,16 +71,12 @@ class Bench(Caller):
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    device = {"name": "x", "bandwidth": 1e9, "flops": 1e12, "capacity": 1e9}
     found = Bench(speed.main, tmp_path / "out")
     monkeypatch.setattr(measure, "running", found.running)
     monkeypatch.setattr(measure, "write_models", lambda *_, **__: None)
     monkeypatch.setattr(study, "PUBLISHED", tmp_path / "published")
     for module in (results, speed):
         monkeypatch.setattr(module, "provenance", lambda asked: {**ORIGIN, "settings": asked})
-    monkeypatch.setattr(
-        speed, "measure_machine", lambda _, path: path.write_text(json.dumps(device))
-    )
     return found
 
 
@@ -98,7 +91,7 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_p
     assert [slug for slug, _ in ours] == ["ar", "smc-block-n4-k4"] * 2
     assert ours[0][1] == ours[1][1]
     folder = tmp_path / "published" / "speed" / "cpu-quick"
-    assert {path.name for path in folder.iterdir()} == {*speed.REPORT.files, speed.MACHINE}
+    assert {path.name for path in folder.iterdir()} == set(speed.REPORT.files)
     assert "no such backend" in (folder / "speed.csv").read_text()
     assert json.loads((folder / "provenance.json").read_text())["settings"]["weights"] == "dummy"
     assert bench(*QUICK) == 0
@@ -146,7 +139,7 @@ def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
     bench.refuses = frozenset()
     monkeypatch.setattr(FakeEngine, "ask", die)
     assert bench(*QUICK, "--only", "smc*") == 1
-    assert "Plain decoding failed beside SMC block" in bench.said
+    assert "Plain decoding failed beside smc-block" in bench.said
     assert '"part"' not in (bench.folder / "cpu-quick" / "results.jsonl").read_text()
 
 
@@ -184,7 +177,6 @@ def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
     assert environment(System(AR_STOCK), PRESETS["h200-8b"]) == {"SGLANG_PLUGINS": "none"}
 
 
-MACHINE = Device("x", bandwidth=1e10, flops=1e11)
 NOISE = (1.0, 1.2, 0.9)
 ANY_CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
 
@@ -222,7 +214,7 @@ def result_of(cell: Cell) -> dict[str, Any]:
 def rows() -> list[CellRow]:
     """Every cell of the CPU preset."""
     every = cells(ANY_CPU, ANY_CPU.batches, ANY_CPU.prompts)
-    return make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU, MACHINE)
+    return make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -264,27 +256,3 @@ def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
     assert row_of(rows, "standalone-tree-b1-p256").simulated_tokens_per_round == 4.47
     assert row_of(rows, "smc-exact-n8-k8-b1-p256").simulated_tokens_per_round is None
     assert markdown(rows, "").count("(simulated)") == 4
-
-
-def test_the_bound(rows: list[CellRow]) -> None:
-    row = row_of(rows, "ar-b1-p256")
-    target, _ = shapes(ANY_CPU)
-    step = ar_step(target, 1, 256 + 96 / 2)
-    assert row.least_round_seconds == pytest.approx(step.bytes / 1e10)
-    assert row.fraction_of_bound == pytest.approx(step.bytes / 1e10 / mean(row.round_seconds))
-
-
-def test_the_least_that_each_system_moves() -> None:
-    def least(family: str, n: int | None = None, k: int | None = None) -> float:
-        found = least_round(Cell(System(family, n, k), 2, 256), ANY_CPU)
-        assert found is not None
-        return found.bytes
-
-    target, draft = shapes(ANY_CPU)
-    assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
-    context = 256 + 96 / 2
-    assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
-    assert least(EXACT, 8, 4) == least(BLOCK, 8, 4)
-    assert least(CHAIN) == smc_round(target, draft, 2, 1, 4, context).bytes
-    assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
-    assert least_round(Cell(System(TREE), 2, 256), ANY_CPU) is None

@@ -57,9 +57,9 @@ def test_faults_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine._cpu().level == level
     monkeypatch.delenv(plugin.SKIP_VERSION_ENV, raising=False)
     monkeypatch.setattr(plugin, "release", lambda: "0.5.19")
-    version = machine._version("sglang") or ""
+    version = machine.installed("sglang") or ""
     assert machine._release() == machine.fail("sglang", version, plugin.problem() or "")
-    monkeypatch.setattr(machine, "_version", lambda name: None if name == "sglang" else "1")
+    monkeypatch.setattr(machine, "installed", lambda name: None if name == "sglang" else "1")
     *_, last = machine.findings()
     assert (last.level, last.about) == (FAIL, "packages")
     assert "sglang not installed" in last.found and "pip install" in last.do

@@ -38,7 +38,7 @@ ok, warning, fail = (partial(Finding, level) for level in (OK, WARNING, FAIL))
 def findings() -> Iterator[Finding]:
     """Yield all findings, each as soon as it is available; stop early if packages are missing."""
     yield ok("python", platform.python_version())
-    missing = [name for name in ("torch", "sglang", "google-re2") if _version(name) is None]
+    missing = [name for name in ("torch", "sglang", "google-re2") if installed(name) is None]
     if missing:
         yield fail(
             "packages",
@@ -46,7 +46,7 @@ def findings() -> Iterator[Finding]:
             "pip install sglang-smc, without --no-deps.",
         )
         return
-    yield ok("torch", str(_version("torch")))
+    yield ok("torch", str(installed("torch")))
     yield _release()
     for group, name, variable in ENTRY_POINTS:
         yield _entry_point(group, name, variable)
@@ -54,7 +54,8 @@ def findings() -> Iterator[Finding]:
     yield _hooks()
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of a package, None without it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,7 +66,7 @@ def _release() -> Finding:
     from sglang_smc import plugin
     from sglang_smc.upstream import SUPPORTED
 
-    problem, found = plugin.problem(), _version("sglang")
+    problem, found = plugin.problem(), installed("sglang")
     supported = ", ".join(SUPPORTED)
     if problem is None and found is not None and found.partition("+")[0] in SUPPORTED:
         return ok("sglang", f"{found}, with sglang-smc {__version__}, which supports {supported}")

@@ -30,7 +30,8 @@ from sglang_smc.tools.demo.serving import (
     ServerError,
     describe_log,
     running,
-    smc_flags,
+    smc_arguments,
+    streamed,
     tokens_per_pass,
 )
 
@@ -156,17 +157,8 @@ class Party(NamedTuple):
             "sampling_seed": self.options.seed + index,
             **({} if smc is None else {"custom_params": {"smc": smc}}),
         }
-        body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        client = client_of(self.url, None, REQUEST_TIMEOUT)
-        with client.stream("POST", "/generate", json=body) as reply:
-            if not reply.is_success:
-                raise ServerError(f"HTTP {reply.status_code}: {reply.read().decode()}")
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    told = json.loads(line.removeprefix("data: "))
-                    if "error" in told:
-                        raise ServerError(str(told["error"]))
-                    yield told
+        body = {"text": prompt, "sampling_params": sampling}
+        yield from streamed(client_of(self.url, None, REQUEST_TIMEOUT), body)
 
 
 @contextlib.contextmanager
@@ -175,16 +167,19 @@ def started(options: argparse.Namespace, logs: Path) -> Iterator[list[Party]]:
     from transformers import AutoTokenizer
 
     sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
-    slots = TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes))
-    common = ("--max-total-tokens", str(slots), "--sleep-on-idle")
     target = options.pair / "target"
-    launches = [
-        Launch(label, target, logs / f"server-{name}.log", 1, options.seed, (*common, *flags))
-        for label, name, flags in (
-            ("the target alone", "target", ()),
-            ("the server with SMC", "smc", smc_flags(options.pair / "draft", **sizes)),
-        )
-    ]
+    common = {
+        "model_path": str(target),
+        "max_running_requests": 1,
+        "random_seed": options.seed,
+        "max_total_tokens": TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes)),
+        "sleep_on_idle": True,
+    }
+    smc = smc_arguments(options.pair / "draft", **sizes)
+    launches = (
+        Launch(common, label="the target alone", log=logs / "server-target.log"),
+        Launch({**common, **smc}, label="the server with SMC", log=logs / "server-smc.log"),
+    )
     tokenizer = AutoTokenizer.from_pretrained(target)
     with running(*launches) as urls:
         both = zip(launches, urls, strict=True)

@@ -28,8 +28,8 @@ _SETTINGS: dict[str, Any] = {
     "sleep_on_idle": True,
     "watchdog_timeout": 600,
     "log_level": "error",
+    "max_running_requests": 64,
 }
-_CONCURRENCY = 64
 #: The model's plain distribution, independent of the server's sampling defaults.
 PLAIN = {
     "temperature": 1.0,
@@ -235,13 +235,11 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
             )
     settings = _SETTINGS | arguments
     settings |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": draft}
-    flags: list[str] = []
-    for name, value in settings.items():
-        if value is not None:
-            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     with tempfile.TemporaryDirectory(prefix="smc-check-") as logs:
         launches = [
-            Launch(f"--target {model}", Path(model), Path(logs) / name, _CONCURRENCY, flags=flags)
+            Launch(
+                {**settings, "model_path": model}, label=f"--target {model}", log=Path(logs) / name
+            )
             for name, model in (("pair.log", target), ("draft.log", draft))
         ]
         try:
