@@ -147,10 +147,7 @@ def mean_of(values: Sequence[float]) -> Interval:
 
 
 def speed_ratio(logs: Sequence[float], others: Sequence[float] = ()) -> Interval:
-    """Return exp of the mean of log ratios with Student's interval, over the others' if any.
-
-    That is Welch's, of a difference of two independent means.
-    """
+    """Return exp of the mean of log ratios with Student's interval, Welch's over the others'."""
     from scipy.stats import ttest_ind  # slow to import
 
     mean, low, high, n = mean_of(logs)

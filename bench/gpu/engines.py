@@ -36,13 +36,9 @@ ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
 SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
 
 
-def system_of(family: str) -> grid.System:
-    """Return a system of this family, at N = K = 8 if it has particles."""
-    return grid.System(family, N, K) if family in grid.SMC else grid.System(family)
-
-
 def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any) -> EngineCase:
-    return EngineCase(system_of(family), sizes, start_seconds, 5.0, engine)
+    system = grid.System(family, *((N, K) if family in grid.SMC else ()))
+    return EngineCase(system, sizes, start_seconds, 5.0, engine)
 
 
 #: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
