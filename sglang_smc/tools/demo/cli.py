@@ -32,7 +32,6 @@ from sglang_smc.tools.demo.serving import (
     running,
     smc_arguments,
     streamed,
-    tokens_per_pass,
 )
 
 #: The model pair that is shipped with the package, trained on `pair.task`.
@@ -128,10 +127,20 @@ class Party(NamedTuple):
 
         Raises ServerError with the end of the server's log.
         """
-        item, start = held_out(index), time.perf_counter()
-        text, first, info = "", 0.0, {}
+        item = held_out(index)
+        prompt = self.tokenizer.apply_chat_template(
+            messages(item), add_generation_prompt=True, tokenize=False
+        )
+        sampling = {
+            "temperature": self.options.temperature,
+            "max_new_tokens": MAX_TOKENS,
+            "sampling_seed": self.options.seed + index,
+            **({} if smc is None else {"custom_params": {"smc": smc}}),
+        }
+        body = {"text": prompt, "sampling_params": sampling}
+        start, text, first, info = time.perf_counter(), "", 0.0, {}
         try:
-            for told in self._stream(index, messages(item), smc):
+            for told in streamed(client_of(self.url, None, REQUEST_TIMEOUT), body):
                 piece, text, info = told["text"][len(text) :], told["text"], told["meta_info"]
                 if piece:
                     first = first or time.perf_counter()
@@ -143,22 +152,6 @@ class Party(NamedTuple):
         # An answer cut off by the length limit may end in a right number by chance.
         right = info["finish_reason"]["type"] == "stop" and check(text, item)
         return Answer(right, (first or end) - start, end - start, info)
-
-    def _stream(
-        self, index: int, chat: list[dict[str, str]], smc: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the answer so far and its ``meta_info``, as they come."""
-        prompt = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=False
-        )
-        sampling = {
-            "temperature": self.options.temperature,
-            "max_new_tokens": MAX_TOKENS,
-            "sampling_seed": self.options.seed + index,
-            **({} if smc is None else {"custom_params": {"smc": smc}}),
-        }
-        body = {"text": prompt, "sampling_params": sampling}
-        yield from streamed(client_of(self.url, None, REQUEST_TIMEOUT), body)
 
 
 @contextlib.contextmanager
@@ -222,11 +215,13 @@ def numbers_of(row: str, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the summary of a row's answers; seconds are the client's."""
     infos = [answer.info for answer in answers]
     tokens = sum(info["completion_tokens"] for info in infos)
+    # Without the first tokens, which prefill yields; exactly 1 a pass without speculation.
+    passes = sum(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in infos)
     return {
         "row": row,
         "problems": len(answers),
         "right": sum(answer.right for answer in answers),
-        "tokens_per_target_pass": tokens_per_pass(infos),
+        "tokens_per_target_pass": (tokens - len(infos)) / max(1, passes),
         "tokens_per_second": tokens / sum(answer.seconds for answer in answers),
         "seconds_to_first": fmean(answer.seconds_to_first for answer in answers),
     }

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,3 @@ def describe_log(log: Path) -> str:
     """Return the log's last lines, below its name."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])
-
-
-def tokens_per_pass(meta_infos: Sequence[Mapping[str, Any]]) -> float:
-    """Return the tokens per decoding pass of the target; exactly 1 without speculation.
-
-    Prefill yields the first token in every server, so both are left out.
-    """
-    tokens = sum(info["completion_tokens"] - 1 for info in meta_infos)
-    passes = sum(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in meta_infos)
-    return tokens / max(1, passes)

@@ -165,12 +165,9 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
-    is_eagle3 = kind_of(folder) == "eagle3"
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    plain = {name.removeprefix("model."): tensor for name, tensor in found.items()}
-    if not is_eagle3:
-        return plain
-    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in plain.items()}
+    only = "layers.0." if kind_of(folder) == "eagle3" else "midlayer."  # of EAGLE-3 heads alone
+    return {n.removeprefix("model.").replace(only, "midlayer."): one for n, one in found.items()}
 
 
 # --- Configurations

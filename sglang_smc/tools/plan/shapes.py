@@ -328,11 +328,11 @@ DRAFTS = BUILT_IN | {
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 
 
-def numbers_of(config: Config, *keys: str) -> list[int]:
-    """Return the whole numbers behind ``keys``; raise ValueError if some are missing."""
+def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
+    """Return the whole numbers behind ``keys``; raise ValueError, with a hint, without some."""
     missing = [key for key in keys if not isinstance(config.get(key), int)]
     if missing:
-        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.{hint}")
     return [config[key] for key in keys]
 
 
@@ -537,13 +537,13 @@ def _parse(config: Config) -> ModelShape:
     return replace(found, mtp_layers=max(each or 0 for each in counts), **FAMILIES[name](config))
 
 
-def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
+def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") -> ModelShape:
     """Return the shape by the keys of a dense decoder, with the vocabulary of ``vocab_key``.
 
     Without a ``vocab_key`` it has no LM head.
     """
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    layers, hidden, mlp, heads = numbers_of(config, *sizes)
+    layers, hidden, mlp, heads = numbers_of(config, *sizes, hint=hint)
     return ModelShape(
         layers,
         hidden,
@@ -551,18 +551,18 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
         heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=numbers_of(config, vocab_key)[0] if vocab_key else 0,
+        vocab_size=numbers_of(config, vocab_key, hint=hint)[0] if vocab_key else 0,
         tied_embeddings=tied,
         weight_bytes=quantized_bytes(config.get("quantization_config")),
     )
 
 
 def _read_eagle3(config: Config) -> ModelShape:
-    needs = (
-        "An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
+    hint = (
+        " An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
         "target, write vocab_size there."
     )
-    layers = _layers_of(config, "draft_vocab_size", needs)
+    layers = dense(config, "draft_vocab_size", tied=True, hint=hint)
     target_size = config.get("target_hidden_size") or layers.hidden_size
     if target_size != layers.hidden_size:
         raise ValueError(
@@ -575,8 +575,8 @@ def _read_eagle3(config: Config) -> ModelShape:
 
 
 def _read_dflash(config: Config) -> ModelShape:
-    needs = "A DFlash block's sizes are those of its own layers, not of the target's."
-    layers = _layers_of(config, None, needs)  # without an LM head
+    hint = " A DFlash block's sizes are those of its own layers, not of the target's."
+    layers = dense(config, None, tied=True, hint=hint)  # without an LM head
     options = {**config, **(config.get("dflash_config") or {})}
     beyond = [key for key in NOT_PLANNED if options.get(key)]
     if beyond:
@@ -591,13 +591,6 @@ def _read_dflash(config: Config) -> ModelShape:
     states = len(options.get("target_layer_ids") or range(layers.num_layers))
     most = (options.get("block_size") or BLOCK_SIZE) - 1
     return replace(layers, kind=DFLASH, num_states=states, max_steps=most)
-
-
-def _layers_of(config: Config, vocab_key: str | None, needs: str) -> ModelShape:
-    try:
-        return dense(config, vocab_key, tied=True)
-    except ValueError as error:
-        raise ValueError(f"{error} {needs}") from None
 
 
 #: Parsers of head configurations, by architecture.

@@ -143,12 +143,12 @@ def check_equal_models(
     answers = smc.answers(asked, length, {"mode": "smc", "evidence_threshold": 0})
     worst = max(abs(answer.log_evidence) / len(answer.text) for answer in answers)
     resamplings = sum(answer.meta["spec_smc_resample_ct"] for answer in answers)
-    verdict = Verdict.PASS
+    result = result._replace(estimate=worst, num_answers=num_answers)
     note = f"{resamplings} resamplings; rounding allows {smc.rounding:g} nats a token."
-    if resamplings or worst > smc.rounding:
-        verdict = Verdict.FAIL
-        note += f" The same text is scored differently in drafting and in verification: {SWITCHES}."
-    return result._replace(verdict=verdict, note=note, estimate=worst, num_answers=num_answers)
+    if not resamplings and worst <= smc.rounding:
+        return result._replace(verdict=Verdict.PASS, note=note)
+    note += f" The same text is scored differently in drafting and in verification: {SWITCHES}."
+    return result._replace(verdict=Verdict.FAIL, note=note)
 
 
 def check_mode(

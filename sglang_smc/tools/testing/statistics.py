@@ -89,9 +89,8 @@ def goodness_of_fit(
         thinnest = min(range(len(expected) - 1), key=expected.__getitem__)
         observed[thinnest] += observed.pop()
         expected[thinnest] += expected.pop()
-    gaps = zip(observed, expected, strict=True)
-    statistic = math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps)
-    return Fit(statistic if len(expected) > 1 else 0.0, len(expected) - 1)
+    gaps = zip(observed, expected, strict=True) if len(expected) > 1 else ()
+    return Fit(math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps), len(expected) - 1)
 
 
 def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:

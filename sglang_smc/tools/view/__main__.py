@@ -2,5 +2,4 @@
 
 from sglang_smc.tools.view.page import main
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+raise SystemExit(main())
