@@ -87,17 +87,14 @@ def mentions(word: str) -> Iterator[str]:
 
 def calls_of_a_round() -> list[CodeType]:
     """The functions of the package that one default round of two requests calls, in order."""
-    from toy_laws import EOS, languages
-    from toy_worker import ToyWorker
+    from toy_laws import toy
 
-    from sglang_smc.options.server import SMCConfig
     from sglang_smc.round.batch import RoundInputs, shape_of
 
-    config = SMCConfig(num_particles=8, num_steps=3)
-    toy = ToyWorker(config, *languages(), num_requests=2, max_new_tokens=60, eos=EOS)
-    reqs: Any = toy.begin([1, 2])
-    toy.reserve(reqs)
-    inputs, shape = RoundInputs.of(toy.batch(reqs), toy.device), shape_of(reqs)
+    own = toy(2, limit=60, num_particles=8, num_steps=3)
+    reqs: Any = own.begin([1, 2])
+    own.reserve(reqs)
+    inputs, shape = RoundInputs.of(own.batch(reqs), own.device), shape_of(reqs)
     calls: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -106,7 +103,7 @@ def calls_of_a_round() -> list[CodeType]:
 
     sys.setprofile(note)
     try:
-        toy.worker._round.play(inputs, shape, reqs)
+        own.worker._round.play(inputs, shape, reqs)
     finally:
         sys.setprofile(None)
     return calls

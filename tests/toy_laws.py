@@ -64,21 +64,32 @@ P = law([TARGET] * LENGTH)
 PLAIN: dict[str, Any] = {"evidence_threshold": 0.0, "max_lag": LENGTH}
 
 
+def toy(
+    num_requests: int,
+    pair: tuple[Language, Language] = PAIR,
+    *,
+    limit: int = LENGTH,
+    kind: Callable[..., Any] = ToyWorker,
+    **options: Any,
+) -> Any:
+    """Make a worker; ``options`` are those of `SMCConfig` and of `ToyWorker`."""
+    config = SMCConfig(**{name: options.pop(name) for name in FIELDS.keys() & options.keys()})
+    sizes = {"num_requests": num_requests, "max_new_tokens": limit, "eos": EOS}
+    return kind(config, *pair, **{**sizes, **options})
+
+
 def run(
     pair: tuple[Language, Language] = PAIR,
     rows: list[int] | None = None,
     *,
     num_runs: int = NUM_RUNS,
-    limit: int = LENGTH,
-    kind: Callable[..., ToyWorker] = ToyWorker,
     **options: Any,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    ``options`` are those of `SMCConfig` and of `ToyWorker`.
+    ``options`` are those of `toy`.
     """
-    config = SMCConfig(**{name: options.pop(name) for name in FIELDS.keys() & options.keys()})
-    worker = kind(config, *pair, num_requests=num_runs, max_new_tokens=limit, eos=EOS, **options)
+    worker = toy(num_runs, pair, **options)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows)
     worker.check_owned()
     return outcome

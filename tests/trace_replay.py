@@ -16,6 +16,8 @@ class Replayed(NamedTuple):
     particles: list[list[int]]  # their texts as they stood before the last narrowing
     log_weights: list[float]  # of these, up to what bonus tokens added
     log_evidence: float  # with what weights have gained, up to what first tokens added
+    texts: list[list[int]]  # of the particles as the record ends
+    scores: dict[tuple[int, ...], float]  # what potentials added to the weights of texts
 
 
 def read(meta_info: dict[str, Any]) -> Trace:
@@ -34,7 +36,8 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
     for record in trace.rounds:
         state.play(record, weighs=trace.mode == "smc")
     state.emitted += trace.emitted_after
-    return Replayed(state.emitted, state.particles, state.weights, state.log_evidence)
+    weighed = state.particles, state.weights, state.log_evidence
+    return Replayed(state.emitted, *weighed, state.texts, state.scores)
 
 
 class Replay:
@@ -45,6 +48,7 @@ class Replay:
         self.near = partial(pytest.approx, abs=tolerance)
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
+        self.scores: dict[tuple[int, ...], float] = {}
         self.ended: list[bool] = []
         self.particles: list[list[int]] = []
         self.weights: list[float] = []  # before the last narrowing
@@ -61,6 +65,7 @@ class Replay:
             assert record.ess == self.near(ess_of(weighed))
         added = as_floats(record.log_potentials or [0.0] * num_particles)
         judged = [old + new for old, new in zip(before, added, strict=True)]
+        self.scores |= {tuple(t): new for t, new in zip(self.texts, added, strict=True) if new}
         gain = log_mean(weighed) - log_mean(judged)
         assert (record.log_block_evidence or 0.0) == self.near(gain)
         self.check_ended(record)

@@ -9,11 +9,8 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from toy_laws import EOS, languages
-from toy_worker import ToyWorker
 from trace_replay import replay
 
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.refusals import MOST_TRACED
 from sglang_smc.state.record import RoundRecord, Trace
 
@@ -40,28 +37,6 @@ def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
     text = replay(trace, tolerance=2e-4).output_ids  # the page has four digits behind the point
     said = "".join(trace.pieces[str(one)] for one in text)
     assert said == "To start Sam can"
-
-
-@pytest.mark.parametrize("mode", ["smc", "exact"])
-def test_a_trace_of_rounds_is_valid(mode: str) -> None:
-    """Red where a field has another type than the schema says, as a NaN or a tensor would."""
-    chosen = ({"trace": True, "mode": mode},)
-    sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "chosen": chosen}
-    worker = ToyWorker(SMCConfig(num_particles=3, num_steps=2), *languages(), **sizes)
-    for req in played(worker, 4):
-        trace = req.smc_state.trace(2, req.output_ids)
-        jsonschema.validate(json.loads(json.dumps(trace)), SCHEMA)
-        assert trace["version"] == 1 and trace["rounds"]
-
-
-def played(worker: ToyWorker, size: int) -> list[Any]:
-    reqs = worker.begin(list(range(1, size + 1)))
-    result = worker.play_round(reqs)
-    for group, req in enumerate(reqs):
-        state = req.smc_state
-        assert result.trace is not None
-        state.rounds.append(result.trace.record_of(group, state, [], 0.0))
-    return reqs
 
 
 @pytest.mark.parametrize("record", [Trace, RoundRecord])

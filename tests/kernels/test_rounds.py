@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_laws import EOS, languages
+from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome
 
@@ -13,7 +13,6 @@ from sglang_smc.ops import check
 from sglang_smc.ops.check_inputs import Sizes
 from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import SMCConfig
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
@@ -54,22 +53,13 @@ def serve(
     asked: tuple[dict[str, Any], ...],
 ) -> tuple[Outcome, list[float]]:
     """What comes out, and the log-probabilities that requests are told."""
-    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
-    toy = AskingWorker(
-        config,
-        *languages(device=device),
-        num_requests=4,
-        max_new_tokens=9,
-        eos=EOS,
-        chosen=chosen,
-        budgets=budgets,
-        asked=asked,
-        shown=((0, None), (2, [1]), None),
-        ops=ops,
-    )
-    outcome = toy.run([1, 2, 3, 4])
-    toy.check_owned()
-    shown = [req.logprob.output_token_logprobs_val for req in toy.begun]
+    server = {"num_particles": 3, "num_steps": 2, "max_lag": 4, "evidence_threshold": 0.0}
+    own = {"chosen": chosen, "budgets": budgets, "asked": asked, "ops": ops}
+    shown_to = {"kind": AskingWorker, "shown": ((0, None), (2, [1]), None)}
+    worker = toy(4, languages(device=device), limit=9, **server, **own, **shown_to)
+    outcome = worker.run([1, 2, 3, 4])
+    worker.check_owned()
+    shown = [req.logprob.output_token_logprobs_val for req in worker.begun]
     return outcome, [value for values in shown for value in values]
 
 

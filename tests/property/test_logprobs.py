@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from toy_laws import EOS, languages
+from toy_laws import TARGET, toy
 from toy_logprobs import AskingWorker, Shown
 from toy_worker import ToyRequest
 
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed": ({},),
@@ -29,28 +28,23 @@ SHOWN: tuple[Shown, ...] = ((3, [0, 2]), (0, None), (1, None), None, (0, [1]))
 @pytest.mark.parametrize("budgets", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_each_token_has_what_the_target_says_of_it_in_its_place(name: str, budgets: str) -> None:
-    config = SMCConfig(num_particles=3, num_steps=2, max_lag=5, evidence_threshold=0.0)
-    sizes = {"num_requests": 40, "max_new_tokens": 14, "eos": EOS}
-    toy = AskingWorker(
-        config, *languages(), **sizes, chosen=CHOICES[name], budgets=RUNGS[budgets], shown=SHOWN
-    )
-    toy.run(list(range(1, 41)))
-    assert len({len(req.output_ids) for req in toy.begun}) > 1
-    for req in toy.begun:
-        check(toy, req)
+    server = {"num_particles": 3, "num_steps": 2, "max_lag": 5, "evidence_threshold": 0.0}
+    own = {"chosen": CHOICES[name], "budgets": RUNGS[budgets], "shown": SHOWN}
+    worker = toy(40, limit=14, kind=AskingWorker, **server, **own)
+    worker.run(list(range(1, 41)))
+    assert len({len(req.output_ids) for req in worker.begun}) > 1
+    for req in worker.begun:
+        check(req)
 
 
-def check(toy: AskingWorker, req: ToyRequest) -> None:
+def check(req: ToyRequest) -> None:
     """The books of one request against the target's table."""
     if not req.return_logprob:
         assert not req.logprob.output_token_logprobs_val
         return
     text, books = req.output_ids, req.logprob
     expected = torch.stack(
-        [
-            torch.log_softmax(toy.target.language.after(tuple(text[:place])), -1)
-            for place in range(len(text))
-        ]
+        [torch.log_softmax(TARGET.after(tuple(text[:place])), -1) for place in range(len(text))]
     )
     own = expected.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     assert books.output_token_logprobs_idx == text

@@ -5,21 +5,18 @@ adds to a round, its fixed places for figures and results, its padding and its c
 is all here but the replay itself.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from toy_grammar import Letters, maker, runners
-from toy_laws import EOS, LENGTH, languages
+from toy_laws import toy
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome as Texts
-from toy_worker import ToyWorker
 
 from sglang_smc.models.recorder import Ranks, Record
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import FIELDS, SMCConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.graph import RoundGraphs
@@ -64,7 +61,6 @@ def overwrite(found: Any, new: Any) -> None:
 def serve(
     recorded: list[int] | None = None,
     *,
-    make: Callable[..., ToyWorker] = ToyWorker,
     most_launched: int | None = None,
     rows: list[int] = FIVE,
     **options: Any,
@@ -73,23 +69,21 @@ def serve(
 
     Args:
         most_launched: requests of a round that is no replay.
-        options: of `SMCConfig` and `ToyWorker`.
+        options: of `toy_laws.toy`.
     """
-    settings = {"num_particles": 3, "num_steps": 2}
-    settings |= {name: options.pop(name) for name in FIELDS.keys() & options.keys()}
-    sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
-    toy = make(SMCConfig(**settings), *languages(), **sizes, **{"chosen": CHOSEN, **options})
+    given = {"num_particles": 3, "num_steps": 2, "chosen": CHOSEN, **options}
+    own = toy(9, **given)
     if recorded is not None:
-        worker = toy.worker
+        worker = own.worker
         worker._graph_sizes = SIZES
         worker._recordings = worker._record(in_place(recorded), Ranks())
         of_budget = worker._recordings.of_budget
-        costs = costs_of_recordings(worker._recordings, toy.device).rounds
+        costs = costs_of_recordings(worker._recordings, own.device).rounds
         assert list(costs) == [budget for budget in of_budget if budget is not None]
         recorded.clear()
-    toy.worker._most_launched = most_launched
-    texts = toy.run(rows)
-    toy.check_owned()
+    own.worker._most_launched = most_launched
+    texts = own.run(rows)
+    own.check_owned()
     return texts
 
 
@@ -145,9 +139,10 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "a bias": {"asked": {"logit_bias": {"1": 1.0}}},
     "edits that mix": {"asked": EDITS},
     "choices that mix": {"chosen": MIXED},
-    "log-probabilities": {"make": partial(AskingWorker, shown=((2, [0]), None, (0, None)))},
+    "log-probabilities": {"kind": AskingWorker, "shown": ((2, [0]), None, (0, None))},
     "all at once": {
-        "make": partial(AskingWorker, shown=((1, None), None)),
+        "kind": AskingWorker,
+        "shown": ((1, None), None),
         "chosen": MIXED,
         "asked": {"top_p": 0.9, "min_new_tokens": 1},
     },

@@ -8,10 +8,9 @@ import pytest
 import torch
 from edit_cases import make_req
 from hostile import HOSTILE
-from toy_laws import EOS, languages
-from toy_worker import Language, ToyWorker
+from toy_laws import languages, toy
+from toy_worker import Language
 
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.registry import close_token
 from sglang_smc.state.failures import (
@@ -151,13 +150,12 @@ ROWS = list(range(1, 25))
 
 def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict[int, tuple]:
     """Text and code of each request; one that fails plays on, as it does under overlap."""
-    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
-    sizes = {"num_requests": len(ROWS), "max_new_tokens": 10, "eos": EOS}
-    toy = ToyWorker(config, *pair, **sizes, chosen=chosen)
-    reqs = toy.begin(rows)
+    server = {"num_particles": 3, "num_steps": 2, "max_lag": 4, "evidence_threshold": 0.0}
+    worker = toy(len(ROWS), pair, limit=10, **server, chosen=chosen)
+    reqs = worker.begin(rows)
     codes = dict.fromkeys(rows, 0)
     for _ in range(10):  # tokens at most, and a round commits something
-        result = toy.play_round(reqs)
+        result = worker.play_round(reqs)
         tokens = result.next_token_ids.view(len(reqs), -1)
         for group, req in enumerate(reqs):
             new = tokens[group, : result.accept_lens[group]].tolist()
@@ -171,7 +169,7 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
             assert totals.ess_sum == totals.ess_sum
             if has_open_token(req) and result.first_tokens[group] >= 0:  # type: ignore[arg-type]
                 close_token(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
-    toy.check_owned()
+    worker.check_owned()
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 
 

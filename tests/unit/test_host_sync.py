@@ -14,14 +14,13 @@ import pytest
 import torch
 from fake_gpu import fake_gpu
 from toy_head import HeadWorker
-from toy_laws import EOS, languages
+from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
 from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.ops.select import ops_of
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import SMCConfig
 
 FAKE = "fake GPU"
 GPUS = ["GPU", "GPU with kernels"] if torch.cuda.is_available() else []
@@ -124,18 +123,18 @@ COVERED = ("weighed beside verified", "powered", "filtered")
     ],
 )
 def test_a_round_never_waits_for_the_device(name: str, device: str) -> None:
-    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     kind, variants = ROUNDS[name]
+    server = {"num_particles": 3, "num_steps": 2, "evidence_threshold": 0.0, "limit": 12}
     size = max(4, len(variants.get("chosen", ())))
     with place(device) as (there, no_waiting, ops):
-        sizes = {"num_requests": size, "max_new_tokens": 12, "eos": EOS, "ops": ops}
-        toy = kind(config, *languages(device=there), **sizes, budgets=BUDGETS, **variants)
-        reqs = toy.begin(list(range(1, size + 1)))
+        given = server | {"kind": kind, "ops": ops, "budgets": BUDGETS} | variants
+        worker = toy(size, languages(device=there), **given)
+        reqs = worker.begin(list(range(1, size + 1)))
         for _ in BUDGETS[: 2 if device == FAKE and name != "weighed" else None]:
-            toy.reserve(reqs)
-            batch = toy.batch(reqs)
+            worker.reserve(reqs)
+            batch = worker.batch(reqs)
             with no_waiting():
-                result = toy.worker.launch_round(batch)
+                result = worker.worker.launch_round(batch)
             assert result.new_seq_lens is not None
             for req, length in zip(reqs, result.new_seq_lens.tolist(), strict=True):
                 req.kv_committed_len = max(req.kv_committed_len, length)  # a fake GPU's are 0

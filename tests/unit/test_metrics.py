@@ -15,9 +15,7 @@ import torch
 from edit_cases import make_req
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from toy_laws import EOS, languages
 from toy_request import ToyRequest
-from toy_worker import ToyWorker
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
@@ -445,16 +443,6 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
     given.metrics_collector._counter_cls = given.metrics_collector._histogram_cls = made
     Monitor(interval=1).report_as(given)
     assert made.call_count == len(COUNTERS) + len(HISTOGRAMS)
-
-
-@pytest.mark.parametrize(("mode", "kills"), [("smc", True), ("exact", False)])
-def test_only_resamplings_kill(mode: str, kills: bool) -> None:
-    """A verification's winner is handed to all as well, but the others were its rivals."""
-    config = SMCConfig(num_particles=4, num_steps=2, mode=mode, ess_threshold=1.0)
-    toy = ToyWorker(config, *languages(), num_requests=8, max_new_tokens=12, eos=EOS)
-    reqs = toy.begin(list(range(1, 9)))
-    totals = toy.play_round(reqs).counters.tolist()
-    assert any(Counters(*row).killed_ct for row in totals) == kills
 
 
 # --- How far answers were watched to be from the target

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
 from steered import Broken, Never, Picky
-from toy_laws import EOS, languages
+from toy_laws import toy
 from toy_request import Letters, ToyRequest
-from toy_worker import ToyWorker
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -349,15 +348,13 @@ def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float
 
 # Requests whose potentials fail, in the package's own rounds.
 
-SERVER = SMCConfig(num_particles=3, num_steps=2, max_lag=8)
-
 
 def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
     size, runner = len(chosen), PotentialRunner("named", potential, 600.0)
     if refused:
         runner.refusal = lambda: MissingValue("the breaker is open", is_late=True)  # type: ignore[method-assign]
-    sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
-    worker = ToyWorker(SERVER, *languages(), runners={"named": runner}, **sizes)
+    server = {"num_particles": 3, "num_steps": 2, "max_lag": 8, "limit": 8}
+    worker = toy(size, **server, runners={"named": runner}, chosen=chosen)
     reqs = worker.begin(list(range(1, size + 1)))
     worker.play_round(reqs)
     return reqs

@@ -13,9 +13,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_grammar import maker
-from toy_laws import languages
+from toy_laws import TARGET, toy
 from toy_request import ToyRequest
-from toy_worker import ToyWorker
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
@@ -496,9 +495,7 @@ def test_a_request_whose_particles_all_weigh_zero_ends_with_an_error() -> None:
 @pytest.mark.parametrize("num_particles", [1, 3])
 def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int) -> None:
     """All that a draft equal to the target proposes."""
-    target, _ = languages()
-    config = SMCConfig(num_particles=3, num_steps=2)
     chosen = ({"proposal": "verified", "num_particles": num_particles},)
-    given: dict[str, Any] = {"num_requests": 1, "max_new_tokens": 20, "eos": -1, "chosen": chosen}
-    worker = ToyWorker(config, target, target, **given)
+    server = {"num_particles": 3, "num_steps": 2, "limit": 20, "eos": -1}
+    worker = toy(1, (TARGET, TARGET), **server, chosen=chosen)
     assert worker.play_round(worker.begin([1])).correct_drafts.tolist() == [2]

@@ -4,79 +4,20 @@ import copy
 import itertools
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 from toy_grammar import Letters, maker, runners
-from toy_laws import EOS, languages
-from toy_request import ToyRequest
-from toy_worker import ToyWorker
-from trace_replay import Replayed, read, replay
+from toy_laws import EOS, languages, toy
+from toy_traces import DYING, LENGTH, SERVER, Told, serve, told
+from trace_replay import Replayed, replay
 
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.options.request import Budget
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.weighing import normalized
-from sglang_smc.state.record import Trace
-from sglang_smc.state.request import publish
 from sglang_smc.tools.view.genealogy import genealogy
-
-LENGTH = 24
-SERVER = SMCConfig(num_particles=5, num_steps=4, evidence_threshold=0.5)
-LAGGING = replace(SERVER, max_lag=30)  # so that requests may choose it
-PAIR = languages(difference=1.2)
-
-
-class Told(NamedTuple):
-    req: ToyRequest
-    trace: Trace
-    particles: list[dict[str, Any]] | None
-
-
-def serve(
-    worker: ToyWorker, num_requests: int, *, retracts_behind: tuple[int, ...] = ()
-) -> list[Told]:
-    """Serve all requests in one batch; each loses its particles behind so many rounds."""
-    reqs = worker.begin(list(range(1, num_requests + 1)))
-    particles: dict[int, Any] = {}
-    num_rounds = 0
-    while running := [req for req in reqs if not worker._is_over(req)]:
-        if times := retracts_behind.count(num_rounds):
-            begin_again(worker, running, times)
-            running = [req for req in running if not worker._is_over(req)]
-        num_rounds += 1
-        result = worker.play_round(running) if running else None
-        for group, req in enumerate(running):
-            assert result is not None
-            if result.particles is not None:
-                particles[req.row] = result.particles.of_group(group, req)  # type: ignore[arg-type]
-            worker.take(result, group, req)
-    return [Told(req, told(req), particles.get(req.row)) for req in reqs]
-
-
-def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
-    """Particles begin anew behind what was emitted, as after a retraction, with a token of 0."""
-    rows = worker.tensor([req.row for req in reqs])
-    for req in reqs * times:
-        req.smc_state.begin(None, req.output_ids)
-        req.say([0])
-        req.kv_committed_len += 1
-    worker.worker._tables.particles.begin(
-        rows,
-        first_tokens=torch.zeros_like(rows),
-        num_emitted=worker.tensor([len(req.output_ids) for req in reqs]),
-        log_evidence=worker.tensor([req.smc_state.counters[-1] for req in reqs], torch.float64),
-        num_particles=worker.tensor([req.smc_state.now.num_particles for req in reqs]),
-    )
-
-
-def told(req: ToyRequest) -> Trace:
-    req.finished = lambda: True  # type: ignore[method-assign]
-    publish(req)  # type: ignore[arg-type]
-    return read({name: values[-1] for name, values in req.customized_info.items()})
 
 
 @pytest.mark.parametrize("when", ["round", {"tokens": 3}, "end"])
@@ -84,20 +25,10 @@ def test_a_reader_comes_to_the_answer_of_potentials(when: Any) -> None:
     """At every lag; the last token of a text waits until its whole text has a value."""
     scored = {"trace": True, "potentials": [{"name": "letters", "when": when}]}
     choices = {}, {"max_lag": 4}, {"max_lag": 2}, {"resample_at": "token"}
-    worker = toy(
-        *({**scored, **more} for more in choices),
-        num_requests=40,
-        runners=runners(letters=Letters()),
-    )
-    for one in serve(worker, 40):
+    asked = ({**scored, **more} for more in choices)
+    for one in serve(40, *asked, runners=runners(letters=Letters())):
         if not one.req.is_stuck:
             assert_told(one, is_plain=False)
-
-
-def toy(*chosen: dict[str, Any], num_requests: int = 0, **more: Any) -> ToyWorker:
-    sizes = {"num_requests": num_requests or len(chosen), "max_new_tokens": LENGTH, "eos": EOS}
-    pair = more.pop("pair", PAIR)
-    return ToyWorker(more.pop("config", SERVER), *pair, chosen=chosen, **sizes, **more)
 
 
 def assert_told(one: Told, **how: bool) -> Replayed:
@@ -130,16 +61,15 @@ def test_a_reader_comes_to_the_answer() -> None:
     So are ancestors of another step, weights from before or behind the one that is meant, a bonus
     token of who had ended, and an evidence without what weights have gained.
     """
-    size = 3 * len(TRACED)
-    told = serve(toy(*TRACED, config=LAGGING, num_requests=size), size)
+    told = serve(3 * len(TRACED), *TRACED, max_lag=30)
     every = [record for one in told for record in one.trace.rounds]
     for number, choice in enumerate(TRACED):
         of_choice = told[number :: len(TRACED)]
         rounds = [record for one in of_choice for record in one.trace.rounds]
         sizes = {len(record.ancestors) for record in rounds}
-        assert sizes == {choice.get("num_particles", SERVER.num_particles)}
+        assert sizes == {choice.get("num_particles", 5)}
         longest = max(len(draft) for record in rounds for draft in record.drafted)
-        assert longest == choice.get("num_steps", SERVER.num_steps)
+        assert longest == choice.get("num_steps", 4)
         cuts = {record.cut for record in rounds}
         assert "ess" not in cuts or choice.get("resample_at") == "token"
         for one in of_choice:
@@ -163,7 +93,6 @@ def test_a_reader_comes_to_the_answer() -> None:
 
 BUDGETS = Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3)
 POWERED = {"power": 2.0, "evidence_threshold": 0}
-DYING = {"evidence_threshold": 0, "ess_threshold": 0.1}
 RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "cut by evidence": ([{"ess_threshold": 1.0, "evidence_threshold": 1.5}], {}),
     "adaptive": ([{}], {"budgets": BUDGETS}),
@@ -172,8 +101,8 @@ RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "weighed in a grammar": ([{}], {"grammar": maker("(ab|b){6}")}),
     "verified in a grammar": ([{"mode": "exact"}], {"grammar": maker("(ab|b){6}")}),
     "greedy": ([{}], {"asked": {"top_k": 1}}),
-    "retracted": ([{}], {}),
-    # Of three tokens p has two, and the draft other two. A number that is NaN or infinite is red.
+    "retracted": ([{}], {"retracts_behind": (2,)}),
+    # A number that is NaN or infinite is red.
     "dead": ([DYING, {**DYING, "num_particles": 1}], {"asked": {"top_k": 2}}),
 }
 
@@ -187,10 +116,8 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
     told twice, or tails that a retraction has dropped live on.
     """
     chosen, more = RUNS[name]
-    behind = {"retracts_behind": (2,)} if name == "retracted" else {}
     traced = [{"trace": True, **choice} for choice in chosen]
-    size = 96 if name == "dead" else 12
-    told = serve(toy(*traced, num_requests=size, **more), size, **behind)
+    told = serve(96 if name == "dead" else 12, *traced, **more)
     is_plain = "powered" not in name and "grammar" not in name
     for one in told:
         assert_told(one, is_plain=is_plain)
@@ -201,7 +128,7 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
         assert name == "adaptive" or not any(changes)
         if name == "retracted":
             assert sum(record.begins is not None for record in rounds) <= 2
-            assert len(rounds) < 3 or rounds[2].begins == [0] * SERVER.num_particles
+            assert len(rounds) < 3 or rounds[2].begins == [0] * 5
     rounds = [record for one in told for record in one.trace.rounds]
     cuts = {record.cut for record in rounds}
     if name == "cut by evidence":
@@ -213,7 +140,7 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
         assert "dead" in cuts and any(None in record.log_weights for record in rounds)
         assert any(None in record.log_weights_before for record in rounds)
     elif name == "greedy":
-        assert {len(record.ancestors) for record in rounds} == {SERVER.num_particles}, cuts
+        assert {len(record.ancestors) for record in rounds} == {5}, cuts
     elif name.startswith("powered"):
         kinds = {len(set(one.trace.rounds[0].begins or ())) > 1 for one in told}
         assert kinds == ({True, False} if name == "powered" else {False})
@@ -223,7 +150,7 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
 def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None:
     """Texts, and weights: red if the trace has those behind the final draw."""
     asked = {"trace": True, "return_particles": True, "resample_at": resample_at}
-    for one in serve(toy(asked, num_requests=6, config=SERVER), 6):
+    for one in serve(6, asked):
         found = assert_told(one)
         assert one.particles is not None
         assert [particle["output_ids"] for particle in one.particles] == found.particles
@@ -235,7 +162,7 @@ def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None
 def test_no_token_of_a_prefill_is_lost() -> None:
     """Retracted before the first round, twice in a row, and where prefill draws the last token."""
     behind = (0, 0, 1, *[2] * LENGTH)
-    told = serve(toy({"trace": True}, num_requests=8), 8, retracts_behind=behind)
+    told = serve(8, {"trace": True}, retracts_behind=behind)
     for one in told:
         assert_told(one)
         assert genealogy(one.trace).answer == one.req.output_ids
@@ -247,21 +174,22 @@ def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None
     """SGLang finds the end in what is emitted. Red if particles are those of a final draw alone."""
     asked = {"trace": True, "return_particles": True, "max_lag": 2}
     by_lag = 0
-    told = serve(toy(asked, num_requests=24, config=LAGGING), 24)
+    told = serve(24, asked, max_lag=30)
     for one in (one for one in told if one.trace.rounds):
         assert one.particles is not None
         assert sum(particle["weight"] for particle in one.particles) == pytest.approx(1.0)
         texts = [particle["output_ids"] for particle in one.particles]
         if not all(text[-1] == EOS or len(text) == LENGTH for text in assert_told(one).particles):
             by_lag += 1
-            assert texts == [one.req.output_ids] * SERVER.num_particles
+            assert texts == [one.req.output_ids] * 5
         assert one.req.output_ids in texts
     assert 0 < by_lag < 24, "both kinds of ends"
 
 
 def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     """Logits that are NaN: the record has null or 0 in place of what means nothing."""
-    worker = toy({"trace": True}, {"trace": True, "mode": "exact"}, pair=languages())
+    given = SERVER | {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"})}
+    worker = toy(2, languages(), **given)
     reqs = worker.begin([1, 2])
     worker.target.language.logits.fill_(math.nan)
     result = worker.play_round(reqs)

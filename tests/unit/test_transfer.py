@@ -19,10 +19,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.managers.utils import GenerationBatchResult
 from table_entries import entry
-from toy_laws import EOS, languages
+from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_request import ToyRequest
-from toy_worker import ToyWorker
 
 from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
 from sglang_smc.ops.interface import TORCH
@@ -48,15 +47,13 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def played(kind: str, device: str) -> SMCBatchResult:
-    sizes = {"num_requests": 2, "max_new_tokens": 12, "eos": EOS, "chosen": (ASKED[kind],)}
-    pair = languages(device=device)
+    given: dict[str, Any] = {"num_particles": 3, "num_steps": 2, "chosen": (ASKED[kind],)}
     if kind == "with log-probabilities":
-        toy: ToyWorker = AskingWorker(CONFIG, *pair, **sizes, shown=((2, [1]),))
-    else:
-        toy = ToyWorker(CONFIG, *pair, **sizes)
-    reqs = toy.begin([1, 2])
-    toy.reserve(reqs)
-    result = toy.worker.launch_round(toy.batch(reqs))
+        given |= {"kind": AskingWorker, "shown": ((2, [1]),)}
+    worker = toy(2, languages(device=device), limit=12, **given)
+    reqs = worker.begin([1, 2])
+    worker.reserve(reqs)
+    result = worker.worker.launch_round(worker.batch(reqs))
     result.copy_done = SimpleNamespace(record=lambda: None)  # type: ignore[assignment]
     return result
 

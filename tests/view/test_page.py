@@ -13,8 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 from matplotlib import image as images
-from simulated_trace import simulated
+from toy_grammar import Letters, runners
+from toy_traces import a_trace, serve
+from trace_replay import replay
 
+from sglang_smc.state.record import Trace
+from sglang_smc.tools.view.genealogy import genealogy
 from sglang_smc.tools.view.page import main, page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -29,7 +33,7 @@ def needs_chromium(test: Any) -> Any:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "trace.json"
-    path.write_bytes(msgspec.json.encode(simulated(3, 4, 60).trace))
+    path.write_bytes(msgspec.json.encode(a_trace()))
     return path
 
 
@@ -43,8 +47,8 @@ def test_a_page_is_one_file_that_asks_nobody(saved: Path, capsys: pytest.Capture
 
 
 def test_no_piece_of_text_ends_the_script() -> None:
-    """The simulation's EOS reads `</script>`."""
-    page = page_of(simulated(3, 4, 60).trace, title="<b>&")
+    """EOS reads `</script>` there."""
+    page = page_of(a_trace(), title="<b>&")
     assert page.count("</script>") == page.count("<script") == 2
     assert "<title>&lt;b&gt;&amp;</title>" in page
 
@@ -135,16 +139,16 @@ def test_a_browser_draws_it(tmp_path: Path, dark: bool, num_particles: int, leng
 
     The page paints itself dark where the reader wants that.
     """
-    made = simulated(5, num_particles, length)
+    made = a_trace(num_particles, length)
     page, image = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(page_of(made.trace))
+    page.write_text(page_of(made))
     wanted = ["--force-dark-mode", "--enable-features=WebContentsForceDark:0"] if dark else []
     dom, console = shown(page, "--dump-dom", *wanted)
     assert not console
     answer = re.search(r'<p id="answer">(.*?)</p>', dom, re.DOTALL)
     assert answer is not None
     text = html.unescape(re.sub(r"<[^>]*>", "", answer[1]))
-    assert text == "".join(made.trace.pieces[str(token)] for token in made.answer)
+    assert text == "".join(made.pieces[str(token)] for token in genealogy(made).answer)
     _, console = shown(page, f"--screenshot={image}", "--window-size=1280,1100", *wanted)
     assert not console
     pixels = images.imread(image)
@@ -179,32 +183,35 @@ ALL_TOLD = """document.title = [...document.getElementById('answer').children].m
 @needs_chromium
 def test_a_token_tells_what_potentials_said(tmp_path: Path) -> None:
     """Of the answer's beginnings, where each ends."""
-    title = re.search("<title>(.*?)</title>", after(ALL_TOLD, tmp_path), re.DOTALL)
+    scored = {"trace": True, "potentials": [{"name": "letters", "when": "round"}]}
+    (one,) = serve(1, scored | {"max_lag": 30}, runners=runners(letters=Letters()), max_lag=30)
+    title = re.search("<title>(.*?)</title>", after(ALL_TOLD, tmp_path, one.trace), re.DOTALL)
     assert title is not None
     told = re.findall(r"potentials, of the text up to here: log w (.[0-9.]+)", title[1])
-    judged = simulated(5, 4, 60).judged
-    answer = tuple(simulated(5, 4, 60).answer)
-    beginnings = sorted((text for text in judged if text == answer[: len(text)]), key=len)
-    values = [f"{judged[text]:+.2f}".replace("-", "\N{MINUS SIGN}") for text in beginnings]
+    made = replay(one.trace, is_plain=False)
+    beginnings = (tuple(made.output_ids[:end]) for end in range(len(made.output_ids) + 1))
+    scores = [made.scores[text] for text in beginnings if text in made.scores]
+    values = [f"{score:+.2f}".replace("-", "\N{MINUS SIGN}") for score in scores]
     assert values and told == values
 
 
 @needs_chromium
 def test_paper_has_the_whole_picture(tmp_path: Path) -> None:
     """In lines of 84 tokens, on white; and nothing of it stays behind."""
-    printed = after("dispatchEvent(new Event('beforeprint'));", tmp_path, length=400)
+    long = a_trace(length=400)
+    printed = after("dispatchEvent(new Event('beforeprint'));", tmp_path, long)
     paper = re.search(r'<div id="paper">(.*?)</div>', printed, re.DOTALL)
     assert paper is not None and paper[1].count("<canvas") >= 5
     assert '<html lang="en" class="paper">' in printed
     both = "dispatchEvent(new Event('beforeprint')); dispatchEvent(new Event('afterprint'));"
-    assert '<div id="paper"></div>' in after(both, tmp_path, length=400)
+    assert '<div id="paper"></div>' in after(both, tmp_path, long)
 
 
-def after(script: str, folder: Path, length: int = 60) -> str:
+def after(script: str, folder: Path, trace: Trace | None = None) -> str:
     """The page's elements behind what a reader did, which is a script; raises if it complains."""
     act = f"<script>addEventListener('load', () => setTimeout(() => {{ {script} }}, 300));</script>"
     path = folder / "page.html"
-    page = page_of(simulated(5, 4, length).trace)
+    page = page_of(trace or a_trace())
     path.write_text(page.replace("</body>", f"{act}</body>"))
     dom, console = shown(path, "--dump-dom")
     assert not console

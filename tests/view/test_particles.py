@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated_trace import simulated
+from toy_traces import a_trace
 
 import sglang_smc
 
@@ -44,7 +44,7 @@ def test_an_answer_of_any_route(answer: Any) -> None:
 
 
 def test_a_frame_and_a_plot() -> None:
-    trace = msgspec.to_builtins(simulated(3, 4, 40).trace)
+    trace = msgspec.to_builtins(a_trace(length=40))
     found = sglang_smc.particles({"meta_info": {**INFO, "spec_smc_trace": trace}})
     assert list(found.frame()["weight"]) == [0.5, 0.25, 0.25, 0.0]
     matplotlib = pytest.importorskip("matplotlib")

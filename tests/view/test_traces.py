@@ -1,34 +1,66 @@
-"""Who descends from whom, held against a simulation that knows, and traces that are broken."""
+"""Who descends from whom, held against a replay of rounds, and traces that are broken."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_trace import simulated
+from toy_grammar import Letters, runners
+from toy_traces import DYING, a_trace, serve
+from trace_replay import replay
 
 import sglang_smc
+from sglang_smc.options.request import Budget
 from sglang_smc.state.record import Trace
 from sglang_smc.tools.view.finding import BY_PARTICLE, checked
 from sglang_smc.tools.view.genealogy import Genealogy, genealogy, lineage
 from sglang_smc.tools.view.page import page_of
 
 CASES = settings(deadline=None, derandomize=True)
+LETTERS = {"runners": runners(letters=Letters())}
+SCORED = {"potentials": [{"name": "letters", "when": "round"}]}
+BUDGETS = {"budgets": (Budget(5, 4), Budget(2, 2), Budget(4, 3))}
+#: What requests choose, and how they are served.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "one particle": ({"num_particles": 1}, {}),
+    "often resampled": ({"resample_at": "token", "ess_threshold": 1.0}, {}),
+    "a short lag": ({"max_lag": 2, "evidence_threshold": 0}, {}),
+    "dying": (DYING, {"asked": {"top_k": 2}}),
+    "resized": ({"evidence_threshold": 0}, BUDGETS),
+    "retracted": ({"evidence_threshold": 0}, {"retracts_behind": (1, 3)}),
+    "verified": ({"mode": "exact"}, {}),
+    "potentials": (SCORED | {"max_lag": 30}, LETTERS | {"max_lag": 30}),
+}
 
 
-@CASES
-@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4, 7]), st.integers(2, 80), st.integers(1, 6))
-def test_lineages_read_what_particles_read(
-    seed: int, num_particles: int, length: int, num_steps: int
-) -> None:
-    """The surviving lineage is the answer, and each particle's text is what its ancestors say."""
-    made = simulated(seed, num_particles, length, num_steps)
-    found = genealogy(made.trace)
-    assert found.answer == made.answer
-    assert [text_of(found, head) for head in found.heads] == made.texts
-    assert surviving(found) == made.answer
+@cache
+def traces(name: str) -> list[Trace]:
+    chosen, more = RUNS[name]
+    told = serve(30, {"trace": True, **chosen}, **more)
+    return [one.trace for one in told if one.trace.rounds and not one.trace.emitted_after]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_lineages_read_what_particles_read(name: str) -> None:
+    """The surviving lineage is the answer, and each particle's text is what its ancestors say.
+
+    What potentials say stands at the text that they said it of.
+    """
+    for trace in traces(name):
+        found, made = genealogy(trace), replay(trace, is_plain=False)
+        assert found.answer == surviving(found) == made.output_ids
+        assert [text_of(found, head) for head in found.heads] == made.texts
+        told = {
+            tuple(text_of(found, place)): here.log_potential
+            for place, here in enumerate(found.segments)
+            if here.log_potential != 0
+        }
+        assert told == made.scores and bool(told) <= (name == "potentials")
+        assert all(here.tokens for here in found.segments if here.log_potential != 0)
 
 
 def text_of(found: Genealogy, segment: int) -> list[int]:
@@ -51,36 +83,21 @@ def surviving(found: Genealogy) -> list[int]:
     return [tokens[position] for position in range(len(tokens))]
 
 
-@CASES
-@given(st.integers(0, 10_000))
-def test_a_lineage_ends_with_a_reason_and_the_answers_nowhere(seed: int) -> None:
+def test_a_lineage_ends_with_a_reason_and_the_answers_nowhere() -> None:
     """Red where a retraction marks as ended what was emitted."""
-    found = genealogy(simulated(seed, 4, 120).trace)
-    parents = {here.parent for here in found.segments}
-    for place, here in enumerate(found.segments):
-        assert 0 <= here.before <= 1 and 0 <= here.after <= 1
-        if place not in parents and place not in found.heads:
-            assert here.fate in ("dead", "resampled", "narrowed", "drawn", "resized", "retracted")
-        assert here.parent is None or here.parent < place
-    _, *ancestors = lineage(found.heads[0], found.segments)
-    for here in (found.segments[place] for place in ancestors):
-        assert here.fate is None or here.surviving < len(here.tokens)
-
-
-@CASES
-@given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]))
-def test_what_potentials_say_stands_at_the_text_that_they_said_it_of(
-    seed: int, num_particles: int
-) -> None:
-    made = simulated(seed, num_particles, 60)
-    found = genealogy(made.trace)
-    told = {
-        tuple(text_of(found, place)): here.log_potential
-        for place, here in enumerate(found.segments)
-        if here.log_potential != 0
-    }
-    assert told == made.judged
-    assert all(here.tokens for here in found.segments if here.log_potential != 0)
+    fates = set()
+    for found in (genealogy(trace) for name in RUNS for trace in traces(name)):
+        parents = {here.parent for here in found.segments}
+        for place, here in enumerate(found.segments):
+            assert 0 <= here.before <= 1 and 0 <= here.after <= 1
+            if place not in parents and place not in found.heads:
+                assert here.fate is not None
+            assert here.parent is None or here.parent < place
+            fates.add(here.fate)
+        _, *ancestors = lineage(found.heads[0], found.segments)
+        for here in (found.segments[place] for place in ancestors):
+            assert here.fate is None or here.surviving < len(here.tokens)
+    assert fates == {"dead", "resampled", "narrowed", "drawn", "resized", "retracted", None}
 
 
 def test_a_trace_without_rounds_is_told() -> None:
@@ -89,7 +106,7 @@ def test_a_trace_without_rounds_is_told() -> None:
         genealogy(trace)
 
 
-SOUND = msgspec.to_builtins(simulated(3, 4, 60).trace)
+SOUND = msgspec.to_builtins(a_trace())
 INFO = {"spec_smc_particles": [{"output_ids": [1], "weight": 1.0, "log_weight": 0.0}]}
 INDICES = ("ancestors", "narrowed_to", "resized_from")
 COLUMNS = [name for name in BY_PARTICLE if name not in ("drafted", "ended")]
