@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-from toy_laws import EOS, LENGTH, VOCAB, Text
+from toy_laws import EOS, LENGTH, VOCAB, Text, law, law_by, next_law
 from toy_worker import Language
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
@@ -19,23 +20,36 @@ from sglang_smc.potentials import Text as Asked
 from sglang_smc.potentials.runner import PotentialRunner
 
 LETTERS = "ab"
-_COMPILER = GrammarCompiler(TokenizerInfo([*LETTERS, "</s>"], stop_token_ids=[EOS]))
+END = "</s>"
 
 
-def maker(regex: str) -> Callable[[], XGrammarGrammar]:
+def maker(
+    regex: str, words: Sequence[str] = (*LETTERS, END), vocab_size: int = 0
+) -> Callable[[], XGrammarGrammar]:
     """Makes one grammar for each request, as SGLang does."""
-    compiled = _COMPILER.compile_regex(regex)
-    return lambda: XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, regex)
+    width = max(vocab_size, len(words))
+    ends = [words.index(END)]
+    known = TokenizerInfo([*words], vocab_size=width, stop_token_ids=ends)
+    compiled = GrammarCompiler(known).compile_regex(regex)
+    return lambda: XGrammarGrammar(GrammarMatcher(compiled), width, compiled, None, regex)
 
 
 def local_law(language: Language, regex: str) -> dict[Text, float]:
     """Each token from p within what may come next: what a mask alone makes."""
-    return _walked(language, regex, renormalised=True)
+    prefixes = {text[:length] for text in _legal_texts(regex) for length in range(1, LENGTH + 1)}
+
+    def masked(before: Text) -> torch.Tensor:
+        is_legal = torch.tensor([(*before, token) in prefixes for token in range(VOCAB)])
+        p = next_law(language, before) * is_legal
+        return p / p.sum()
+
+    return law_by(masked)
 
 
 def potential(language: Language, regex: str) -> dict[Text, float]:
     """p of each legal text; the sum is the chance that a text of p is legal."""
-    return _walked(language, regex, renormalised=False)
+    legal = _legal_texts(regex)
+    return {text: mass * (text in legal) for text, mass in law(language).items()}
 
 
 def conditional_law(language: Language, regex: str) -> dict[Text, float]:
@@ -45,25 +59,7 @@ def conditional_law(language: Language, regex: str) -> dict[Text, float]:
     return {text: mass / total for text, mass in masses.items()}
 
 
-def _walked(language: Language, regex: str, *, renormalised: bool) -> dict[Text, float]:
-    legal = _legal_texts(regex)
-    prefixes = {text[:length] for text in legal for length in range(LENGTH + 1)}
-    found = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
-    for text in legal:
-        mass = 1.0
-        for position, token in enumerate(text):
-            before = text[:position]
-            if EOS in before:
-                break
-            p = language.after(before).double().softmax(-1)
-            mass *= float(p[token])
-            if renormalised:
-                mass /= sum(float(p[t]) for t in range(VOCAB) if (*before, t) in prefixes)
-        found[text] = mass
-    return found
-
-
-def _legal_texts(regex: str) -> list[Text]:
+def _legal_texts(regex: str) -> set[Text]:
     """Whole texts, filled up with EOS, and those that the length limit cuts short."""
     pattern, longest = re.compile(regex), LENGTH + 3
     words = [
@@ -73,7 +69,7 @@ def _legal_texts(regex: str) -> list[Text]:
         if pattern.fullmatch("".join(word))
     ]
     spelled = ([LETTERS.index(letter) for letter in word] for word in words)
-    return sorted({tuple([*letters, *[EOS] * LENGTH][:LENGTH]) for letters in spelled})
+    return {tuple([*letters, *[EOS] * LENGTH][:LENGTH]) for letters in spelled}
 
 
 class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

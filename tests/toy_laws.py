@@ -34,18 +34,21 @@ def languages(
     return Language(logits), Language(logits + drawn[1] * difference)
 
 
-def law(drawn_by: list[Language]) -> dict[Text, float]:
-    """Probability of every output, filled up with EOS; ``drawn_by[i]`` draws position i."""
-    found: dict[Text, float] = {}
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        mass = 1.0
-        for position, token in enumerate(text):
-            if position and text[position - 1] == EOS:
-                mass *= token == EOS
-            elif mass:
-                mass *= float(drawn_by[position].after(text[:position]).double().softmax(-1)[token])
-        found[text] = mass
+def next_law(language: Any, before: Text) -> torch.Tensor:
+    return language.after(before).double().softmax(-1)
+
+
+def law_by(next_probs: laws.NextProbs) -> dict[Text, float]:
+    """Probability of every output, filled up with EOS."""
+    found = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
+    for text, mass in laws.enumerate_law(LENGTH, EOS, lambda _: next_probs).items():
+        found[(*text, *[EOS] * LENGTH)[:LENGTH]] = mass
     return found
+
+
+def law(*languages: Any) -> dict[Text, float]:
+    """Of texts whose tokens languages draw in turn."""
+    return law_by(lambda text: next_law(languages[len(text) % len(languages)], text))
 
 
 def unstratified(ops: Ops) -> Ops:
@@ -59,7 +62,7 @@ def unstratified(ops: Ops) -> Ops:
 
 
 TARGET, DRAFT = PAIR = languages()
-P = law([TARGET] * LENGTH)
+P = law(TARGET)
 #: The plain algorithm of the paper, which keeps what it drafts.
 PLAIN: dict[str, Any] = {"evidence_threshold": 0.0, "max_lag": LENGTH}
 

@@ -20,8 +20,11 @@ DYING = {"evidence_threshold": 0, "ess_threshold": 0.1}
 
 class Told(NamedTuple):
     req: ToyRequest
-    trace: Trace
-    particles: list[dict[str, Any]] | None
+    info: dict[str, Any]  # what its answer says
+
+    @property
+    def trace(self) -> Trace:
+        return read(self.info)
 
 
 def serve(
@@ -31,19 +34,16 @@ def serve(
     given: dict[str, Any] = {"pair": PAIR, **SERVER, "chosen": chosen, **more}
     worker = toy(num_requests, **given)
     reqs = worker.begin(list(range(1, num_requests + 1)))
-    particles: dict[int, Any] = {}
     num_rounds = 0
     while running := [req for req in reqs if not worker._is_over(req)]:
         if times := retracts_behind.count(num_rounds):
             begin_again(worker, running, times)
             running = [req for req in running if not worker._is_over(req)]
         num_rounds += 1
-        result = worker.play_round(running) if running else None
-        for group, req in enumerate(running):
-            if result.particles is not None:
-                particles[req.row] = result.particles.of_group(group, req)
-            worker.take(result, group, req)
-    return [Told(req, told(req), particles.get(req.row)) for req in reqs]
+        if running:
+            worker.step(running)
+    worker.check_owned()
+    return [Told(req, told(req)) for req in reqs]
 
 
 def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
@@ -63,10 +63,10 @@ def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
     )
 
 
-def told(req: ToyRequest) -> Trace:
+def told(req: ToyRequest) -> dict[str, Any]:
     req.finished = lambda: True  # type: ignore[method-assign]
     publish(req)  # type: ignore[arg-type]
-    return read({name: values[-1] for name, values in req.customized_info.items()})
+    return {name: values[-1] for name, values in req.customized_info.items()}
 
 
 def a_trace(num_particles: int = 4, length: int = 60, **chosen: Any) -> Trace:

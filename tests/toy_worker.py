@@ -185,9 +185,8 @@ class ToyWorker:
         num_rounds = 0
         while running := [req for req in reqs if not self._is_over(req)]:
             num_rounds += len(running)
-            result = self.play_round(running)
-            for group, req in enumerate(running):
-                emitted_in_last[req.row] = len(self.take(result, group, req))
+            for req, new in zip(running, self.step(running), strict=True):
+                emitted_in_last[req.row] = len(new)
         counted = [Counters._make(req.smc_state.counters) for req in reqs]
         evidence = self.tensor([counters.log_evidence for counters in counted])
         evidence = evidence.masked_fill(self.tensor([req.is_stuck for req in reqs]), -math.inf)
@@ -207,8 +206,15 @@ class ToyWorker:
             fidelity=fidelity_of(self.tensor([req.smc_state.counters for req in reqs])),
         )
 
+    def step(self, reqs: list[ToyRequest]) -> list[list[int]]:
+        """A round, and what each request emits."""
+        result = self.play_round(reqs)
+        return [self.take(result, group, req) for group, req in enumerate(reqs)]
+
     def take(self, result: Any, group: int, req: ToyRequest) -> list[int]:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
+        if result.particles is not None:
+            req.particles = result.particles.of_group(group, req)
         state, firsts = req.smc_state, result.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
             registry.close_token(req, token, None)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ are Python's own. Some tests ask for those in any case.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import fcntl
@@ -262,8 +261,7 @@ def _new_interpreter(environment: dict[str, str]) -> Interpreter:
 
 
 def _send(channel: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    channel.sendmsg([pickle.dumps(message)], rights)
+    socket.send_fds(channel, [pickle.dumps(message)], list(fds))
 
 
 def _receive(channel: socket.socket) -> tuple[list[int], Any]:

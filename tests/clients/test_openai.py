@@ -16,14 +16,11 @@ pytestmark = pytest.mark.engine
 SOLVED = (1, 3, 5, 7)
 
 
-def prompt_of(index: int) -> str:
-    return f"<|user|>{held_out(index).question}<|assistant|>"
-
-
 def test_problems_are_solved_at_temperature_0(client: openai.OpenAI) -> None:
     """By chat in every mode and by completions: the same text of the target's."""
     own = {"model": "default", "temperature": 0, "max_tokens": 160}
-    completed = client.completions.create(prompt=[prompt_of(i) for i in SOLVED], **own)  # type: ignore[call-overload]
+    prompts = [f"<|user|>{held_out(index).question}<|assistant|>" for index in SOLVED]
+    completed = client.completions.create(prompt=prompts, **own)  # type: ignore[call-overload]
     for index, choice in zip(SOLVED, completed.choices, strict=True):
         assert check(choice.text, held_out(index))
     whole = completed.choices[0].text

@@ -3,17 +3,15 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 from http_server import Server, running_server
 from routed import (
     PRESETS,
+    ROUTES,
     chat,
-    completion,
-    generate,
     pair_arguments,
     parts_of,
     rounds_and_particles,
@@ -24,12 +22,8 @@ from sglang_smc.tools.demo.serving import free_port
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 START_TIMEOUT = 1200.0
-ROUTED: dict[str, Callable[..., dict[str, Any]]] = {
-    "/generate": generate,
-    "/v1/chat/completions": chat,
-    "/v1/completions": completion,
-}
 SHOWS_PARTICLES = ("/v1/chat/completions", "/v1/completions")
+ROUTED = ("/generate", *SHOWS_PARTICLES)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def test_presets_hold_on_every_replica(
 ) -> None:
     before = [rounds_and_particles(replica) for replica in replicas]
     for _ in range(4):
-        answer = router.post(route, **ROUTED[route](model, "two"))
+        answer = router.post(route, **ROUTES[route](model, "two"))
         assert answer.status_code == 200, answer.text
     for replica, (rounds, particles) in zip(replicas, before, strict=True):
         after = rounds_and_particles(replica)
@@ -87,14 +81,14 @@ def test_presets_hold_on_every_replica(
 @pytest.mark.parametrize("route", ROUTED)
 def test_an_unknown_preset_is_refused(router: Server, model: str, route: str) -> None:
     for _ in range(2):
-        answer = router.post(route, **ROUTED[route](model, "exat"))
+        answer = router.post(route, **ROUTES[route](model, "exat"))
         assert answer.status_code == 400
         assert all(f"'{name}'" in answer.text for name in PRESETS)
 
 
 @pytest.mark.parametrize("route", SHOWS_PARTICLES)
 def test_particles_come_through_whole_and_streamed(router: Server, model: str, route: str) -> None:
-    asked = ROUTED[route](model, "all-particles")
+    asked = ROUTES[route](model, "all-particles")
     (choice,) = router.post(route, **asked).json()["choices"]
     assert len(choice["meta_info"]["spec_smc_particles"]) == 3
     chunks = parts_of(router.post(route, **asked, stream=True).text)

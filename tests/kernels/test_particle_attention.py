@@ -17,7 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_smc.kernels.attention import latent, spans, work
 from sglang_smc.kernels.attention import particle_attention as plain
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.models import softmax, supported
+from sglang_smc.models import softmax
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Softmax, shared_prefix_attention
@@ -25,7 +25,7 @@ from sglang_smc.models.softmax import Softmax, shared_prefix_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 
-pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan", "one_rank")
 
 
 def latents(heads: int, rank: int, rope: int, **more: Any) -> dict[str, Any]:
@@ -347,11 +347,6 @@ def layer_over(
         return output.view(*c.query.shape[:4], c.rank or width)
 
     return backend, run
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])

@@ -16,9 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_smc.cpu import attention
 from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
 from sglang_smc.cpu.speculation import DraftStep
-from sglang_smc.models import supported
 from sglang_smc.models.softmax import Softmax
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 HEAD_DIM = 16
 NUM_SLOTS = 4096
 LONG = LONG_ROW + 6
@@ -118,11 +118,6 @@ class Harness:
         torch.testing.assert_close(
             result.double(), self.reference(), atol=tolerance, rtol=tolerance
         )
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 @pytest.fixture(params=[(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])

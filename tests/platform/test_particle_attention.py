@@ -15,11 +15,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.models import supported
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 LAST_POSITION = 99
 
 
@@ -83,11 +83,6 @@ class Harness:
 
     def chains(self, slots: torch.Tensor) -> Chains:
         return Chains(self.tokens, self.case.starts, slots, locations_of(self.case))
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 def case(num_columns: int = 5, **shape: Any) -> Case:

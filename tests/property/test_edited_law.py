@@ -62,18 +62,18 @@ def edited(name: str, language: Language) -> Any:
 
 
 def edited_law(name: str) -> dict[Text, float]:
-    return law([edited(name, TARGET)] * LENGTH)
+    return law(edited(name, TARGET))
 
 
 @pytest.mark.parametrize("name", list(EDITS))
 def test_one_particle_follows_the_edited_q_where_drafted_and_p_where_bonus(name: str) -> None:
     """Error probability 1e-4 each; with either model unedited the law is another."""
-    drawn_by = [edited(name, PAIR[t % 3 != 0]) for t in range(LENGTH)]
+    drawn_by = [edited(name, PAIR[t % 3 != 0]) for t in range(3)]
     outcome = run(1, name)
-    assert p_value(outcome, law(drawn_by)) > 1e-4
+    assert p_value(outcome, law(*drawn_by)) > 1e-4
     for forgotten in (0, 1):
         others = [one.language if t % 3 != forgotten else one for t, one in enumerate(drawn_by)]
-        assert p_value(outcome, law(others)) < 1e-6
+        assert p_value(outcome, law(*others)) < 1e-6
 
 
 @pytest.mark.parametrize(

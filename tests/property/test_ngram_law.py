@@ -4,21 +4,22 @@ The corpus is a toy that proposes by the last tokens of a text; all else is the 
 Seeds are fixed, so a test passes always or never; error probabilities are those of correct code.
 """
 
-import itertools
 from typing import Any, cast
 
 import pytest
+import torch
 import toy_worker
 from toy_corpus import children, corpus, with_matches
 from toy_laws import (
     DRAFT,
-    EOS,
     LENGTH,
     TARGET,
     VOCAB,
     P,
     Text,
     assert_properly_weighted,
+    law_by,
+    next_law,
     p_value,
     run,
     total_variation,
@@ -38,21 +39,14 @@ def played(
 
 def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
     """The law of one particle that keeps all: K tokens of q behind each of p's."""
-    found: dict[Text, float] = {}
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        mass = 1.0
-        for place, token in enumerate(text):
-            before, column = text[:place], place % (num_steps + 1)
-            if place and text[place - 1] == EOS:
-                mass *= token == EOS
-            elif mass and column == 0:
-                mass *= float(TARGET.after(before).double().softmax(-1)[token])
-            elif mass:
-                q = DRAFT.after(before).double().softmax(-1)
-                proposed = children(before, place - column + 1)
-                mass *= float(with_matches(q, proposed, weight)[token])
-        found[text] = mass
-    return found
+
+    def mixed(text: Text) -> torch.Tensor:
+        if (column := len(text) % (num_steps + 1)) == 0:
+            return next_law(TARGET, text)
+        proposed = children(text, len(text) - column + 1)
+        return with_matches(next_law(DRAFT, text), proposed, weight)
+
+    return law_by(mixed)
 
 
 @pytest.mark.parametrize(

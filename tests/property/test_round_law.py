@@ -59,8 +59,7 @@ def test_one_particle_follows_q_where_drafted_and_p_where_bonus(
     """Error probability 1e-4 each; the slightest misreading of KV changes every context."""
     sizes = {"num_particles": 1, "num_steps": num_steps, "max_lag": max_lag}
     outcome = run(**PLAIN | sizes)
-    drawn_by = [TARGET if t % (num_steps + 1) == 0 else DRAFT for t in range(LENGTH)]
-    assert p_value(outcome, law(drawn_by)) > 1e-4
+    assert p_value(outcome, law(TARGET, *[DRAFT] * num_steps)) > 1e-4
     assert p_value(outcome, P) < 1e-9, "the test could not tell them apart"
 
 
@@ -145,7 +144,7 @@ def test_tokens_that_the_target_never_says_never_come_out(
     """
     least = TARGET.logits.argmin(1, keepdim=True)
     cut = Language(TARGET.logits.scatter(1, least, -torch.inf))
-    expected = law([cut] * LENGTH)
+    expected = law(cut)
     own = {"num_particles": num_particles, "ess_threshold": 0.9, "resample_at": resample_at}
     outcome = run((cut, DRAFT), num_runs=800, num_steps=3, **PLAIN, **own)
     assert all(expected[text] > 0 for text in frequencies(outcome))
@@ -162,7 +161,7 @@ def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
     pair = Language(endless), Language(over)
     outcome = run(pair, num_particles=4, num_steps=3, **PLAIN)
     assert outcome.num_all_zero == outcome.num_rounds == (LENGTH - 1) * NUM_RUNS
-    assert p_value(outcome, law([pair[0]] * LENGTH)) > 1e-4
+    assert p_value(outcome, law(pair[0])) > 1e-4
 
 
 # --- Rounds of changing N and K: a population is resized by weight and banks what it weighed; one
@@ -211,8 +210,7 @@ def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
     """Error probability 1e-4: it is weighed, as without one, and so follows q where drafted."""
     chosen = ({"num_particles": 1, "num_steps": 2},)
     outcome = run(num_particles=4, **SELDOM, chosen=chosen, budgets=(Budget(1, 2),))
-    drawn_by = [TARGET if t % 3 == 0 else DRAFT for t in range(LENGTH)]
-    assert p_value(outcome, law(drawn_by)) > 1e-4
+    assert p_value(outcome, law(TARGET, DRAFT, DRAFT)) > 1e-4
 
 
 # --- A power of p: whole texts follow p(x)^alpha over its sum, and Z-hat estimates that sum. So
@@ -277,7 +275,7 @@ def test_texts_that_never_end_are_weighed_by_the_power_of_p() -> None:
     ends = torch.arange(VOCAB) == EOS
     target, draft = (Language(one.logits.masked_fill(ends, -torch.inf)) for one in PAIR)
     outcome = run((target, draft), num_particles=8, num_steps=2, power=4.0)
-    masses = {text: mass**4.0 for text, mass in law([target] * LENGTH).items()}
+    masses = {text: mass**4.0 for text, mass in law(target).items()}
     assert_properly_weighted(outcome, masses)
 
 
@@ -310,7 +308,7 @@ def hard_pair() -> tuple[Language, Language]:
 
 
 def distance(outcome: Outcome) -> float:
-    return total_variation(outcome, law([hard_pair()[0]] * LENGTH))
+    return total_variation(outcome, law(hard_pair()[0]))
 
 
 @pytest.mark.parametrize("num_particles", [1, 4])
@@ -341,7 +339,7 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
     logits = target.logits.clone()
     logits[:, EOS] += 1.0
     pair = Language(logits), Language(draft.logits + logits - target.logits)
-    of_texts = law([pair[0]] * LENGTH)
+    of_texts = law(pair[0])
     expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
     sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1, "num_runs": 3000}
     error = math.sqrt(expected * (1 - expected) / 3000)

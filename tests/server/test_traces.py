@@ -1,4 +1,4 @@
-"""Traces of real answers: in a crowd, of samples and streams, of potentials, of short lags."""
+"""Traces of real answers: in a crowd, of samples and streams, of potentials."""
 
 from typing import Any
 
@@ -71,15 +71,3 @@ def test_streams_and_samples_have_their_own(server: Server) -> None:
     assert len({str(sample["output_ids"]) for sample in samples}) == 3
     for sample in samples:
         assert_told(sample, smc)
-
-
-def test_a_lag_of_one_emits_all_that_is_drawn(server: Server) -> None:
-    """Each round settles its columns and the target's token; a longer lag keeps some back."""
-    short, long = (
-        [len(one.emitted) for one in read(answer["meta_info"]).rounds]
-        for answer in server.generate(
-            [asked({"max_lag": lag, "evidence_threshold": 0, "trace": True}) for lag in (1, 32)]
-        )
-    )
-    assert set(short[:-1]) == {5}, "K + 1"
-    assert set(long[:-1]) != {5}

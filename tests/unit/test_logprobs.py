@@ -122,11 +122,6 @@ def tails(num_top: int, num_listed: int) -> TailLogprobs:
     return TailLogprobs(numbers.clone(), top, top.long(), listed)
 
 
-def assert_equal(found: TailLogprobs, expected: TailLogprobs) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     """A request that is under way when another begins keeps its tails' numbers."""
     table, expected = LogprobTable(5, 3, 3, "cpu"), tails(4, 2)
@@ -136,4 +131,5 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     begin(table, [2], req())  # it never shrinks
     for column in (expected.top[..., 2:], expected.top_ids[..., 2:], expected.listed):
         column.zero_()
-    assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)), expected)
+    found = table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2))
+    assert all(map(torch.equal, found, expected))

@@ -26,6 +26,7 @@ from sglang_smc.proposers.eagle3 import spread
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 PARTIAL = SMCConfig(drafts_all=False)
 
 
@@ -161,11 +162,6 @@ def runner(*, latent: bool = False, **layer: Any) -> Any:
     )
     model = torch.nn.Sequential(*layers)
     return SimpleNamespace(model=model, model_config=config, use_mla_backend=latent)
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.distributed import parallel_state
+from toy_grammar import maker
 from toy_request import begun, ended
-from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.runner import PotentialRunner
@@ -123,13 +122,10 @@ def test_votes(ranks: FakeRanks) -> None:
 
 def test_grammars(ranks: FakeRanks) -> None:
     """Both ranks end it, in the round behind the one that was slow on one of them."""
-    compiled = GrammarCompiler(
-        TokenizerInfo(["a", "b", "</s>"], vocab_size=VOCAB, stop_token_ids=[2])
-    ).compile_regex("(a|b)*")
+    make = maker("(a|b)*", vocab_size=VOCAB)
 
     def of_rank(rank: int) -> list[bool]:
-        grammar = XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, "(a|b)*")
-        req = begun({}, grammar=grammar)
+        req = begun({}, grammar=make())
         told = []
         for _ in range(3):
             Grammar(BatchTexts([req], None, VOCAB, "cpu"))

@@ -10,25 +10,23 @@ and needs a reason in the commit that changes it. Numbers agree to seven digits.
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-from toy_grammar import runners
-from toy_worker import NUM_CONTEXTS, Language, ToyWorker
-from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
+from toy_grammar import END, maker, runners
+from toy_traces import serve
+from toy_worker import NUM_CONTEXTS, Language
 
 from sglang_smc.options.request import Budget
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.state.request import publish
 
 RECORD = Path(__file__).with_name("seeded_rounds.json")
 VOCAB, EOS, LENGTH, SIZE = 600, 5, 14, 6  # tokens: more than one tile of a cumulative sum
-SERVER = {"num_particles": 4, "num_steps": 3, "max_lag": 40}
+WORDS = [END if token == EOS else f"{token:03d}" for token in range(VOCAB)]
+SIZES = {"num_particles": 4, "num_steps": 3, "max_lag": 40, "limit": LENGTH, "eos": EOS}
+SERVER: dict[str, Any] = SIZES | {"evidence_threshold": None}
 BLOCKS: dict[str, Any] = {"evidence_threshold": 0}
 NEVER: dict[str, Any] = {}
 
@@ -104,47 +102,17 @@ def languages() -> tuple[Language, Language]:
     return Language(logits), Language(logits + 0.9 * drawn[1])
 
 
-def grammars() -> Callable[[], XGrammarGrammar]:
-    """Return a maker of grammars that allow every fifth token of the first half."""
-    words = ["</s>" if token == EOS else f"{token:03d}" for token in range(VOCAB)]
-    compiler = GrammarCompiler(TokenizerInfo(words, stop_token_ids=[EOS]))
-    compiled = compiler.compile_regex("([0-2][0-9][05])+")
-    return lambda: XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, "")
-
-
-def serve(name: str) -> list[dict[str, Any]]:
+def said(name: str) -> list[dict[str, Any]]:
     """Answer six requests in one batch, and return all that is said of each."""
     server, chosen, asked = CASES[name]
-    worker = ToyWorker(
-        SMCConfig(**{**SERVER, **server}),
-        *languages(),
-        num_requests=SIZE,
-        max_new_tokens=LENGTH,
-        eos=EOS,
-        chosen=chosen,
-        asked=asked,
-        budgets=BUDGETS.get(name, (None,)),
-        runners=runners(even=Even()),
-        grammar=grammars() if name == "grammar" else lambda: None,
-    )
-    reqs = worker.begin(list(range(1, SIZE + 1)))
-    particles: dict[int, Any] = {}
-    while running := [req for req in reqs if not worker._is_over(req)]:
-        result = worker.play_round(running)
-        for group, req in enumerate(running):
-            if result.particles is not None:
-                particles[req.row] = result.particles.of_group(group, req)
-            worker.take(result, group, req)
-    worker.check_owned()
-    return [said_of(req, particles.get(req.row)) for req in reqs]
-
-
-def said_of(req: Any, particles: Any) -> dict[str, Any]:
-    req.finished = lambda: True
-    publish(req)
-    fields = {key: values[-1] for key, values in req.customized_info.items()}
-    fields.pop("spec_smc_particles", None)
-    return {"output_ids": req.output_ids, "particles": particles, **fields}
+    more = {"asked": asked, "budgets": BUDGETS.get(name, (None,)), "runners": runners(even=Even())}
+    if name == "grammar":  # every fifth token of the first half
+        more["grammar"] = maker("([0-2][0-9][05])+", WORDS)
+    answers = []
+    for req, info in serve(SIZE, *chosen, pair=languages(), **(SERVER | server | more)):
+        info.pop("spec_smc_particles", None)
+        answers.append({"output_ids": req.output_ids, "particles": req.particles, **info})
+    return answers
 
 
 def rounded(value: Any) -> Any:
@@ -172,12 +140,12 @@ def differences(found: Any, wanted: Any, place: str = "") -> list[str]:
 def test_seeded_rounds_are_what_they_were(name: str) -> None:
     recorded = json.loads(RECORD.read_text())
     assert recorded.keys() == CASES.keys()
-    assert differences(json.loads(json.dumps(rounded(serve(name)))), recorded[name]) == []
+    assert differences(json.loads(json.dumps(rounded(said(name)))), recorded[name]) == []
     texts = [one["output_ids"] for one in recorded[name]]
     assert len({tuple(text) for text in texts}) > 3, "answers that are alike show little"
 
 
 if __name__ == "__main__":
-    found = {name: rounded(serve(name)) for name in CASES}
+    found = {name: rounded(said(name)) for name in CASES}
     rows = (f"{json.dumps(name)}: {json.dumps(answers)}" for name, answers in found.items())
     RECORD.write_text("{\n" + ",\n".join(rows) + "\n}\n")

@@ -12,7 +12,7 @@ import torch
 from toy_grammar import Letters, maker, runners
 from toy_laws import EOS, languages, toy
 from toy_traces import DYING, LENGTH, SERVER, Told, serve, told
-from trace_replay import Replayed, replay
+from trace_replay import Replayed, read, replay
 
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.options.request import Budget
@@ -152,9 +152,9 @@ def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None
     asked = {"trace": True, "return_particles": True, "resample_at": resample_at}
     for one in serve(6, asked):
         found = assert_told(one)
-        assert one.particles is not None
-        assert [particle["output_ids"] for particle in one.particles] == found.particles
-        weights = [particle["weight"] for particle in one.particles]
+        assert one.req.particles is not None
+        assert [particle["output_ids"] for particle in one.req.particles] == found.particles
+        weights = [particle["weight"] for particle in one.req.particles]
         shares = normalized(torch.tensor(found.log_weights)).tolist()
         assert weights == pytest.approx(shares)
 
@@ -176,9 +176,9 @@ def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None
     by_lag = 0
     told = serve(24, asked, max_lag=30)
     for one in (one for one in told if one.trace.rounds):
-        assert one.particles is not None
-        assert sum(particle["weight"] for particle in one.particles) == pytest.approx(1.0)
-        texts = [particle["output_ids"] for particle in one.particles]
+        assert one.req.particles is not None
+        assert sum(particle["weight"] for particle in one.req.particles) == pytest.approx(1.0)
+        texts = [particle["output_ids"] for particle in one.req.particles]
         if not all(text[-1] == EOS or len(text) == LENGTH for text in assert_told(one).particles):
             by_lag += 1
             assert texts == [one.req.output_ids] * 5
@@ -205,4 +205,4 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
         (record,) = req.smc_state.rounds
         assert record.cut == "failure" and record.emitted == []
         assert set(record.bonus) == {None}
-        assert "NaN" not in json.dumps(told(req).rounds, default=msgspec.to_builtins)
+        assert "NaN" not in json.dumps(read(told(req)).rounds, default=msgspec.to_builtins)

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from math import inf
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ def test_lineages_read_what_particles_read(name: str) -> None:
         assert found.answer == surviving(found) == made.output_ids
         assert [text_of(found, head) for head in found.heads] == made.texts
         told = {
-            tuple(text_of(found, place)): here.log_potential
+            tuple(text_of(found, place)): -inf if here.log_potential is None else here.log_potential
             for place, here in enumerate(found.segments)
             if here.log_potential != 0
         }
@@ -97,7 +98,8 @@ def test_a_lineage_ends_with_a_reason_and_the_answers_nowhere() -> None:
         _, *ancestors = lineage(found.heads[0], found.segments)
         for here in (found.segments[place] for place in ancestors):
             assert here.fate is None or here.surviving < len(here.tokens)
-    assert fates == {"dead", "resampled", "narrowed", "drawn", "resized", "retracted", None}
+    ends = {"narrowed", "drawn", "resized", "retracted", "end"}
+    assert fates == {"dead", "resampled", "verification", None} | ends
 
 
 def test_a_trace_without_rounds_is_told() -> None:

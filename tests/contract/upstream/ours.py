@@ -45,12 +45,6 @@ class Source(NamedTuple):
             return owner and f"{owner}.{node.attr}"
         return self.imported.get(node.id) if isinstance(node, ast.Name) else None
 
-    def calls(self, name: str) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
-        """The calls of what has this last name, with their keywords."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and _called(node) == name:
-                yield node, {keyword.arg or "": keyword.value for keyword in node.keywords}
-
 
 def sources(of: frozenset[str], root: Path = ROOT) -> list[Source]:
     """The package's files and all others that mention SGLang, each once."""
@@ -180,8 +174,8 @@ def hooks(source: Source) -> Iterator[Hook]:
             with suppress(NameError):  # texts and their sums name nothing but each other
                 exec(ast.unparse(node), constants)
     functions = {id(d): f for f in _functions(source.body).values() for d in f.decorator_list}
-    for node, _ in source.calls("on"):
-        if ast.unparse(node.func) == "PATCHES.on":
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "PATCHES.on":
             target, *lines = (eval(ast.unparse(argument), constants) for argument in node.args)
             relies_on = re.findall(r"[\w/]+\.py:\d+", " ".join(lines))
             place = source.use("", node).place
@@ -192,16 +186,14 @@ def _functions(node: Any) -> dict[str, Any]:
     return {each.name: each for each in node.body if isinstance(each, Function)}
 
 
-def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func).rpartition(".")[2]
-
-
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     """What is read or set of parameters that are annotated with a class of SGLang's."""
     for function in source.nodes:
         owners = dict(_annotated(function, source)) if isinstance(function, Function) else {}
         nodes = list(ast.walk(function)) if owners else []
-        asked = (n for n in nodes if isinstance(n, ast.Call) and _called(n) == "isinstance")
+        asked = (
+            n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"
+        )
         narrowed = {ast.unparse(call.args[0]) for call in asked}
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
