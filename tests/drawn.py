@@ -1,6 +1,6 @@
-"""Random cases for tests of kernels, the same ones each time."""
+"""Random cases, of kernels the same ones each time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,22 @@ def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
     cases = st.builds(SimpleNamespace, **each, seed=st.integers(0, 2**16))
     same = settings(max_examples=count, deadline=None, derandomize=True, database=None)
     return lambda test: same(given(c=cases)(test))
+
+
+def patterns(atoms: Sequence[str], repeats: Sequence[str], opens: str = "(?:") -> st.SearchStrategy:
+    """Regular expressions of a few atoms; what is repeated stands in a group of a kind."""
+
+    def longer(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        few = st.lists(inner, min_size=2, max_size=3)
+        repeated = st.tuples(inner, st.sampled_from(repeats))
+        return st.one_of(
+            few.map("".join),
+            few.map(lambda all: f"(?:{'|'.join(all)})"),
+            repeated.map(lambda both: f"{opens}{both[0]}){both[1]}"),
+            st.tuples(st.sampled_from("ims"), inner).map(lambda both: f"(?{both[0]}:{both[1]})"),
+        )
+
+    return st.recursive(st.sampled_from(atoms), longer, max_leaves=6)
 
 
 def assert_same(

@@ -4,10 +4,17 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from sglang_smc.potentials import Potential, Text
+
+
+def text(output: str, args: Any = None, prompt: str = "a") -> Text:
+    """Letters, of which each is a token."""
+    ids = ([*map(ord, part)] for part in (prompt, output))
+    return Text(*ids, args, lambda read: "".join(map(chr, read)))
 
 
 class Count(Potential):

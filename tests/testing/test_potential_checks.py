@@ -5,16 +5,13 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
+from steered import text
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.tools.testing import Verdict, check_potential
 
 Values = Callable[[Sequence[Text]], Sequence[float]]
 CHECKS = ("values", "batched", "repeated", "forbidden", "whole")
-
-
-def text(output: str) -> Text:
-    return Text([], [ord(c) for c in output], None, lambda ids: "".join(map(chr, ids)))
 
 
 TEXTS = [text("abca"), text("bb"), text("")]

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from steered import text
 
-from sglang_smc.potentials import Text
 from sglang_smc.potentials.library import EndpointError, Http
 
 URL = "http://localhost:1"
@@ -44,12 +44,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Endpoint:
     return server
 
 
-def text(prompt: str, output: str) -> Text:
-    both = [[ord(c) for c in part] for part in (prompt, output)]
-    return Text(*both, None, lambda ids: "".join(map(chr, ids)))
-
-
-TEXTS = [text("1+1=", "2"), text("1+2=", "4")]
+TEXTS = [text("2", prompt="1+1="), text("4", prompt="1+2=")]
 
 
 def embeddings(*rows: list[float]) -> list[dict[str, Any]]:

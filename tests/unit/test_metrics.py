@@ -365,19 +365,15 @@ def test_the_log_has_one_line_an_interval(
     assert found.totals()["all_zero_rounds"] == all_zero
 
 
-def ended(mode: str = "smc", tilt: float = 0.5, information: float = 4.0) -> AnswerFidelity:
-    return AnswerFidelity(mode, 0.5, tilt * information, information, 0.75, 3.0)
-
-
 def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> None:
     """A gauge that shows 0 before would say that answers are the target's own."""
     found = monitor()
-    found.end_answer(ended(information=0.0)._replace(watched_ct=0.0))
+    found.end_answer(answer(information=0.0)._replace(watched_ct=0.0))
     assert not {gauge.name for gauge in GAUGES} & set(samples(registry))
-    found.end_answer(ended())
+    found.end_answer(answer(tilt=0.5, count=3))
     shown = samples(registry)
     assert [shown[gauge.name] for gauge in GAUGES] == [0.5, 0.5, 0.25]
-    found.end_answer(ended("mixed", -0.5))
+    found.end_answer(answer("mixed", tilt=-0.5, count=3))
     assert samples(registry)["tilt"] == 0.0
     tilts = {name: of["tilt"] for name, of in found.fidelity().items()}
     assert tilts == {"all": 0.0, "smc": 0.5, "mixed": -0.5}
@@ -553,9 +549,7 @@ def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
 def test_the_log_has_the_tilt_and_what_is_wrong_with_it(
     caplog: pytest.LogCaptureFixture, logs: bool
 ) -> None:
-    caplog.set_level(logging.INFO)
-    found, reporter = Monitor(interval=1), {"current_scheduler_metrics_enabled": False}
-    found.report_as(cast(Any, SimpleNamespace(**reporter, is_stats_logging_rank=logs)))
+    found = monitor(interval=1, exports=False, logs=logs)
     for number in range(250):
         if number == 1:
             found.end_round()

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
-from steered import Broken, Never, Picky
+from steered import Broken, Never, Picky, text
 from toy_laws import toy
 from toy_request import Letters, ToyRequest
 
@@ -151,10 +151,6 @@ def test_potentials_make_another_target() -> None:
 
 
 # Who asks.
-
-
-def text(output: str, args: Any = None) -> Text:
-    return Text([0], [ord(letter) - ord("a") for letter in output], args, Letters(27).decode)
 
 
 class Lengths(Potential):
