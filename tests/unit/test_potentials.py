@@ -479,7 +479,7 @@ def test_a_power_of_nothing_is_no_number_less() -> None:
         product()
 
 
-# A reward model's server is a transport here; engine/test_reward.py asks SGLang's own.
+# A reward model's server is a transport here; engine/test_pair.py asks SGLang's own.
 
 URL = "http://localhost:1"
 
