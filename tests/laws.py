@@ -1,4 +1,4 @@
-"""Exact laws of short outputs on tiny models, by enumeration, to hold samples against."""
+"""Exact laws of short outputs, by enumeration, to hold samples against, and of filters."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM
 
+from sglang_smc.smc.distribution import SamplingRules
+
+ALL = 1 << 30  # SGLang's top_k for "no top-k"
 Sequence = tuple[int, ...]
 Law = dict[Sequence, float]
-NextProbs = Callable[[Sequence], torch.Tensor]  # output so far -> [V] float64
+NextProbs = Callable[[Sequence], torch.Tensor]  # output so far -> [V]
 
 
-def next_probs(
-    path: str, prompt: list[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> NextProbs:
-    """Next-token distribution of a checkpoint, in float64, remembered per prefix."""
+def next_probs(path: str, prompt: list[int], **asked: Any) -> NextProbs:
+    """Next-token distribution of a checkpoint under `rules`, remembered per prefix."""
+    from transformers import AutoModelForCausalLM
+
     # Torch's own attention would leave a cap on scores out.
     model: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -27,7 +29,7 @@ def next_probs(
     def probs(output: Sequence) -> torch.Tensor:
         if output not in memory:
             logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
-            memory[output] = filtered(torch.softmax(logits / temperature, -1), top_k, top_p)
+            memory[output] = sorted_law(logits, rules(**asked))[0].exp()
         return memory[output]
 
     return probs
@@ -65,11 +67,33 @@ def p_value(samples: Iterable[Sequence], law: Law, smallest_expected: float = 8.
     return float(chisquare(observed, expected).pvalue)
 
 
-def filtered(probs: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
-    """Filter a law by all of them on the same probabilities, as SGLang's sampler does."""
-    ordered, ids = probs.sort(descending=True, stable=True)
-    keep = (ordered.cumsum(0) - ordered <= top_p) & (ordered >= min_p * ordered[0])
-    if top_k:
-        keep[top_k:] = False
-    kept = torch.zeros_like(probs).index_put((ids,), ordered * keep)
-    return kept / kept.sum()
+# --- The law that filters leave, by sorting: what `keep_tokens` finds without a sort
+
+
+def rules(
+    temperature: float = 1.0, top_k: int = ALL, top_p: float = 1.0, min_p: float = 0.0
+) -> SamplingRules:
+    """Those of one request."""
+    asked = (torch.tensor([x]) for x in (temperature, top_k, top_p, min_p, top_k == 1))
+    return SamplingRules(*asked)
+
+
+def sorted_law(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
+    """Log-probabilities ``[..., V]`` float32 under rules that broadcast to ``[...]``."""
+    log_p = torch.log_softmax(logits.float() / asked.temperature.float().unsqueeze(-1), dim=-1)
+    kept = log_p.masked_fill(~_kept_tokens(log_p.exp(), asked), -torch.inf)
+    return kept - torch.logsumexp(kept, dim=-1, keepdim=True)
+
+
+def _kept_tokens(probs: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
+    """Mask ``[..., V]`` of the tokens that top-k, top-p and min-p leave."""
+    # Stable: among equal logits the lowest id ranks first, as argmax chooses.
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1])
+    mass_before = ordered.double().cumsum(-1) - ordered
+    top_p = asked.top_p.double().unsqueeze(-1)
+    in_top_k = rank < asked.top_k.unsqueeze(-1)
+    in_top_p = (mass_before <= top_p) | (top_p >= 1.0)
+    above_min_p = ordered >= ordered[..., :1] * asked.min_p.unsqueeze(-1)
+    keep = in_top_k & in_top_p & above_min_p
+    return torch.zeros_like(keep).scatter(-1, ids, keep)

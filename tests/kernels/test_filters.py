@@ -8,7 +8,7 @@ import pytest
 import torch
 from drawn import drawn, some_banned
 from hypothesis import strategies as st
-from sorted_law import ALL
+from laws import ALL
 
 from sglang_smc.kernels import filters as kernel
 from sglang_smc.smc import filters

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from laws import filtered, p_value
+from laws import ALL, p_value, rules, sorted_law
 
 from sglang_smc.cpu import trees
 from sglang_smc.patches.cpu import speculation
@@ -175,10 +175,13 @@ def test_walks(seed: int, longest: int) -> None:
     assert len(set(lengths)) > 1
 
 
+PLAIN = {"temperatures": 1.0, "top_ks": ALL, "top_ps": 1.0, "min_ps": 0.0}
+
+
 def sampling(size: int, **limits: Any) -> Any:
     """What SGLang knows of ``size`` requests that sample alike."""
-    plain = {"temperatures": 1.0, "top_ks": 1 << 30, "top_ps": 1.0, "min_ps": 0.0} | limits
-    info: dict[str, Any] = {name: torch.full((size,), value) for name, value in plain.items()}
+    given = PLAIN | limits
+    info: dict[str, Any] = {name: torch.full((size,), value) for name, value in given.items()}
     info["temperatures"] = info["temperatures"].view(-1, 1)
     for name in ("top_k", "top_p", "min_p"):
         info[f"need_{name}_sampling"] = f"{name}s" in limits
@@ -210,9 +213,8 @@ def test_accepted_texts_follow_the_target(limits: dict[str, Any]) -> None:
     case = Drafted(*selected, [parents] * size, torch.ones(size))
     found = verified(case, torch.tensor([0, 0, 2, 3]).repeat(size, 1), target, 3, topk=2)
     texts = [tuple(found.predicts[walk[walk != -1]].tolist()) for walk in found.accept_index]
-    given = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, **limits}
-    probs = (logits.double() / given.pop("temperatures")).softmax(1)
-    law = law_of_texts({t: filtered(probs[n], *given.values()) for t, n in NODES.items()})
+    probs = sorted_law(logits, rules(*(PLAIN | limits).values())).exp()
+    law = law_of_texts({text: probs[node] for text, node in NODES.items()})
     assert p_value(texts, law) > 1e-4
 
 

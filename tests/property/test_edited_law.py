@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from edit_cases import Echo, stock_edit
-from sorted_law import rules, sorted_law
+from laws import rules, sorted_law
 from toy_laws import DRAFT, EOS, LENGTH, PAIR, TARGET, Text, assert_properly_weighted, law, p_value
 from toy_laws import run as serve
 from toy_worker import PROMPT, Language, Outcome

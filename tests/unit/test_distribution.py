@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sorted_law import ALL, rules, sorted_law
+from laws import ALL, rules, sorted_law
 from torch import Tensor
 
 from sglang_smc.ops.interface import TORCH

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sorted_law import sorted_law
+from laws import sorted_law
 from table_entries import entry
 
 from sglang_smc.ops.interface import TORCH
