@@ -12,7 +12,8 @@ site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}
 mkdir -p "$site"
 # What `.sg` holds is unpacked once: a payload by its own program, and wheels.
 shopt -s nullglob
-state=$(cat .sg/* </dev/null | cksum) wheels=(.sg/*.whl)
+state=$({ find .sg -type f ! -name '*.txt' ! -name '*.md' -exec cksum {} + 2>/dev/null || true; } | sort)
+wheels=(.sg/*.whl)
 if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
     if [[ -e .sg/assemble.py ]]; then
         "$python" .sg/assemble.py .sg --site "$site"

@@ -4,6 +4,7 @@ It ignores the question: a step with wrong numbers but a right result costs noth
 """
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -17,7 +18,7 @@ _STEP = re.compile(r"(\d+)([-+x*/])(\d+)=(\d+)(\D?)")
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Request arguments: the cost of a wrong step in nats."""
 
-    cost: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    cost: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 5.0
 
 
 class Steps(Potential):
