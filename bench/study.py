@@ -131,12 +131,15 @@ class Log:
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
         """Yield a function that appends an entry, visible at once to others."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = whole_lines(self.path) or [self._identity]  # without half a line of a killed run
-        whole = self.path.with_suffix(".whole")
-        whole.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        whole.replace(self.path)
-        with self.path.open("a", buffering=1) as file:
-            yield lambda entry: print(json.dumps(entry), file=file)
+        with self.path.open("a+b", buffering=0) as file:
+
+            def append(entry: dict[str, Any]) -> None:
+                file.write(json.dumps(entry).encode() + b"\n")
+
+            file.seek(0)
+            if not file.truncate(file.read().rfind(b"\n") + 1):  # half a line of a killed run
+                append(self._identity)
+            yield append
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -195,11 +195,8 @@ ON_A_CPU = (REFERENCE, "ar")
 
 def _case(name: str, work: Path, device: str) -> Case:
     launch = launch_of(name, device)
-    identity = {
-        "tests": digest([Path(__file__)]),
-        **code_fingerprint(),
-        "engine": settings_of(launch),
-    }
+    identity = {"tests": digest([Path(__file__)]), **code_fingerprint()}
+    identity |= {"engine": settings_of(launch)}
     parts = ("answers", "kinds", "all kinds at once")
     parts += ("kinds that graphs know at once", SAME) if name.startswith("smc-") else ()
     return Case(

@@ -105,7 +105,7 @@ def client_of(url: str, api_key: str | None, timeout: float | None) -> httpx.Cli
         headers=headers,
         timeout=timeout,
         trust_env=not is_here,
-        # Of an idle connection, which the server may close as a request is sent.
+        # No idle connections are kept: a server may close one just as a request is sent on it.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
     )
 

@@ -166,8 +166,10 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     if not files:
         raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    only = "layers.0." if kind_of(folder) == "eagle3" else "midlayer."  # of EAGLE-3 heads alone
-    return {n.removeprefix("model.").replace(only, "midlayer."): one for n, one in found.items()}
+    plain = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    if kind_of(folder) != "eagle3":
+        return plain
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in plain.items()}
 
 
 # --- Configurations

@@ -89,7 +89,9 @@ def goodness_of_fit(
         thinnest = min(range(len(expected) - 1), key=expected.__getitem__)
         observed[thinnest] += observed.pop()
         expected[thinnest] += expected.pop()
-    gaps = zip(observed, expected, strict=True) if len(expected) > 1 else ()
+    if len(expected) == 1:
+        return Fit(0.0, 0)
+    gaps = zip(observed, expected, strict=True)
     return Fit(math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps), len(expected) - 1)
 
 
