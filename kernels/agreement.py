@@ -12,7 +12,6 @@ import triton.language as tl
 from sglang_smc.kernels.randomness import _mix
 from sglang_smc.kernels.reweight import _ancestors, _members, _normalized
 from sglang_smc.kernels.tensors import contiguous
-from sglang_smc.smc.prefixes import Narrowed
 
 _BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
 
@@ -108,25 +107,28 @@ def narrow(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     heaviest: torch.Tensor,
-) -> Narrowed:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
 
     Reference: `sglang_smc.smc.prefixes.narrow`, same arguments.
     """
     num_groups, num_particles, _ = texts.shape
-    like = log_weights, lengths, uniforms, counts
-    weights, ancestors, log_mean, num_dropped = (
-        torch.empty_like(one, memory_format=torch.contiguous_format) for one in like
+    ancestors, narrowed, log_mean = (
+        torch.empty_like(one, memory_format=torch.contiguous_format)
+        for one in (lengths, log_weights, uniforms)
     )
-    found = Narrowed(ancestors, weights, log_mean, num_dropped)
+    drops = torch.empty_like(heaviest, memory_format=torch.contiguous_format)
     _narrow[(num_groups,)](
         log_weights.contiguous(),
         _texts(texts),
         *contiguous((lengths, counts, present, uniforms, heaviest)),
-        found,
+        ancestors,
+        narrowed,
+        log_mean,
+        drops,
         padded=triton.next_power_of_2(num_particles),
     )
-    return found
+    return ancestors, narrowed, log_mean, drops
 
 
 @triton.jit
@@ -247,14 +249,25 @@ def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
 
 @triton.jit
 def _narrow(
-    log_weights, texts, lengths, counts, present, uniforms, heaviest, found, padded: tl.constexpr
+    log_weights,
+    texts,
+    lengths,
+    counts,
+    present,
+    uniforms,
+    heaviest,
+    ancestors,
+    narrowed,
+    log_mean,
+    drops,
+    padded: tl.constexpr,
 ):
     group, particle, own, here = _members(texts.num_particles, padded)
     weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(present + own, mask=here, other=0) != 0
     relative, total = _log_sum(weight)
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    tl.store(found.log_mean + group, total - tl.log(size))
+    tl.store(log_mean + group, total - tl.log(size))
     point = tl.load(uniforms + group) + tl.zeros([padded], dtype=tl.float64)
     by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
     first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
@@ -265,12 +278,12 @@ def _narrow(
     alike = _begins_alike(texts, length, count, particle, drawn, here)
     stays = alike & is_present
     leaves = is_present & (alike == 0)
-    num_dropped = tl.sum(leaves.to(tl.int32), 0)
-    tl.store(found.num_dropped + group, num_dropped.to(tl.int64))
-    ancestor, share = _split(weight, stays, leaves, num_dropped, particle, padded)
+    num_free = tl.sum(leaves.to(tl.int32), 0)
+    tl.store(drops + group, num_free > 0)
+    ancestor, share = _split(weight, stays, leaves, num_free, particle, padded)
     _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
     raised = tl.where(total == -float("inf"), 0.0, total - kept)
     from_it = ancestor[:, None] == particle[None, :]
     split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
-    tl.store(found.log_weights + own, tl.where(is_present, split, weight), mask=here)
+    tl.store(ancestors + own, ancestor.to(tl.int64), mask=here)
+    tl.store(narrowed + own, tl.where(is_present, split, weight), mask=here)

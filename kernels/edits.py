@@ -101,7 +101,7 @@ def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, b
 
 @triton.jit
 def _penalized(values, counts, rates):
-    """Apply penalties as `Rates.apply` does, with torch's rounding of the division."""
+    """Apply penalties as the reference does, with torch's rounding of the division."""
     occurs = counts > 0
     lowered = values - (
         tl.load(rates) * counts.to(tl.float32) + tl.load(rates + 1) * occurs.to(tl.float32)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
-from sglang_smc.smc.weighing import SCHEMES, BlockCut, Resampled, Reweighted, WeightRules
+from sglang_smc.smc.weighing import SCHEMES, Decision
 
 _SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (
     tl.constexpr(i) for i in range(len(SCHEMES))
@@ -21,13 +21,16 @@ def reweight_and_resample(
     log_q: torch.Tensor,
     before_end: torch.Tensor,
     power: torch.Tensor,
-    rules: WeightRules,
+    num_steps: torch.Tensor,
+    ess_threshold: torch.Tensor,
+    resample_each_token: torch.Tensor,
+    evidence_threshold: torch.Tensor,
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
     scheme: torch.Tensor,
     methods: Sequence[str],
-) -> Reweighted:
+) -> Decision:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
     Reference: `sglang_smc.smc.weighing.reweight_and_resample`, same arguments, of any strides.
@@ -39,24 +42,21 @@ def reweight_and_resample(
     def room(dtype: torch.dtype, *more: int) -> torch.Tensor:
         return torch.empty(size, *more, dtype=dtype, device=log_p.device)
 
-    found = Reweighted(
-        cut=BlockCut(
-            num_columns=room(torch.int64),
-            log_weights=room(torch.float64, num_particles),
-            ess=room(torch.float64),
-            resample=room(torch.bool),
-            all_zero=room(torch.bool),
-        ),
+    found = Decision(
+        num_columns=room(torch.int64),
         num_kept=room(torch.int64, num_particles),
-        resampled=Resampled(
-            ancestors=room(torch.int64, num_particles),
-            log_weights=room(torch.float64, num_particles),
-            log_evidence=room(torch.float64),
-        ),
+        weighed=room(torch.float64, num_particles),
+        ess=room(torch.float64),
+        resampled=room(torch.bool),
+        all_zero=room(torch.bool),
+        ancestors=room(torch.int64, num_particles),
+        log_weights=room(torch.float64, num_particles),
+        log_evidence=room(torch.float64),
+        verified=room(torch.bool),
     )
+    of_groups = power, num_steps, ess_threshold, resample_each_token, evidence_threshold
     _reweight[(size,)](
-        *contiguous((log_weights, log_p, log_q, before_end, power)),
-        WeightRules(*contiguous(rules)),
+        *contiguous((log_weights, log_p, log_q, before_end, *of_groups)),
         *contiguous((present, keep_uniforms, uniforms, scheme)),
         found,
         num_particles,
@@ -251,7 +251,10 @@ def _reweight(
     log_q,
     before_end,
     power,
-    rules,
+    num_steps,
+    ess_threshold,
+    resample_each_token,
+    evidence_threshold,
     present,
     keep_uniforms,
     uniforms,
@@ -267,7 +270,7 @@ def _reweight(
     start = tl.load(log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(present + own, mask=here, other=0) != 0
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    own_steps = tl.load(rules.num_steps + group).to(tl.int32)
+    own_steps = tl.load(num_steps + group).to(tl.int32)
 
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     at = own[None, :] * num_drafted + column[:, None] - 1
@@ -276,26 +279,27 @@ def _reweight(
     relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
 
-    threshold = tl.load(rules.evidence_threshold + group)
+    threshold = tl.load(evidence_threshold + group)
     log_coin = tl.log(tl.load(keep_uniforms + group)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
-    low = ess < tl.load(rules.ess_threshold + group) * size
+    low = ess < tl.load(ess_threshold + group) * size
     low_after = low & (column > 0) & (column <= num_drafted)
     first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
-    stops_early = tl.load(rules.resample_each_token + group) != 0
+    stops_early = tl.load(resample_each_token + group) != 0
     num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
 
     last = column == num_columns
     following = column == tl.minimum(num_columns + 1, num_drafted)
     all_zero = (_pick(dead.to(tl.int32), following) != 0) & (num_columns < own_steps)
     resample = _pick(low.to(tl.int32), last) != 0
-    cut_log_weights = tl.sum(tl.where(last[:, None], running, 0.0), 0)
+    weighed = tl.sum(tl.where(last[:, None], running, 0.0), 0)
     kept = is_open & (column <= num_columns)[:, None]
-    tl.store(found.cut.num_columns + group, num_columns.to(tl.int64))
-    tl.store(found.cut.log_weights + own, cut_log_weights, mask=here)
-    tl.store(found.cut.ess + group, _pick(ess, last))
-    tl.store(found.cut.resample + group, resample)
-    tl.store(found.cut.all_zero + group, all_zero)
+    tl.store(found.num_columns + group, num_columns.to(tl.int64))
+    tl.store(found.weighed + own, weighed, mask=here)
+    tl.store(found.ess + group, _pick(ess, last))
+    tl.store(found.resampled + group, resample)
+    tl.store(found.all_zero + group, all_zero)
+    tl.store(found.verified + group, 0)
     tl.store(found.num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
@@ -304,9 +308,9 @@ def _reweight(
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
-    tl.store(found.resampled.ancestors + own, ancestors.to(tl.int64), mask=here)
-    tl.store(found.resampled.log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
-    tl.store(found.resampled.log_evidence + group, banked)
+    tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
+    tl.store(found.log_weights + own, tl.where(replaced, 0.0, weighed), mask=here)
+    tl.store(found.log_evidence + group, banked)
 
 
 @triton.jit

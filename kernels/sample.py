@@ -18,102 +18,57 @@ import triton.language as tl
 
 from sglang_smc.kernels.filters import dropped
 from sglang_smc.kernels.tensors import check_contiguous, tiles
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits per program; a row of 152k has 38 tiles
 
 
 def sample_and_score(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    uniforms: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-    sums: "RowSums | None" = None,
+    law: TokenDistribution, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token for each row, and return its log-probability.
+    """Sample a token for each draw with uniforms ``[D]``, and return its log-probability.
 
-    Reference: `sglang_smc.smc.distribution.sample_and_score`, same arguments. Tokens are equal
-    unless a uniform is within rounding (1e-6) of the boundary between two.
+    Reference: `sglang_smc.smc.distribution.TokenDistribution`, as of the other functions here.
+    Tokens are equal unless a uniform is within rounding (1e-6) of the boundary between two.
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
+    source, sums, sizes = _summed(law)
     _draw[(len(tokens),)](
         source, sums, uniforms.contiguous(), tokens, log_probs, **sizes, num_warps=8
     )
     return tokens, log_probs
 
 
-def score_tokens(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    tokens: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-    sums: "RowSums | None" = None,
-) -> torch.Tensor:
-    """Return the log-probabilities of given tokens.
-
-    Reference: `sglang_smc.smc.distribution.score_tokens`, same arguments.
-    """
+def score_tokens(law: TokenDistribution, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of given tokens ``[D]``."""
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
+    source, sums, sizes = _summed(law)
     _score[(len(tokens),)](source, sums, tokens.contiguous(), found, **sizes)
     return found
 
 
-def log_probs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-    sums: "RowSums | None" = None,
-) -> torch.Tensor:
-    """Return the log-probabilities of all tokens, ``[D, V]``.
-
-    Reference: `sglang_smc.smc.distribution.log_probs`, same arguments.
-    """
-    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
-    shape = num_draws(logits, rows), source.vocab_size
-    found = torch.empty(shape, dtype=torch.float32, device=logits.device)  # [D, V]
+def log_probs(law: TokenDistribution) -> torch.Tensor:
+    """Return the log-probabilities of all tokens, ``[D, V]``."""
+    source, sums, sizes = _summed(law)
+    shape = law.num_draws, source.vocab_size
+    found = torch.empty(shape, dtype=torch.float32, device=law.scores.device)  # [D, V]
     _spread[shape[0], sums.num_tiles](source, sums, found, **sizes, num_warps=8)
     return found
 
 
-def log_sums(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-    sums: "RowSums | None" = None,
-) -> torch.Tensor:
-    """Return the logarithms of the normalizing constants.
-
-    Reference: `sglang_smc.smc.distribution.log_sums`, same arguments.
-    """
-    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
-    shape = num_draws(logits, rows)
-    found = torch.empty(shape, dtype=torch.float64, device=logits.device)  # [D]
+def log_sums(law: TokenDistribution) -> torch.Tensor:
+    """Return the logarithms of the normalizing constants, ``[D]``."""
+    source, sums, sizes = _summed(law)
+    found = torch.empty(law.num_draws, dtype=torch.float64, device=law.scores.device)  # [D]
     _add_up[(len(found),)](source, sums, found, **sizes)
     return found
 
 
-def row_sums(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-) -> "RowSums":
-    """Add up each row once, for the ``sums`` of all draws from it, in one launch.
-
-    The reference, `sglang_smc.smc.distribution.row_sums`, returns nothing reusable.
-    """
-    return _summed(logits, temperature, None, greedy, kept, None)[1]
+def row_sums(law: TokenDistribution) -> "RowSums":
+    """Add up each row once, for the sums of all draws from it, in one launch."""
+    return _summed(law._replace(rows=None))[1]
 
 
 class _Source(NamedTuple):
@@ -139,36 +94,25 @@ class RowSums(NamedTuple):
     rows: torch.Tensor | None = None  # [D] row of these for each draw; None: its own
 
 
-def num_draws(logits: torch.Tensor, rows: torch.Tensor | None) -> int:
-    """Return the number of draws from ``rows`` of logits ``[R, V]``; None is one a row."""
-    return len(logits if rows is None else rows)
-
-
-def _summed(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    rows: torch.Tensor | None,
-    greedy: torch.Tensor | None,
-    kept: KeptTokens | None,
-    sums: RowSums | None,
-) -> tuple[_Source, RowSums, dict[str, int]]:
+def _summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
+    logits, rows, greedy = law.scores, law.rows, law.greedy
     check_contiguous(logits)
-    vocab_size, size = logits.shape[1], num_draws(logits, rows)
+    vocab_size, size = logits.shape[1], law.num_draws
     source = _Source(
         logits,
-        temperature.contiguous(),
-        size // len(temperature),
+        law.temperature.contiguous(),
+        size // len(law.temperature),
         None if rows is None else rows.contiguous(),
         None if greedy is None else greedy.contiguous(),
-        kept,
+        law.kept,
         *(logits.stride(0), vocab_size),
     )
     tile, num_tiles = tiles(vocab_size, _TILE)
     shape = size, num_tiles
     sizes = {"padded_tiles": triton.next_power_of_2(num_tiles), "tile": tile}
-    if sums is not None:
-        return source, sums._replace(rows=source.rows), sizes
+    if law.sums is not None:
+        return source, law.sums._replace(rows=source.rows), sizes
     highest = torch.empty(shape, dtype=torch.float32, device=logits.device)
     first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
     sums = RowSums(highest, torch.empty_like(highest), first, num_tiles)

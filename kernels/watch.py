@@ -16,7 +16,6 @@ from sglang_smc.kernels.sample import _relative
 from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.fidelity import Path, Watchable
 from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits of each distribution that a program reads
@@ -25,7 +24,11 @@ _LEAST = tl.constexpr(fidelity.LEAST)
 
 
 def keep_column(
-    held: torch.Tensor | None, scores: torch.Tensor, of: Watchable, step: int
+    held: torch.Tensor | None,
+    scores: torch.Tensor,
+    coins: torch.Tensor,
+    num_steps: torch.Tensor,
+    step: int,
 ) -> torch.Tensor:
     """Store a step's draft scores where a group measures that step, in one launch.
 
@@ -38,12 +41,12 @@ def keep_column(
         held = torch.empty(num_rows, vocab_size, dtype=scores.dtype, device=scores.device)
     tile, num_tiles = tiles(vocab_size, _TILE)
     _keep[(num_rows, num_tiles)](
-        Watchable(*contiguous(of)),
+        *contiguous((coins, num_steps)),
         held,
         scores,
         scores.stride(0),
         vocab_size,
-        num_rows // len(of.num_steps),
+        num_rows // len(num_steps),
         step,
         tile=tile,
         num_warps=8,
@@ -52,7 +55,16 @@ def keep_column(
 
 
 def watch(
-    sums: torch.Tensor, of: Watchable, path: Path, p: TokenDistribution, q: TokenDistribution
+    sums: torch.Tensor,
+    coins: torch.Tensor,
+    num_steps: torch.Tensor,
+    measured: torch.Tensor,
+    ancestors: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tails: torch.Tensor,
+    p: TokenDistribution,
+    q: TokenDistribution,
 ) -> torch.Tensor:
     """Add a round's measurements, in three launches.
 
@@ -60,10 +72,9 @@ def watch(
     """
     size, num_particles, _ = sums.shape
     at = _At(
-        Watchable(*contiguous(of)),
-        *contiguous((path.ancestors, path.starts, path.lengths)),
-        path.tails,
-        *path.tails.stride(),
+        *contiguous((coins, num_steps, measured, ancestors, starts, lengths)),
+        tails,
+        *tails.stride(),
         num_particles,
         len(p.scores) // len(q.scores),
     )
@@ -86,7 +97,9 @@ def watch(
 class _At(NamedTuple):
     """The rows to read: the first argument of every kernel of `watch`."""
 
-    of: Watchable
+    coins: torch.Tensor
+    num_steps: torch.Tensor
+    measured: torch.Tensor
     ancestors: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -125,29 +138,31 @@ def _of(law: TokenDistribution) -> _Law:
 
 
 @triton.jit
-def _columns(of, group):
+def _columns(coins, num_steps, group):
     """Return the column of a group, the draft column that represents it, and its steps."""
-    num_steps = tl.load(of.num_steps + group)
-    column = (tl.load(of.uniforms + group) * (num_steps + 1).to(tl.float64)).to(tl.int64)
-    return column, tl.maximum(tl.minimum(column, num_steps - 1), 0), num_steps
+    steps = tl.load(num_steps + group)
+    column = (tl.load(coins + group) * (steps + 1).to(tl.float64)).to(tl.int64)
+    return column, tl.maximum(tl.minimum(column, steps - 1), 0), steps
 
 
 @triton.jit
-def _keep(of, held, scores, stride, vocab_size, num_particles, step, tile: tl.constexpr):
+def _keep(
+    coins, num_steps, held, scores, stride, vocab_size, num_particles, step, tile: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    _, drafted, _ = _columns(of, row // num_particles)
+    _, drafted, _ = _columns(coins, num_steps, row // num_particles)
     if drafted == step:
-        columns = tl.program_id(1) * tile + tl.arange(0, tile)
-        inside = columns < vocab_size
-        values = tl.load(scores + row * stride + columns, mask=inside)
-        tl.store(held + row * vocab_size + columns, values, mask=inside)
+        tokens = tl.program_id(1) * tile + tl.arange(0, tile)
+        inside = tokens < vocab_size
+        values = tl.load(scores + row * stride + tokens, mask=inside)
+        tl.store(held + row * vocab_size + tokens, values, mask=inside)
 
 
 @triton.jit
 def _rows_of(at, draw):
     """Return the rows of p and of q that precede a particle's measured token, and its group."""
     group = draw // at.num_particles
-    _, drafted, _ = _columns(at.of, group)
+    _, drafted, _ = _columns(at.coins, at.num_steps, group)
     q_row = (group * at.num_particles + tl.load(at.ancestors + draw)).to(tl.int64)
     return q_row * at.num_columns + drafted, q_row, group
 
@@ -156,10 +171,10 @@ def _rows_of(at, draw):
 def _place(at, draw):
     """Return the measured token's index in the tail, and whether the sequence reaches it."""
     _, q_row, group = _rows_of(at, draw)
-    column, _, num_steps = _columns(at.of, group)
-    counts = (tl.load(at.of.normalized + group) != 0) & (tl.load(at.of.greedy + group) == 0)
+    column, _, num_steps = _columns(at.coins, at.num_steps, group)
     place = tl.load(at.starts + q_row) + column
-    return place, counts & (num_steps > 0) & (place < tl.load(at.lengths + draw))
+    counts = (tl.load(at.measured + group) != 0) & (num_steps > 0)
+    return place, counts & (place < tl.load(at.lengths + draw))
 
 
 @triton.jit
@@ -256,7 +271,7 @@ def _add(at, p, q, found, sums, after, padded_tiles: tl.constexpr):
         log_p, ratio = _logs(at, p, q, found, draw, token, padded_tiles)
         mean = _mean(found, draw, found.ratio, padded_tiles)
         square = _mean(found, draw, found.square, padded_tiles)
-        column, drafted, _ = _columns(at.of, group)
+        column, drafted, _ = _columns(at.coins, at.num_steps, group)
         if column == drafted:
             pull += ratio.to(tl.float64) - mean
             innovation += tl.maximum(log_p, _LEAST).to(tl.float64)

@@ -191,7 +191,7 @@ class CheckpointRounds(ToyWorker):
             own.head = draft
             nobody: Any = None
             worker._steps = Steps(steps.target, HeadDrafts(own, nobody), steps.ledger, self.ops)
-        worker._round = Round(worker._steps, worker._tables, self.ops, self.corpus)
+        worker._round = Round(worker._steps, worker._tables, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
         self.prefill._ops, self.prefill._num_particles = self.ops, self.config.num_particles

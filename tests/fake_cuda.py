@@ -154,7 +154,7 @@ def trace_round(
             tables.logprobs.make_room(shape.logprobs)
         target: Any = FakeModel(account)
         draft: Any = LanguageModel(FakeModel(account), None)  # type: ignore[arg-type]
-        round_ = Round(Steps(target, draft, tables.ledger, ops), tables, ops)
+        round_ = Round(Steps(target, draft, tables.ledger, ops), tables)
         sizes = (num_groups,), (num_groups,), (4, num_groups)
         inputs = RoundInputs(*(torch.zeros(s, dtype=torch.int64, device="cuda") for s in sizes))
         gpu.to_device.clear()

@@ -2,12 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import chisquare
-
-from sglang_smc.smc.distribution import SamplingRules
 
 ALL = 1 << 30  # SGLang's top_k for "no top-k"
 Sequence = tuple[int, ...]
@@ -68,6 +66,16 @@ def p_value(samples: Iterable[Sequence], law: Law, smallest_expected: float = 8.
 
 
 # --- The law that filters leave, by sorting: what `keep_tokens` finds without a sort
+
+
+class SamplingRules(NamedTuple):
+    """Sampling parameters of each request, ``[G]``."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    greedy: torch.Tensor
 
 
 def rules(

@@ -75,7 +75,7 @@ class HeadWorker(ToyWorker):
         head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
         target: Any = ReadSlots(self.target, head)
         worker._steps = Steps(target, head, ledger, self.ops)
-        worker._round = Round(worker._steps, worker._tables, self.ops)
+        worker._round = Round(worker._steps, worker._tables)
         return worker
 
     def begin(self, rows: list[int]) -> list[Any]:

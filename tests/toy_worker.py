@@ -28,7 +28,7 @@ from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
 from sglang_smc.state.metrics import Counters, Monitor, fidelity_of
-from sglang_smc.state.request import RequestStates, has_open_token, state_of
+from sglang_smc.state.request import RequestStates, has_open_token, particles_of, state_of
 from sglang_smc.worker import SMCWorker
 
 NUM_CONTEXTS = 97
@@ -166,7 +166,7 @@ class ToyWorker:
         drafts = LanguageModel(models[1], nobody)
         worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._corpus = self.corpus
-        worker._round = Round(worker._steps, tables, self.ops, self.corpus)
+        worker._round = Round(worker._steps, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         sizes = config.num_particles, config.num_steps + 1
         # Nothing of `Prefill.run` is called here but `begin`.
@@ -214,7 +214,7 @@ class ToyWorker:
     def take(self, result: Any, group: int, req: ToyRequest) -> list[int]:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
         if result.particles is not None:
-            req.particles = result.particles.of_group(group, req)
+            req.particles = particles_of(req, result.particles, group)  # type: ignore[arg-type]
         state, firsts = req.smc_state, result.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
             registry.close_token(req, token, None)  # type: ignore[arg-type]

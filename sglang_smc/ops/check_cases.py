@@ -16,11 +16,11 @@ from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.ops.check_inputs import NUM_GROUPS, PREFIX, VOCAB, Inputs
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import fidelity, filters, verification
+from sglang_smc.smc import filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.weighing import SCHEMES, WeightRules
+from sglang_smc.smc.weighing import SCHEMES
 
 
 class Check(NamedTuple):
@@ -95,13 +95,12 @@ def _count_tokens(ops: Ops, of: Inputs) -> Any:
     return columns.counts
 
 
-def _law(of: Inputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return logits ``[G * N, V]``, temperatures ``[G]``, and greedy groups and filters by name."""
-    logits, temperature = of.logits(NUM_GROUPS * of.shape[1]), (of.uniforms(NUM_GROUPS) + 0.5)
-    heat = temperature.float()
+def _law(ops: Ops, of: Inputs) -> TokenDistribution:
+    """Return the distributions of some groups, one of them greedy, with filters by torch."""
+    logits, heat = of.logits(NUM_GROUPS * of.shape[1]), (of.uniforms(NUM_GROUPS) + 0.5).float()
     kept = filters.keep_tokens(logits, heat, *_filters(of))
     greedy = torch.arange(NUM_GROUPS, device=of.device) == 2
-    return logits, heat, {"greedy": greedy, "kept": kept}
+    return ops.distribution(logits, heat, greedy=greedy, kept=kept)
 
 
 def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
@@ -111,39 +110,31 @@ def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _keep_tokens(ops: Ops, of: Inputs) -> Any:
-    logits, temperature, _ = _law(of)
-    kept = ops.keep_tokens(logits, temperature, *_filters(of))
-    return kept.peak, kept.dropped(logits)  # the other fields are not unique
+    law = _law(ops, of)
+    kept = law.keep_tokens(law.scores, law.temperature, *_filters(of))
+    return kept.peak, kept.dropped(law.scores)  # the other fields are not unique
 
 
 def _sample_and_score(ops: Ops, of: Inputs) -> Any:
-    logits, temperature, cuts = _law(of)
-    uniforms = of.uniforms(len(logits))
-    return (
-        ops.sample_and_score(logits, temperature, uniforms, **cuts),
-        ops.sample_and_score(logits, temperature, uniforms),
-    )
+    law = _law(ops, of)
+    uniforms = of.uniforms(law.num_draws)
+    return law.sample(uniforms), law._replace(greedy=None, kept=None).sample(uniforms)
 
 
 def _score_tokens(ops: Ops, of: Inputs) -> Any:
-    logits, temperature, cuts = _law(of)
-    tokens, likeliest = of.whole(0, VOCAB, len(logits)), logits.argmax(1)
-    sums = ops.row_sums(logits, temperature, **cuts)
-    return (
-        ops.score_tokens(logits, temperature, tokens),
-        ops.score_tokens(logits, temperature, likeliest, **cuts),
-        ops.score_tokens(logits, temperature, likeliest, **cuts, sums=sums),
-    )
+    law = _law(ops, of)
+    tokens, likeliest = of.whole(0, VOCAB, law.num_draws), law.scores.argmax(1)
+    plain = law._replace(greedy=None, kept=None)
+    return plain.score(tokens), law.score(likeliest), law.summed().score(likeliest)
 
 
 def _log_probs(ops: Ops, of: Inputs) -> Any:
-    logits, temperature, cuts = _law(of)
-    return ops.log_probs(logits, temperature, of.whole(0, len(logits), len(logits)), **cuts)
+    law = _law(ops, of)
+    return law._replace(rows=of.whole(0, law.num_draws, law.num_draws)).log_probs()
 
 
 def _log_sums(ops: Ops, of: Inputs) -> Any:
-    logits, temperature, cuts = _law(of)
-    return ops.log_sums(logits, temperature, **cuts)
+    return _law(ops, of).log_sums()
 
 
 def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
@@ -158,19 +149,15 @@ def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
 
 def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
     log_p, log_q, _, before_end, present, num_steps = _drafts(of)
-    rules = WeightRules(
-        num_steps,
-        of.numbers(0.5, 1.1, 0.9),
-        torch.arange(NUM_GROUPS, device=of.device) == 2,
-        of.numbers(0.5, 0.0, 0.0),
-    )
+    each_token = torch.arange(NUM_GROUPS, device=of.device) == 2
+    rules = num_steps, of.numbers(0.5, 1.1, 0.9), each_token, of.numbers(0.5, 0.0, 0.0)
     log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
     power, noise = (
         of.numbers(1.0, 1.0, 2.0),
         (of.uniforms(NUM_GROUPS), of.uniforms(*of.shape[:2])),
     )
     return ops.reweight_and_resample(
-        *(log_weights, log_p, log_q, before_end, power, rules, present, *noise),
+        *(log_weights, log_p, log_q, before_end, power, *rules, present, *noise),
         *(torch.arange(NUM_GROUPS, device=of.device), tuple(SCHEMES)[:NUM_GROUPS]),
     )
 
@@ -236,19 +223,10 @@ def _walk(ops: Ops, of: Inputs) -> Any:
     return found.num_columns, found.winner, found.rejects, left
 
 
-def _watchable(of: Inputs) -> fidelity.Watchable:
-    return fidelity.Watchable(
-        of.uniforms(NUM_GROUPS),
-        of.whole(1, of.shape[2] + 1, NUM_GROUPS),
-        torch.arange(NUM_GROUPS, device=of.device) < 2,
-        torch.zeros(NUM_GROUPS, dtype=torch.bool, device=of.device),
-    )
-
-
 def _keep_column(ops: Ops, of: Inputs) -> Any:
-    watchable, held = _watchable(of), None
+    coins, num_steps, held = of.uniforms(NUM_GROUPS), of.whole(1, of.shape[2] + 1, NUM_GROUPS), None
     for step in range(of.shape[2]):
-        held = ops.keep_column(held, of.logits(NUM_GROUPS * of.shape[1]), watchable, step)
+        held = ops.keep_column(held, of.logits(NUM_GROUPS * of.shape[1]), coins, num_steps, step)
     return held
 
 
@@ -257,11 +235,13 @@ def _watch(ops: Ops, of: Inputs) -> Any:
     starts = of.whole(0, num_steps, size, num_particles)
     lengths = starts + of.whole(0, num_steps + 2, size, num_particles)
     tails = of.whole(0, VOCAB, size, num_particles, 2 * num_steps + 4)
-    path = fidelity.Path(of.whole(0, num_particles, size, num_particles), starts, lengths, tails)
+    path = of.whole(0, num_particles, size, num_particles), starts, lengths, tails
     heat = torch.ones(size, device=of.device)
     p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), heat)
     q = TokenDistribution(of.logits(size * num_particles), heat)
-    return ops.watch(of.uniforms(size, num_particles, 4), _watchable(of), path, p, q)
+    measured = torch.arange(size, device=of.device) < 2
+    of_groups = of.uniforms(size), of.whole(1, num_steps + 1, size), measured
+    return ops.watch(of.uniforms(size, num_particles, 4), *of_groups, *path, p, q)
 
 
 def _ledger(ops: Ops, of: Inputs) -> Any:
@@ -370,8 +350,9 @@ _PLAYS: tuple[Callable[[Ops, Inputs], Any], ...] = (
     *(_common_tail, _num_distinct, _tally, _walk, _keep, _keep_column, _watch, _ledger),
     *(_particle_attention, _latent_attention, _gated_delta),
 )
+_DISTRIBUTION = "keep_tokens", "sample_and_score", "score_tokens", "log_probs", "log_sums"
 _FIELDS = {
-    "score_tokens": ("score_tokens", "row_sums"),
+    **dict.fromkeys(_DISTRIBUTION, ("distribution",)),
     # One allocates the tensors that the other writes.
     "walk": ("begin_walk", "walk_on"),
     **dict.fromkeys(("particle_attention", "latent_attention", "gated_delta"), ("kind",)),

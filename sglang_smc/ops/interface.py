@@ -6,31 +6,21 @@ calls would take as long as a model's forward pass.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.ops.rows import tally
-from sglang_smc.smc import (
-    distribution,
-    edits,
-    fidelity,
-    filters,
-    prefixes,
-    randomness,
-    verification,
-    weighing,
-)
-from sglang_smc.smc.filters import KeptTokens
-from sglang_smc.smc.prefixes import Narrowed
+from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Kept, Walk
 
 Kind = Literal["torch", "triton"]
 
 
 class Ops(NamedTuple):
-    """One implementation of each operation; by default the torch function, its reference."""
+    """One implementation of each operation; by default that in torch, its reference."""
 
     kind: Kind = "torch"
     uniforms: Callable[..., torch.Tensor] = randomness.particle_uniforms
@@ -39,16 +29,8 @@ class Ops(NamedTuple):
     stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]] = randomness.stratify
     edit_logits: Callable[..., None] = edits.edit_logits
     count_tokens: Callable[..., None] = edits.count_tokens
-    keep_tokens: Callable[..., KeptTokens] = filters.keep_tokens
-    sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-        distribution.sample_and_score
-    )
-    score_tokens: Callable[..., torch.Tensor] = distribution.score_tokens
-    log_probs: Callable[..., torch.Tensor] = distribution.log_probs
-    log_sums: Callable[..., torch.Tensor] = distribution.log_sums
-    row_sums: Callable[..., Any] = distribution.row_sums
-    reweight_and_resample: Callable[..., weighing.Reweighted] = weighing.reweight_and_resample
-    narrow: Callable[..., Narrowed] = prefixes.narrow
+    reweight_and_resample: Callable[..., weighing.Decision] = weighing.reweight_and_resample
+    narrow: Callable[..., tuple[torch.Tensor, ...]] = prefixes.narrow
     common_tail: Callable[..., torch.Tensor] = prefixes.common_tail
     num_distinct: Callable[..., torch.Tensor] = prefixes.num_distinct
     tally: Callable[..., torch.Tensor] = tally
@@ -58,6 +40,7 @@ class Ops(NamedTuple):
     keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
     watch: Callable[..., torch.Tensor] = fidelity.watch
     ledger: type[Ledger] = Ledger
+    distribution: type[TokenDistribution] = TokenDistribution
 
 
 TORCH = Ops()

@@ -28,7 +28,7 @@ from sglang_smc.kv.transfer import on_device, to_device
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.options.server import SMCConfig, flag_of
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.smc.distribution import Draws, TokenDistribution, of_each_draw
+from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.edits import likeliest, mix
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import shared_ids, state_of, tails_of
@@ -238,7 +238,7 @@ class Matches(NamedTuple):
         node = torch.where(found.any(1), found.long().argmax(1), _OUTSIDE)
         return self._replace(node=node)
 
-    def mixed(self, ops: Draws, draft: TokenDistribution) -> TokenDistribution:
+    def mixed(self, draft: TokenDistribution) -> TokenDistribution:
         """Return the mixture q of the matches and the draft distribution ``draft``, of D rows.
 
         At temperature 0 the draft distribution is a point mass on its likeliest token, and q is one
@@ -252,7 +252,7 @@ class Matches(NamedTuple):
         if self.alone:
             every = torch.ones_like(draft.temperature, dtype=torch.bool)
             draft = draft._replace(greedy=every, kept=None, sums=None)
-        log_q = draft.log_probs(ops)  # [D, V]
+        log_q = draft.log_probs()  # [D, V]
         support = log_q.gather(1, self.tokens) > -torch.inf  # [D, T]
         if draft.greedy is not None:
             is_point = of_each_draw(draft.greedy, num_draws).unsqueeze(1)
@@ -262,16 +262,11 @@ class Matches(NamedTuple):
         if at_temperature_0 is not None:
             is_point = of_each_draw(at_temperature_0, num_draws).unsqueeze(1)
             mixture = torch.where(is_point, likeliest(mixture), mixture)
-        return as_distribution(mixture, draft)
+        return draft.of_log_probs(mixture, num_groups=len(draft.temperature))
 
     def _children(self) -> torch.Tensor:
         """Return which nodes ``[D, T]`` are children of each particle's node."""
         return self.parents == self.node.unsqueeze(1)
-
-
-def as_distribution(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
-    """Return the distribution of log-probabilities ``[D, V]``, of as many groups as ``like``."""
-    return TokenDistribution(log_q, torch.ones_like(like.temperature))
 
 
 class UniformDraft(DraftProposer):

@@ -12,10 +12,9 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget, RequestConfig, apply_budget, union
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
-from sglang_smc.smc import weighing
-from sglang_smc.smc.distribution import FilterKinds, NextTokens, SamplingRules, TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import Edits
-from sglang_smc.smc.fidelity import Watchable
+from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.population import (
@@ -27,7 +26,7 @@ from sglang_smc.state.population import (
     ScoreTable,
 )
 from sglang_smc.state.request import RequestState, state_of
-from sglang_smc.state.settings import RequestTable, Settings, TableEntry, filter_kinds
+from sglang_smc.state.settings import RequestTable, Settings, TableEntry, is_greedy, uses_filters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -45,7 +44,8 @@ class RoundShape(NamedTuple):
     num_steps: int  # the most tokens that a request drafts per round
     max_tail: int  # the longest tail at the end of the round
     max_arena: int  # the most KV slots of a request behind its emitted tokens
-    kinds: FilterKinds
+    filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
+    greedy: bool  # some request takes the likeliest token
     edits: bool  # some request has penalties, biases or min_new_tokens
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh draft tokens, and resample
@@ -78,8 +78,8 @@ class RoundShape(NamedTuple):
             "more drafted tokens": self.num_steps,
             "longer tails": self.max_tail,
             "larger arenas": self.max_arena,
-            "top-k, top-p or min-p": self.kinds.filtered,
-            "temperature 0": self.kinds.greedy,
+            "top-k, top-p or min-p": self.filtered,
+            "temperature 0": self.greedy,
             "penalties, biases or min_new_tokens": self.edits,
             "a power of p": self.powered,
             "mode smc": self.weighs,
@@ -147,9 +147,8 @@ class RoundBatch(NamedTuple):
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: verified chains are independent
     settings: Settings
-    p_rules: SamplingRules  # of the target's rows
-    q_rules: SamplingRules  # of the draft's
     rules: TextRules
+    ops: Ops
     edits: Edits | None = None  # where some request has one
     matches: "Matches | None" = None  # where some request uses them
 
@@ -168,7 +167,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         num_steps=now.num_steps,
         max_tail=arena.tail(config, config.lag),
         max_arena=arena.arena(config, config.lag),
-        kinds=FilterKinds(filtered=False, greedy=True),
+        filtered=False,
+        greedy=True,
         edits=False,
         powered=config.power != 1.0,
         # Without draft tokens weighing and verifying are the same.
@@ -192,7 +192,7 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
     return shape_of_server(config, budget)._replace(
         max_tail=arena.max_tail(config),
         max_arena=arena.max_arena(config),
-        kinds=FilterKinds(filtered=True, greedy=True),
+        filtered=True,
         edits=True,
         powered=True,
         weighs=True,
@@ -221,7 +221,8 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(_longest_tail(req, state) for req, state in zip(reqs, states, strict=True)),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        kinds=filter_kinds(reqs),
+        filtered=any(map(uses_filters, reqs)),
+        greedy=any(map(is_greedy, reqs)),
         edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs and not config.extends for config in configs),
@@ -256,30 +257,8 @@ class Drafts(NamedTuple):
     ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
     before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
-    watchable: Watchable | None = None  # the columns in which fidelity is measured
-    held: torch.Tensor | None = None  # [G * N, V] the draft's scores in these columns
-
-
-class Decision(NamedTuple):
-    """Result of weighing or verifying the draft tokens."""
-
-    cut: weighing.BlockCut
-    num_kept: torch.Tensor  # [G, N] draft tokens that each particle keeps
-    resampled: weighing.Resampled  # ancestors and weights
-    next_tokens: NextTokens
-    verified: torch.Tensor  # [G] bool: exact verification set the kept tokens
-    failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no distribution
-
-    def unless(self, mine: torch.Tensor, other: "Decision") -> "Decision":
-        """Return this decision, with ``other`` in the groups ``mine`` ``[G]`` bool."""
-        return Decision(
-            cut=weighing.choose(mine, other.cut, self.cut),
-            num_kept=weighing.choose(mine, other.num_kept, self.num_kept),
-            resampled=weighing.choose(mine, other.resampled, self.resampled),
-            next_tokens=self.next_tokens.unless(mine, other.next_tokens),
-            verified=weighing.choose(mine, other.verified, self.verified),
-            failure=self.failure,
-        )
+    coins: torch.Tensor | None = None  # [G] for the columns in which fidelity is measured
+    held: TokenDistribution | None = None  # q of G * N rows in these columns
 
 
 def no_drafts(population: Population) -> Drafts:
@@ -289,20 +268,14 @@ def no_drafts(population: Population) -> Drafts:
 
 
 def decide_nothing(
-    batch: RoundBatch, population: Population, p: TokenDistribution, failure: torch.Tensor
-) -> Decision:
+    batch: RoundBatch, population: Population, p: TokenDistribution
+) -> tuple[Decision, TokenDistribution]:
     """Return the decision of a round of single chains without drafts: p draws the next token."""
     none = torch.zeros_like(batch.rows)
-    no, log_weights = none.bool(), population.log_weights
-    masses = None if p.log_mass is None else p.log_mass.view_as(log_weights)
-    return Decision(
-        cut=weighing.BlockCut(none, log_weights, torch.ones_like(log_weights[:, 0]), no, no),
-        num_kept=none.unsqueeze(1),
-        resampled=weighing.Resampled(none.unsqueeze(1), log_weights, none.double()),
-        next_tokens=NextTokens(p._replace(log_mass=None), masses),
-        verified=~batch.settings.weighs,
-        failure=failure,
-    )
+    no, alone, log_weights = none.bool(), none.unsqueeze(1), population.log_weights
+    ess, verified = torch.ones_like(log_weights[:, 0]), ~batch.settings.weighs
+    of_particles = alone, log_weights, none.double(), verified
+    return Decision(none, alone, log_weights, ess, no, no, *of_particles), p
 
 
 class Tables(NamedTuple):

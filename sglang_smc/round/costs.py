@@ -54,15 +54,30 @@ def rehearse(steps: Steps) -> None:
     Raises:
         ValueError: if a model cannot run over particles; it includes the cause and a remedy.
     """
-    passes = _Passes(steps)
+    zero = torch.zeros(1, dtype=torch.int64, device=steps.ledger.device)
+    # SGLang's padding row, with its particles and its KV slot 0.
+    locations = KVLocations(zero, zero + 1, steps.ledger.particle_rows(zero, 1), max_tail=1)
+    slots = zero.view(1, 1, 1).repeat(4, 1, 1)  # [K + 2, G, N] of two draft tokens
+    at = DraftSlots(slots, slots + 1, locations)
+    one, two = (slots[:count].permute(1, 2, 0) for count in (1, 2))  # tokens [G, N, C]
+
+    def law(logits: torch.Tensor) -> TokenDistribution:
+        return steps.ops.distribution.of_log_probs(logits.flatten(0, -2))
+
     for name, run in (
-        ("--speculative-draft-model-path", passes.begin),
-        ("--speculative-draft-model-path", passes.draft),
-        ("--model-path", passes.target),
+        ("--speculative-draft-model-path", lambda: steps.draft.first_logits(two, at)),
+        (
+            "--speculative-draft-model-path",
+            lambda: law(steps.draft.next_logits(1, slots[0], at)).sample(zero.double()),
+        ),
+        (
+            "--model-path",
+            lambda: law(steps.target.chain_logits(at.chains(one, 0))).score(zero),
+        ),
     ):
         try:
             with torch.no_grad():
-                run(1)
+                run()
         except Exception as error:
             raise ValueError(
                 f"{name} cannot run over particles: {type(error).__name__}: {error}. {_cure(error)}"
@@ -158,45 +173,6 @@ def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
     )
 
 
-class _Passes:
-    """Passes over SGLang's padding row, with its particles and its KV slot 0."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._ledger = steps.ledger
-        self._ops = steps.ops
-        self._device = steps.ledger.device
-
-    def begin(self, num_tokens: int) -> object:
-        """Run the draft's first pass, after which others can follow."""
-        at = self._slots(num_tokens)
-        return self._steps.draft.first_logits(at.slots[:2].permute(1, 2, 0), at)
-
-    def draft(self, num_tokens: int) -> object:
-        """Run a later pass of the draft, and the draw of the next token of each."""
-        at = self._slots(num_tokens)
-        logits = self._steps.draft.next_logits(1, at.slots[0], at)
-        return _distribution(logits).sample(self._ops, self._zeros(num_tokens).double())
-
-    def target(self, num_tokens: int) -> object:
-        """Run a forward pass of the target, and score each token."""
-        at = self._slots(num_tokens)
-        logits = self._steps.target.chain_logits(at.chains(at.slots[:1].permute(1, 2, 0), 0))
-        return _distribution(logits).score(self._ops, self._zeros(num_tokens))
-
-    def _slots(self, num_particles: int, num_steps: int = 2) -> DraftSlots:
-        """Return the slots of a round with K draft tokens for particles of distinct requests."""
-        rows = self._zeros(num_particles)
-        slots = rows.view(1, -1, 1).repeat(num_steps + 2, 1, 1)  # [K + 2, G, 1]
-        return DraftSlots(slots, slots + 1, self._locations(rows))
-
-    def _locations(self, rows: torch.Tensor) -> KVLocations:
-        return KVLocations(rows, rows + 1, self._ledger.particle_rows(rows, 1), max_tail=1)
-
-    def _zeros(self, num_tokens: int) -> torch.Tensor:
-        return torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-
-
 def _seconds(run: Callable[[], object], device: str) -> float:
     """Return the seconds of the fastest run but the first, which may compile and allocate."""
     return _seconds_of({None: run}, device)[None]
@@ -216,8 +192,3 @@ def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, 
                 torch.get_device_module(device).synchronize()
             times[key].append(time.perf_counter() - start)
     return {key: min(of[1:]) for key, of in times.items()}
-
-
-def _distribution(logits: torch.Tensor) -> TokenDistribution:
-    logits = logits.flatten(0, -2)
-    return TokenDistribution(logits, torch.ones(1, device=logits.device))

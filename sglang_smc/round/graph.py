@@ -297,7 +297,7 @@ def _greedy(
 
 
 def _filtered(shape: RoundShape) -> RoundShape:
-    return shape._replace(kinds=shape.kinds._replace(filtered=True))
+    return shape._replace(filtered=True)
 
 
 def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:

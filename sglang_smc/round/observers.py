@@ -10,47 +10,34 @@ one draft step, and reads one of the K + 1 columns twice more: by estimate under
 on a GPU.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.proposers.ngram import as_distribution
-from sglang_smc.round.batch import Decision, Drafts, RoundBatch
+from sglang_smc.round.batch import Drafts, RoundBatch
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.fidelity import Path, Watchable
-from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
 from sglang_smc.state.population import Population
 from sglang_smc.state.record import RoundRecord
 from sglang_smc.state.request import RequestState, state_of
-
-_NO_TOKEN = -1
 
 
 class Traced(NamedTuple):
     """One round of the G requests of a batch; places beyond a request's own N are undefined."""
 
     begins: list[bool]  # of each request: whether this is its first round after a prefill
-    resized_from: torch.Tensor | None  # [G, N] where N has changed for some request
-    num_particles: torch.Tensor  # [G]
-    first_tokens: torch.Tensor  # [G, N] the token before each tail at the start of the round
-    log_weights_before: torch.Tensor  # [G, N]
-    log_potentials: torch.Tensor | None  # [G, N] where some request has potentials
-    drafted: torch.Tensor  # [G, N, K]
-    num_drafted: torch.Tensor  # [G, N]
-    num_kept: torch.Tensor  # [G, N]
-    log_weights: torch.Tensor  # [G, N]
-    ess: torch.Tensor  # [G]
-    resampled: torch.Tensor  # [G] bool
-    all_zero: torch.Tensor  # [G] bool
+    resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
+    begun: Population  # at the start
+    before: Population  # at the start, with the latest potential values
+    drafts: Drafts  # without distributions
+    decision: Decision
     failure: torch.Tensor  # [G] int64 `Failure`
-    ancestors: torch.Tensor  # [G, N]
-    bonus: torch.Tensor  # [G, N], `_NO_TOKEN` where there is none
-    ended: torch.Tensor  # [G, N] bool
-    narrowed_to: torch.Tensor  # [G, N]
-    log_weights_after: torch.Tensor  # [G, N]
+    extended: Population  # with the kept draft tokens, after resampling
+    continued: Population  # after the bonus token
+    narrowed: Population  # at the end, before emission
+    narrowed_to: torch.Tensor  # [G, N] ancestors in the last step
 
     def record_of(
         self, group: int, state: RequestState, emitted: list[int], log_evidence: float
@@ -63,16 +50,24 @@ class Traced(NamedTuple):
             emitted: tokens of the round in SGLang's lists.
             log_evidence: log Z-hat at the end of the round.
         """
-        size = int(self.num_particles[group])
-        begins = self.first_tokens[group, :size].tolist() if self.begins[group] else None
-        ancestors = self.ancestors[group, :size].tolist()
-        narrowed_to = self.narrowed_to[group, :size].tolist()
-        before = self.log_weights_before[group, :size]
-        weighed, base, potentials = self.log_weights[group, :size], before, None
-        if self.log_potentials is not None and state.potentials:
-            potentials = self.log_potentials[group, :size]
+        size = int(self.before.present[group].sum())
+
+        def of(values: torch.Tensor) -> torch.Tensor:
+            return values[group, :size]
+
+        begins = of(self.before.last_emitted).tolist() if self.begins[group] else None
+        ancestors, narrowed_to = of(self.decision.ancestors).tolist(), of(self.narrowed_to).tolist()
+        weighed, potentials = of(self.decision.weighed), None
+        before = base = of(self.begun.log_weights)
+        if self.before.scores is not None and state.potentials:
+            base = of(self.before.log_weights)
+            potentials = torch.where(before > -torch.inf, base - before, 0.0)
             base = before + potentials
         gain = float(weighed.logsumexp(0) - base.logsumexp(0))
+        # A stopped group has no tails, and no bonus tokens.
+        length = of(self.extended.lengths) + 1
+        took_bonus = ~of(self.extended.ended) & (of(self.continued.lengths) == length)
+        bonus = zip(took_bonus.tolist(), of(self.continued.last_tokens).tolist(), strict=True)
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return RoundRecord(
@@ -80,19 +75,19 @@ class Traced(NamedTuple):
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),
-            drafted=_cut_to(self.drafted[group], self.num_drafted[group, :size]),
-            kept=self.num_kept[group, :size].tolist(),
+            drafted=_cut_to(self.drafts.tokens[group], of(self.drafts.before_end).sum(1)),
+            kept=of(self.decision.num_kept).tolist(),
             log_weights=_finite(weighed),
             log_potentials=None if potentials is None else _finite(potentials),
-            ess=float(self.ess[group].nan_to_num(0.0)),
+            ess=float(self.decision.ess[group].nan_to_num(0.0)),
             log_block_evidence=finite(gain),
             cut=self._cut(group, config, ancestors),
-            resampled=bool(self.resampled[group]),
+            resampled=bool(self.decision.resampled[group]),
             ancestors=ancestors,
-            bonus=[None if one == _NO_TOKEN else one for one in self.bonus[group, :size].tolist()],
-            ended=self.ended[group, :size].tolist(),
+            bonus=[token if took else None for took, token in bonus],
+            ended=of(self.continued.ended).tolist(),
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
-            log_weights_after=_finite(self.log_weights_after[group, :size]),
+            log_weights_after=_finite(of(self.narrowed.log_weights)),
             log_evidence=finite(log_evidence) if knows_evidence else None,
             emitted=[*self._closed_token(group, state, begins), *emitted],
         )
@@ -120,7 +115,8 @@ class Traced(NamedTuple):
         """Return why the round kept no more columns."""
         if self.failure[group] > 0:
             return "failure"
-        drafted, kept = self.num_drafted[group], self.num_kept[group]
+        decision = self.decision
+        drafted, kept = self.drafts.before_end[group].sum(1), decision.num_kept[group]
         if not config.weighs:
             winner = ancestors[0]
             return "none" if kept[winner] >= drafted[winner] else "verification"
@@ -129,63 +125,23 @@ class Traced(NamedTuple):
             return "none"
         if config.extends:
             return "verification"
-        if config.resample_at == "token" and bool(self.resampled[group]) and bool(kept.any()):
+        if config.resample_at == "token" and bool(decision.resampled[group]) and bool(kept.any()):
             return "ess"
-        return "dead" if bool(self.all_zero[group]) else "evidence"
+        return "dead" if bool(decision.all_zero[group]) else "evidence"
 
 
 def trace_of(
     batch: RoundBatch,
+    resized_from: torch.Tensor | None,
     begun: Population,
     before: Population,
     drafts: Drafts,
-    decision: Decision,
-    extended: Population,
-    continued: Population,
-    narrowed: Population,
-    narrowed_to: torch.Tensor,
-    resized_from: torch.Tensor | None,
+    *others: Any,
 ) -> Traced:
-    """Return the trace of a round, on the device.
-
-    Args:
-        begun: population at the start.
-        before: at the start, with the latest potential values.
-        extended: with the kept draft tokens, after resampling.
-        continued: after the bonus token.
-        narrowed: at the end, before emission.
-        narrowed_to: ``[G, N]`` ancestors in the last step.
-        resized_from: ``[G, N]`` ancestors in the resize before the round.
-    """
-    # A stopped group has no tails, and no bonus tokens.
-    took_bonus = ~extended.ended & (continued.lengths == extended.lengths + 1)
-    return Traced(
-        begins=[state_of(req).take_start() for req in batch.reqs],
-        resized_from=resized_from,
-        num_particles=before.present.sum(1),
-        first_tokens=before.last_emitted,
-        log_weights_before=begun.log_weights,
-        log_potentials=None if before.scores is None else _gains(begun, before),
-        drafted=drafts.tokens,
-        num_drafted=drafts.before_end.sum(2),
-        num_kept=decision.num_kept,
-        log_weights=decision.cut.log_weights,
-        ess=decision.cut.ess,
-        resampled=decision.cut.resample,
-        all_zero=decision.cut.all_zero,
-        failure=decision.failure,
-        ancestors=decision.resampled.ancestors,
-        bonus=torch.where(took_bonus, continued.last_tokens, _NO_TOKEN),
-        ended=continued.ended,
-        narrowed_to=narrowed_to,
-        log_weights_after=narrowed.log_weights,
-    )
-
-
-def _gains(begun: Population, before: Population) -> torch.Tensor:
-    """Return the potentials' contribution to log-weights, ``[G, N]``; 0 for dead particles."""
-    lives = begun.log_weights > -torch.inf
-    return torch.where(lives, before.log_weights - begun.log_weights, 0.0)
+    """Return the trace of a round, on the device; arguments as the fields of `Traced`."""
+    begins = [state_of(req).take_start() for req in batch.reqs]
+    drafts = drafts._replace(q=None, held=None)
+    return Traced(begins, resized_from, begun, before, drafts, *others)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:
@@ -198,15 +154,7 @@ def _cut_to(tokens: torch.Tensor, counts: torch.Tensor) -> list[list[int]]:
     return [row[:count] for row, count in rows]
 
 
-def choose(ops: Ops, batch: RoundBatch) -> Watchable:
-    """Choose the measured columns, before anything else of the round is drawn."""
-    settings = batch.settings
-    numbers = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-    return Watchable(numbers, settings.num_steps, settings.normalized, settings.greedy)
-
-
-def look(
-    ops: Ops,
+def measure(
     batch: RoundBatch,
     before: Population,
     after: Population,
@@ -221,13 +169,10 @@ def look(
         after: the particles at its end.
         ancestors: ``[G, N]`` of the latter among the former.
         p: the target distribution after each prefix of each chain.
-        drafts: with the draft's scores in the measured columns.
+        drafts: with q in the measured columns.
     """
-    if drafts.watchable is None or drafts.held is None:  # K = 0
+    if drafts.coins is None or drafts.held is None:  # K = 0
         return after
-    rows = drafts.held.unflatten(0, batch.starts.shape)
-    q = TokenDistribution.of(ops, rows, batch.q_rules, batch.shape.kinds)
-    if batch.matches is not None:  # the held scores are log q itself
-        q = as_distribution(drafts.held, q)
-    path = Path(ancestors, before.lengths, after.lengths, after.tokens)
-    return after._replace(fidelity=ops.watch(after.fidelity, drafts.watchable, path, p, q))
+    column = drafts.coins, batch.settings.num_steps, batch.settings.measured
+    path = ancestors, before.lengths, after.lengths, after.tokens
+    return after._replace(fidelity=batch.ops.watch(after.fidelity, *column, *path, p, drafts.held))

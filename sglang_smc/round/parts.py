@@ -1,7 +1,5 @@
 """Build the parts of a server's rounds, once its pools exist."""
 
-from typing import NamedTuple
-
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -21,14 +19,6 @@ from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.state.request import RequestStates
 from sglang_smc.upstream import is_gated_delta
-
-
-class Parts(NamedTuple):
-    """Parts of a worker."""
-
-    steps: Steps
-    prefill: Prefill
-    round: Round
 
 
 def operations(
@@ -75,7 +65,7 @@ def assemble(
     states: RequestStates,
     tables: Tables,
     corpus: Corpus | None = None,
-) -> Parts:
+) -> tuple[Steps, Prefill, Round]:
     """Build the parts of a server, and run each model once over a particle.
 
     Args:
@@ -102,7 +92,7 @@ def assemble(
     rehearse(steps)
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, ops, *sizes, begin)
-    return Parts(steps, prefill, Round(steps, tables, ops, corpus))
+    return steps, prefill, Round(steps, tables, corpus)
 
 
 def memory_of(

@@ -33,7 +33,6 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import (
-    Decision,
     Drafts,
     RoundBatch,
     RoundInputs,
@@ -42,13 +41,14 @@ from sglang_smc.round.batch import (
     decide_nothing,
     no_drafts,
 )
-from sglang_smc.round.observers import choose, look, trace_of
-from sglang_smc.round.result import Outcome, Particles
-from sglang_smc.round.verification import extend_each, verify
+from sglang_smc.round.observers import measure, trace_of
+from sglang_smc.round.result import Outcome, shown_particles
+from sglang_smc.round.verification import extend_each, unless, verify
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import trees, weighing
-from sglang_smc.smc.distribution import NextTokens, TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
 from sglang_smc.state.population import Population
@@ -126,29 +126,22 @@ class Steps:
             The population, and the ancestor of each particle, ``[G, N]``.
         """
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
+        settings = batch.settings
         step = weighing.by_method(
-            batch.settings.scheme,
+            settings.scheme,
             methods,
             partial(
                 weighing.resize,
                 population.log_weights,
                 population.present,
-                batch.settings.num_particles,
-                self.ops.uniforms(batch.settings.seeds, batch.position, Purpose.RESIZE),
+                settings.num_particles,
+                self.ops.uniforms(settings.seeds, batch.position, Purpose.RESIZE),
             ),
         )
+        ancestors, *_ = step
         # The draft may not have read the last emitted token yet; it does so in the particle's row.
-        self.ledger.descend(
-            batch.rows,
-            committed=batch.committed - 1,
-            ancestors=step.ancestors,
-            max_tail=batch.shape.max_tail,
-        )
-        resized = population.resize(step.ancestors, step.present)._replace(
-            log_weights=step.log_weights,
-            log_evidence=population.log_evidence + step.log_evidence,
-        )
-        return resized, step.ancestors
+        self._descend(batch, batch.committed - 1, ancestors)
+        return population.resample(*step).resize(settings.num_particles), ancestors
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
@@ -168,7 +161,8 @@ class Steps:
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
-        watchable, matches = choose(self.ops, batch), batch.matches
+        coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
+        matches = batch.matches
         held: torch.Tensor | None = None
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
@@ -180,19 +174,24 @@ class Steps:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, drawn)
-            q = q if matches is None else matches.mixed(self.ops, q)
-            tokens, log_q_of_tokens = q.sample(self.ops, at_step)
+            q = q if matches is None else matches.mixed(q)
+            tokens, log_q_of_tokens = q.sample(at_step)
             if batch.shape.branches:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text)
                 tokens = torch.where(settings.greedy.unsqueeze(1), likely, tokens)
-                log_q_of_tokens = q.score(self.ops, tokens)
+                log_q_of_tokens = q.score(tokens)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
                 equal = self.ledger.share(*where, equal, tokens)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
             distributions.append(q)
-            held = self.ops.keep_column(held, q.scores, watchable, step)
+            held = self.ops.keep_column(held, q.scores, coins, settings.num_steps, step)
+        assert held is not None
+        if matches is None:
+            of_held = self._law(batch, held.unflatten(0, batch.starts.shape), draft=True)
+        else:  # these scores are log q itself
+            of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = self._ends(batch, population, positions, chains)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
@@ -202,8 +201,8 @@ class Steps:
             ends,
             still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
             distributions if batch.shape.walks or batch.shape.extends else None,
-            watchable,
-            held,
+            coins,
+            of_held,
         )
 
     def _q(
@@ -220,20 +219,33 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        kinds = batch.shape.kinds
-        if batch.shape.branches:  # greedy requests draft more than the likeliest token
-            kinds = kinds._replace(greedy=False)
-        q = TokenDistribution.of(self.ops, logits, batch.q_rules, kinds, allowed)
-        return q.summed(self.ops)
+        return self._law(batch, logits, allowed, draft=True).summed()
+
+    def _law(
+        self,
+        batch: RoundBatch,
+        logits: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+        *,
+        draft: bool = False,
+    ) -> TokenDistribution:
+        """Return p, or q of the ``draft``, of rows of logits, both ``[G, M, V]``."""
+        shape, settings = batch.shape, batch.settings
+        # Trees draft more than the likeliest token.
+        greedy = settings.greedy if shape.greedy and not (draft and shape.branches) else None
+        filters = settings.filters if shape.filtered else None
+        temperature = settings.draft_temperature if draft else settings.temperature
+        return self.ops.distribution.of(logits, temperature, greedy, filters, allowed)
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
-    ) -> tuple[TokenDistribution, TokenDistribution | None]:
+    ) -> tuple[TokenDistribution, torch.Tensor, TokenDistribution | None]:
         """Run one target pass over [last, x_1..x_K] of each particle.
 
         Returns:
-            p of the next token, of G * N * (K + 1) rows, and the distribution of the reported
-            log-probabilities, or None where no request returns them.
+            p of the next token, of G * N * (K + 1) rows; log p of the draft tokens before masks,
+            ``[G, N, K + 1]``, of which the last column scores any token; and the distribution of
+            the reported log-probabilities, or None where no request returns them.
         """
         last = batch.last_two[:, :, 1:]
         # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
@@ -244,11 +256,14 @@ class Steps:
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
-        p = TokenDistribution.of(self.ops, logits, batch.p_rules, batch.shape.kinds, allowed)
-        p = p.summed(self.ops)
+        p = self._law(batch, logits, allowed).summed()
+        tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
+        log_p = p._replace(log_mass=None).score(tokens)
         if not batch.shape.logprobs.own:
-            return p, None
-        return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
+            return p, log_p, None
+        temperature = batch.settings.temperature
+        shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
+        return p, log_p, shown
 
     def _edited(
         self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
@@ -265,30 +280,31 @@ class Steps:
         return population.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
 
     def decide(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
-    ) -> Decision:
-        """Weigh or verify the draft tokens, by each request's mode."""
-        shape = batch.shape
-        # The last column has no draft token: any token may be scored there.
-        tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
-        log_p = p._replace(log_mass=None).score(self.ops, tokens)
-        of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
-        failure = failure_of_round(*of_drafts, ~population.ended)
-        weighs, found = batch.settings.weighs, None
+        self,
+        batch: RoundBatch,
+        population: Population,
+        drafts: Drafts,
+        p: TokenDistribution,
+        log_p: torch.Tensor,
+    ) -> tuple[Decision, TokenDistribution]:
+        """Weigh or verify the draft tokens, by each request's mode; arguments as of `score`."""
+        shape, settings = batch.shape, batch.settings
         if shape.skips_draft:
-            return decide_nothing(batch, population, p, failure)
+            return decide_nothing(batch, population, p)
         if shape.num_steps == 0:  # the target draws the next token, in every mode
-            return self._weigh(batch, population, drafts, p, log_p, failure)
+            decision, next_tokens = self._weigh(batch, population, drafts, p, log_p)
+            return decision._replace(verified=~settings.weighs), next_tokens
+        found: tuple[Decision, TokenDistribution] | None = None
         if shape.walks or shape.branches:
-            found = verify(batch, population, drafts, p, log_p, failure, self.ops)
+            found = verify(batch, population, drafts, p, log_p)
         if shape.extends:
-            rules = _weight_rules(batch, population)
-            extended = extend_each(batch, population, drafts, p, rules, failure, self.ops)
-            found = extended if found is None else found.unless(weighs, extended)
+            _, threshold = _thresholds(batch, population)
+            extended = extend_each(batch, population, drafts, p, threshold)
+            found = extended if found is None else unless(found, settings.extends, extended)
         if shape.weighs:
-            weighed = self._weigh(batch, population, drafts, p, log_p, failure)
-            mine = weighs & ~batch.settings.extends if shape.extends else weighs
-            found = weighed if found is None else found.unless(mine, weighed)
+            weighed = self._weigh(batch, population, drafts, p, log_p)
+            mine = settings.weighs & ~settings.extends if shape.extends else settings.weighs
+            found = weighed if found is None else unless(found, mine, weighed)
         assert found is not None
         return found
 
@@ -299,28 +315,23 @@ class Steps:
         drafts: Drafts,
         p: TokenDistribution,
         log_p: torch.Tensor,
-        failure: torch.Tensor,
-    ) -> Decision:
-        """Weigh by log p - log q up to each particle's end, and resample where the ESS is low.
-
-        Args:
-            p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
-            failure: ``[G]`` int64 `Failure`.
-        """
+    ) -> tuple[Decision, TokenDistribution]:
+        """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
         settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
-        log_mass = None if p.log_mass is None else p.log_mass.view_as(log_p)  # [G, N, K + 1]
-        if log_mass is not None:
-            log_p = log_p + log_mass
+        if p.log_mass is not None:
+            log_p = log_p + p.log_mass.view_as(log_p)
         own = self.ops.reweight_and_resample  # kernels need at least one column
-        cut, num_kept, resampled = (
-            own if batch.shape.num_steps else weighing.reweight_and_resample
-        )(
+        num_steps, ess_threshold = _thresholds(batch, population)
+        decision = (own if batch.shape.num_steps else weighing.reweight_and_resample)(
             population.log_weights,
             log_p[:, :, :-1],
             drafts.log_q,
             drafts.before_end,
             settings.power,
-            _weight_rules(batch, population),
+            num_steps,
+            ess_threshold,
+            settings.resample_each_token,
+            settings.evidence_threshold,
             population.present,
             numbers(batch.position[:, :1], Purpose.KEEP)[:, 0],
             numbers(batch.position, Purpose.RESAMPLE),
@@ -329,17 +340,10 @@ class Steps:
         )
         # The rows of p are [G, N, K + 1]: each particle uses that of its ancestor's next token.
         first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
-        next_row = (first + cut.num_columns).unsqueeze(1)
-        row = torch.add(next_row, resampled.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
-        masses = None if log_mass is None else log_mass.flatten()[row].view_as(resampled.ancestors)
-        return Decision(
-            cut,
-            num_kept,
-            resampled,
-            NextTokens(p._replace(rows=row, log_mass=None), masses),
-            verified=~settings.weighs,
-            failure=failure,
-        )
+        next_row = (first + decision.num_columns).unsqueeze(1)
+        row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
+        masses = None if p.log_mass is None else p.log_mass[row]
+        return decision, p._replace(rows=row, log_mass=masses)
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
@@ -349,23 +353,18 @@ class Steps:
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all draft tokens but its last one; nothing where it skips the round.
-        num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.cut.num_columns
+        num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
-        resampled = decision.resampled
-        self.ledger.descend(
-            batch.rows,
-            committed=batch.committed,
-            ancestors=resampled.ancestors,
-            max_tail=batch.shape.max_tail,
-        )
+        self._descend(batch, batch.committed, decision.ancestors)
         extended = population.append(drafts.tokens, decision.num_kept)
-        return extended._replace(ended=ended, unread=unread).hand_down(resampled)
+        step = decision.ancestors, decision.log_weights, decision.log_evidence
+        return extended._replace(ended=ended, unread=unread).resample(*step)
 
     def add_bonus(
-        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
+        self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
     ) -> Population:
         """Append one token drawn from the target, after resampling, so that copies can differ."""
-        if batch.shape.powered or next_tokens.log_masses is not None:
+        if batch.shape.powered or next_tokens.log_mass is not None:
             next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
         settings, positions = batch.settings, population.output_lengths
         texts = population.texts[:, :, 1:]
@@ -375,22 +374,21 @@ class Steps:
         if batch.shape.walks or batch.shape.branches:
             # After verification all particles are copies of one, and must draw the same token.
             numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
-        tokens = next_tokens.sample(self.ops, numbers).unsqueeze(2)  # [G, N, 1]
+        tokens = next_tokens.draw(numbers).unsqueeze(2)  # [G, N, 1]
         ends = self._ends(batch, population, positions.unsqueeze(2), tokens).squeeze(2)
         extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends)
 
     def _weigh_bonus(
-        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
-    ) -> tuple[NextTokens, Population]:
+        self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
+    ) -> tuple[TokenDistribution, Population]:
         """Raise the bonus token's distribution to each power, and weigh by its normaliser."""
-        weighs, masses = batch.settings.weighs.unsqueeze(1), next_tokens.log_masses
-        log_sum = torch.zeros_like(population.log_weights) if masses is None else masses.double()
+        weighs = batch.settings.weighs.unsqueeze(1)
         if batch.shape.powered:
-            power = batch.settings.power
-            law, raised = next_tokens.law.to_power(self.ops, power)
-            next_tokens = next_tokens._replace(law=law)
-            log_sum = torch.addcmul(raised.view_as(log_sum), power.unsqueeze(1), log_sum)
+            next_tokens, log_sum = next_tokens.to_power(batch.settings.power)
+        else:
+            log_sum = next_tokens.log_masses()
+        log_sum = log_sum.double().view_as(population.log_weights)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
         return next_tokens, population._replace(
@@ -408,13 +406,14 @@ class Steps:
             The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
             particles ``[G]`` bool, and log Z-hat ``[G]`` including the current mean weight.
         """
+        population = population.majority_vote()
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
         # A scored particle may have no tokens but its own first one: that is drawn, too.
         whole = longest if population.scores is None else longest.clamp_min(1)
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
-        step = self.ops.narrow(
+        ancestors, log_weights, log_mean, drops = self.ops.narrow(
             population.log_weights,
             population.texts[:, :, 1:],  # including the token before each tail
             population.lengths,
@@ -423,15 +422,14 @@ class Steps:
             self.ops.uniforms(settings.seeds, furthest, Purpose.SELECT)[:, 0],
             settings.heaviest,
         )
-        self.ledger.descend(
-            batch.rows,
-            committed=batch.committed,
-            ancestors=step.ancestors,
-            max_tail=batch.shape.max_tail,
-        )
-        narrowed = population.descend(step.ancestors)._replace(log_weights=step.log_weights)
-        by_lag = (step.num_dropped > 0) & ~finished
-        return narrowed, step.ancestors, by_lag, population.log_evidence + step.log_mean
+        self._descend(batch, batch.committed, ancestors)
+        narrowed = population.descend(ancestors)._replace(log_weights=log_weights)
+        return narrowed, ancestors, drops & ~finished, population.log_evidence + log_mean
+
+    def _descend(self, batch: RoundBatch, start: torch.Tensor, ancestors: torch.Tensor) -> None:
+        """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
+        longest = batch.shape.max_tail
+        self.ledger.descend(batch.rows, committed=start, ancestors=ancestors, max_tail=longest)
 
     def _ends(
         self,
@@ -445,17 +443,14 @@ class Steps:
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
 
-def _weight_rules(batch: RoundBatch, population: Population) -> weighing.WeightRules:
-    settings = batch.settings
-    num_steps, threshold = settings.num_steps, settings.ess_threshold
-    if population.scores is not None:
-        # A group that only waited for potential values has drafted nothing: no cut, no resampling.
-        waited = population.ended.all(1)
-        num_steps = num_steps.masked_fill(waited, 0)
-        threshold = threshold.masked_fill(waited, 0.0)
-    return weighing.WeightRules(
-        num_steps, threshold, settings.resample_each_token, settings.evidence_threshold
-    )
+def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the K of each group, and its threshold of the ESS."""
+    num_steps, threshold = batch.settings.num_steps, batch.settings.ess_threshold
+    if population.scores is None:
+        return num_steps, threshold
+    # A group that only waited for potential values has drafted nothing: no cut, no resampling.
+    waited = population.ended.all(1)
+    return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
 
 
 def still_open(ends: torch.Tensor) -> torch.Tensor:
@@ -472,16 +467,12 @@ class Round:
     Args:
         steps: the steps, with the models.
         tables: state of requests between rounds.
-        ops: the small operations.
         corpus: texts of n-gram matches; None without such matches.
     """
 
-    def __init__(
-        self, steps: Steps, tables: Tables, ops: Ops, corpus: Corpus | None = None
-    ) -> None:
+    def __init__(self, steps: Steps, tables: Tables, corpus: Corpus | None = None) -> None:
         self._steps = steps
         self._tables = tables
-        self._ops = ops
         self._corpus = corpus
 
     def play(
@@ -506,26 +497,28 @@ class Round:
         slots = steps.reserve(batch, before)
 
         drafts = steps.propose(batch, before, slots)
-        p, shown = steps.score(batch, drafts, slots)
+        p, log_p, shown = steps.score(batch, drafts, slots)
         begun = before
         if shape.has_scorers:
             before = steps.apply_potentials(batch, before)  # potentials ran in parallel
-        decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
+        of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
+        failure = failure_of_round(*of_drafts, ~before.ended)
+        # Reweight and resample, or verify.
+        decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
-        continued = steps.add_bonus(batch, extended, decision.next_tokens)
-        ancestors = decision.resampled.ancestors
+        continued = steps.add_bonus(batch, extended, next_tokens)
+        ancestors = decision.ancestors
         if shown is not None:
             listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
-            continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
-        continued = continued.stop(decision.failure > 0)
-        continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        elected = continued.majority_vote()
-        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
-        outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+            continued = score_tails(before, continued, ancestors, shown, listed)
+        continued = continued.stop(failure > 0)
+        continued = measure(batch, before, continued, ancestors, p, drafts)
+        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, continued)
+        outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
         if not shape.traces:
             return outcome
-        populations = begun, before, drafts, decision, extended, continued, narrowed
-        return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
+        made = drafts, decision, failure, extended, continued, narrowed, narrowed_to
+        return outcome._replace(trace=trace_of(batch, resized_from, begun, before, *made))
 
     def play_in_slices(
         self,
@@ -587,8 +580,7 @@ class Round:
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
             settings = settings.bounded(*sizes)
-        p_rules, q_rules = settings.sampling_rules(), settings.sampling_rules(draft=True)
-        seeds = self._ops.round_seeds(settings.seeds, position.squeeze(1))
+        seeds = self._steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if shape.has_rules:
@@ -609,9 +601,8 @@ class Round:
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
-            p_rules=p_rules,
-            q_rules=q_rules,
             rules=rules,
+            ops=self._steps.ops,
             edits=edits,
             matches=self._matches(reqs, before) if shape.has_matches else None,
         )
@@ -628,6 +619,7 @@ class Round:
         continued: Population,
         narrowed: Population,
         decision: Decision,
+        failure: torch.Tensor,
         by_lag: torch.Tensor,
         log_evidence: torch.Tensor,
     ) -> Outcome:
@@ -636,16 +628,17 @@ class Round:
         Args:
             continued: population before narrowing and the final draw.
             narrowed: population after them.
+            failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
             by_lag: ``[G]`` bool: the lag bound dropped particles.
             log_evidence: ``[G]`` float64 log Z-hat.
         """
-        tables, shape, ops = self._tables, batch.shape, self._ops
+        tables, shape, ops = self._tables, batch.shape, batch.ops
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
         if narrowed.scores is not None:
             counts = narrowed.held_back(counts)
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
-        num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
+        num_parents = ops.num_distinct(decision.ancestors, continued.present)  # [G]
         tables.ledger.commit(
             batch.rows,
             committed=batch.committed,
@@ -673,13 +666,13 @@ class Round:
         counters = tables.counters.add_round(
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
-            resample_ct=decision.cut.resample,
+            resample_ct=decision.resampled,
             narrow_ct=by_lag,
-            all_zero_ct=decision.cut.all_zero,
-            nan_ct=decision.failure > 0,
+            all_zero_ct=decision.all_zero,
+            nan_ct=failure > 0,
             exact_ct=decision.verified,
-            killed_ct=(settings.num_particles - num_parents) * decision.cut.resample,
-            ess_sum=decision.cut.ess,
+            killed_ct=(settings.num_particles - num_parents) * decision.resampled,
+            ess_sum=decision.ess,
             particles_sum=settings.num_particles,
             steps_sum=settings.num_steps,
             ancestors=num_roots,
@@ -690,10 +683,10 @@ class Round:
             counts=counts,
             new_seq_lens=batch.committed + counts,
             last_emitted=last_emitted,
-            num_correct_drafts=decision.cut.num_columns,
+            num_correct_drafts=decision.num_columns,
             counters=counters,
-            failure=decision.failure,
+            failure=failure,
             first_tokens=first_token,
-            particles=Particles.of(continued, narrowed) if shape.shows_particles else None,
+            particles=shown_particles(continued, narrowed) if shape.shows_particles else None,
             logprobs=emitted,
         )

@@ -14,7 +14,7 @@ from sglang_smc.options.request import Budget
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
 from sglang_smc.rules.registry import TextRules, has_scorers
-from sglang_smc.smc.distribution import TokenDistribution, sample
+from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.randomness import Purpose, stratified, uniforms
 from sglang_smc.state.edits import has_edits
@@ -28,7 +28,7 @@ from sglang_smc.state.request import (
     state_of,
     take_unread,
 )
-from sglang_smc.state.settings import Settings, filter_kinds
+from sglang_smc.state.settings import Settings, is_greedy, uses_filters
 from sglang_smc.upstream import kv_of
 
 if TYPE_CHECKING:
@@ -181,11 +181,12 @@ class Prefill:
         if any(map(has_edits, reqs)):
             edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)
         last, allowed = self._edited(edits, rules, logits)
-        p = TokenDistribution.of(
-            self._ops, last, settings.sampling_rules(), filter_kinds(reqs), allowed
-        )
-        powered, log_sum = p.to_power(self._ops, settings.power)
-        log_p = powered.log_probs(self._ops)  # [G, V]
+        greedy = settings.greedy if any(map(is_greedy, reqs)) else None
+        filters = settings.filters if any(map(uses_filters, reqs)) else None
+        kind = self._ops.distribution
+        p = kind.of(last, settings.temperature, greedy, filters, allowed)
+        powered, log_sum = p.to_power(settings.power)
+        log_p = powered.log_probs()  # [G, V]
         failure = failure_of_first(log_p, draft_logits)
         tokens, ended = self._draw(reqs, rules, settings, log_p, num_emitted)
         rules.note_first(tokens[:, 0], log_sum)
@@ -205,8 +206,8 @@ class Prefill:
         if any(map(has_scorers, reqs)):
             tables.scores.begin(rows)
         if batch.return_logprob:
-            shown = logprob_distribution(last, settings.temperature, allowed)
-            tables.logprobs.begin(batch, shown.log_probs(self._ops), tokens, output)
+            shown = logprob_distribution(kind, last, settings.temperature, allowed)
+            tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
     def _draw(

@@ -22,17 +22,15 @@ from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.observers import Traced
 from sglang_smc.rules import registry
-from sglang_smc.smc.weighing import choose, normalized
+from sglang_smc.smc.weighing import choose
 from sglang_smc.state.failures import end_failed
 from sglang_smc.state.metrics import Monitor, Played, gained
 from sglang_smc.state.population import Emitted, Population
 from sglang_smc.state.request import (
-    as_particle,
     deliver,
     has_open_token,
-    shared_ids,
+    particles_of,
     state_of,
-    tails_of,
 )
 
 if TYPE_CHECKING:
@@ -82,54 +80,14 @@ def as_eagle(draft_input: SMCDraftInput) -> "EagleDraftInput":
     return cast("EagleDraftInput", draft_input)
 
 
-class Particles(NamedTuple):
-    """All particles before the final draw, or after narrowing by the lag."""
+def shown_particles(continued: Population, narrowed: Population) -> Population:
+    """Return each group's particles before narrowing if all had ended there, else after it.
 
-    last_emitted: torch.Tensor  # [G, N]
-    tokens: torch.Tensor  # [G, N, T] tails
-    lengths: torch.Tensor  # [G, N]
-    log_weights: torch.Tensor  # [G, N]
-    present: torch.Tensor  # [G, N]
-    finished: torch.Tensor  # [G] bool: all have ended
-
-    @classmethod
-    def of(cls, continued: Population, narrowed: Population) -> "Particles":
-        """Return each group's particles before narrowing if all had ended there, else after it.
-
-        A short lag may draw the sequence of a particle that has ended while others have not. Then
-        all remaining particles are copies of it, and SGLang ends the request when it finds the end
-        in the emitted tokens: no final draw follows.
-        """
-        before, behind = (
-            cls(
-                population.last_emitted,
-                population.tokens,
-                population.lengths,
-                population.log_weights,
-                population.present,
-                population.ended.all(1),
-            )
-            for population in (continued, narrowed)
-        )
-        return choose(before.finished, before, behind)
-
-    def of_group(self, group: int, req: "Req") -> list[dict[str, Any]] | None:
-        """Return one request's particles for `meta_info`; None while some have not ended."""
-        if not self.finished[group]:
-            return None
-        shared = shared_ids(req)
-        rows = zip(
-            tails_of(req, self, group),
-            normalized(self.log_weights[group]).tolist(),
-            self.log_weights[group].tolist(),
-            self.present[group].tolist(),
-            strict=True,
-        )
-        return [
-            as_particle([*shared, *tail], weight, log_weight)
-            for tail, weight, log_weight, present in rows
-            if present
-        ]
+    A short lag may draw the sequence of a particle that has ended while others have not. Then
+    all remaining particles are copies of it, and SGLang ends the request when it finds the end
+    in the emitted tokens: no final draw follows.
+    """
+    return Population(*choose(continued.ended.all(1), continued[:-2], narrowed[:-2]))
 
 
 class Outcome(NamedTuple):
@@ -143,7 +101,7 @@ class Outcome(NamedTuple):
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
     first_tokens: torch.Tensor | None  # [G] the first token of prefill, -1 while particles differ
-    particles: Particles | None  # where some request sets return_particles
+    particles: Population | None  # before the final draw, where some request sets return_particles
     logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
     trace: Traced | None = None  # where some request sets trace
 
@@ -162,7 +120,7 @@ class SMCBatchResult(GenerationBatchResult):
     correct_drafts: torch.Tensor | None = None  # [G] kept columns of draft tokens
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
     failure: torch.Tensor | None = None  # [G] int64 `Failure`
-    particles: Particles | None = None  # where some request sets return_particles
+    particles: Population | None = None  # where some request sets return_particles
     first_tokens: torch.Tensor | None = (
         None  # [G] the first token of prefill, -1 while particles differ
     )
@@ -277,7 +235,7 @@ class SMCBatchResult(GenerationBatchResult):
         for group, req in enumerate(reqs):
             state = state_of(req)
             if live[group] and state.config.return_particles:
-                state.particles = self.particles.of_group(group, req)
+                state.particles = particles_of(req, self.particles, group)
 
     def _close_tokens(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Close open first tokens, before rules read the tokens after them."""

@@ -4,14 +4,15 @@ Modes exact, mixed and auto do the former, mode smc with verified proposals the 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from sglang_smc.ops.interface import Ops
-from sglang_smc.round.batch import Decision, Drafts, RoundBatch
-from sglang_smc.smc import verification, weighing
-from sglang_smc.smc.distribution import NextTokens, TokenDistribution, of_each_draw
+from sglang_smc.round.batch import Drafts, RoundBatch
+from sglang_smc.smc import verification
+from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.weighing import Decision, choose
 from sglang_smc.state.population import Population
 
 _MOST_AT_ONCE = 1 << 20  # logits
@@ -23,9 +24,7 @@ def verify(
     drafts: Drafts,
     p: TokenDistribution,
     log_p: torch.Tensor,
-    failure: torch.Tensor,
-    ops: Ops,
-) -> Decision:
+) -> tuple[Decision, TokenDistribution]:
     """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
     The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
@@ -35,14 +34,13 @@ def verify(
 
     Args:
         p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
-        failure: ``[G]`` int64 `Failure`.
     """
-    settings = batch.settings
+    settings, ops = batch.settings, batch.ops
     if drafts.q is None:
         found = verification.nothing(settings.num_steps)
     else:
         sizes = drafts.tokens.shape, settings.num_steps, settings.num_particles
-        found = _verified(batch, drafts, p, *sizes, ops)
+        found = _verified(batch, drafts, p, *sizes)
     kept = ops.keep(
         found,
         log_p,
@@ -55,25 +53,19 @@ def verify(
         ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.KEEP)[:, 0],
         ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.RESAMPLE)[:, 0],
     )
-    masses = None
+    of_particles = partial(of_each_draw, num_draws=batch.starts.numel())
+    next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
     if p.log_mass is not None:
-        by_column = p.log_mass.view_as(log_p)  # [G, N, K + 1]
-        masses = log_mass_of_path(by_column, kept, drafts.ends)
-        masses = masses.unsqueeze(1).expand(batch.starts.shape)
-    row, left = (
-        of_groups.unsqueeze(1).expand(batch.starts.shape).flatten()
-        for of_groups in (kept.row, found.left)
-    )
-    residual = None
+        masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
+        next_tokens = next_tokens._replace(log_mass=of_particles(masses))
     if drafts.q is not None:
-        residual = TokenDistribution.of_log_probs(found.residuals.log(), left)
-    law = p._replace(rows=row, log_mass=None)
-    rejects = kept.rejects.unsqueeze(1).expand(batch.starts.shape)
-    next_tokens = NextTokens(law, masses, rejects, residual)
-    decision = one_lineage(population, kept, next_tokens, failure)
-    if not batch.shape.branches:
-        return decision
-    return decision._replace(verified=decision.verified | settings.greedy)  # by evidence, too
+        residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))
+        rejects = kept.rejects.unsqueeze(1).expand(batch.starts.shape)
+        next_tokens = next_tokens._replace(rejects=rejects, left=residual)
+    decision = one_lineage(population, kept)
+    if batch.shape.branches:  # by evidence, too
+        decision = decision._replace(verified=decision.verified | settings.greedy)
+    return decision, next_tokens
 
 
 def extend_each(
@@ -81,10 +73,8 @@ def extend_each(
     population: Population,
     drafts: Drafts,
     p: TokenDistribution,
-    rules: weighing.WeightRules,
-    failure: torch.Tensor,
-    ops: Ops,
-) -> Decision:
+    ess_threshold: torch.Tensor,
+) -> tuple[Decision, TokenDistribution]:
     """Verify each particle's own chain, and resample by what the request's target has beside p.
 
     A particle so extends by a sample of p, whatever q is: of p^alpha, and under masks,
@@ -94,28 +84,30 @@ def extend_each(
 
     Args:
         p: ``[G, N, K + 1]`` the target distribution.
-        rules: of weighing; only the threshold of the ESS counts.
-        failure: ``[G]`` int64 `Failure`.
+        ess_threshold: ``[G]`` float64 tau.
     """
-    settings, (size, num_particles, num_steps) = batch.settings, drafts.tokens.shape
+    settings, ops, (size, num_particles, num_steps) = batch.settings, batch.ops, drafts.tokens.shape
     law, log_sums = p, p.log_masses()
     if batch.shape.powered:
-        raised, log_sums = p.to_power(ops, settings.power)
-        law = raised.summed(ops)
+        raised, log_sums = p.to_power(settings.power)
+        law = raised.summed()
     steps = of_each_draw(settings.num_steps, size * num_particles)
-    found = _verified(batch, drafts, law, (len(steps), 1, num_steps), steps, None, ops)
+    found = _verified(batch, drafts, law, (len(steps), 1, num_steps), steps, None)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
     rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_kept.unsqueeze(2)
     gains = log_sums.double().view(rest.shape).masked_fill(rest, 0.0).sum(2, keepdim=True)
     once = torch.ones_like(settings.num_steps)
-    cut, _, resampled = ops.reweight_and_resample(
+    decision = ops.reweight_and_resample(
         population.log_weights,
         gains,  # as one column, which is kept whatever its evidence
         torch.zeros_like(gains),
         torch.ones_like(gains, dtype=torch.bool),
         once.double(),
-        weighing.WeightRules(once, rules.ess_threshold, once < 1, 0.0 * once.double()),
+        once,
+        ess_threshold,
+        once < 1,
+        0.0 * once.double(),
         population.present,
         settings.ess_threshold,  # as uniforms for the evidence: any will do
         ops.uniforms(settings.seeds, batch.position, Purpose.RESAMPLE),
@@ -124,24 +116,28 @@ def extend_each(
     )
     first = torch.arange(0, log_sums.numel(), num_steps + 1, device=num_kept.device)  # [G * N]
     row, left, rejects = (
-        of_particles.view(size, num_particles).gather(1, resampled.ancestors)
+        of_particles.view(size, num_particles).gather(1, decision.ancestors).flatten()
         for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
     )
     masses = None if p.log_mass is None else p.log_mass[row]
-    # A column in which all particles die is not kept, but here their tokens are.
-    weights = resampled.log_weights.masked_fill(cut.all_zero.unsqueeze(1), -torch.inf)
-    residual = TokenDistribution.of_log_probs(found.residuals.log(), left.flatten())
-    mean = (num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long()
-    return Decision(
-        cut=cut._replace(num_columns=mean),
+    residual = p.of_log_probs(found.residuals.log(), left)
+    decision = decision._replace(
+        num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
         num_kept=num_kept,
-        resampled=resampled._replace(log_weights=weights),
-        next_tokens=NextTokens(
-            p._replace(rows=row.flatten(), log_mass=None), masses, rejects, residual
-        ),
-        verified=torch.ones_like(cut.all_zero),
-        failure=failure,
+        # A column in which all particles die is not kept, but here their tokens are.
+        log_weights=decision.log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
+        verified=torch.ones_like(decision.all_zero),
     )
+    return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+
+
+def unless(
+    found: tuple[Decision, TokenDistribution],
+    mine: torch.Tensor,
+    other: tuple[Decision, TokenDistribution],
+) -> tuple[Decision, TokenDistribution]:
+    """Return what was ``found``, with ``other`` in the groups ``mine`` ``[G]`` bool."""
+    return choose(mine, other[0], found[0]), found[1].unless(mine, other[1])
 
 
 def _verified(
@@ -151,7 +147,6 @@ def _verified(
     shape: Sequence[int],
     num_steps: torch.Tensor,
     num_chains: torch.Tensor | None,
-    ops: Ops,
 ) -> verification.Verified:
     """Verify the drafted chains, as the groups, chains and columns of ``shape``.
 
@@ -159,10 +154,11 @@ def _verified(
     """
     assert drafts.q is not None, "kept where some group verifies"
     positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
+    ops = batch.ops
     uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
     if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
-        return verification.verify_one(ops, tokens, ends, p, drafts.q, uniforms, num_steps)
+        return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
     own = {"num_steps": num_steps, "num_chains": num_chains}
     return verification.verify(ops, tokens, ends, p, drafts.q, uniforms, **own)
 
@@ -186,30 +182,27 @@ def log_mass_of_path(
     return torch.zeros_like(log_mass[:, 0, 0]).masked_fill(stuck.any(1), -torch.inf)
 
 
-def one_lineage(
-    population: Population, kept: verification.Kept, next_tokens: NextTokens, failure: torch.Tensor
-) -> Decision:
+def one_lineage(population: Population, kept: verification.Kept) -> Decision:
     """Make all particles copies of the winner. Weights stay equal, so the evidence stays.
 
     Args:
         kept: the kept columns of each group's winner.
-        next_tokens: the distribution of the token behind it.
-        failure: ``[G]`` int64 `Failure`.
     """
-    itself = torch.arange(population.present.shape[1], device=failure.device)
+    present, log_weights = population.present, population.log_weights
+    itself = torch.arange(present.shape[1], device=present.device)
     never = torch.zeros_like(kept.by_block)
     # A particle that was drawn when its group became smaller may have ended before the round.
-    live = population.present & ~population.ended
+    live = present & ~population.ended
     num_columns = kept.num_columns.where(live.any(1), 0)
     return Decision(
-        cut=weighing.BlockCut(num_columns, population.log_weights, kept.ess, never, never),
+        num_columns,
         num_kept=num_columns.unsqueeze(1).where(live, 0),
-        resampled=weighing.Resampled(
-            ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
-            log_weights=population.log_weights,
-            log_evidence=torch.zeros_like(population.log_evidence),
-        ),
-        next_tokens=next_tokens,
+        weighed=log_weights,
+        ess=kept.ess,
+        resampled=never,
+        all_zero=never,
+        ancestors=kept.winner.unsqueeze(1).where(present, itself),
+        log_weights=log_weights,
+        log_evidence=torch.zeros_like(population.log_evidence),
         verified=~kept.by_block,
-        failure=failure,
     )

@@ -49,29 +49,6 @@ class Edits(NamedTuple):
     lengths: torch.Tensor  # [G, N] int64: how many of them
 
 
-class Rates(NamedTuple):
-    """Penalties of a request, each ``[1]`` float32."""
-
-    frequency: torch.Tensor
-    presence: torch.Tensor
-    repetition: torch.Tensor
-
-    @classmethod
-    def of(cls, columns: EditColumns, row: torch.Tensor) -> "Rates":
-        """Return the rates in a row ``[1]`` of the columns; neutral without penalties."""
-        penalizes = columns.penalizes[row]
-        frequency, presence, repetition = columns.rates[row].unbind(1)
-        neutral = torch.where(penalizes, repetition, 1.0)
-        return cls(frequency * penalizes, presence * penalizes, neutral)
-
-    def apply(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Penalize logits ``[N, V]`` float32 by the tokens' counts in the output, ``[N, V]``."""
-        occurs = counts > 0
-        lowered = logits - (self.frequency * counts + self.presence * occurs)
-        factor = torch.where(occurs, self.repetition, 1.0)
-        return torch.where(lowered < 0, lowered * factor, lowered / factor)
-
-
 def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first: int) -> None:
     """Edit logits of either model in place; those of requests without edits stay.
 
@@ -91,7 +68,7 @@ def _edit_group(
 ) -> None:
     """Edit the logits ``[N, C, V]`` of a group with draft tokens ``[N, J]``."""
     columns, row = edits.columns, edits.rows[group : group + 1]
-    rates, stops = Rates.of(columns, row), edits.stop_mask[group]
+    stops = edits.stop_mask[group]
     # Adding -0.0 leaves every value bitwise unchanged.
     bias = torch.where(columns.biases[row].unsqueeze(1), columns.bias[row], -0.0)  # [1, V]
     starts, least = edits.starts[group], edits.min_new_tokens[group]
@@ -100,9 +77,23 @@ def _edit_group(
         place = first + column
         if column:
             _count(counts, drafts[:, place - 1 : place])
-        values = rates.apply(logits[:, column].float(), counts) + bias
+        values = _penalized(logits[:, column].float(), counts, columns, row) + bias
         is_early = (starts + place < least).unsqueeze(1) & stops  # [N, V]
         logits[:, column] = values.masked_fill_(is_early, -torch.inf)
+
+
+def _penalized(
+    logits: torch.Tensor, counts: torch.Tensor, columns: EditColumns, row: torch.Tensor
+) -> torch.Tensor:
+    """Penalize logits ``[N, V]`` float32 by the tokens' counts in the output, ``[N, V]``.
+
+    The rates are those of a row ``[1]`` of the columns; neutral without penalties.
+    """
+    penalizes, occurs = columns.penalizes[row], counts > 0
+    frequency, presence, repetition = columns.rates[row].unbind(1)
+    lowered = logits - (frequency * penalizes * counts + presence * penalizes * occurs)
+    factor = torch.where(occurs & penalizes, repetition, 1.0)
+    return torch.where(lowered < 0, lowered * factor, lowered / factor)
 
 
 def _counts(edits: Edits, group: int, drafted: torch.Tensor) -> torch.Tensor:

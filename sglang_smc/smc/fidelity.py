@@ -22,11 +22,9 @@ Column K is the bonus token that the target draws behind a whole block, where th
 enters with its expectation: zero for the two sums, and for the information that of column K - 1.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from sglang_smc.smc.distribution import TokenDistribution, log_probs
+from sglang_smc.smc.distribution import TokenDistribution
 
 MOST = 16.0
 """Bound of abs(l) in nats: filters leave tokens to p that q cannot draw.
@@ -42,43 +40,32 @@ NAMES = ("tilt_sum", "tilt_information", "innovation_sum", "watched_ct")
 """Names of the sums along a sequence: the last axis of all sums here."""
 
 
-class Watchable(NamedTuple):
-    """Inputs that select the measured column of each group."""
+def columns(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
+    """Return the measured column of each group, ``[G]`` int64, uniform in 0..K by coins in [0, 1).
 
-    uniforms: torch.Tensor  # [G] float64 in [0, 1): they select the column
-    num_steps: torch.Tensor  # [G] int64 K
-    normalized: torch.Tensor  # [G] bool: the target's next-token probabilities sum to 1
-    greedy: torch.Tensor  # [G] bool: takes the likeliest token; not measured
-
-
-class Path(NamedTuple):
-    """Ancestors and tails of the particles after a round."""
-
-    ancestors: torch.Tensor  # [G, N] int64: the particle before the round that each continues
-    starts: torch.Tensor  # [G, N] int64: lengths of tails before the round
-    lengths: torch.Tensor  # [G, N] int64: lengths of tails after it
-    tails: torch.Tensor  # [G, N, T] int64
+    Column K, where there is no q, reads the distributions of column K - 1.
+    """
+    return (coins * (num_steps + 1)).long()
 
 
-def columns(of: Watchable) -> torch.Tensor:
-    """Return the measured column of each group, ``[G]`` int64, uniform in 0..K."""
-    return (of.uniforms * (of.num_steps + 1)).long()
-
-
-def drafted_columns(of: Watchable) -> torch.Tensor:
-    """Return the measured column of each group, ``[G]`` int64, with K - 1 in place of K."""
-    return columns(of).minimum(of.num_steps - 1).clamp_min(0)
+def _drafted(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
+    """Return the measured columns with K - 1 in place of K."""
+    return columns(coins, num_steps).minimum(num_steps - 1).clamp_min(0)
 
 
 def keep_column(
-    held: torch.Tensor | None, scores: torch.Tensor, of: Watchable, step: int
+    held: torch.Tensor | None,
+    scores: torch.Tensor,
+    coins: torch.Tensor,
+    num_steps: torch.Tensor,
+    step: int,
 ) -> torch.Tensor:
-    """Store a step's draft scores for the groups that measure this column.
+    """Store a step's draft scores for the groups that measure this column, or K behind the last.
 
     Args:
         held: ``[G * N, V]`` of the earlier steps, None at the first; it may be overwritten.
         scores: ``[G * N, V]`` of this step.
-        of: of the groups.
+        coins, num_steps: ``[G]`` of `columns`.
         step: 0 to K - 1.
 
     Returns:
@@ -86,42 +73,53 @@ def keep_column(
     """
     if held is None:
         return scores
-    here = (drafted_columns(of) == step).unsqueeze(1)  # [G, 1]
-    return torch.where(here.unsqueeze(2), _grouped(scores, here), _grouped(held, here)).flatten(
-        0, 1
-    )
+    here = (_drafted(coins, num_steps) == step).view(-1, 1, 1)  # [G, 1, 1]
+    grouped = (rows.unflatten(0, (len(coins), -1)) for rows in (scores, held))
+    return torch.where(here, *grouped).flatten(0, 1)
 
 
 def watch(
-    sums: torch.Tensor, of: Watchable, path: Path, p: TokenDistribution, q: TokenDistribution
+    sums: torch.Tensor,
+    coins: torch.Tensor,
+    num_steps: torch.Tensor,
+    measured: torch.Tensor,
+    ancestors: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tails: torch.Tensor,
+    p: TokenDistribution,
+    q: TokenDistribution,
 ) -> torch.Tensor:
     """Add a round's measurements to ``sums`` ``[G, N, 4]`` float64, by `NAMES`.
 
     Args:
         sums: of each particle after resampling.
-        of: of the groups.
-        path: of the particles.
+        coins, num_steps: ``[G]`` of `columns`; without drafts nothing is measured.
+        measured: ``[G]`` bool: which groups are.
+        ancestors: ``[G, N]`` int64: the particle before the round that each continues.
+        starts, lengths: ``[G, N]`` int64 lengths of tails before and after the round.
+        tails: ``[G, N, T]`` int64 after it.
         p: of ``G * N * (K + 1)`` rows; that of column k follows a chain's first k tokens.
         q: of ``G * N`` rows, those that `keep_column` returned.
     """
     size, num_particles, _ = sums.shape
-    column = columns(of).unsqueeze(1)  # [G, 1]
-    place = path.starts.gather(1, path.ancestors) + column  # [G, N] in the tails
-    is_watched = of.normalized & ~of.greedy & (of.num_steps > 0)
-    reached = is_watched.unsqueeze(1) & (place < path.lengths)
-    within = place.clamp_max(path.tails.shape[2] - 1).unsqueeze(2)
-    tokens = path.tails.gather(2, within).flatten()  # [G * N]
+    column = columns(coins, num_steps).unsqueeze(1)  # [G, 1]
+    place = starts.gather(1, ancestors) + column  # [G, N] in the tails
+    reached = (measured & (num_steps > 0)).unsqueeze(1) & (place < lengths)
+    within = place.clamp_max(tails.shape[2] - 1).unsqueeze(2)
+    tokens = tails.gather(2, within).flatten()  # [G * N]
     group = torch.arange(size, device=sums.device).unsqueeze(1)
-    q_rows = path.ancestors + group * num_particles
-    p_rows = q_rows * (len(p.scores) // len(q.scores)) + drafted_columns(of).unsqueeze(1)
+    q_rows = ancestors + group * num_particles
+    drafted = _drafted(coins, num_steps).unsqueeze(1)
+    p_rows = q_rows * (len(p.scores) // len(q.scores)) + drafted
     log_p, log_q = (
-        log_probs(law.scores, law.temperature, rows.flatten(), None, law.kept)
+        law._replace(rows=rows.flatten(), greedy=None).log_probs()
         for law, rows in ((p, p_rows), (q, q_rows))
     )
     pull, information, innovation = (
-        found.view(size, num_particles) for found in measured(log_p, log_q, tokens)
+        found.view(size, num_particles) for found in moments(log_p, log_q, tokens)
     )
-    is_drafted = column < of.num_steps.unsqueeze(1)
+    is_drafted = column < num_steps.unsqueeze(1)
     new = torch.stack(
         [
             torch.where(is_drafted, pull, 0.0),
@@ -134,7 +132,7 @@ def watch(
     return sums + torch.where(reached.unsqueeze(2), new, 0.0)
 
 
-def measured(
+def moments(
     log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return pull, information and innovation at D tokens, each ``[D]`` float64.
@@ -158,8 +156,3 @@ def measured(
 
 def _sum(terms: torch.Tensor) -> torch.Tensor:
     return terms.sum(1, dtype=torch.float64)
-
-
-def _grouped(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Reshape ``[G * N, V]`` to ``[G, N, V]``."""
-    return rows.unflatten(0, (len(groups), -1))

@@ -42,15 +42,6 @@ class KeptTokens(NamedTuple):
         return behind | (logits < self.lowest.unsqueeze(1))
 
 
-class _Rules(NamedTuple):
-    """The rules of each row, ``[R]``."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-
-
 def keep_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -76,52 +67,58 @@ def keep_tokens(
     )
     size = max(1, _ENTRIES // max(logits.shape[1], 256))
     parts = zip(*(tensor.split(size) for tensor in (logits, *rules)), strict=True)
-    found = [_keep(some.float(), _Rules(*of_some)) for some, *of_some in parts]
+    found = [_keep(some.float(), *of_some) for some, *of_some in parts]
     return KeptTokens(*(torch.cat(field) for field in zip(*found, strict=True)))
 
 
-def _keep(logits: torch.Tensor, rules: _Rules) -> KeptTokens:
-    """Apply `keep_tokens` to a few rows, float32, each with its own rules."""
+def _keep(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> KeptTokens:
+    """Apply `keep_tokens` to a few rows, float32, each with its own"""
     exists = logits > -torch.inf
     peak = logits.amax(1)  # [R]
     spread = peak - torch.where(exists, logits, torch.inf).amin(1)
-    rate = _rate(spread, rules.temperature, rules.top_p, logits.shape[1])
+    rate = _rate(spread, temperature, top_p, logits.shape[1])
     keys = _keys(logits, peak, rate)
-    masses = ((logits - peak.unsqueeze(1)) / rules.temperature.unsqueeze(1)).exp()
+    masses = ((logits - peak.unsqueeze(1)) / temperature.unsqueeze(1)).exp()
     of_tokens = torch.stack([exists.long(), (masses.double() / _MASS_UNIT).long()])
-    key, num_left = _search(keys, of_tokens, rules)
+    key, num_left = _search(keys, of_tokens, top_k, top_p)
     running = ((keys == key) & exists).cumsum(1, dtype=torch.int32)  # [R, V]
     last = (running < num_left).sum(1)
     # inf - inf: in a row without a distribution the masses are NaN.
-    filters = (rules.top_k > 1) & ~masses.sum(1).isnan()
-    is_cut = filters & ((exists.sum(1) >= rules.top_k) | (rules.top_p < 1))
-    lowest = (peak + rules.temperature.double() * rules.min_p.double().log()).float()
+    filters = (top_k > 1) & ~masses.sum(1).isnan()
+    is_cut = filters & ((exists.sum(1) >= top_k) | (top_p < 1))
+    lowest = (peak + temperature.double() * min_p.double().log()).float()
     return KeptTokens(
         peak,
         rate,
-        torch.where(filters & (rules.min_p > 0), lowest, -torch.inf),
+        torch.where(filters & (min_p > 0), lowest, -torch.inf),
         torch.where(is_cut, key.squeeze(1), NUM_KEYS).int(),
         torch.where(is_cut, last, 0).int(),
     )
 
 
 def _search(
-    keys: torch.Tensor, of_tokens: torch.Tensor, rules: _Rules
+    keys: torch.Tensor, of_tokens: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first key at which top-k or top-p is reached, and how many of its tokens are kept.
 
     Args:
         keys: ``[R, V]``.
         of_tokens: ``[2, R, V]`` int64: 1 for each that may be drawn, and its mass.
-        rules: of each row.
+        top_k, top_p: ``[R]``.
 
     Returns:
         Both ``[R, 1]``.
     """
-    share, everything = rules.top_p.double(), torch.iinfo(torch.int64).max
+    share, everything = top_p.double(), torch.iinfo(torch.int64).max
     target = torch.where(share < 1, (share * of_tokens[1].sum(1)).long(), everything)
     # A token is kept while the count, and the mass, of the tokens before it are within these.
-    limits = torch.stack([rules.top_k - 1, target]).unsqueeze(2)  # [2, R, 1]
+    limits = torch.stack([top_k - 1, target]).unsqueeze(2)  # [2, R, 1]
     first, before, own = torch.zeros_like(keys[:, :1]), torch.zeros_like(limits), limits
     for bits, size in _LEVELS:
         bucket = (keys - first) >> bits

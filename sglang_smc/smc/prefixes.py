@@ -9,11 +9,9 @@ So each particle keeps its weight in expectation, and the total never changes. B
 the particles stay diverse, which drawing a single particle would lose.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from sglang_smc.smc.weighing import Weights, draw
+from sglang_smc.smc.weighing import draw, log_mean_exp, normalized
 
 
 def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
@@ -49,15 +47,6 @@ def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     return named.any(1).sum(1)
 
 
-class Narrowed(NamedTuple):
-    """A population of particles that share the oldest tokens of their tails."""
-
-    ancestors: torch.Tensor  # [G, N] int64
-    log_weights: torch.Tensor  # [G, N] float64, of the same sum as before
-    log_mean: torch.Tensor  # [G] float64 log of the mean weight, before and after
-    num_dropped: torch.Tensor  # [G] int64: particles that had other tokens
-
-
 def narrow(
     log_weights: torch.Tensor,
     texts: torch.Tensor,
@@ -66,7 +55,7 @@ def narrow(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     heaviest: torch.Tensor,
-) -> Narrowed:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
 
     Free places are filled by splitting: each of a particle's c copies, itself included, has a c-th
@@ -81,26 +70,26 @@ def narrow(
         present: ``[G, N]`` bool.
         uniforms: ``[G]`` float64, to draw the particle that gives the tokens.
         heaviest: ``[G]`` bool: the heaviest particle gives them instead, which is not proper.
+
+    Returns:
+        Ancestors ``[G, N]``; log-weights ``[G, N]``, of the same sum as before; the log of the mean
+        weight ``[G]``, before and after; and whether some particle had other tokens ``[G]`` bool.
     """
     if log_weights.shape[1] == 1:
         none = torch.zeros_like(lengths)
-        return Narrowed(none, log_weights, log_weights[:, 0], none[:, 0])
-    weights = Weights.of(log_weights, present.sum(1))
-    drawn = torch.where(heaviest, log_weights.argmax(1), draw(weights.shares, uniforms))
+        return none, log_weights, log_weights[:, 0], none[:, 0].bool()
+    log_mean = log_mean_exp(log_weights, present.sum(1))
+    by_weight = draw(normalized(log_weights), uniforms)
+    drawn = torch.where(heaviest, log_weights.argmax(1), by_weight)
     stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present
     leaves = present & ~stays
     ancestors = torch.where(leaves, _splits(log_weights, stays, leaves), _places(present))
     copies = (ancestors.unsqueeze(1) == _places(present).unsqueeze(2)) & present.unsqueeze(1)
     parts = copies.sum(2).gather(1, ancestors)  # [G, N]: into how many each weight is split
-    lost = weights.log_mean - Weights.of(_only(log_weights, stays), present.sum(1)).log_mean
-    raised = torch.where(weights.log_mean > -torch.inf, lost, 0.0).unsqueeze(1)
+    lost = log_mean - log_mean_exp(_only(log_weights, stays), present.sum(1))
+    raised = torch.where(log_mean > -torch.inf, lost, 0.0).unsqueeze(1)
     split = log_weights.gather(1, ancestors) - parts.clamp_min(1).to(log_weights).log() + raised
-    return Narrowed(
-        ancestors=ancestors,
-        log_weights=torch.where(present, split, log_weights),
-        log_mean=weights.log_mean,
-        num_dropped=leaves.sum(1),
-    )
+    return ancestors, torch.where(present, split, log_weights), log_mean, leaves.any(1)
 
 
 def _begins_alike(

@@ -43,7 +43,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_smc.smc.distribution import Draws, TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.weighing import (
     accumulate,
     column_of,
@@ -232,7 +232,7 @@ class Walk(NamedTuple):
     found: Verified  # the longest prefix accepted so far
 
 
-class Walker(Draws, Protocol):
+class Walker(Protocol):
     """Operations of a walk: `begin_walk` and `walk_on`, or kernels."""
 
     @property
@@ -240,15 +240,6 @@ class Walker(Draws, Protocol):
 
     @property
     def walk_on(self) -> Callable[..., Walk]: ...
-
-
-class _Fork(NamedTuple):
-    """Candidates for the path's next token, per group."""
-
-    bins: torch.Tensor  # [G, V] int64
-    levels: torch.Tensor  # [G, B] int64: of the selection rule
-    target: torch.Tensor  # [G, V]: p times the path's chance
-    law: torch.Tensor  # [G, V]: probability that each token is the selected one
 
 
 def verify(
@@ -285,14 +276,13 @@ def verify(
     chains = Chains(tokens, ends, uniforms, num_steps)
     walk = walker.begin_walk(chains, num_chains, p.scores.shape[1])
     for step in range(max_steps):
-        log_p = p.at(walk.p_row).log_probs(walker)  # [G, V]
-        log_q = q[step].at(walk.q_row).log_probs(walker)
+        log_p = p._replace(rows=walk.p_row).log_probs()  # [G, V]
+        log_q = q[step]._replace(rows=walk.q_row).log_probs()
         walk = walker.walk_on(walk, chains, log_p, log_q, step)
     return walk.found
 
 
 def verify_one(
-    ops: Draws,
     tokens: torch.Tensor,
     ends: torch.Tensor,
     p: TokenDistribution,
@@ -308,8 +298,8 @@ def verify_one(
     size, _, max_steps = tokens.shape
     tokens, ends, uniforms = tokens[:, 0], ends[:, 0], uniforms[:, 0]  # [G, K]
     rows = torch.arange(size * (max_steps + 1), device=tokens.device).view(size, -1)[:, :-1]
-    p_of = p.at(rows.flatten()).log_probs(ops).exp().view(size, max_steps, -1)  # [G, K, V]
-    q_of = torch.stack([of.log_probs(ops) for of in q], 1).exp()
+    p_of = p._replace(rows=rows.flatten()).log_probs().exp().view(size, max_steps, -1)  # [G, K, V]
+    q_of = torch.stack([of.log_probs() for of in q], 1).exp()
     own_p, own_q = (of.gather(2, tokens.unsqueeze(2)).squeeze(2).double() for of in (p_of, q_of))
     # a = min(1, a p / q) after each token: the sum of logs, less its largest so far above 0.
     gained = torch.where(own_q > 0, own_p / own_q, 0.0).log().cumsum(1)
@@ -371,13 +361,60 @@ def walk_on(
             has stopped.
         step: the column, 0 to K - 1.
     """
-    fork = _fork(walk, log_p, log_q)
-    stopped = _stop(walk, fork, chains, step)
-    return _go_on(stopped, fork, chains, step)
+    bins, levels, target, law = _fork(walk, log_p, log_q)
+    residual = (target - law).clamp_min_(0.0)
+    mass = residual.sum(1, dtype=torch.float64)
+    # Accept the path up to here with probability S / (S + 1 - a), unless a longer part of it is.
+    # While a = 1 some prefix is certainly accepted, so this one may be: at the root it must.
+    stop_chance = torch.where(walk.chance < 1, mass / (mass + 1 - walk.chance), 1.0)
+    stops = walk.walking & (chains.uniforms[:, 0, max(step - 1, 0)] < stop_chance)
+    follows = walk.follows & walk.walking.unsqueeze(1)
+    # Absent chains may hold any values, but the gather needs a valid token.
+    tokens = torch.where(follows, chains.tokens[:, :, step], 0)
+    # A number that no acceptance uses; a single chain needs none.
+    offset = chains.uniforms[:, min(1, tokens.shape[1] - 1), step]
+    chosen = select(levels.gather(1, bins.gather(1, tokens)), follows, offset).unsqueeze(1)
+    token = tokens.gather(1, chosen)
+    of_p, of_q = (of.gather(1, token).squeeze(1).double() for of in (target, law))
+    chance = torch.where(of_q > 0, of_p / of_q, 0.0).clamp_max(1.0)
+    # At the path's end accept all of it, with probability a.
+    ends = chains.ends[:, :, step].gather(1, chosen).squeeze(1)
+    at_end = walk.walking & (ends | (step + 1 == chains.num_steps))
+    accepted = at_end & (chains.uniforms[:, 0, step] < chance)
+    still = follows & (tokens == token)
+    first = still.long().argmax(1)  # any of them: their prefixes are equal, hence p and q
+    num_chains, num_columns = tokens.shape[1], chains.tokens.shape[2] + 1
+    q_row = torch.arange(len(tokens), device=tokens.device) * num_chains + first
+    found = walk.found
+    columns = torch.where(stops, step, found.num_columns)
+    winner = torch.where(stops, walk.follows.long().argmax(1), found.winner)
+    # Up to rounding, the residual is empty only where the path continues with certainty.
+    rejects = torch.where(stops, mass > 0, found.rejects)
+    return Walk(
+        follows=still,
+        chance=chance,
+        walking=walk.walking & ~at_end & (chance > 0),
+        p_row=q_row * num_columns + step + 1,
+        q_row=q_row,
+        found=Verified(
+            num_columns=torch.where(accepted, step + 1, columns),
+            winner=torch.where(accepted, chosen.squeeze(1), winner),
+            rejects=rejects & ~accepted,
+            left=found.left,
+            residuals=torch.where(stops.unsqueeze(1), residual, found.residuals),
+        ),
+    )
 
 
-def _fork(walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor) -> _Fork:
-    """Compute the distributions behind the path, and the rule that selects its next token."""
+def _fork(
+    walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the distributions behind the path, and the rule that selects its next token.
+
+    Returns:
+        The bin of each token ``[G, V]`` int64, the levels of the rule ``[G, B]`` int64, p times the
+        path's chance ``[G, V]``, and the probability that each token is the selected one.
+    """
     bins = bins_of(log_p, log_q, walk.chance)
     p, q = log_p.exp(), log_q.exp()
     p_masses, q_masses = _bin_masses(p, bins), _bin_masses(q, bins)
@@ -387,7 +424,7 @@ def _fork(walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor) -> _Fork:
     ratio = torch.where(draft > 0, target / draft, middle_ratios(draft.device))
     rule = selection_rule(ratio, target, draft, walk.follows.sum(1), walk.follows.shape[1])
     density = (rule.density / q_total.unsqueeze(1)).to(q.dtype)
-    return _Fork(bins, rule.levels, p * scale.unsqueeze(1).to(p.dtype), q * density.gather(1, bins))
+    return bins, rule.levels, p * scale.unsqueeze(1).to(p.dtype), q * density.gather(1, bins)
 
 
 def bins_of(log_p: torch.Tensor, log_q: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
@@ -419,70 +456,6 @@ def _bin_masses(probs: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
     return masses.scatter_add_(1, bins, (probs * _UNIT).round_().double()) / _UNIT
 
 
-def _stop(walk: Walk, fork: _Fork, chains: Chains, step: int) -> Walk:
-    """Accept the path up to here with probability S/(S + 1 - a), unless a longer part of it is."""
-    residual = (fork.target - fork.law).clamp_min_(0.0)
-    mass = residual.sum(1, dtype=torch.float64)
-    # While a = 1 some prefix is certainly accepted, so this one may be: at the root it must.
-    stop_chance = torch.where(walk.chance < 1, mass / (mass + 1 - walk.chance), 1.0)
-    stops = walk.walking & (chains.uniforms[:, 0, max(step - 1, 0)] < stop_chance)
-    found = walk.found
-    return walk._replace(
-        found=Verified(
-            num_columns=torch.where(stops, step, found.num_columns),
-            winner=torch.where(stops, walk.follows.long().argmax(1), found.winner),
-            # Up to rounding, the residual is empty only where the path continues with certainty.
-            rejects=torch.where(stops, mass > 0, found.rejects),
-            left=found.left,
-            residuals=torch.where(stops.unsqueeze(1), residual, found.residuals),
-        )
-    )
-
-
-def _go_on(walk: Walk, fork: _Fork, chains: Chains, step: int) -> Walk:
-    """Select the path's next token; at its end accept all of it, with probability a."""
-    follows = walk.follows & walk.walking.unsqueeze(1)
-    # Absent chains may hold any values, but the gather needs a valid token.
-    tokens = torch.where(follows, chains.tokens[:, :, step], 0)
-    # A number that no acceptance uses; a single chain needs none.
-    offset = chains.uniforms[:, min(1, tokens.shape[1] - 1), step]
-    levels = fork.levels.gather(1, fork.bins.gather(1, tokens))
-    chosen = select(levels, follows, offset).unsqueeze(1)
-    token = tokens.gather(1, chosen)
-    target, law = (of.gather(1, token).squeeze(1).double() for of in (fork.target, fork.law))
-    chance = torch.where(law > 0, target / law, 0.0).clamp_max(1.0)
-    ends = chains.ends[:, :, step].gather(1, chosen).squeeze(1)
-    at_end = walk.walking & (ends | (step + 1 == chains.num_steps))
-    accepted = at_end & (chains.uniforms[:, 0, step] < chance)
-    found = walk.found
-    goes_on = walk.walking & ~at_end & (chance > 0)
-    still = follows & (tokens == token)
-    first = still.long().argmax(1)  # any of them: their prefixes are equal, hence p and q
-    num_chains, num_columns = tokens.shape[1], chains.tokens.shape[2] + 1
-    q_row = torch.arange(len(tokens), device=tokens.device) * num_chains + first
-    return Walk(
-        follows=still,
-        chance=chance,
-        walking=goes_on,
-        p_row=q_row * num_columns + step + 1,
-        q_row=q_row,
-        found=found._replace(
-            num_columns=torch.where(accepted, step + 1, found.num_columns),
-            winner=torch.where(accepted, chosen.squeeze(1), found.winner),
-            rejects=found.rejects & ~accepted,
-        ),
-    )
-
-
-class Block(NamedTuple):
-    """Columns of each group's block that its evidence covers."""
-
-    covered: torch.Tensor  # [G] int64 in 0..K: columns that the evidence covers
-    num_columns: torch.Tensor  # [G] int64: those of them up to the winner's end
-    winner: torch.Tensor  # [G] int64: the chain drawn there
-    ess: torch.Tensor  # [G] effective sample size of the whole block's weights
-
-
 class Kept(NamedTuple):
     """Kept part of each group's chains, and the distribution of the next token."""
 
@@ -508,79 +481,39 @@ def keep(
 ) -> Kept:
     """Keep the columns that the block's evidence covers, or those accepted, if they are more.
 
+    One chain is drawn by weight in the last column that the evidence covers.
+
     Args:
         found: the prefix that exact verification accepts.
         log_p: ``[G, N, K + 1]`` of the draft tokens, and one more column of arbitrary values.
         log_q: ``[G, N, K]`` of the draft tokens.
         before_end, ends: ``[G, N, K]`` bool: up to each chain's end, and only at its last token.
-        present, num_steps, evidence_threshold, keep_uniforms, uniforms: as in `draw_block`.
-    """
-    increments = log_p[:, :, :-1].double() - log_q
-    thresholds = evidence_threshold, keep_uniforms, uniforms
-    block = draw_block(increments, before_end, present, num_steps, *thresholds)
-    by_block = longer(block, found, ends, num_steps)
-    num_columns = torch.where(by_block, block.num_columns, found.num_columns)
-    winner = torch.where(by_block, block.winner, found.winner)
-    chain = torch.arange(len(winner), device=winner.device) * log_p.shape[1] + winner
-    return Kept(
-        num_columns=num_columns,
-        winner=winner,
-        by_block=by_block,
-        rejects=found.rejects & ~by_block,
-        row=chain * log_p.shape[2] + num_columns,
-        # Where nothing is kept by evidence, the chains' weights do not describe the output.
-        ess=torch.where(evidence_threshold < torch.inf, block.ess, present.sum(1).double()),
-    )
-
-
-def draw_block(
-    increments: torch.Tensor,
-    before_end: torch.Tensor,
-    present: torch.Tensor,
-    num_steps: torch.Tensor,
-    evidence_threshold: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> Block:
-    """Draw a chain by weight in the last column that the block's evidence covers.
-
-    Args:
-        increments: ``[G, N, K]`` of ``log p - log q``.
-        before_end: ``[G, N, K]`` bool: up to each chain's end, and within the group's own K.
         present: ``[G, N]`` bool.
         num_steps: ``[G]`` K of each group.
         evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep no column.
         keep_uniforms, uniforms: ``[G]`` float64 in [0, 1), for the columns and for the chain.
     """
     start = torch.where(present, 0.0, -torch.inf).double()
-    gained = torch.where(before_end, increments, 0.0)
+    gained = torch.where(before_end, log_p[:, :, :-1].double() - log_q, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
-    winner = draw(normalized(column_of(running, covered)), uniforms)
-    group = torch.arange(len(winner), device=running.device)
-    return Block(
-        covered=covered,
-        num_columns=torch.minimum(covered, before_end[group, winner].sum(1)),
-        winner=winner,
-        ess=effective_sample_size(running[:, -1]),
-    )
-
-
-def longer(
-    block: Block, found: Verified, ends: torch.Tensor, num_steps: torch.Tensor
-) -> torch.Tensor:
-    """Return whether the block keeps more columns than exact verification, ``[G]`` bool.
-
-    A sequence that has ended counts as reaching through all columns: counting its tokens instead
-    would disfavour sequences that end early.
-
-    Args:
-        block: the columns that the evidence covers.
-        found: the prefix that exact verification accepts of the same chains.
-        ends: ``[G, N, K]`` bool: the sequence ends with this token.
-        num_steps: ``[G]`` K of each group.
-    """
-    group = torch.arange(len(num_steps), device=ends.device)
-    column = torch.arange(ends.shape[2], device=ends.device)
+    drawn = draw(normalized(column_of(running, covered)), uniforms)
+    group = torch.arange(len(drawn), device=running.device)
+    column = torch.arange(ends.shape[2], device=running.device)
+    # A sequence that has ended counts as reaching through all columns: counting its tokens instead
+    # would disfavour sequences that end early.
     has_ended = (ends[group, found.winner] & (column < found.num_columns.unsqueeze(1))).any(1)
-    return block.covered > torch.where(has_ended, num_steps, found.num_columns)
+    by_block = covered > torch.where(has_ended, num_steps, found.num_columns)
+    of_block = torch.minimum(covered, before_end[group, drawn].sum(1))
+    num_columns = torch.where(by_block, of_block, found.num_columns)
+    winner = torch.where(by_block, drawn, found.winner)
+    ess = effective_sample_size(running[:, -1])
+    return Kept(
+        num_columns=num_columns,
+        winner=winner,
+        by_block=by_block,
+        rejects=found.rejects & ~by_block,
+        row=(group * log_p.shape[1] + winner) * log_p.shape[2] + num_columns,
+        # Where nothing is kept by evidence, the chains' weights do not describe the output.
+        ess=torch.where(evidence_threshold < torch.inf, ess, present.sum(1).double()),
+    )

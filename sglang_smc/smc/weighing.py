@@ -1,16 +1,8 @@
 """Weigh, cut and resample the particles of one round, for all groups at once.
 
 A round drafts K tokens for each particle, scores them, and then decides how many of the K columns
-a group keeps, and whether it is resampled there. Glossary:
-
-    group        the G requests of a batch, with up to N particles each
-    column       the j-th draft token of all particles of a group, j = 1 ... K
-    weight       product of p / q since the last resampling, of each particle: here its log
-    ESS          effective sample size: the number of equal weights with the same variance
-    evidence     the factor by which a block of drafts multiplies the mean weight
-    cut          the choice of the columns that a round keeps
-    resampling   heavy particles are copied, light ones dropped: `ancestors`
-    present      the particles that a group has; groups may differ in N and in K
+a group keeps, and whether it is resampled there; `round.play` has the words. Groups may differ in N
+and in K: *present* are the particles that a group has.
 
 *Weights* are unnormalised logarithms. They start at zero, add ``log p - log q`` for each draft
 token, and are reset to zero when the group is resampled; the mean weight before is a factor of the
@@ -196,20 +188,6 @@ def covered_columns(
     return torch.minimum((enough * column).amax(1), num_steps)
 
 
-class Weights(NamedTuple):
-    """Weights of a group, with their normalised values and their mean."""
-
-    log: torch.Tensor  # [..., N] unnormalised, float64
-    shares: torch.Tensor  # [..., N] they sum to one; all zero if all are dead
-    log_mean: torch.Tensor  # [...] log((1/N) sum_n w_n); -inf if all are dead
-
-    @classmethod
-    def of(cls, log_weights: torch.Tensor, num_particles: torch.Tensor) -> "Weights":
-        """Return them for log-weights ``[..., N]`` of ``num_particles`` ``[...]`` particles."""
-        log_mean = log_mean_exp(log_weights, num_particles)
-        return cls(log_weights, normalized(log_weights), log_mean)
-
-
 def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Tensor:
     """Return the cumulative log-weights after each drafted column.
 
@@ -267,41 +245,19 @@ def _relative(log_weights: torch.Tensor) -> torch.Tensor:
 T = TypeVar("T")
 
 
-class WeightRules(NamedTuple):
-    """Thresholds and sizes for the weights of each group."""
+class Decision(NamedTuple):
+    """Draft tokens that a round keeps, and its particles after resampling there."""
 
-    num_steps: torch.Tensor  # [G] int64 K
-    ess_threshold: torch.Tensor  # [G] float64 tau; resample where ESS < tau * N
-    resample_each_token: (
-        torch.Tensor
-    )  # [G] bool: test the ESS after every column, not only after the last
-    evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the evidence covers
-
-
-class BlockCut(NamedTuple):
-    """Columns that a round keeps, per group, and the weights there."""
-
-    num_columns: torch.Tensor  # [G] int64 in 0..K: draft tokens kept
-    log_weights: torch.Tensor  # [G, N] after the kept columns
-    ess: torch.Tensor  # [G] effective sample size of those weights
-    resample: torch.Tensor  # [G] bool: the effective sample size is below the threshold
-    all_zero: torch.Tensor  # [G] bool: every particle died in the column after the cut
-
-
-class Resampled(NamedTuple):
-    """A population after its resampling step."""
-
-    ancestors: torch.Tensor  # [G, N] int64
-    log_weights: torch.Tensor  # [G, N]
-    log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
-
-
-class Reweighted(NamedTuple):
-    """Result of weighing a block of draft tokens."""
-
-    cut: BlockCut
+    num_columns: torch.Tensor  # [G] int64 in 0..K: columns kept
     num_kept: torch.Tensor  # [G, N] draft tokens that each particle keeps
-    resampled: Resampled
+    weighed: torch.Tensor  # [G, N] log-weights after the kept columns
+    ess: torch.Tensor  # [G] effective sample size of those weights
+    resampled: torch.Tensor  # [G] bool: the effective sample size is below the threshold
+    all_zero: torch.Tensor  # [G] bool: every particle died in the column after the cut
+    ancestors: torch.Tensor  # [G, N] int64
+    log_weights: torch.Tensor  # [G, N] of the resampled particles
+    log_evidence: torch.Tensor  # [G] what resampling adds to log Z-hat
+    verified: torch.Tensor  # [G] bool: exact verification set the kept tokens
 
 
 def reweight_and_resample(
@@ -310,21 +266,34 @@ def reweight_and_resample(
     log_q: torch.Tensor,
     before_end: torch.Tensor,
     power: torch.Tensor,
-    rules: WeightRules,
+    num_steps: torch.Tensor,
+    ess_threshold: torch.Tensor,
+    resample_each_token: torch.Tensor,
+    evidence_threshold: torch.Tensor,
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
     scheme: torch.Tensor,
     methods: Sequence[str],
-) -> Reweighted:
-    """Weigh a block of draft tokens, `cut` it, and `resample` where the ESS is low.
+) -> Decision:
+    """Weigh a block of draft tokens, cut it, and `resample` where the ESS is low.
+
+    The effective sample size is tested once, after the kept columns, or after every column, to
+    stop at the first that fails (arXiv 2604.15672, section 3). No more columns are kept than the
+    evidence covers (`covered_columns`), so a block stops before a column in which all particles
+    die: the target's own draw takes that column's place, and a round always advances by at least
+    one token. At temperature 0 this is greedy verification: accept the draft tokens that equal the
+    target's likeliest ones.
 
     Args:
         log_weights: ``[G, N]`` float64 before the block.
         log_p, log_q: ``[G, N, K]`` log-probabilities of the draft tokens.
         before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
         power: ``[G]`` float64 alpha: a draft token adds ``alpha log p - log q`` to the log-weight.
-        rules: of each group.
+        num_steps: ``[G]`` int64 K of each group.
+        ess_threshold: ``[G]`` float64 tau; resample where ESS < tau * N.
+        resample_each_token: ``[G]`` bool: test the ESS after every column, not only after the last.
+        evidence_threshold: ``[G]`` float64 c; keep columns that the evidence covers.
         present: ``[G, N]`` bool.
         keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
         uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
@@ -333,52 +302,27 @@ def reweight_and_resample(
     """
     scored = log_p.double() * power.view(-1, 1, 1)
     increments = torch.where(before_end, scored - log_q, 0.0)
-    found = cut(log_weights, increments, rules, present, keep_uniforms)
-    column = torch.arange(before_end.shape[2], device=before_end.device)
-    kept = before_end & (column < found.num_columns.view(-1, 1, 1))
-    step = partial(resample, found.log_weights, found.resample, present, uniforms)
-    resampled = by_method(scheme, methods, step)
-    return Reweighted(found, kept.sum(2), resampled)
-
-
-def cut(
-    log_weights: torch.Tensor,
-    increments: torch.Tensor,
-    rules: WeightRules,
-    present: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-) -> BlockCut:
-    """Choose the columns that a round keeps (arXiv 2604.15672, section 3).
-
-    ``block`` keeps all K and tests the effective sample size once, after them.
-    ``token`` tests it after every column and stops at the first that fails.
-    Neither keeps more columns than the evidence covers (`covered_columns`), so both stop before a
-    column in which all particles die: the target's own draw takes that column's place, and a round
-    always advances by at least one token. At temperature 0 this is greedy verification: accept the
-    draft tokens that equal the target's likeliest ones.
-
-    Args:
-        log_weights: ``[G, N]`` before the round.
-        increments: ``[G, N, K]`` of ``log p - log q``, 0 where a particle has ended.
-        rules: of each group; columns beyond its own K are ignored.
-        present: ``[G, N]`` bool.
-        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
-    """
     running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
     ess = effective_sample_size(running)  # [G, K + 1]
-    covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, keep_uniforms)
-    low = ess < (rules.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
+    covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
+    low = ess < (ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
     first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
-    num_columns = torch.where(rules.resample_each_token, first_low, covered)
+    num_columns = torch.where(resample_each_token, first_low, covered)
     dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never starts dead
-    next_column = (num_columns + 1).clamp_max(dead.shape[1] - 1).unsqueeze(1)
     at = num_columns.unsqueeze(1)
-    return BlockCut(
-        num_columns=num_columns,
-        log_weights=column_of(running, num_columns),
-        ess=ess.gather(1, at).squeeze(1),
-        resample=low.gather(1, at).squeeze(1),
-        all_zero=dead.gather(1, next_column).squeeze(1) & (num_columns < rules.num_steps),
+    next_column = (at + 1).clamp_max(dead.shape[1] - 1)
+    column = torch.arange(before_end.shape[2], device=before_end.device)
+    weighed, resampled = column_of(running, num_columns), low.gather(1, at).squeeze(1)
+    step = partial(resample, weighed, resampled, present, uniforms)
+    return Decision(
+        num_columns,
+        (before_end & (column < at.unsqueeze(2))).sum(2),
+        weighed,
+        ess.gather(1, at).squeeze(1),
+        resampled,
+        dead.gather(1, next_column).squeeze(1) & (num_columns < num_steps),
+        *by_method(scheme, methods, step),
+        verified=torch.zeros_like(resampled),
     )
 
 
@@ -388,7 +332,7 @@ def resample(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     method: str,
-) -> Resampled:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resample the groups in ``where``; the others keep their particles and weights.
 
     Args:
@@ -397,11 +341,19 @@ def resample(
         present: ``[G, N]`` bool.
         uniforms: ``[G, N]`` float64.
         method: a key of `SCHEMES`.
+
+    Returns:
+        Ancestors ``[G, N]``, log-weights ``[G, N]``, and what is added to log Z-hat ``[G]``.
     """
     num_particles = present.sum(1)
-    weights = Weights.of(log_weights, num_particles)
-    chosen = SCHEMES[method](weights.shares, uniforms, num_particles)
-    return _replace(weights, where, present, chosen)
+    chosen = SCHEMES[method](normalized(log_weights), uniforms, num_particles)
+    stay = torch.arange(chosen.shape[1], device=chosen.device)
+    selected = where.unsqueeze(1) & present
+    return (
+        torch.where(selected, chosen, stay),
+        torch.where(selected, 0.0, log_weights),
+        torch.where(where, log_mean_exp(log_weights, num_particles), 0.0),
+    )
 
 
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -422,13 +374,13 @@ def by_method(scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str]
 def choose(where: torch.Tensor, yes: T, no: T) -> T:
     """Return ``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others.
 
-    Both are a tensor ``[G, ...]``, or a named tuple of such tensors.
+    Both are a tensor ``[G, ...]``, or a tuple of such tensors.
     """
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     assert isinstance(yes, tuple) and isinstance(no, tuple)
     fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
-    return yes._make(fields)  # pyright: ignore -- of a named tuple
+    return type(yes)(*fields) if hasattr(yes, "_make") else tuple(fields)  # pyright: ignore
 
 
 def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -437,32 +389,14 @@ def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return running.gather(1, at).squeeze(1)
 
 
-def _replace(
-    weights: Weights, where: torch.Tensor, present: torch.Tensor, chosen: torch.Tensor
-) -> Resampled:
-    """Set ``chosen`` as ancestors in ``where``, with equal weights and their mean as evidence."""
-    stay = torch.arange(chosen.shape[-1], device=chosen.device)
-    selected = where.unsqueeze(-1) & present
-    return Resampled(
-        ancestors=torch.where(selected, chosen, stay),
-        log_weights=torch.where(selected, 0.0, weights.log),
-        log_evidence=torch.where(where, weights.log_mean, 0.0),
-    )
-
-
 def _first_true(flags: torch.Tensor) -> torch.Tensor:
     """Return the index of the first True along the last dimension, its size where there is none."""
     return (~flags).cumprod(-1).sum(-1)
 
 
-class Revalued(NamedTuple):
-    """A population with weights that include new potential values."""
-
-    log_weights: torch.Tensor  # [G, N] float64
-    log_values: torch.Tensor  # [G, N] float64: the log phi that they include now
-
-
-def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Tensor) -> Revalued:
+def revalue(
+    log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace phi_{t-1} in the weights by phi_t: they gain log phi_t - log phi_{t-1}.
 
     The target of the particles is then p phi_t, whatever the earlier values were, since they
@@ -473,10 +407,13 @@ def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Ten
         log_weights: ``[G, N]`` float64.
         held: ``[G, N]`` float64 log phi_{t-1}, finite where a particle is alive.
         log_values: ``[G, N]`` float64 log phi_t; NaN keeps the held value.
+
+    Returns:
+        The log-weights, and the log phi that they include now, both ``[G, N]``.
     """
     is_told = (log_weights > -torch.inf) & ~log_values.isnan()
     gains = torch.where(is_told, log_values - held, 0.0)
-    return Revalued(log_weights + gains, torch.where(is_told, log_values, held))
+    return log_weights + gains, torch.where(is_told, log_values, held)
 
 
 def majority_vote(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
@@ -503,41 +440,33 @@ def majority_vote(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Ten
     return torch.where(is_decided, won - log_share, log_weights)
 
 
-class Resized(NamedTuple):
-    """A population after it has been resized."""
-
-    ancestors: torch.Tensor  # [G, N] int64
-    log_weights: torch.Tensor  # [G, N]
-    log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
-    present: torch.Tensor  # [G, N] bool: the particles from now on
-
-
 def resize(
     log_weights: torch.Tensor,
     present: torch.Tensor,
     num_particles: torch.Tensor,
     uniforms: torch.Tensor,
     method: str,
-) -> Resized:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resample the groups that change their number of particles; the others stay as they are.
 
     Args:
         log_weights: ``[G, N]``, at least one finite per group; N is at least both sizes.
         present: ``[G, N]`` bool: the particles so far.
-        num_particles: ``[G]`` int64 from now on.
+        num_particles: ``[G]`` int64 from now on: those of the first places.
         uniforms: ``[G, N]`` float64.
         method: a key of `SCHEMES`.
+
+    Returns:
+        Ancestors, log-weights and evidence, as `resample`.
     """
     place = torch.arange(log_weights.shape[1], device=log_weights.device)
-    changes = present.sum(1) != num_particles
-    after = place < num_particles.unsqueeze(1)
-    weights = Weights.of(log_weights, present.sum(1))
-    drawn = SCHEMES[method](weights.shares, uniforms, num_particles)
+    before = present.sum(1)
+    changes, after = before != num_particles, place < num_particles.unsqueeze(1)
+    drawn = SCHEMES[method](normalized(log_weights), uniforms, num_particles)
     equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
     redrawn = changes.unsqueeze(1)
-    return Resized(
-        ancestors=torch.where(redrawn & after, drawn, place),
-        log_weights=torch.where(redrawn, equal, log_weights),
-        log_evidence=torch.where(changes, weights.log_mean, 0.0),
-        present=after,
+    return (
+        torch.where(redrawn & after, drawn, place),
+        torch.where(redrawn, equal, log_weights),
+        torch.where(changes, log_mean_exp(log_weights, before), 0.0),
     )

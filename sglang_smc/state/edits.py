@@ -5,7 +5,7 @@ Unlike SGLang's own counts, these survive a retraction.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,13 +25,6 @@ def has_edits(req: "Req") -> bool:
     return _penalizes(req) or _biases(req) or req.sampling_params.min_new_tokens > 0
 
 
-class _Wide(NamedTuple):
-    """Tables as wide as the vocabulary; rows of requests without edits are never used."""
-
-    counts: torch.Tensor  # [rows, V] int32
-    bias: torch.Tensor  # [rows, V] float32
-
-
 class EditTable:
     """Edits of all requests that hold a row of SGLang's request pool.
 
@@ -49,12 +42,15 @@ class EditTable:
         self._penalizes = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._biases = torch.zeros_like(self._penalizes)
         self._rates = torch.zeros(num_rows, len(_NEUTRAL), dtype=torch.float32, device=device)
-        self._wide: _Wide | None = None
+        self._wide: tuple[torch.Tensor, torch.Tensor] | None = None  # counts and biases
 
-    def make_room(self) -> _Wide:
-        """Allocate counts and biases once: captured CUDA graphs read at their addresses."""
+    def make_room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate counts and biases once: captured CUDA graphs read at their addresses.
+
+        Both are ``[rows, V]``; rows of requests without edits are never used.
+        """
         if self._wide is None:
-            self._wide = _Wide(
+            self._wide = (
                 torch.empty(self._shape, dtype=torch.int32, device=self._device),
                 torch.empty(self._shape, dtype=torch.float32, device=self._device),
             )

@@ -8,18 +8,21 @@ SGLANG_RETURN_ORIGINAL_LOGPROB=1 the temperature is not applied either.
 import torch
 from sglang.srt.environ import envs
 
-from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import restrict
 from sglang_smc.state.population import Population, TailLogprobs
 
 
 def logprob_distribution(
-    logits: torch.Tensor, temperature: torch.Tensor, allowed: torch.Tensor | None = None
+    kind: type[TokenDistribution],
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    allowed: torch.Tensor | None = None,
 ) -> TokenDistribution:
     """Return the distribution of the reported log-probabilities for ``G * M`` rows of logits.
 
     Args:
+        kind: the class of the distribution, see `ops.interface`.
         logits: ``[G, M, V]`` of the target, edited, with stop tokens that come too early masked.
         temperature: ``[G]``.
         allowed: ``[G, M, V]`` bool mask of the requests' rules.
@@ -28,11 +31,10 @@ def logprob_distribution(
         temperature = torch.ones_like(temperature)
     if allowed is not None:
         logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
-    return TokenDistribution(logits.flatten(0, 1), temperature)
+    return kind(logits.flatten(0, 1), temperature)
 
 
 def score(
-    ops: Ops,
     distribution: TokenDistribution,
     tokens: torch.Tensor,
     rows: torch.Tensor,
@@ -49,11 +51,11 @@ def score(
         num_top: W, the number of likeliest tokens.
     """
     lowest = torch.finfo(torch.float32).min  # SGLang's, in place of -inf
-    own = distribution._replace(rows=rows.flatten()).score(ops, tokens).clamp_min(lowest)
+    own = distribution._replace(rows=rows.flatten()).score(tokens).clamp_min(lowest)
     if num_top == 0 and ids.shape[1] == 0:
         none = own.unsqueeze(3)[..., :0]
         return TailLogprobs(own, none, none.long(), none)
-    log_p = distribution.log_probs(ops)  # [R, V]
+    log_p = distribution.log_probs()  # [R, V]
     top, top_ids = log_p.topk(num_top, dim=-1)
     by_group = log_p.unflatten(0, (len(ids), -1))
     listed = by_group.gather(2, ids.unsqueeze(1).expand(-1, by_group.shape[1], -1)).flatten(0, 1)
@@ -62,7 +64,6 @@ def score(
 
 
 def score_tails(
-    ops: Ops,
     before: Population,
     population: Population,
     ancestors: torch.Tensor,
@@ -90,7 +91,6 @@ def score_tails(
     group = torch.arange(num_groups, device=ancestors.device).unsqueeze(1)
     chain = group * num_particles + ancestors  # [G, N]
     new = score(
-        ops,
         shown,
         population.tokens.gather(2, place),
         chain.unsqueeze(2) * num_columns + column,

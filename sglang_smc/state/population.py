@@ -25,7 +25,6 @@ from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc import weighing
 from sglang_smc.smc.fidelity import NAMES
-from sglang_smc.smc.weighing import Resampled
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -340,11 +339,12 @@ class Population(NamedTuple):
             scores=None if self.scores is None else self.scores.descend(ancestors),
         )
 
-    def hand_down(self, step: Resampled) -> "Population":
+    def resample(
+        self, ancestors: torch.Tensor, log_weights: torch.Tensor, log_evidence: torch.Tensor
+    ) -> "Population":
         """Descend to a resampling step's ancestors, with its weights and evidence."""
-        return self.descend(step.ancestors)._replace(
-            log_weights=step.log_weights,
-            log_evidence=self.log_evidence + step.log_evidence,
+        return self.descend(ancestors)._replace(
+            log_weights=log_weights, log_evidence=self.log_evidence + log_evidence
         )
 
     def is_finished(self) -> torch.Tensor:
@@ -360,12 +360,13 @@ class Population(NamedTuple):
         waits = self.ended.all(1) & ~self.is_finished()
         return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)
 
-    def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
-        """Descend to another number of particles, those ``present`` ``[G, N]`` from now on."""
-        descended = self.descend(ancestors)
-        return descended._replace(
-            lengths=descended.lengths.masked_fill(~present, 0),
-            ended=descended.ended | ~present,
+    def resize(self, num_particles: torch.Tensor) -> "Population":
+        """Keep the first ``num_particles`` ``[G]`` places of particles alone."""
+        place = torch.arange(self.present.shape[1], device=num_particles.device)
+        present = place < num_particles.unsqueeze(1)
+        return self._replace(
+            lengths=self.lengths.masked_fill(~present, 0),
+            ended=self.ended | ~present,
             present=present,
         )
 
@@ -381,12 +382,13 @@ class Population(NamedTuple):
     def apply_potentials(self, scores: Scores) -> "Population":
         """Update the weights to new potential values; a group with no positive weight ends."""
         assert self.scores is not None, "carried where some request has scorers"
-        found = weighing.revalue(self.log_weights, self.scores.log_values, scores.log_values)
-        forbidden = (found.log_weights == -torch.inf).all(1)
+        held = self.scores.log_values
+        log_weights, log_values = weighing.revalue(self.log_weights, held, scores.log_values)
+        forbidden = (log_weights == -torch.inf).all(1)
         return self._replace(
-            log_weights=found.log_weights,
+            log_weights=log_weights,
             log_evidence=self.log_evidence.masked_fill(forbidden, -torch.inf),
-            scores=scores._replace(log_values=found.log_values),
+            scores=scores._replace(log_values=log_values),
         ).stop(forbidden)
 
     def majority_vote(self) -> "Population":

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -44,10 +44,11 @@ from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
+from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
-from sglang_smc.state.population import TailLogprobs
+from sglang_smc.state.population import Population, TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import TableEntry, stop_tokens
 from sglang_smc.upstream import kv_of
@@ -447,20 +448,7 @@ def take_unread(req: "Req") -> tuple[int, list[int]]:
     return start, shared_ids(req)[start - prompt : -1]
 
 
-class Tails(Protocol):
-    """Tails of particles: a `Population`, or the part of one that is kept."""
-
-    @property
-    def last_emitted(self) -> torch.Tensor: ...  # [G, N]
-
-    @property
-    def tokens(self) -> torch.Tensor: ...  # [G, N, T]
-
-    @property
-    def lengths(self) -> torch.Tensor: ...  # [G, N]
-
-
-def tails_of(req: "Req", population: Tails, group: int) -> list[list[int]]:
+def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
     """Return each particle's tokens after the output that all particles share."""
     last_emitted, lengths = (
         population.last_emitted[group].tolist(),
@@ -472,6 +460,26 @@ def tails_of(req: "Req", population: Tails, group: int) -> list[list[int]]:
         for last_emitted, tail, length in zip(
             last_emitted, population.tokens[group].tolist(), lengths, strict=True
         )
+    ]
+
+
+def particles_of(req: "Req", population: Population, group: int) -> list[dict[str, Any]] | None:
+    """Return one request's particles for `meta_info`; None while some have not ended."""
+    if not population.ended[group].all():
+        return None
+    log_weights = population.log_weights[group]
+    rows = zip(
+        tails_of(req, population, group),
+        normalized(log_weights).tolist(),
+        log_weights.tolist(),
+        population.present[group].tolist(),
+        strict=True,
+    )
+    shared = shared_ids(req)
+    return [
+        as_particle([*shared, *tail], weight, log_weight)
+        for tail, weight, log_weight, present in rows
+        if present
     ]
 
 

@@ -11,7 +11,6 @@ import torch
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules
 from sglang_smc.smc.weighing import SCHEMES
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Settings(NamedTuple):
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
     lag: torch.Tensor  # [G] int64: bound on tails before a round
     power: torch.Tensor  # [G] float64 alpha
-    normalized: torch.Tensor  # [G] bool: its target's next-token probabilities sum to 1
+    measured: torch.Tensor  # [G] bool: fidelity is, where p is normalised and not greedy
     evidence_threshold: torch.Tensor  # [G] float64 c; infinite in mode exact
     draft_temperature: torch.Tensor  # [G] float32
     rows: torch.Tensor  # [G] int64 in the tables
@@ -79,10 +78,10 @@ class Settings(NamedTuple):
             evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
         )
 
-    def sampling_rules(self, *, draft: bool = False) -> SamplingRules:
-        """Return the sampling rules, ``[G]`` each; the draft may have its own temperature."""
-        temperature = self.draft_temperature if draft else self.temperature
-        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p, self.greedy)
+    @property
+    def filters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return top-k, top-p and min-p, ``[G]`` each."""
+        return self.top_k, self.top_p, self.min_p
 
     def ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return whether the sequence ends with each token, ``[G, N, C]`` bool.
@@ -93,14 +92,6 @@ class Settings(NamedTuple):
         """
         stops = self.stop_table[self.rows.view(-1, 1, 1), tokens] & self.may_stop.view(-1, 1, 1)
         return stops | (positions >= self.last_position.view(-1, 1, 1))
-
-
-def filter_kinds(reqs: "list[Req]") -> FilterKinds:
-    """Return the kinds of sampling rules that these requests use."""
-    return FilterKinds(
-        filtered=any(map(_uses_filters, reqs)),
-        greedy=any(req.sampling_params.top_k == 1 for req in reqs),
-    )
 
 
 # Settings of one type are rows of one table, so that a round reads each table once.
@@ -124,7 +115,7 @@ _COLUMNS = {
         "extends",
         "resample_each_token",
         "heaviest",
-        "normalized",
+        "measured",
     ),
 }
 
@@ -187,7 +178,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "heaviest": config.selection == "argmax",
         "lag": config.lag,
         "power": config.power,
-        "normalized": config.is_normalized,
+        "measured": config.is_normalized and params.top_k != 1,
         "evidence_threshold": config.effective_evidence_threshold,
         "draft_temperature": config.draft_temperature or params.temperature / config.drafted_power,
     }
@@ -206,8 +197,14 @@ def stop_tokens(
     return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
 
 
-def _uses_filters(req: "Req") -> bool:
+def is_greedy(req: "Req") -> bool:
+    """Return whether a request takes the likeliest token."""
+    return req.sampling_params.top_k == 1
+
+
+def uses_filters(req: "Req") -> bool:
+    """Return whether a request uses top-k, top-p or min-p, and is not greedy."""
     params = req.sampling_params
     assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
     cuts = params.top_k < req.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-    return cuts and params.top_k != 1
+    return cuts and not is_greedy(req)

@@ -130,16 +130,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1559,
-    "file_changes": 73,
-    "types": 30,
+    "round_lines": 1495,
+    "file_changes": 71,
+    "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_007,
-    "core_lines": 18_709,
-    "kernel_and_hook_lines": 5_685,
+    "package_lines": 26_505,
+    "core_lines": 18_211,
+    "kernel_and_hook_lines": 5_660,
     "bench_lines": 6_000,
-    "test_lines": 33_531,
+    "test_lines": 33_526,
     "page_words": 28_000,
     "glossary": 30,
 }

@@ -37,20 +37,17 @@ def uniforms(*values: float) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def found() -> weighing.Reweighted:
-    rules = weighing.WeightRules(
-        num_steps=torch.tensor([3]),
-        ess_threshold=uniforms(THRESHOLD),
-        resample_each_token=torch.tensor([False]),
-        evidence_threshold=uniforms(KEEP_ALL),
-    )
+def found() -> weighing.Decision:
     return weighing.reweight_and_resample(
         torch.zeros(1, 2, dtype=torch.float64),
         P.log().unsqueeze(0),
         Q.log().unsqueeze(0),
         torch.ones(1, 2, 3, dtype=torch.bool),
         uniforms(1.0),
-        rules,
+        torch.tensor([3]),
+        uniforms(THRESHOLD),
+        torch.tensor([False]),
+        uniforms(KEEP_ALL),
         torch.ones(1, 2, dtype=torch.bool),
         uniforms(0.999),  # whatever the uniform, all is kept
         uniforms(0.3, 0.3).unsqueeze(0),
@@ -69,7 +66,7 @@ def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     ]
 
 
-def test_the_table(found: weighing.Reweighted) -> None:
+def test_the_table(found: weighing.Decision) -> None:
     for row in shown(*zip(P, Q, strict=True)):
         assert row in EXAMPLE
     for text in TEXTS:
@@ -81,22 +78,22 @@ def test_the_table(found: weighing.Reweighted) -> None:
     assert cut.tolist() == [2], "a larger c can cut there"
 
 
-def test_the_decision(found: weighing.Reweighted) -> None:
-    weights = found.cut.log_weights
+def test_the_decision(found: weighing.Decision) -> None:
+    weights = found.weighed
     ess, shares = effective_sample_size(weights), normalized(weights)[0]
-    assert found.cut.num_columns.tolist() == [3]
-    assert found.cut.resample.tolist() == [True]
+    assert found.num_columns.tolist() == [3]
+    assert found.resampled.tolist() == [True]
     assert f"= {ess.item():.2f}, below τN = {THRESHOLD * 2:g}: resample" in EXAMPLE
     assert f"The shares are {shares[0]:.3f} and {shares[1]:.3f}" in EXAMPLE
-    assert found.resampled.ancestors.tolist() == [[1, 1]]
-    assert found.resampled.log_weights.tolist() == [[0.0, 0.0]]
-    banked = f"{found.resampled.log_evidence.item():.3f}".replace("-", "\N{MINUS SIGN}")
+    assert found.ancestors.tolist() == [[1, 1]]
+    assert found.log_weights.tolist() == [[0.0, 0.0]]
+    banked = f"{found.log_evidence.item():.3f}".replace("-", "\N{MINUS SIGN}")
     assert f"log Ẑ += log 0.8 = {banked}" in EXAMPLE
     for uniform, first in ((0.2499, 0), (0.2501, 1)):
         assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
 
 
-def test_the_bonus(found: weighing.Reweighted) -> None:
+def test_the_bonus(found: weighing.Decision) -> None:
     same = torch.ones(1, 2, 2, dtype=torch.bool)
     drawn = stratified(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
     assert drawn.tolist() == pytest.approx([0.35, 0.85])

@@ -39,7 +39,6 @@ from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
-from sglang_smc.smc.distribution import FilterKinds
 from sglang_smc.state.population import recorded_logprobs
 
 
@@ -49,10 +48,11 @@ def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:
     config = SMCConfig(**n_and_k, max_lag=sizes.max_lag)
     logprobs = recorded_logprobs(sizes.vocab)
     plain, every = shape_of_server(config), shape_of_any(config, None, logprobs)
-    kinds = [FilterKinds(*each) for each in ((False, False), (True, False), (True, True))]
+    kinds = (False, False), (True, False), (True, True)
+    of_kinds = (every._replace(filtered=filtered, greedy=greedy) for filtered, greedy in kinds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_cuda, "VOCAB_SIZE", sizes.vocab)
-        for shape in (plain, *(every._replace(kinds=kind) for kind in kinds)):
+        for shape in (plain, *of_kinds):
             fake_cuda.trace_round(patch, config, shape, sizes.groups, TRITON, run)
 
 

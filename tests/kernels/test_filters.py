@@ -8,11 +8,10 @@ import pytest
 import torch
 from drawn import drawn, some_banned
 from hypothesis import strategies as st
-from laws import ALL
+from laws import ALL, SamplingRules
 
 from sglang_smc.kernels import filters as kernel
 from sglang_smc.smc import filters
-from sglang_smc.smc.distribution import SamplingRules
 
 ROUNDING = 1e-6  # of a mass: within it of top-p, a token may be kept or not
 

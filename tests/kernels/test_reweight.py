@@ -8,7 +8,7 @@ from drawn import assert_same, drawn
 
 from sglang_smc.kernels import reweight as kernel
 from sglang_smc.smc import verification, weighing
-from sglang_smc.smc.weighing import SCHEMES, WeightRules
+from sglang_smc.smc.weighing import SCHEMES
 
 INF = math.inf
 ALL = tuple(SCHEMES)
@@ -58,12 +58,10 @@ def test_random_groups(c: Any, device: str) -> None:
         torch.where(broken_draft, killers, log_q),
         (column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
         any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
-        WeightRules(
-            num_steps=steps,
-            ess_threshold=any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
-            resample_each_token=torch.rand(num_groups, generator=generator) < 0.5,
-            evidence_threshold=any_of([0.0, 0.3, 1.0, INF], (num_groups,), generator),
-        ),
+        steps,
+        any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
+        torch.rand(num_groups, generator=generator) < 0.5,
+        any_of([0.0, 0.3, 1.0, INF], (num_groups,), generator),
         present,
         torch.rand(num_groups, generator=generator, dtype=torch.float64),
         noise if c.noise is None else torch.full_like(noise, c.noise),

@@ -9,34 +9,29 @@ import torch
 from drawn import drawn, some_banned
 
 from sglang_smc.kernels import sample as kernel
-from sglang_smc.smc import distribution
-from sglang_smc.smc.filters import KeptTokens, keep_tokens
+from sglang_smc.ops.triton_ops import KernelDistribution
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.filters import keep_tokens
 
 LARGEST = math.nextafter(1.0, 0.0)
+KINDS = KernelDistribution, TokenDistribution
 ROUNDING = 1e-6  # of a cumulative probability: within it of a boundary, either token is right
 
 
-def check_draws(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    uniforms: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    greedy: torch.Tensor | None = None,
-    kept: KeptTokens | None = None,
-) -> None:
-    cuts = rows, greedy, kept
+def check_draws(uniforms: torch.Tensor, *of: Any) -> None:
+    """Draw from distributions of these fields."""
+    by_kernel, by_torch = (kind(*of) for kind in KINDS)
     (found, log_probs), (expected, _) = (
-        [x.cpu() for x in module.sample_and_score(logits, temperature, uniforms, *cuts)]
-        for module in (kernel, distribution)
+        [x.cpu() for x in law.sample(uniforms)] for law in (by_kernel, by_torch)
     )
-    scores = distribution.score_tokens(logits, temperature, found.to(logits.device), *cuts).cpu()
+    scores = by_torch.score(found.to(uniforms.device)).cpu()
     assert (scores > -torch.inf).all(), "a token of probability zero was drawn"
     torch.testing.assert_close(log_probs, scores, rtol=1e-5, atol=1e-5)
-    by_kernel = kernel.score_tokens(logits, temperature, found.to(logits.device), *cuts)
-    torch.testing.assert_close(by_kernel.cpu(), scores, rtol=1e-5, atol=1e-5)
+    its = by_kernel.score(found.to(uniforms.device)).cpu()
+    torch.testing.assert_close(its, scores, rtol=1e-5, atol=1e-5)
 
-    law = distribution.log_probs(logits, temperature, *cuts).cpu()
-    cumulative = torch.nn.functional.pad(law.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
+    every = by_torch.log_probs().cpu()
+    cumulative = torch.nn.functional.pad(every.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
     cumulative, u = cumulative / cumulative[:, -1:], uniforms.cpu()
 
     def margin(tokens: torch.Tensor) -> torch.Tensor:
@@ -46,7 +41,7 @@ def check_draws(
 
     assert torch.equal(found[margin(expected) > ROUNDING], expected[margin(expected) > ROUNDING])
     assert (margin(found) > -ROUNDING).all()
-    check_laws(logits, temperature, *cuts)
+    check_laws(*of)
 
 
 def noise(size: int, generator: torch.Generator) -> torch.Tensor:
@@ -85,15 +80,13 @@ def test_small_rows(c: Any, device: str) -> None:
         top_k, top_p = of_groups(40, 9, 1 << 30, 1, 12, 2), of_groups(0.9, 0.99, 0.5, 1, 1, 0.7)
         kept = keep_tokens(logits, temperature, top_k, top_p, (1 - top_p) / 2)
     with mock.patch.object(kernel, "_TILE", 16):
-        check_draws(logits, temperature, uniforms, None, greedy, kept)
+        check_draws(uniforms, logits, temperature, None, None, greedy, kept)
 
 
-def check_laws(logits: torch.Tensor, temperature: torch.Tensor, *cuts: Any) -> None:
+def check_laws(*of: Any) -> None:
     """The log-probabilities of all tokens, and what they are divided by."""
     for name, rounding in (("log_probs", 1e-5), ("log_sums", 1e-6)):
-        found, expected = (
-            getattr(module, name)(logits, temperature, *cuts) for module in (kernel, distribution)
-        )
+        found, expected = (getattr(kind(*of), name)() for kind in KINDS)
         torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
@@ -109,15 +102,14 @@ def test_greedy_groups_take_the_first_of_the_largest_at_any_temperature(device: 
     logits, greedy = logits.to(device), torch.ones(4, dtype=torch.bool, device=device)
     temperature = torch.tensor([1e-30, 3.0, 1.0, 1e30], device=device)
     uniforms = noise(4, torch.Generator().manual_seed(1)).to(device)
-    for module in (kernel, distribution):
-        tokens, log_probs = module.sample_and_score(logits, temperature, uniforms, None, greedy)
+    for kind in KINDS:
+        law = kind(logits, temperature, greedy=greedy)
+        tokens, log_probs = law.sample(uniforms)
         assert tokens.tolist() == [4999, 8999, 4321, 100]
         assert log_probs.tolist() == [0.0] * 4
-        others = tokens.roll(1)
-        scores = module.score_tokens(logits, temperature, others, None, greedy)
-        assert scores.tolist() == [-torch.inf] * 4
-        assert not module.log_sums(logits, temperature, None, greedy).any()
-    check_laws(logits, temperature, None, greedy)
+        assert law.score(tokens.roll(1)).tolist() == [-torch.inf] * 4
+        assert not law.log_sums().any()
+    check_laws(logits, temperature, None, None, greedy)
 
 
 def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
@@ -126,7 +118,7 @@ def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
     logits[:, 5000:5004] = torch.tensor([-400.0, -401.0, -402.0, -403.0])
     logits[0, 7] = 0.0
     uniforms = torch.tensor([LARGEST, 0.9], dtype=torch.float64, device=device)
-    check_draws(logits.to(device), torch.ones(2, device=device), uniforms)
+    check_draws(uniforms, logits.to(device), torch.ones(2, device=device))
 
 
 @pytest.mark.parametrize("vocab_size", [7, 4096, 9000])
@@ -150,20 +142,21 @@ def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
     filters = torch.full((12,), 3, device=device), torch.full((12,), 0.8, device=device)
     kept = keep_tokens(logits, temperature, *filters, torch.zeros(12, device=device))
     last = torch.full((12,), vocab_size - 1, device=device)
-    for module in (kernel, distribution):
-        for cuts in ((None, None, None), (None, greedy, None), (None, greedy, kept)):
-            tokens, log_probs = module.sample_and_score(logits, temperature, uniforms, *cuts)
+    for kind in KINDS:
+        for cuts in ((None, None), (greedy, None), (greedy, kept)):
+            law = kind(logits, temperature, None, None, *cuts)
+            tokens, log_probs = law.sample(uniforms)
             assert tokens[broken].tolist() == [0] * len(broken)
             assert log_probs[broken].isnan().all()
             assert log_probs[whole].isfinite().all()
-            scores = module.score_tokens(logits, temperature, last, *cuts)
+            scores = law.score(last)
             assert scores.isnan().nonzero().flatten().tolist() == broken
-            every = module.log_probs(logits, temperature, *cuts)
+            every = law.log_probs()
             assert every.isnan().all(1).nonzero().flatten().tolist() == broken
             assert not every[whole].isnan().any()
-            sums = module.log_sums(logits, temperature, *cuts)
+            sums = law.log_sums()
             assert sums.isnan().nonzero().flatten().tolist() == broken
-    check_draws(logits[whole], temperature[whole], uniforms[whole])
+    check_draws(uniforms[whole], logits[whole], temperature[whole])
 
 
 def test_draws_choose_their_rows(device: str) -> None:
@@ -172,13 +165,14 @@ def test_draws_choose_their_rows(device: str) -> None:
     logits = torch.randn(5, 60, generator=generator).to(device)[:, :40]  # rows lie apart
     rows = torch.tensor([4, 0, 0, 3, 4, 1, 4], device=device)
     temperature = torch.linspace(0.3, 2.0, 7, device=device)
-    check_draws(logits, temperature, noise(7, generator).to(device), rows)
+    check_draws(noise(7, generator).to(device), logits, temperature, rows)
     # Of one group there may be more draws than rows, each with what is kept of its own row.
     one = temperature[:1], *(torch.tensor([x], device=device) for x in (6, 0.8, 0.0))
     kept = keep_tokens(logits, *one)
-    check_draws(logits, temperature[:1], noise(7, generator).to(device), rows, None, kept)
+    of = logits, temperature[:1], rows, None, None, kept
+    check_draws(noise(7, generator).to(device), *of)
     with pytest.raises(ValueError, match="must be 1"):
-        kernel.score_tokens(logits.t(), temperature[:1], rows)
+        KernelDistribution(logits.t(), temperature[:1]).score(rows)
 
 
 def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
@@ -192,12 +186,12 @@ def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
     filters = (torch.full((2,), x, device=device) for x in (50, 0.9, 0.0))
     kept = keep_tokens(logits, temperature, *filters)
     for cuts in ((None, None), (greedy, None), (greedy, kept)):
-        sums = kernel.row_sums(logits, temperature, *cuts)
-        for run, more in (
-            (kernel.sample_and_score, (uniforms,)),
-            (kernel.score_tokens, (tokens,)),
-            (kernel.log_probs, ()),
-            (kernel.log_sums, ()),
+        law = KernelDistribution(logits, temperature, None, None, *cuts)
+        summed, each = law.summed()._replace(rows=rows), law._replace(rows=rows)
+        for play in (
+            lambda law: law.sample(uniforms),
+            lambda law: law.score(tokens),
+            lambda law: law.log_probs(),
+            lambda law: law.log_sums(),
         ):
-            of_rows = logits, temperature, *more, rows, *cuts
-            torch.testing.assert_close(run(*of_rows, sums), run(*of_rows), rtol=0, atol=0)
+            torch.testing.assert_close(play(summed), play(each), rtol=0, atol=0)

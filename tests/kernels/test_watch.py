@@ -7,8 +7,7 @@ from drawn import copied, drawn
 
 from sglang_smc.kernels import watch as kernel
 from sglang_smc.ops.interface import TORCH
-from sglang_smc.smc import fidelity
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 
 
 def case(c: Any) -> tuple[Any, ...]:
@@ -23,43 +22,36 @@ def case(c: Any) -> tuple[Any, ...]:
     def logits(num_rows: int) -> torch.Tensor:
         return (3 * torch.randn(size * num_rows, vocab, generator=generator)).to(c.dtype)
 
-    of = fidelity.Watchable(
-        torch.rand(size, generator=generator, dtype=torch.float64),
-        whole(0, max_steps + 1, size),
-        whole(0, 5, size) > 0,
-        whole(0, 5, size) == 0,
-    )
+    num_steps, greedy = whole(0, max_steps + 1, size), whole(0, 5, size) == 0
+    measured = (whole(0, 5, size) > 0) & ~greedy
+    coins = torch.rand(size, generator=generator, dtype=torch.float64)
     starts = whole(0, max_steps, size, num_particles)
-    path = fidelity.Path(
+    path = (
         whole(0, num_particles, size, num_particles),
         starts,
         starts + whole(0, max_steps + 2, size, num_particles),
         # A view, as a population has its tails.
         whole(0, vocab, size, num_particles, 2 + width)[:, :, 2:],
     )
-    rules = SamplingRules(
-        0.5 + torch.rand(size, generator=generator),
+    filters = (
         torch.where(whole(0, 2, size) > 0, whole(2, vocab, size), vocab),
         torch.where(whole(0, 2, size) > 0, 0.7, 1.0),
         torch.where(whole(0, 2, size) > 0, 0.05, 0.0),
-        of.greedy,
     )
-    kinds = FilterKinds(filtered=c.filtered, greedy=True)
-    p = TokenDistribution.of(
-        TORCH, logits(num_particles * (max_steps + 1)).view(size, -1, vocab), rules, kinds
-    )
+    rules = 0.5 + torch.rand(size, generator=generator), greedy, filters if c.filtered else None
+    p = TokenDistribution.of(logits(num_particles * (max_steps + 1)).view(size, -1, vocab), *rules)
     steps = [logits(num_particles) for _ in range(max_steps)]
     sums = torch.randn(size, num_particles, 4, generator=generator, dtype=torch.float64)
-    return sums, of, path, p, steps, rules, kinds
+    return sums, (coins, num_steps, measured), path, p, steps, rules
 
 
 def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
     """Watch with the scores that the draft has at each of the steps."""
-    (sums, of, path, p, steps, q_rules, kinds), held = case, None
+    (sums, of, path, p, steps, q_rules), held = case, None
     for step, scores in enumerate(steps):
-        held = ops.keep_column(held, scores, of, step)
-    q = TokenDistribution.of(TORCH, held.unflatten(0, (len(sums), -1)), q_rules, kinds)
-    return ops.watch(sums, of, path, p, q)
+        held = ops.keep_column(held, scores, *of[:2], step)
+    q = TokenDistribution.of(held.unflatten(0, (len(sums), -1)), *q_rules)
+    return ops.watch(sums, *of, *path, p, q)
 
 
 @drawn(
@@ -83,5 +75,5 @@ def test_what_is_watched(c: Any, device: str) -> None:
     sums, of = host[:2]
     untouched = expected[..., 3] == sums[..., 3]
     assert torch.equal(found[untouched], sums[untouched])
-    left_alone = ~of.normalized | of.greedy | (of.num_steps == 0)
+    left_alone = ~of[2] | (of[1] == 0)
     assert torch.equal(expected[left_alone], sums[left_alone])

@@ -12,10 +12,9 @@ import torch
 from toy_laws import DRAFT, EOS, LENGTH, TARGET, languages, run
 from toy_worker import Outcome
 
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.round import play as round_
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
-from sglang_smc.smc.fidelity import measured
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.fidelity import moments
 
 NUM_STEPS = 3
 FILTERED = {"top_k": 2}
@@ -37,14 +36,13 @@ def offline(outcome: Outcome, asked: dict[str, Any] | None = None) -> torch.Tens
 
     def law(logits: torch.Tensor) -> torch.Tensor:
         one, top_k = torch.ones(1), torch.tensor([(asked or {}).get("top_k", len(logits))])
-        rules = SamplingRules(one, top_k, one, torch.zeros(1), top_k < 2)
-        kinds = FilterKinds(filtered=asked is not None, greedy=False)
-        return TokenDistribution.of(TORCH, logits.view(1, 1, -1), rules, kinds).log_probs(TORCH)
+        filters = None if asked is None else (top_k, one, torch.zeros(1))
+        return TokenDistribution.of(logits.view(1, 1, -1), one, None, filters).log_probs()
 
     @cache
     def of_token(before: tuple[int, ...], token: int) -> torch.Tensor:
         both = law(TARGET.after(before)), law(DRAFT.after(before))
-        terms = measured(*both, torch.tensor([token]))
+        terms = moments(*both, torch.tensor([token]))
         return torch.stack([*(term[0] for term in terms), torch.ones(()).double()])
 
     def of_text(text: list[int]) -> torch.Tensor:
@@ -111,7 +109,7 @@ def test_what_has_no_such_law_is_not_watched(settings: dict[str, Any]) -> None:
 def test_no_text_depends_on_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that choose columns decide nothing else."""
     watched = play()
-    monkeypatch.setattr(round_, "look", lambda ops, batch, before, after, *_: after)
+    monkeypatch.setattr(round_, "measure", lambda batch, before, after, *_: after)
     alone = play()
     assert not alone.fidelity.any()
     assert torch.equal(watched.outputs, alone.outputs)

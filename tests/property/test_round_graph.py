@@ -234,7 +234,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"num_steps": 4},
         {"max_tail": shape.max_tail + 1},
         {"max_arena": shape.max_arena + 1},
-        {"kinds": shape.kinds._replace(filtered=True)},
+        {"filtered": True},
         {"edits": True},
         {"powered": True},
         {"walks": True},

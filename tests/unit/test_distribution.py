@@ -6,20 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import ALL, rules, sorted_law
+from laws import ALL, SamplingRules, rules, sorted_law
 from torch import Tensor
 
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import distribution
-from sglang_smc.smc.distribution import (
-    FilterKinds,
-    SamplingRules,
-    TokenDistribution,
-    log_probs,
-    sample,
-    sample_and_score,
-    token_log_probs,
-)
+from sglang_smc.smc.distribution import TokenDistribution, sample, token_log_probs
 from sglang_smc.smc.edits import likeliest, mix, restrict
 from sglang_smc.smc.filters import EXTENT, NUM_KEYS, keep_tokens
 
@@ -35,11 +26,11 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def filtered(logits: torch.Tensor, asked: SamplingRules) -> TokenDistribution:
     """Of rows ``[M, V]``, or ``[G, M, V]``, under rules ``[G]``."""
     rows = logits.view(len(asked.top_k), -1, logits.shape[-1])
-    return TokenDistribution.of(TORCH, rows, asked, FilterKinds(filtered=True, greedy=True))
+    return TokenDistribution.of(rows, asked.temperature, asked.greedy, asked[1:4])
 
 
 def law_of(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
-    return filtered(logits, asked).log_probs(TORCH).view_as(logits)
+    return filtered(logits, asked).log_probs().view_as(logits)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +56,7 @@ def test_filters_at_their_thresholds(asked: SamplingRules, num_kept: int) -> Non
 def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
     logits = drawn(50, 9).bfloat16()
     logits[:, 4] = -INF
-    quick = log_probs(logits, torch.tensor([0.8]))
+    quick = TokenDistribution(logits, torch.tensor([0.8])).log_probs()
     assert torch.equal(quick, law_of(logits, rules(temperature=0.8)))
     assert quick.dtype == torch.float32
     assert torch.allclose(quick, torch.log_softmax(logits.float() / 0.8, -1), atol=1e-6)
@@ -75,11 +66,10 @@ def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
     """Each draw keeps its own group's temperature and greediness."""
     heat, greedy = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([False, False, True])
     logits, uniforms = drawn(12, 40), torch.linspace(0.01, 0.99, 12).double()
-    once = sample_and_score(logits, heat, uniforms, None, greedy)
+    law = TokenDistribution(logits, heat, greedy=greedy)
+    once = law.sample(uniforms)
     monkeypatch.setattr(distribution, "_ENTRIES", 5 * 40)
-    for whole, part in zip(
-        once, sample_and_score(logits, heat, uniforms, None, greedy), strict=True
-    ):
+    for whole, part in zip(once, law.sample(uniforms), strict=True):
         assert torch.equal(whole, part)
 
 
@@ -106,7 +96,7 @@ LARGE[:, :300] = LARGE[:, -300:] = -INF
 
 
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.25, 0.5, LARGEST])
-@pytest.mark.parametrize("log_p", [torch.tensor(SPARSE).log(), log_probs(LARGE, torch.ones(1))])
+@pytest.mark.parametrize("log_p", [torch.tensor(SPARSE).log(), LARGE.log_softmax(-1)])
 def test_sample_never_draws_a_token_of_probability_zero(log_p: Tensor, uniform: float) -> None:
     tokens = sample(log_p, torch.full((len(log_p),), uniform, dtype=torch.float64))
     assert (token_log_probs(log_p, tokens) > -INF).all()
@@ -198,11 +188,11 @@ def test_draws_follow_the_filtered_law() -> None:
     asked = rules(0.8, top_k=20, top_p=0.9)
     law, expected = filtered(logits, asked), sorted_law(logits, asked)
     u = torch.rand(5000, generator=generator, dtype=torch.float64)
-    tokens, log_p = law.sample(TORCH, u)
+    tokens, log_p = law.sample(u)
     assert torch.equal(tokens, sample(expected, u))
     assert torch.allclose(log_p, expected.gather(1, tokens.unsqueeze(1)).squeeze(1), atol=1e-5)
     assert len(tokens.unique()) > 5
-    assert torch.allclose(law.score(TORCH, tokens), log_p)
+    assert torch.allclose(law.score(tokens), log_p)
 
 
 # --- Masks
@@ -219,20 +209,19 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     assert torch.allclose(log_mass.exp(), mass, atol=1e-6)
     assert log_mass[3] == 0.0 and log_mass[2] == -INF
     law = TokenDistribution(left, heat, log_mass=log_mass)
-    assert torch.allclose(law.log_probs(TORCH)[:2].exp(), (p * allowed / mass.unsqueeze(1))[:2])
-    assert torch.allclose(law.log_probs(TORCH)[2].exp(), p[2]), "something can be drawn"
-    scores = law.score(TORCH, torch.tensor([1, 1, 1, 1])).exp()
+    assert torch.allclose(law.log_probs()[:2].exp(), (p * allowed / mass.unsqueeze(1))[:2])
+    assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
+    scores = law.score(torch.tensor([1, 1, 1, 1])).exp()
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
-    assert torch.equal(law.at(torch.tensor([2, 0])).log_masses(), log_mass[[2, 0]])
 
 
 def test_a_power_raises_the_mass_too() -> None:
     logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
     left, log_mass = restrict(logits, torch.tensor([[True, True, False]]), torch.ones(1))
     law = TokenDistribution(left, torch.ones(1), log_mass=log_mass)
-    raised, log_sum = law.to_power(TORCH, torch.tensor([2.0]))
+    raised, log_sum = law.to_power(torch.tensor([2.0]))
     assert log_sum.exp().item() == pytest.approx(0.13)
-    assert raised.log_probs(TORCH).exp()[0].tolist() == pytest.approx([4 / 13, 9 / 13, 0.0])
+    assert raised.log_probs().exp()[0].tolist() == pytest.approx([4 / 13, 9 / 13, 0.0])
 
 
 # --- N-gram matches

@@ -18,11 +18,13 @@ from sglang_smc.ops.check_inputs import Inputs, Sizes
 from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.tools.command import doctor
 
 SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
-# The reference of `row_sums` returns nothing that could be changed.
-OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "row_sums"})
+OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "distribution"})
+METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
+METHODS |= {name: name for name in ("keep_tokens", "log_probs", "log_sums")}
 IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
 MODELS = ("particle_attention", "latent_attention", "gated_delta")
 ALONE: Any = Mock(all_gather_object=lambda one: [one])
@@ -67,7 +69,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_operation_has_one_check() -> None:
     """And every kernel of models: red where one is added without."""
     fields = [field for name, one in CHECKS.items() for field in one.fields if name not in MODELS]
-    assert sorted(fields) == sorted(set(Ops._fields) - {"kind"})
+    assert sorted(set(fields)) == sorted(set(Ops._fields) - {"kind"})
+    assert fields.count("distribution") == len(METHODS)
     folder = Path(sglang_smc.__file__).parent / "kernels" / "attention"
     files = {path.stem for path in folder.glob("*.py")} - {"spans", "work"}
     assert files == {"particle_attention", "latent", "gated_delta"}
@@ -77,7 +80,7 @@ def test_every_operation_has_one_check() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_reference_agrees_with_itself_and_a_check_blames_nobody_else(name: str) -> None:
     own = {"kind", *CHECKS[name].fields}
-    others = set() if name in MODELS else set(Ops._fields) - own
+    others = set() if name in MODELS else set(Ops._fields) - own - {"distribution"}
     broken: Any = dict.fromkeys(others, Mock(side_effect=AssertionError(name)))
     assert failing(TORCH._replace(**broken), name) == []
 
@@ -86,6 +89,15 @@ def test_a_reference_agrees_with_itself_and_a_check_blames_nobody_else(name: str
 def test_a_lie_is_found(name: str) -> None:
     of = "walk" if name in CHECKS["walk"].fields else name
     assert failing(TORCH._replace(**{name: lying(name)}), of) == [of]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_distribution_that_lies_is_found(name: str) -> None:
+    method, true = METHODS[name], getattr(TokenDistribution, METHODS[name])
+    lies: Any = lambda *args: lie(true(*args))  # noqa: E731
+    how = {method: staticmethod(lies) if name == "keep_tokens" else lies}
+    lying = type("Lying", (TokenDistribution,), how)
+    assert failing(TORCH._replace(distribution=lying), name) == [name]
 
 
 @pytest.mark.parametrize("method", ["reserve", "descend", "commit"])
@@ -110,9 +122,10 @@ def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_operations_that_raise_or_deviate_fall_back_alone(caplog: pytest.LogCaptureFixture) -> None:
+    off = {"log_probs": lambda law: TokenDistribution.log_probs(law) + 0.5}
     kernels = TORCH._replace(
         narrow=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")),
-        log_probs=lambda *a, **k: TORCH.log_probs(*a, **k) + 0.5,
+        distribution=type("Off", (TokenDistribution,), off),
         keep=lambda *a: TORCH.keep(*a),
     )
     with caplog.at_level(logging.ERROR):

@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc import upstream
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state.logprobs import logprob_distribution, score
 from sglang_smc.state.population import LogprobTable, LogprobWidths, TailLogprobs
 
@@ -52,9 +52,9 @@ def test_they_are_those_of_sglangs_speculative_workers(
     tokens = torch.randint(VOCAB, (2, 4), generator=generator)
     tokens[0, 1] = 5
     temperatures = [0.7, 1.3]
-    law = logprob_distribution(logits, torch.tensor(temperatures))
+    law = logprob_distribution(TokenDistribution, logits, torch.tensor(temperatures))
     rows, ids = torch.arange(8).view(2, 1, 4), torch.tensor([[0, 7]] * 2)
-    found = score(TORCH, law, tokens.unsqueeze(1), rows, ids, 3)
+    found = score(law, tokens.unsqueeze(1), rows, ids, 3)
     expected = stock(logits, tokens, temperatures)
     torch.testing.assert_close(found.own[:, 0], expected.next_token_logprobs)
     tops = torch.stack(expected.next_token_top_logprobs_val)
@@ -71,8 +71,9 @@ def test_tokens_outside_a_grammar_have_no_mass() -> None:
     """As SGLang's sampler sees them behind its mask; where none is left they stay as they are."""
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
     allowed[0, 0, [3, 5]] = True
-    law = logprob_distribution(torch.zeros(1, 2, VOCAB), torch.tensor([0.5]), allowed)
-    log_p = law.log_probs(TORCH).exp()
+    logits, heat = torch.zeros(1, 2, VOCAB), torch.tensor([0.5])
+    law = logprob_distribution(TokenDistribution, logits, heat, allowed)
+    log_p = law.log_probs().exp()
     assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
     assert log_p[0].sum().item() == pytest.approx(1.0)
     assert log_p[1].tolist() == pytest.approx([1 / VOCAB] * VOCAB)

@@ -11,7 +11,6 @@ from populations import population_of
 from toy_corpus import ToyTrie, Tree, answer
 
 from sglang_smc import upstream
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import NONE, Corpus, Matches, as_trees, open_corpus
@@ -142,7 +141,7 @@ def mixed(
     trees = [torch.from_numpy(one).expand(size, -1) for one in as_trees(np.array(tokens), mask, 6)]
     matches = Matches(trees[0], trees[1], torch.zeros(size).long(), torch.tensor(weights), alone)
     draft = TokenDistribution(torch.tensor(logits), torch.ones(size), **more)
-    return pytest.approx(matches.mixed(TORCH, draft).log_probs(TORCH).exp().numpy(), abs=1e-5)
+    return pytest.approx(matches.mixed(draft).log_probs().exp().numpy(), abs=1e-5)
 
 
 def test_a_forbidden_token_gets_no_mass() -> None:
@@ -150,7 +149,7 @@ def test_a_forbidden_token_gets_no_mass() -> None:
     found = mixed({2: {}}, [0.5, 0.5], [[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
     assert found == np.array([[0.5, 0.5, 0.0], [1 / 6, 1 / 6, 2 / 3]])
     filters = torch.ones(1), torch.tensor([2]), torch.ones(1), torch.zeros(1)
-    kept = TORCH.keep_tokens(torch.tensor([[2.0, 1.0, 0.0]]), *filters)
+    kept = TokenDistribution.keep_tokens(torch.tensor([[2.0, 1.0, 0.0]]), *filters)
     q = 1 / (1 + math.e)
     assert mixed({2: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept) == np.array([[1 - q, q, 0.0]])
     found = mixed({1: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept)

@@ -145,10 +145,9 @@ def resize(
             for n, a in enumerate(drawn)
         ]
         ancestors.append(drawn)
-        sizes.append([now])
-    if same:
-        return found.descend(torch.tensor(ancestors))
-    return found.resize(torch.tensor(ancestors), torch.arange(N) < torch.tensor(sizes))
+        sizes.append(now)
+    descended = found.descend(torch.tensor(ancestors))
+    return descended if same else descended.resize(torch.tensor(sizes))
 
 
 ACTIONS: dict[str, Any] = {

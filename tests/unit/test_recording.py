@@ -59,7 +59,7 @@ def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
     kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2, adaptive=True), LOGPROBS)
     rungs = [budget for budget, _ in kinds.most_used]
     assert rungs == [(2, 2), (2, 1), (1, 2), (1, 1), OFF]
-    assert all(shape.kinds.filtered for _, shape in kinds.most_used)
+    assert all(shape.filtered for _, shape in kinds.most_used)
     assert kinds.any[0] == Budget(2, 2)
     assert not any(kinds.any[1].lacks(shape) for _, shape in kinds.most_used)
 
@@ -81,7 +81,7 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
             asked = trees[-1].shape._replace(budget=budget, num_particles=n, num_steps=k)
             assert found.find(asked) is next(one for one in trees if one.shape.num_particles >= n)
         assert found.find(graphs[0].shape) is graphs[0]
-        assert graphs[0].shape.kinds.greedy and not graphs[0].shape.branches
+        assert graphs[0].shape.greedy and not graphs[0].shape.branches
 
 
 def shape(**change: Any) -> RoundShape:
@@ -102,12 +102,11 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     plain, chat, edited, edited_chat, anything = graphs
     greedy = [RoundGraphs(play, shape, play, [1]) for _, shape in kinds.greedy]
     found = Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
-    filtered = shape().kinds._replace(filtered=True)
     assert found.find(shape()) is plain
-    assert found.find(shape(kinds=filtered)) is chat
+    assert found.find(shape(filtered=True)) is chat
     for asked in ({"edits": True}, {"logprobs": LOGPROBS}, {"edits": True, "logprobs": LOGPROBS}):
         assert found.find(shape(**asked)) is edited
-        assert found.find(shape(**asked, kinds=filtered)) is edited_chat
+        assert found.find(shape(**asked, filtered=True)) is edited_chat
     assert found.find(shape(walks=True)) is anything
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records

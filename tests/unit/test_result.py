@@ -21,7 +21,7 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
-from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
+from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
 from sglang_smc.rules.registry import close_token
 from sglang_smc.state.metrics import Counters, Monitor, zero_counters
 from sglang_smc.state.population import Emitted, Population, TailLogprobs
@@ -31,6 +31,7 @@ from sglang_smc.state.request import (
     as_particle,
     find_state,
     has_open_token,
+    particles_of,
     publish,
     shared_ids,
 )
@@ -402,7 +403,7 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     of_groups = torch.arange(2)
     outcome = Outcome(
         *(number, *[of_groups] * 6, None),
-        particles=Particles.of(whole, whole),
+        particles=shown_particles(whole, whole),
         logprobs=Emitted(tails, number[:, 0]),
     )
     first = outcome.first(1)
@@ -417,11 +418,11 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
 def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
     """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
     whole, req = population(), BookedRequest([8, 4])
-    found = Particles.of(whole, whole).of_group(0, req) or []  # type: ignore[arg-type]
+    found = particles_of(req, shown_particles(whole, whole), 0) or []  # type: ignore[arg-type]
     assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
     assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
     assert [particle["log_weight"] for particle in found] == pytest.approx([3.0, 3 + math.log(3)])
-    assert Particles.of(whole, whole).of_group(1, req) is None, "it goes on"  # type: ignore[arg-type]
+    assert particles_of(req, whole, 1) is None, "it goes on"  # type: ignore[arg-type]
 
 
 def test_only_who_asked_is_given_the_particles() -> None:
@@ -430,7 +431,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
     reqs.insert(1, BookedRequest())
     whole = population([[3, 2, 0], [4, 4, 4]])
     three = Population(*(column[[0, 0, 0]] for column in whole[:-2]))
-    shown, first = Particles.of(three, three), torch.tensor([2, 2, 2])
+    shown, first = shown_particles(three, three), torch.tensor([2, 2, 2])
     resolve(reqs, [1, 1, 1], [1, 1, 1], particles=shown, first_tokens=first)
     told = [[one["output_ids"] for one in req.smc_state.particles or ()] for req in reqs]
     assert told == [[[8, 4, 5, 6], [8, 4, 7]], [], [[8, 3, 5, 6], [8, 2, 7]]]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from laws import sorted_law
+from laws import SamplingRules, sorted_law
 from table_entries import entry
 
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.play import still_open
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
-from sglang_smc.state.settings import RequestTable, Settings, TableEntry, filter_kinds, stop_tokens
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.state import settings
+from sglang_smc.state.settings import RequestTable, Settings, TableEntry, stop_tokens
 
 VOCAB = 6
 
@@ -111,14 +111,14 @@ def test_stop_tokens_come_from_request_model_and_tokenizer(
 
 DRAFTS = RequestConfig(draft_temperature=0.5)
 KINDS = {
-    "plain": ([spec(1, temperature=0.5), spec(2)], FilterKinds(False, False)),
-    "greedy": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True)),
-    "all": ([spec(1, top_p=0.7), spec(2, top_k=1), spec(3)], FilterKinds(True, True)),
+    "plain": ([spec(1, temperature=0.5), spec(2)], (False, False)),
+    "greedy": ([spec(1, top_k=1), spec(2)], (False, True)),
+    "all": ([spec(1, top_p=0.7), spec(2, top_k=1), spec(3)], (True, True)),
     "two drafts": (
         [spec(1, temperature=2.0, config=DRAFTS), spec(2, temperature=0.5, top_k=2)],
-        FilterKinds(True, False),
+        (True, False),
     ),
-    "least": ([spec(1, temperature=2.0, min_p=0.5), spec(2)], FilterKinds(True, False)),
+    "least": ([spec(1, temperature=2.0, min_p=0.5), spec(2)], (True, False)),
 }
 
 
@@ -126,28 +126,31 @@ KINDS = {
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: bool) -> None:
     """And the logits stay as they are: the draft's may be a buffer that is used again."""
-    specs, kinds = KINDS[name]
+    specs, (some_filter, some_greedy) = KINDS[name]
     logits = torch.randn(len(specs), 3, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
-    before, rules = logits.clone(), settings_of(*specs).sampling_rules(draft=draft)
+    before, of = logits.clone(), settings_of(*specs)
+    temperature = of.draft_temperature if draft else of.temperature
+    rules = SamplingRules(temperature, *of.filters, of.greedy)
     expected = sorted_law(logits, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
-    found = TokenDistribution.of(TORCH, logits, rules, kinds).log_probs(TORCH)
+    greedy, filters = of.greedy if some_greedy else None, of.filters if some_filter else None
+    found = TokenDistribution.of(logits, temperature, greedy, filters).log_probs()
     assert torch.allclose(found, expected.flatten(0, 1), atol=1e-6)
     assert torch.equal(logits, before)
     own = [one.config.draft_temperature for one in specs]
     shared = [one.params.temperature for one in specs]
     wanted = [a if draft and a is not None else b for a, b in zip(own, shared, strict=True)]
-    assert rules.temperature.tolist() == pytest.approx(wanted)
+    assert temperature.tolist() == pytest.approx(wanted)
 
 
 def test_kinds_are_those_of_the_requests() -> None:
-    def kinds(*asked: dict[str, Any]) -> FilterKinds:
+    def kinds(*asked: dict[str, Any]) -> tuple[bool, bool]:
         neutral = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
         params = [SimpleNamespace(**{**neutral, **one}) for one in ({}, *asked)]
         reqs: Any = [SimpleNamespace(sampling_params=p, vocab_size=VOCAB) for p in params]
-        return filter_kinds(reqs)
+        return any(map(settings.uses_filters, reqs)), any(map(settings.is_greedy, reqs))
 
-    assert kinds() == FilterKinds(filtered=False, greedy=False)
-    assert kinds({"top_k": 1, "top_p": 0.5}) == FilterKinds(filtered=False, greedy=True)
+    assert kinds() == (False, False)
+    assert kinds({"top_k": 1, "top_p": 0.5}) == (False, True)
     for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert kinds(filters) == FilterKinds(filtered=True, greedy=False)
+        assert kinds(filters) == (True, False)

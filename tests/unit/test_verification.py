@@ -13,7 +13,7 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.trees import branch
-from sglang_smc.smc.verification import OFFSETS, Kept, Verified, draw_block, keep, selection_rule
+from sglang_smc.smc.verification import OFFSETS, Kept, Verified, keep, selection_rule
 from sglang_smc.smc.weighing import covered_columns
 
 VOCAB = 4
@@ -67,16 +67,14 @@ def test_one_chain_at_once_is_the_walk(spread: float) -> None:
     p = TokenDistribution.of_log_probs(logits.log_softmax(-1).flatten(0, 1))
     q = [TokenDistribution.of_log_probs(of.log_softmax(-1)) for of in others.unbind(1)[:-1]]
     numbers = torch.rand(2, size, num_steps, generator=generator, dtype=torch.float64)
-    drawn = [
-        law.sample(TORCH, number)[0] for law, number in zip(q, numbers[0].unbind(1), strict=True)
-    ]
+    drawn = [law.sample(u)[0] for law, u in zip(q, numbers[0].unbind(1), strict=True)]
     tokens = torch.stack(drawn, 1).unsqueeze(1)
     ends = torch.rand(tokens.shape, generator=generator) < 0.1
     columns = torch.arange(size) % num_steps + 1
-    given = TORCH, tokens, ends, p, q, numbers[1].unsqueeze(1)
+    given = tokens, ends, p, q, numbers[1].unsqueeze(1)
     found, wanted = (
         verification.verify_one(*given, columns),
-        verification.verify(*given, num_steps=columns),
+        verification.verify(TORCH, *given, num_steps=columns),
     )
     for name in ("num_columns", "winner", "rejects"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -249,7 +247,7 @@ def law_of_bins(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) ->
     walk = verification.begin_walk(chains, torch.full((size,), num_siblings), 1)._replace(
         chance=mass
     )
-    return verification._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log()).law
+    return verification._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log())[3]
 
 
 @pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])
@@ -331,14 +329,20 @@ def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> 
     assert (everything > p + 0.05).any(), "the test could not tell them apart"
 
 
+NONE = torch.zeros(1, dtype=torch.int64)
+NOTHING = Verified(NONE, NONE, NONE == 0, NONE, torch.ones(1, 3))
+
+
 @pytest.mark.parametrize(("uniform", "winner"), [(0.0, 0), (math.nextafter(1.0, 0.0), 1)])
 def test_an_absent_chain_is_not_drawn_whatever_stands_in_its_place(
     uniform: float, winner: int
 ) -> None:
     gained, c, coin, place = of_group([[0.0], [0.0], [50.0]], 1.0, 0.5, uniform)
     open_, present = torch.ones(1, 3, 1).bool(), torch.tensor([[True, True, False]])
-    found = draw_block(gained, open_, present, torch.tensor([1]), c, coin, place)
-    assert tuple(map(float, found)) == pytest.approx((1, 1, winner, 2.0))
+    scores = torch.cat([gained, gained], 2), torch.zeros(1, 3, 1)
+    found = keep(NOTHING, *scores, open_, ~open_, present, NONE + 1, c, coin, place)
+    of_block = found.by_block, found.num_columns, found.winner, found.ess
+    assert tuple(map(float, of_block)) == pytest.approx((1, 1, winner, 2.0))
 
 
 def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
@@ -395,11 +399,10 @@ def test_what_reaches_further_is_kept(
 def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:
     """Weights of an exact round say nothing of its output, so all particles count."""
     (values,) = of_group([[math.log(3.0)], [0.0]])
-    one = torch.ones(1, dtype=torch.int64)
-    nothing = Verified(0 * one, 0 * one, one.bool(), 0 * one, torch.ones(1, 3))
+    one = NONE + 1
     flags = torch.ones(1, 2, 1, dtype=torch.bool)
     scores = torch.cat([values, values], 2), torch.zeros(1, 2, 1)
     of_chains = flags, ~flags, flags[:, :, 0], one
     for threshold, ess in ((1.0, 16 / 10), (math.inf, 2.0)):
         numbers = threshold * one.double(), 0.5 * one.double(), 0.5 * one.double()
-        assert keep(nothing, *scores, *of_chains, *numbers).ess.item() == pytest.approx(ess)
+        assert keep(NOTHING, *scores, *of_chains, *numbers).ess.item() == pytest.approx(ess)

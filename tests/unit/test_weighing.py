@@ -47,7 +47,7 @@ def definition(
     threshold: float,
     coin: float,
 ) -> tuple[int, list[float], float, bool, bool]:
-    """One group's `BlockCut`; ``columns`` hold an increment for each particle."""
+    """How one group is cut; ``columns`` hold an increment for each particle."""
     running = [start]
     for column in columns:
         added = [w + step for w, step in zip(running[-1], column, strict=True)]
@@ -85,24 +85,23 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     power = choices(generator, [0.5, 1.0, 2.0], G).double()
     log_q = choices(generator, [-1.0, -2.0], G, N, K).double()
     log_p = ((increments + log_q) / power.view(-1, 1, 1)).where(before_end, math.nan)
-    rules = weighing.WeightRules(
-        num_steps,
-        ess_threshold=choices(generator, [0.0, 0.5, 0.9, 1.0], G).double(),
-        resample_each_token=choices(generator, [False, True], G),
-        evidence_threshold=choices(generator, [0.0, 0.5, 1.0, INF], G).double(),
+    rules = (
+        choices(generator, [0.0, 0.5, 0.9, 1.0], G).double(),
+        choices(generator, [False, True], G),
+        choices(generator, [0.0, 0.5, 1.0, INF], G).double(),
     )
     coins = choices(generator, [0.0, 0.1, 0.3, 0.45, 0.97], G).double()
     uniforms = torch.rand(G, N, generator=generator, dtype=torch.float64)
     scheme = torch.randint(len(SCHEMES), (G,), generator=generator)
-    cut, num_kept, resampled = weighing.reweight_and_resample(
-        *(weights, log_p, log_q, before_end, power, rules, present),
+    found = weighing.reweight_and_resample(
+        *(weights, log_p, log_q, before_end, power, num_steps, *rules, present),
         *(coins, uniforms, scheme, tuple(SCHEMES)),
     )
     steps = torch.where(before_end, increments, 0.0)
     stays = torch.arange(N)
     for g in range(G):
         size = int(present[g].sum())
-        of_rules = [float(rule[g]) for rule in rules[1:]]
+        of_rules = [float(rule[g]) for rule in rules]
         stop, after, ess, resamples, dies = definition(
             weights[g, :size].tolist(),
             steps[g, :size, : num_steps[g]].t().tolist(),
@@ -111,24 +110,25 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
             of_rules[2],
             float(coins[g]),
         )
-        found = (int(cut.num_columns[g]), bool(cut.resample[g]), bool(cut.all_zero[g]))
-        assert found == (stop, resamples, dies), g
-        assert cut.log_weights[g].tolist() == pytest.approx(after + [-INF] * (N - size))
-        assert float(cut.ess[g]) == pytest.approx(ess)
-        assert num_kept[g].tolist() == kept_until[g].clamp_max(stop).where(present[g], 0).tolist()
+        how = (int(found.num_columns[g]), bool(found.resampled[g]), bool(found.all_zero[g]))
+        assert how == (stop, resamples, dies), g
+        assert found.weighed[g].tolist() == pytest.approx(after + [-INF] * (N - size))
+        assert float(found.ess[g]) == pytest.approx(ess)
+        kept = kept_until[g].clamp_max(stop).where(present[g], 0)
+        assert found.num_kept[g].tolist() == kept.tolist()
         if not resamples:
-            assert torch.equal(resampled.ancestors[g], stays)
-            assert torch.equal(resampled.log_weights[g], cut.log_weights[g])
-            assert resampled.log_evidence[g] == 0
+            assert torch.equal(found.ancestors[g], stays)
+            assert torch.equal(found.log_weights[g], found.weighed[g])
+            assert found.log_evidence[g] == 0
             continue
         alone = SCHEMES[list(SCHEMES)[scheme[g]]](
-            normalized(cut.log_weights[[g], :size]), uniforms[[g], :size], torch.tensor([size])
+            normalized(found.weighed[[g], :size]), uniforms[[g], :size], torch.tensor([size])
         )
-        assert resampled.ancestors[g].tolist() == [*alone[0].tolist(), *range(size, N)]
-        assert resampled.log_weights[g].tolist() == [0.0] * size + [-INF] * (N - size)
+        assert found.ancestors[g].tolist() == [*alone[0].tolist(), *range(size, N)]
+        assert found.log_weights[g].tolist() == [0.0] * size + [-INF] * (N - size)
         mean = log_total(after) - math.log(size)
-        assert float(resampled.log_evidence[g]) == pytest.approx(mean, abs=1e-12)
-    assert min(int(cut.resample.sum()), int(cut.all_zero.sum())) > 50
+        assert float(found.log_evidence[g]) == pytest.approx(mean, abs=1e-12)
+    assert min(int(found.resampled.sum()), int(found.all_zero.sum())) > 50
 
 
 @pytest.mark.parametrize("level", [0.0, -1e4, 745.3, 0.1])
@@ -174,11 +174,12 @@ def test_who_keeps_its_size_keeps_everything() -> None:
     weights = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64).log().expand(3, -1)
     present = torch.tensor([True, True, False]).expand(3, -1)
     uniforms = torch.full((3, 3), 0.9, dtype=torch.float64)
-    found = resize(weights, present, torch.tensor([2, 1, 3]), uniforms, "multinomial")
-    assert found.ancestors.tolist() == [[0, 1, 2], [1, 1, 2], [1, 1, 1]]
-    assert torch.equal(found.log_weights[0], weights[0])
-    assert found.log_evidence.exp().tolist() == pytest.approx([1.0, 2.0, 2.0])
-    assert found.present.tolist() == [[True, True, False], [True, False, False], [True] * 3]
+    sizes = torch.tensor([2, 1, 3])
+    ancestors, after, log_evidence = resize(weights, present, sizes, uniforms, "multinomial")
+    assert ancestors.tolist() == [[0, 1, 2], [1, 1, 2], [1, 1, 1]]
+    assert torch.equal(after[0], weights[0])
+    assert log_evidence.exp().tolist() == pytest.approx([1.0, 2.0, 2.0])
+    assert (after[1:] > -INF).tolist() == [[True, False, False], [True] * 3]
 
 
 # --- Laws of the resampling schemes
