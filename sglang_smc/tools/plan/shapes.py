@@ -336,76 +336,54 @@ def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
     return [config[key] for key in keys]
 
 
-def _nothing_more(config: Config) -> dict[str, Any]:
-    """Refuse a window on a family that is planned without one."""
+#: Architectures with grouped heads, a gated MLP of three matrices and an LM head; those with
+#: windows, by the layers of which one attends to everything where the configuration says nothing;
+#: with latents and experts; and with linear attention in all layers but one of every so many.
+DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOWED = {
+    "Gemma2ForCausalLM": 2,
+    "Gemma3ForCausalLM": 6,
+    "Cohere2ForCausalLM": 4,
+    "Olmo3ForCausalLM": 4,
+}
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+RECURRENT_EXPERTS = "Qwen3_5MoeForCausalLM"
+RECURRENT = ("Qwen3_5ForCausalLM", RECURRENT_EXPERTS)
+
+
+def _differences(name: str, config: Config) -> dict[str, Any]:
+    """Return what an architecture has beside or in place of a dense decoder's parts."""
+    if name in WINDOWED:
+        window, layers = numbers_of(config, "sliding_window", "num_hidden_layers")
+        types = config.get("layer_types")
+        patterned = layers - layers // (config.get("sliding_window_pattern") or WINDOWED[name])
+        count = types.count("sliding_attention") if types else patterned
+        return {"windowed_layers": count, "window": window}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise ValueError(
             f"The configuration limits attention to a window of {config['sliding_window']} "
             "tokens. Only attention to the whole context is planned for."
         )
-    return {}
+    found: dict[str, Any] = {}
+    experts = ("num_experts_per_tok", "moe_intermediate_size")
+    if name in LATENT:
+        sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        latents = numbers_of(config, *sizes)
+        counts = numbers_of(config, "n_routed_experts", *experts, "first_k_dense_replace")
+        found["latents"] = Latents(*latents, query_rank=config.get("q_lora_rank"))
+        found["experts"] = Experts(*counts, shared=config.get("n_shared_experts") or 0)
+    if name in RECURRENT:
+        heads = ("linear_num_key_heads", "linear_num_value_heads")
+        sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
+        layers, interval = numbers_of(config, "num_hidden_layers", "full_attention_interval")
+        found["states"] = States(layers - layers // interval, *sizes)
+    if name == RECURRENT_EXPERTS:
+        sizes = ("num_experts", *experts, "shared_expert_intermediate_size")
+        *counts, shared = numbers_of(config, *sizes)
+        found["experts"] = Experts(*counts, dense_layers=0, shared=shared / counts[-1])
+    return found
 
 
-def _latents_and_experts(config: Config) -> dict[str, Any]:
-    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    latents = Latents(*numbers_of(config, *sizes), query_rank=config.get("q_lora_rank"))
-    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    counts = numbers_of(config, *sizes, "first_k_dense_replace")
-    experts = Experts(*counts, shared=config.get("n_shared_experts") or 0)
-    return {"latents": latents, "experts": experts, **_nothing_more(config)}
-
-
-def _states_and_experts(config: Config) -> dict[str, Any]:
-    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    count, per_token, size, shared = numbers_of(config, *sizes, "shared_expert_intermediate_size")
-    experts = Experts(count, per_token, size, dense_layers=0, shared=shared / size)
-    return {"experts": experts, **_states(config)}
-
-
-def _states(config: Config) -> dict[str, Any]:
-    heads = ("linear_num_key_heads", "linear_num_value_heads")
-    sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
-    layers, interval = numbers_of(config, "num_hidden_layers", "full_attention_interval")
-    return {"states": States(layers - layers // interval, *sizes), **_nothing_more(config)}
-
-
-def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
-    """Return a reader of windows, by the layers' types or their repeating pattern.
-
-    Args:
-        full_every: layers of which one attends to everything, if the configuration sets none.
-    """
-
-    def read(config: Config) -> dict[str, Any]:
-        window, layers = numbers_of(config, "sliding_window", "num_hidden_layers")
-        types = config.get("layer_types")
-        patterned = layers - layers // (config.get("sliding_window_pattern") or full_every)
-        count = types.count("sliding_attention") if types else patterned
-        return {"windowed_layers": count, "window": window}
-
-    return read
-
-
-#: How each architecture differs from grouped heads, a gated MLP of three matrices and an LM head.
-DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-WINDOWED = {
-    "Gemma2ForCausalLM": _windows(2),
-    "Gemma3ForCausalLM": _windows(6),
-    "Cohere2ForCausalLM": _windows(4),
-    "Olmo3ForCausalLM": _windows(4),
-}
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-# Linear attention in all layers but one of every so many.
-RECURRENT = {
-    "Qwen3_5ForCausalLM": _states,
-    "Qwen3_5MoeForCausalLM": _states_and_experts,
-}
-FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
-    **dict.fromkeys(DENSE, _nothing_more),
-    **WINDOWED,
-    **dict.fromkeys(LATENT, _latents_and_experts),
-    **RECURRENT,
-}
 #: Classes with images, and the architecture of their text decoder.
 TEXT_OF_IMAGES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -422,7 +400,7 @@ def from_config(source: Source, weight_bytes: float | None = None) -> ModelShape
     ``weight_bytes`` overrides the configuration: 1 if it is quantized to 8 bits, otherwise 2, since
     SGLang serves float32 checkpoints in 16 bits as well.
 
-    Raises ValueError for anything but the `FAMILIES`, alone or below images.
+    Raises ValueError for architectures that are not listed above, alone or below images.
     """
     return _shape_of(source, BUILT_IN, {}).in_precision(weight_bytes)
 
@@ -522,7 +500,7 @@ def _parse(config: Config) -> ModelShape:
     if name in TEXT_OF_IMAGES:
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config, name = {**shared, **config["text_config"]}, TEXT_OF_IMAGES[name]
-    if name not in FAMILIES:
+    if name not in (*DENSE, *WINDOWED, *LATENT, *RECURRENT):
         raise ValueError(
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
             f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
@@ -531,10 +509,11 @@ def _parse(config: Config) -> ModelShape:
         )
     tied = config.get("tie_word_embeddings", False)
     counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
-    if FAMILIES[name] is _states_and_experts:  # no layer has a dense MLP
+    if name == RECURRENT_EXPERTS:  # no layer has a dense MLP
         config = {**config, "intermediate_size": 0}
     found = dense(config, "vocab_size", tied=tied)
-    return replace(found, mtp_layers=max(each or 0 for each in counts), **FAMILIES[name](config))
+    mtp_layers = max(each or 0 for each in counts)
+    return replace(found, mtp_layers=mtp_layers, **_differences(name, config))
 
 
 def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") -> ModelShape:
