@@ -5,7 +5,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput,
+    LoRAUpdateOutput,
+    TokenizedGenerateReqInput,
+)
 
 from sglang_smc.guard.prompt_length import check_texts
 from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
@@ -53,7 +57,8 @@ def generate_request(
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
-    presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
+    known = presets.of(server_args), manager.lora_ref_cache
+    presets.put_in_place(obj, *known, config_of(server_args))
     refusals.pack(obj)
     return routes.hand_back(original(manager, obj, request), obj, request)
 
@@ -80,6 +85,30 @@ def validate_request(
         check_logprobs(obj, vocab_size)
         check_session(obj)
     original(manager, obj, input_ids)
+
+
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter",
+    "srt/managers/tokenizer_control_mixin.py:672 (answers with success and error_message)",
+    why="SGLang knows no other names that a request may give where it names an adapter.",
+    retire_when="SGLang keeps named sampling parameters.",
+)
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter_from_tensors",
+    "srt/managers/tokenizer_control_mixin.py:745 (answers as the other)",
+    why="SGLang knows no other names that a request may give where it names an adapter.",
+    retire_when="SGLang keeps named sampling parameters.",
+)
+async def load_lora_adapter(
+    original: Callable, manager: "TokenizerManager", obj: Any, _: Any = None
+) -> Any:
+    """Answer that a new adapter has a preset's name, which requests could not tell apart."""
+    try:
+        if is_smc(manager.server_args):
+            presets.check_adapter(obj.lora_name, presets.of(manager.server_args))
+    except ValueError as error:
+        return LoRAUpdateOutput(success=False, error_message=str(error))
+    return await original(manager, obj, _)
 
 
 @PATCHES.on(

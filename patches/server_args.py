@@ -91,13 +91,31 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
 def check_with_hooks(original: Any, self: ServerArgs) -> None:
     """Install the other hooks of an SMC server in the process that launches it.
 
-    Without SMC nothing changes.
+    Adapters have been resolved by now, and may not share a name with a preset. Without SMC nothing
+    changes.
     """
     original(self)
     if is_smc(self):
+        from sglang_smc.server import presets
+
+        for adapter in upstream.resolved(self).lora_paths or ():
+            presets.check_adapter(adapter.lora_name, presets.of(self))
         hooks.install(hooks.SMC)
         if "sglang.srt.entrypoints.http_server" in sys.modules:
             hooks.install(hooks.ROUTES)
+
+
+@PATCHES.on(
+    "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+    "srt/arg_groups/lora_hook.py:240 (a list of names)",
+    why="SGLang lists the algorithms that go with LoRA adapters by name.",
+    retire_when="SGLang asks the algorithm.",
+    family=upstream.NEWER,
+)
+def check_lora_speculative_compatibility(original: Any, server_args: Arguments) -> None:
+    """Accept SMC: rounds route rows to adapters; its other conditions are among our own checks."""
+    if not is_smc(server_args):
+        original(server_args)
 
 
 def _refuse_flags_without_smc(server_args: Arguments) -> None:

@@ -18,6 +18,7 @@ from sglang import version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler_components.weight_updater import (
@@ -245,6 +246,20 @@ def refresh_tables(runner: "ModelRunner") -> None:
     """
     if IS_NEWER:
         runner.init_kv_index_translator()
+
+
+def lora_manager(runner: "ModelRunner") -> "LoRAManager | None":
+    """Return what runs a model's LoRA adapters; None without any, and in 0.5.17."""
+    return runner.lora_manager if IS_NEWER else None
+
+
+def without_lora(layer: Any) -> Any:
+    """Return the base layer of one that may have LoRA adapters."""
+    if not IS_NEWER:
+        return layer
+    from sglang.srt.lora.layers import unwrap_lora_layer
+
+    return unwrap_lora_layer(layer)
 
 
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:

@@ -105,7 +105,7 @@ class CheckpointSlots(SlotModel):
         self._tokens[slots.long()] = torch.tensor(prompt)
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         self._tokens[slots] = tokens
         places = starts.flatten().unsqueeze(1) + torch.arange(tokens.shape[2])
         texts = self.texts(locations).flatten(0, 1)
@@ -119,7 +119,7 @@ class HeadSlots(CheckpointSlots):
     anchors: torch.Tensor  # [G, N]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         self._tokens[slots] = tokens
         texts, anchors = self.texts(locations).flatten(0, 1), self.anchors.flatten()
         steps = starts.flatten() + tokens.shape[2] - 1 - anchors

@@ -52,7 +52,7 @@ class CheckedSlots(SlotModel):
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         logits = super().chain_logits(chains)
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         hashes, read = self.hashes_of(self.texts(locations)), self.slots_of(locations)
         places = starts.unsqueeze(2) + torch.arange(tokens.shape[2])
         self._hashes[slots] = hashes.gather(2, places.clamp_max(hashes.shape[2] - 1))

@@ -26,7 +26,7 @@ class ReadSlots:
         self.model, self.head = model, head
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, _, locations = chains
+        tokens, starts, _, locations = chains[:4]
         logits = self.model.chain_logits(chains)
         texts = self.model.texts(locations)
         states = torch.stack(

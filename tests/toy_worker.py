@@ -71,7 +71,7 @@ class SlotModel:
         return self.chain_logits(chains)[:, :, -1]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         self._tokens[slots] = tokens
         read = self.texts(locations)
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)

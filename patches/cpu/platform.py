@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sglang_smc import upstream
 from sglang_smc.server.hooks import Hooks
@@ -88,6 +89,34 @@ def apply_vocab_mask(
     from xgrammar import apply_token_bitmask_inplace
 
     return apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+class _Unpinned(TorchFunctionMode):
+    """Leave memory pageable where code asks for pinned memory, which needs an accelerator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        asked = kwargs or {}
+        return func(*args, **{name: asked[name] for name in asked if name != "pin_memory"})
+
+
+@PATCHES.on(
+    "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+    "srt/lora/layers.py:473 (offsets of each layer)",
+    why="SGLang's LoRA layers, and its torch backend, pin memory on every machine.",
+    retire_when="SGLang pins where it can (is_pin_memory_available).",
+)
+@PATCHES.on(
+    "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+    "srt/lora/backend/torch_backend.py:237",
+    why="SGLang's LoRA layers, and its torch backend, pin memory on every machine.",
+    retire_when="SGLang pins where it can (is_pin_memory_available).",
+)
+def without_pinned_memory(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Run SGLang's torch backend of LoRA adapters without pinned memory."""
+    with _Unpinned():
+        original(manager, *args, **kwargs)
 
 
 @PATCHES.on(

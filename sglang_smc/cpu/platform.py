@@ -84,6 +84,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang has just set its AMX backend as the default.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.lora_backend == "csgmv":  # SGLang's default, of Triton kernels
+            server_args.lora_backend = "torch_native"
         if server_args.dtype == "auto":
             server_args.dtype = default_dtype()
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:

@@ -5,6 +5,7 @@ particles with the same text up to there, so that rows of one slot have the same
 model runs each slot once.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class Chains(NamedTuple):
     # are written already.
     slots: torch.Tensor
     locations: KVLocations  # of the rest of the KV
+    adapters: Sequence[str | None] = ()  # LoRA adapter of each request, SGLang's id; (): none
 
     @classmethod
     def of_padding(

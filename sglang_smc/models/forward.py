@@ -1,6 +1,7 @@
 """Run models over particles, on SGLang's model runners."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 
@@ -45,6 +47,7 @@ class ParticleForward:
         max_columns: int,
     ) -> None:
         self._runner = runner
+        self._lora = upstream.lora_manager(runner)
         self._last_position = runner.model_config.context_len - 1
         self._is_mrope = runner.model_config.model_is_mrope
         self.attn_backend = ParticleAttention(
@@ -74,6 +77,7 @@ class ParticleForward:
         is_last = mode == ForwardMode.EXTEND
         merged = merge_rows(chains.slots, last=is_last) if self._merges else None
         batch = self._batch(mode, chains, merged)
+        self._adapt(batch, chains, merged)
         with self._attending(chains, merged):
             output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
         if merged is None:
@@ -86,6 +90,25 @@ class ParticleForward:
             hidden_states=None if states is None else states[merged.results],
         )
 
+    def _adapt(self, batch: ForwardBatch, chains: Chains, merged: MergedRows | None) -> None:
+        """Load the requests' LoRA adapters, and choose that of each row.
+
+        SGLang does it as it builds a batch of its own, and leaves it to the layers until the next.
+        """
+        if self._lora is None:
+            return
+        width = chains.tokens[0].numel()
+        adapters = list(chains.adapters) or [None] * len(chains.tokens)
+        self._lora.fetch_new_loras(set(adapters))
+        if merged is not None:  # requests have different numbers of rows
+            adapters = [adapters[row // width] for row in merged.kept.tolist()]
+            width = 1
+        of_rows = replace(batch, batch_size=len(adapters), lora_ids=adapters)
+        # The mode in which SGLang takes all requests to have as many rows, each with logits.
+        of_rows.forward_mode = ForwardMode.TARGET_VERIFY
+        of_rows.spec_info = SimpleNamespace(draft_token_num=width)
+        self._lora.prepare_lora_batch(of_rows)
+
     @contextmanager
     def _attending(self, chains: Chains, merged: MergedRows | None = None) -> "Iterator[None]":
         """Set this attention backend, planned for a forward, within the block."""
@@ -97,7 +120,7 @@ class ParticleForward:
         self, mode: ForwardMode, chains: Chains, merged: MergedRows | None = None
     ) -> ForwardBatch:
         """Return the batch for the model's layers; the attention backend uses its plan instead."""
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         num_columns = tokens.shape[2]
         first = starts.flatten()
         positions, lengths = starts.unsqueeze(2), None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
@@ -43,7 +44,7 @@ class BlockForward(ParticleForward):
         super().__init__(runner, tails, attention, max_columns)
         self._model: Any = runner.model
         self._target = target
-        self._embed = target.get_input_embeddings()
+        self._embed = upstream.without_lora(target.get_input_embeddings())
         # Some models scale embeddings outside of the embedding table.
         scales = hasattr(target, "get_dflash_noise_embedding_scale")
         self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
@@ -62,9 +63,9 @@ class BlockForward(ParticleForward):
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Map the last layer's output ``[R, H]`` to logits ``[R, V]`` with the target's LM head."""
-        target = self._target
-        ids = batch.input_ids
-        return target.logits_processor(ids, states, target.lm_head, batch).next_token_logits
+        target, ids = self._target, batch.input_ids
+        lm_head = upstream.without_lora(target.lm_head)
+        return target.logits_processor(ids, states, lm_head, batch).next_token_logits
 
     def write(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the keys and values computed from the target's hidden states.

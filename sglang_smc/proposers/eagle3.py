@@ -180,7 +180,7 @@ class EagleHead(DraftProposer):
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Run the head over chains but their first pair; see `StatesReader.read_chains`."""
-        tokens, starts, slots, locations = chains
+        tokens, starts, slots, locations = chains[:4]
         if tokens.shape[2] > 1:
             later = Chains(tokens[:, :, 1:], starts + 1, slots[:, :, 1:], locations)
             self._forward.read(later, states[:, :, :-1])
@@ -232,7 +232,8 @@ class EagleHead(DraftProposer):
         particles = self._ledger.particle_rows(rows, 1)
         if self._target.runs_again:
             locations = KVLocations(rows, lengths, particles, max_tail=1)
-            found = self._target.states_at(tokens, lengths - 1, locations)
+            adapters = [batch.reqs[i].lora_id for i in going_on]
+            found = self._target.states_at(tokens, lengths - 1, locations, adapters)
         else:
             found = self._table.before(lengths.unsqueeze(1), particles).squeeze(1)
         first = torch.nn.functional.pad(ends, (1, 0))[which]

@@ -4,6 +4,7 @@ A hidden state here is the concatenated output of some of the target's layers at
 numbers. SGLang's model classes return it for the layers that they are set to capture.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,7 +44,11 @@ class ReadTarget(ParticleForward):
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
     def states_at(
-        self, tokens: torch.Tensor, positions: torch.Tensor, locations: KVLocations
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        locations: KVLocations,
+        adapters: Sequence[str | None],
     ) -> torch.Tensor:
         """Return the hidden states ``[R, F]`` at tokens that the target has processed before.
 
@@ -51,10 +56,11 @@ class ReadTarget(ParticleForward):
             tokens, positions: ``[R]`` int64, the last committed token of each of R requests.
             locations: of these requests, with one particle each, and ``committed`` after the
                 tokens: their own keys are there.
+            adapters: see `Chains`.
         """
         shown = tokens.view(-1, 1, 1)
         nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
-        chains = Chains(shown, positions.unsqueeze(1), nowhere, locations)
+        chains = Chains(shown, positions.unsqueeze(1), nowhere, locations, adapters)
         return self._run(ForwardMode.TARGET_VERIFY, chains).hidden_states
 
 

@@ -111,12 +111,18 @@ def resolve(server_args: Arguments) -> None:
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:
     """Return whether rounds are captured with round graphs set to 'auto'."""
     wanted = server_args.cuda_graph_config.decode.backend != Backend.DISABLED
-    return wanted and _can_capture(config, server_args.device)
+    return wanted and not _has_lora(server_args) and _can_capture(config, server_args.device)
 
 
 def _can_capture(config: SMCConfig, device: str | None) -> bool:
     """Return whether rounds run Triton kernels on a GPU."""
     return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
+
+
+def _has_lora(server_args: Arguments) -> bool:
+    """Return whether the server may run adapters; SGLang settles enable_lora later."""
+    view = resolved_view(server_args)
+    return bool(view.lora_paths) if view.enable_lora is None else view.enable_lora
 
 
 def _widest_heads(server_args: Arguments) -> int | None:
@@ -173,6 +179,11 @@ def _check_kernels(config: SMCConfig, server_args: Arguments) -> None:
             f"--speculative-smc-round-graph is 'on' with --device {server_args.device} and "
             f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
             "rounds of Triton kernels on a GPU can be captured. Leave it out."
+        )
+    if config.round_graph == "on" and _has_lora(server_args):
+        raise ValueError(
+            "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "
+            "since the adapters of a batch are not part of what is captured. Leave it out."
         )
 
 

@@ -2,7 +2,7 @@
 
 Proxies and some routes pass on the fields of their own schema, which lack `custom_params`; all of
 them pass on the model's name. SGLang parses `model:name` as a model and a LoRA adapter, and puts
-the adapter's name into `lora_path`. SMC has no adapters, so the name is a preset's.
+the adapter's name into `lora_path`. The name may be a preset's there, and no name is both.
 
 An operator declares presets with `--speculative-smc-presets`; they are validated when the server
 starts. A request's own keys override those of its preset; both are validated together.
@@ -10,7 +10,7 @@ starts. A request's own keys override those of its preset; both are validated to
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,29 +71,44 @@ def named_by(model: str | None, served: str) -> str | None:
     return None if tag in ("", _NO_TAG) else tag
 
 
-def find(name: Any, presets: Presets) -> dict[str, Any]:
-    """Return the settings of a preset.
+def check_adapter(name: str, presets: Presets) -> None:
+    """Raise ValueError for a LoRA adapter with the name of a preset."""
+    if name in presets:
+        raise ValueError(
+            f"A LoRA adapter and a preset ({FLAG}) are both named {name!r}, and a request names "
+            "either in the same place. Name one of them otherwise."
+        )
+
+
+def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, Any] | None:
+    """Return the settings of a preset; None for an adapter.
 
     Raises:
-        ValueError: listing the presets, for an unknown one.
+        ValueError: listing both, for another name.
     """
-    if isinstance(name, str) and name in presets:
-        return presets[name]
+    if isinstance(name, str) and (name in presets or name in adapters):
+        return presets.get(name)
     there = ", ".join(map(repr, presets)) or f"none, until the server is started with {FLAG}"
+    loaded = ", ".join(map(repr, adapters)) or "none, until it is started with --enable-lora"
     raise ValueError(
-        f"The preset {name!r} (lora_path, or what follows the model's name and a colon) is "
-        f"unknown; presets of this server: {there}. SMC runs no LoRA adapters."
+        f"The name {name!r} (lora_path, or what follows the model's name and a colon) is "
+        f"unknown; presets of this server: {there}; LoRA adapters: {loaded}."
     )
 
 
-def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfig) -> None:
+def put_in_place(
+    request: "GenerateReqInput", presets: Presets, adapters: Collection[str], server: SMCConfig
+) -> None:
     """Merge the presets that a request's ``lora_path`` names into its sampling parameters.
 
-    ``lora_path`` is a name, or a list of a name or None for each prompt, and is None afterwards.
+    ``lora_path`` is a name, or a list of a name or None for each prompt, and has the names of
+    ``adapters`` alone afterwards.
 
     Raises:
         ValueError: if a name is unknown, or a preset and the request's own keys conflict.
     """
+    if request.lora_id is not None:  # SGLang would hand it on, to a scheduler that may lack it
+        raise ValueError(f"lora_id is {request.lora_id!r:.100}; send a name, as lora_path.")
     names, params = request.lora_path, request.sampling_params
     if not names:
         return
@@ -102,19 +117,22 @@ def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfi
         each_name = names if isinstance(names, list) else [names] * size
         each = params if isinstance(params, list) else [params] * size
         pairs = zip(each, each_name, strict=True)
-        request.sampling_params = [_with(one, name, presets, server) for one, name in pairs]
-    else:
-        request.sampling_params = _with(params, names, presets, server)
-    request.lora_path = None
+        found = {name: find(name, presets, adapters) for name in each_name if name}
+        request.sampling_params = [_with(one, name, found.get(name), server) for one, name in pairs]
+        left = [name if name in adapters else None for name in each_name]
+        request.lora_path = left if any(left) else None
+    elif (settings := find(names, presets, adapters)) is not None:
+        request.sampling_params = _with(params, names, settings, server)
+        request.lora_path = None
 
 
-def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) -> dict[str, Any]:
+def _with(params: Any, name: str, preset: Any, server: SMCConfig) -> dict[str, Any]:
     """Return sampling parameters with a preset merged in; the caller's are not modified."""
     params = params or {}
-    if not name:
+    if preset is None:
         return params
     custom = params.get("custom_params") or {}
-    settings = {"smc": {**find(name, presets), **chosen_keys(custom)}}
+    settings = {"smc": {**preset, **chosen_keys(custom)}}
     request_config(server, settings, where=f"The preset {name!r} together with {CUSTOM_PARAMS}")
     return {**params, "custom_params": {**custom, **settings}}
 

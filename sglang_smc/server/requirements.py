@@ -11,7 +11,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_smc.options.server import SETTINGS, flag_of, integers, one_of
-from sglang_smc.upstream import HAS_NGRAM_CACHE, release
+from sglang_smc.upstream import HAS_NGRAM_CACHE, IS_NEWER, release
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -28,7 +28,8 @@ class Requirement(NamedTuple):
 
 _SHARED_KV = "particles share and exchange KV slot by slot, on one rank"
 _ONE_PROCESS = "draft and target run in one process, one stage"
-_NO_ADAPTERS = "the draft model has no adapters"
+_NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
+_NO_WAIT = "a round loads the adapters of its requests, and waits for none"
 _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_REJECTION = "SMC weighs the draft's tokens, it rejects none"
 _OWN_ADAPTIVE = "it adapts K alone; SMC's own is --speculative-smc-adaptive"
@@ -112,8 +113,6 @@ _MODES = (
     Requirement("language_only", (False,), _TEXT_ONLY),
     Requirement("enable_multimodal", (None, False), _TEXT_ONLY),
     Requirement("dllm_algorithm", (None,), "a diffusion model has no next token to draft"),
-    Requirement("enable_lora", (None, False), _NO_ADAPTERS),
-    Requirement("lora_paths", (None, []), _NO_ADAPTERS),
     Requirement("enable_mis", (False,), "the draft reads no prompts of several items"),
     Requirement("enable_watermark", (False,), "particles are drawn by samplers that leave no mark"),
     Requirement("enable_mixed_chunk", (False,), "prefill and rounds are separate batches"),
@@ -197,7 +196,18 @@ _NGRAM = (
     Requirement("speculative_ngram_capacity", (10_000_000,), _MATCHES),
 )
 
-REQUIREMENTS = (*_PARALLELISM, *_MEMORY, *_MODES, *_OWN_WAYS, *_OTHER_ALGORITHMS, *_NGRAM)
+if IS_NEWER:
+    _LORA = (Requirement("enable_lora_overlap_loading", (None, False), _NO_WAIT),)
+else:
+    _LORA = (
+        Requirement("enable_lora", (None, False), _NO_ADAPTERS),
+        Requirement("lora_paths", (None, []), _NO_ADAPTERS),
+    )
+
+REQUIREMENTS = (
+    *(*_PARALLELISM, *_MEMORY, *_MODES, *_LORA),
+    *(*_OWN_WAYS, *_OTHER_ALGORITHMS, *_NGRAM),
+)
 
 
 def unmet(server_args: "ServerArgs") -> list[str]:

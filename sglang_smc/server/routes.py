@@ -91,7 +91,8 @@ async def problem_of(
     name = presets.named_by(model, manager.served_model_name)
     try:
         check_conversation(body, manager)
-        settings = presets.find(name, presets.of(manager.server_args)) if name else {}
+        known = presets.of(manager.server_args), manager.lora_ref_cache
+        settings = (presets.find(name, *known) if name else None) or {}
     except ValueError as error:
         return str(error)
     shown_keys = [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
