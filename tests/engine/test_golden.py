@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkpoint_rounds import CheckpointRounds, check
+from adapters import make_adapter, merge
+from checkpoint_rounds import Answer, CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, Draft, MTPDraft, add_mtp_layer, make_head
 from model_families import make_family
 from tiny_models import make_tiny_model, smc_arguments
@@ -65,6 +66,7 @@ class Case(NamedTuple):
     arguments: dict[str, Any] = {}  # noqa: RUF012
     retracts: bool = True  # requests, now and then
     num_particles: int = 4
+    adapters: tuple[str, ...] = ()  # of LoRA, between which requests take turns, and none
 
 
 HEADS = (EAGLE3, HOT, DFLASH)
@@ -79,6 +81,7 @@ CASES = {
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in HEADS},
+    "adapters": Case("llama", EAGLE3, {"max_loras_per_batch": 3}, adapters=("a", "b")),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
     "an MTP layer beside recurrent states": Case("qwen3_5_text", MTP, RECURRENT, num_particles=6),
@@ -113,6 +116,18 @@ def make(path: Path, family: str, seed: int, target: str = "") -> str:
         return make_tiny_model(path, padding=3, seed=seed, layers=4)
     changes = {"num_hidden_layers": 4} if family == "llama" else {}
     return make_family(path, family, seed=seed, **changes)
+
+
+def generate(
+    own: dict[str | None, CheckpointRounds], prompts: list[Any], params: list[Any], names: list[Any]
+) -> list[Answer]:
+    """Answer each request by the rounds over its own model: no batch changes a text."""
+    found: dict[int, Answer] = {}
+    for name, rounds in own.items():
+        mine = [i for i, its in enumerate(names) if its == name]
+        answers = rounds.generate([prompts[i] for i in mine], [params[i] for i in mine])
+        found |= zip(mine, answers, strict=True)
+    return [found[i] for i in range(len(prompts))]
 
 
 def requests(
@@ -165,28 +180,42 @@ def test_answers_are_those_of_rounds_over_transformers(
         known = {"drafts_all": False}
     if case.draft == DFLASH:  # the law here has as many masks as the server's K
         asked = [each for each in ASKED if "num_steps" not in each[0]]
-    law: Any = draft
-    if case.draft in HEADS:
-        law = Draft(case.draft, target, draft, NUM_STEPS)
-    elif case.draft == MTP:
-        law, draft = MTPDraft(target, NUM_STEPS), None
     attention = case.arguments.get("kv_cache_dtype", "eager")
-    own = CheckpointRounds(
-        target, law, settings | known, 2 * len(asked + NEXT), attention=attention
-    )
-    last = own.vocab_size - 1
-    running = engine(**smc_arguments(target, draft, **settings, **ROOM, **case.arguments))
+    targets: dict[str | None, str] = {None: target}
+    paths = {
+        name: make_adapter(tmp_path / name, target, rank=2 + rank, seed=rank)
+        for rank, name in enumerate(case.adapters)
+    }
+    targets |= {name: merge(tmp_path / f"{name}+", target, path) for name, path in paths.items()}
+
+    def rounds(target: str) -> CheckpointRounds:
+        law: Any = draft
+        if case.draft in HEADS:
+            law = Draft(case.draft, target, draft, NUM_STEPS)
+        elif case.draft == MTP:
+            law = MTPDraft(target, NUM_STEPS)
+        sizes = settings | known, 2 * len(asked + NEXT)
+        return CheckpointRounds(target, law, *sizes, attention=attention)
+
+    own = {name: rounds(target) for name, target in targets.items()}
+    last = own[None].vocab_size - 1
+    arguments = case.arguments | ({"lora_paths": paths} if paths else {})
+    given = None if case.draft == MTP else draft
+    running = engine(**smc_arguments(target, given, **settings, **ROOM, **arguments))
     prompts, params = requests(asked, last)
-    expected = own.generate(prompts, params)
-    answers = running.generate(input_ids=prompts, sampling_params=params)
+    # Each prompt with each adapter: the cache must tell them apart.
+    names = [[*targets][i // len(LENGTHS) % len(targets)] for i in range(len(prompts))]
+    expected = generate(own, prompts, params, names)
+    answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names)
     compared, first = check(answers, expected), answers
     # Next turns, behind what the cache keeps of the first; half of them are read anew, for scores.
     turns = zip(prompts, expected, strict=True)
     prompts = [[*prompt, *answer.output_ids, last] for prompt, answer in turns][: 2 * len(NEXT)]
     _, params = requests(NEXT, last)
-    expected = own.generate(prompts, params)
+    names = [[*targets][i % len(targets)] for i in range(len(prompts))]  # some are others now
+    expected = generate(own, prompts, params, names)
     scored = {"return_logprob": True, "logprob_start_len": [0, -1] * len(NEXT)}
-    answers = running.generate(input_ids=prompts, sampling_params=params, **scored)
+    answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
     compared += check(answers, expected)
     for asking, answer, wanted in zip(params, answers, expected, strict=True):
         if asking["temperature"] == 0:  # there is nothing to draw anew
@@ -196,4 +225,5 @@ def test_answers_are_those_of_rounds_over_transformers(
     assert any(info["num_retractions"] for info in infos) == case.retracts
     if not case.arguments.get("disable_radix_cache"):
         assert any(info["cached_tokens"] for info in infos)
-    own.check_owned()
+    for each in own.values():
+        each.check_owned()
