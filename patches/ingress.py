@@ -87,28 +87,30 @@ def validate_request(
     original(manager, obj, input_ids)
 
 
+_ONE_NAME: dict[str, Any] = {
+    "why": "SGLang knows no other names that a request may give where it names an adapter.",
+    "retire_when": "SGLang keeps named sampling parameters.",
+}
+
+
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter",
     "srt/managers/tokenizer_control_mixin.py:672 (answers with success and error_message)",
-    why="SGLang knows no other names that a request may give where it names an adapter.",
-    retire_when="SGLang keeps named sampling parameters.",
+    **_ONE_NAME,
 )
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter_from_tensors",
     "srt/managers/tokenizer_control_mixin.py:745 (answers as the other)",
-    why="SGLang knows no other names that a request may give where it names an adapter.",
-    retire_when="SGLang keeps named sampling parameters.",
+    **_ONE_NAME,
 )
 async def load_lora_adapter(
-    original: Callable, manager: "TokenizerManager", obj: Any, _: Any = None
+    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
 ) -> Any:
-    """Answer that a new adapter has a preset's name, which requests could not tell apart."""
-    try:
-        if is_smc(manager.server_args):
-            presets.check_adapter(obj.lora_name, presets.of(manager.server_args))
-    except ValueError as error:
-        return LoRAUpdateOutput(success=False, error_message=str(error))
-    return await original(manager, obj, _)
+    """Refuse a new adapter with the name of a preset."""
+    if is_smc(manager.server_args) and obj.lora_name in presets.of(manager.server_args):
+        told = presets.same_name(obj.lora_name)
+        return LoRAUpdateOutput(success=False, error_message=told)
+    return await original(manager, obj, request)
 
 
 @PATCHES.on(

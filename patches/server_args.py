@@ -91,15 +91,19 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
 def check_with_hooks(original: Any, self: ServerArgs) -> None:
     """Install the other hooks of an SMC server in the process that launches it.
 
-    Adapters have been resolved by now, and may not share a name with a preset. Without SMC nothing
-    changes.
+    Without SMC nothing changes.
+
+    Raises:
+        ValueError: for an adapter, resolved by now, with the name of a preset.
     """
     original(self)
     if is_smc(self):
         from sglang_smc.server import presets
 
-        for adapter in upstream.resolved(self).lora_paths or ():
-            presets.check_adapter(adapter.lora_name, presets.of(self))
+        view = upstream.resolved(self)
+        for adapter in view.lora_paths if view.enable_lora else ():
+            if adapter.lora_name in presets.of(self):
+                raise ValueError(presets.same_name(adapter.lora_name))
         hooks.install(hooks.SMC)
         if "sglang.srt.entrypoints.http_server" in sys.modules:
             hooks.install(hooks.ROUTES)

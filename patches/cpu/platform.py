@@ -101,17 +101,21 @@ class _Unpinned(TorchFunctionMode):
         return func(*args, **{name: asked[name] for name in asked if name != "pin_memory"})
 
 
+_PINS: dict[str, Any] = {
+    "why": "SGLang's LoRA layers, and its torch backend, pin memory on every machine.",
+    "retire_when": "SGLang pins where it can (is_pin_memory_available).",
+}
+
+
 @PATCHES.on(
     "sglang.srt.lora.lora_manager.LoRAManager.__init__",
     "srt/lora/layers.py:473 (offsets of each layer)",
-    why="SGLang's LoRA layers, and its torch backend, pin memory on every machine.",
-    retire_when="SGLang pins where it can (is_pin_memory_available).",
+    **_PINS,
 )
 @PATCHES.on(
     "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
     "srt/lora/backend/torch_backend.py:237",
-    why="SGLang's LoRA layers, and its torch backend, pin memory on every machine.",
-    retire_when="SGLang pins where it can (is_pin_memory_available).",
+    **_PINS,
 )
 def without_pinned_memory(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's torch backend of LoRA adapters without pinned memory."""

@@ -252,8 +252,7 @@ class Steps:
         read = torch.where(drafts.before_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
-        adapters = [req.lora_id for req in batch.reqs]
-        logits = self.target.chain_logits(Chains(chain, *where, adapters))
+        logits = self.target.chain_logits(Chains(chain, *where, [r.lora_id for r in batch.reqs]))
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)

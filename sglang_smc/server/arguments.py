@@ -173,17 +173,17 @@ def _check_support(config: SMCConfig, server_args: Arguments) -> None:
 
 def _check_kernels(config: SMCConfig, server_args: Arguments) -> None:
     """Raise ValueError for kernels that do not run on this device, or cannot be captured."""
+    if config.round_graph == "on" and _has_lora(server_args):
+        raise ValueError(
+            "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "
+            "since the adapters of a batch are not part of what is captured. Leave it out."
+        )
     can_capture = _can_capture(config, server_args.device)
     if config.round_graph == "on" and not can_capture:
         raise ValueError(
             f"--speculative-smc-round-graph is 'on' with --device {server_args.device} and "
             f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
             "rounds of Triton kernels on a GPU can be captured. Leave it out."
-        )
-    if config.round_graph == "on" and _has_lora(server_args):
-        raise ValueError(
-            "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "
-            "since the adapters of a batch are not part of what is captured. Leave it out."
         )
 
 

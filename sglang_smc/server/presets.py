@@ -71,13 +71,12 @@ def named_by(model: str | None, served: str) -> str | None:
     return None if tag in ("", _NO_TAG) else tag
 
 
-def check_adapter(name: str, presets: Presets) -> None:
-    """Raise ValueError for a LoRA adapter with the name of a preset."""
-    if name in presets:
-        raise ValueError(
-            f"A LoRA adapter and a preset ({FLAG}) are both named {name!r}, and a request names "
-            "either in the same place. Name one of them otherwise."
-        )
+def same_name(name: str) -> str:
+    """Return the error for a LoRA adapter with the name of a preset."""
+    return (
+        f"A LoRA adapter and a preset ({FLAG}) are both named {name!r}, and a request names "
+        "either in the same place. Rename one of them."
+    )
 
 
 def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, Any] | None:

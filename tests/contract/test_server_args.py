@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,8 +147,12 @@ def test_rounds_are_captured_where_they_can_be(
     server_args: Any = SimpleNamespace(
         device=device,
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs)),
+        enable_lora=None,
+        lora_paths=None,
     )
     assert arguments._captures(SMCConfig(kernels=kernels), server_args) is captures
+    server_args.lora_paths = ["a=/adapter"]
+    assert not arguments._captures(SMCConfig(kernels=kernels), server_args)
 
 
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
@@ -192,6 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
+    ({"speculative_smc_round_graph": "on", "enable_lora": True}, "is 'on' with LoRA adapters"),
 ]
 #: Environment variables likewise: no plugins would be loaded; SGLang would reserve 1.7 GB for
 #: graphs that are measured, and there are none.
@@ -209,6 +215,16 @@ def test_a_server_does_not_start(smc: dict, given: dict[str, Any], said: str) ->
     os.environ.update({name: value for name, value in given.items() if name.isupper()})
     with pytest.raises(ValueError, match=said):
         resolve(**smc | {name: value for name, value in given.items() if name.islower()})
+
+
+@pytest.mark.skipif(not upstream.IS_NEWER, reason="0.5.17 runs no adapters")
+def test_an_adapter_starts_unless_it_has_the_name_of_a_preset(smc: dict) -> None:
+    for name in ("a", "b"):
+        named = {"lora_paths": [f"{name}=/adapter"], "speculative_smc_presets": '{"a": {}}'}
+        args = resolve(**smc, **named)
+        refused = pytest.raises(ValueError, match=r"preset .* both named 'a'")
+        with refused if name == "a" else nullcontext():
+            args.check_server_args()
 
 
 @pytest.mark.parametrize(("draft", "kept"), [("draft", True), ("eagle3", False), ("dflash", False)])

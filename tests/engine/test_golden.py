@@ -217,6 +217,15 @@ def test_answers_are_those_of_rounds_over_transformers(
     scored = {"return_logprob": True, "logprob_start_len": [0, -1] * len(NEXT)}
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
     compared += check(answers, expected)
+    if paths:  # one adapter leaves and comes back under another name, beyond what fits a batch
+        assert running.unload_lora_adapter("b").success
+        for name in ("c", "d"):
+            assert running.load_lora_adapter(name, paths["b"]).success
+        others = [name if name != "b" else "cd"[i % 2] for i, name in enumerate(names)]
+        asked_of = {"input_ids": prompts, "sampling_params": params}
+        compared += check(running.generate(**asked_of, lora_path=others), expected)
+        with pytest.raises(ValueError, match=r"'e' .* presets of this server: none.*'a', .*'d'"):
+            running.generate("t3", lora_path="e")
     for asking, answer, wanted in zip(params, answers, expected, strict=True):
         if asking["temperature"] == 0:  # there is nothing to draw anew
             assert answer["output_ids"] == wanted.output_ids

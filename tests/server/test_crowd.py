@@ -93,3 +93,5 @@ def test_a_preset_is_what_its_settings_are(server: Server, crowd: Answers) -> No
     assert_same(found, [*wanted, wanted[0]])
     one = server.post("/generate", **body, lora_path="choice-2").json()
     assert one["meta_info"]["spec_smc_num_particles"] == 3
+    told = server.post("/load_lora_adapter", lora_name="choice-2", lora_path="/adapter").json()
+    assert "a preset (--speculative-smc-presets) are both named 'choice-2'" in told["error_message"]

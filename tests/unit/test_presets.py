@@ -14,6 +14,7 @@ from sglang_smc.server import presets, routes
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 KNOWN = {"exact": {"mode": "exact"}, "two": {"num_particles": 2}}
+ADAPTERS = ["sql", "poems"]
 
 
 def arguments(given: Any, **settings: Any) -> SimpleNamespace:
@@ -24,7 +25,7 @@ def arguments(given: Any, **settings: Any) -> SimpleNamespace:
 
 def settled(lora_path: Any, params: Any, prompts: Any = "a") -> GenerateReqInput:
     request = GenerateReqInput(text=prompts, sampling_params=params, lora_path=lora_path)
-    presets.put_in_place(request, KNOWN, SERVER)
+    presets.put_in_place(request, KNOWN, ADAPTERS, SERVER)
     return request
 
 
@@ -84,7 +85,17 @@ def test_each_prompt_of_a_batch_may_have_its_own() -> None:
         assert settled(without, {"n": 2}).sampling_params == {"n": 2}
 
 
-UNKNOWN = "unknown; presets of this server: 'exact', 'two'"
+def test_adapters_are_left_to_sglang_beside_presets() -> None:
+    own = {"temperature": 0.5, "custom_params": {"smc": {"num_particles": 3}}}
+    alone = settled("sql", own)
+    assert (alone.lora_path, alone.sampling_params) == ("sql", own)
+    batch = settled(["sql", "two", None, "poems"], {}, ["a"] * 4)
+    assert batch.lora_path == ["sql", None, None, "poems"]
+    assert batch.sampling_params == [{}, {"custom_params": {"smc": KNOWN["two"]}}, {}, {}]
+    assert settled(["exact", None], {}, ["a", "b"]).lora_path is None
+
+
+UNKNOWN = "unknown; presets of this server: 'exact', 'two'; LoRA adapters: 'sql', 'poems'"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,10 @@ def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any,
     with pytest.raises(ValueError, match=told):
         settled(name, {"custom_params": {"smc": smc}})
     with pytest.raises(ValueError, match=f"none, until the server is started with {presets.FLAG}"):
-        presets.find(name, {})
+        presets.find(name, {}, ())
+    request = GenerateReqInput(text="a", lora_id="nobody's")
+    with pytest.raises(ValueError, match='lora_id is "nobody\'s"; send a name, as lora_path'):
+        presets.put_in_place(request, KNOWN, ADAPTERS, SERVER)
 
 
 @pytest.mark.parametrize(
