@@ -79,6 +79,8 @@ def resolve(server_args: Arguments) -> None:
     assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"
+    if _has_lora(server_args):
+        logger.info("Rounds are not recorded: no graph captures the LoRA adapters of a batch.")
     graphs.decode.backend = Backend.DISABLED
     if graphs.prefill.backend != Backend.DISABLED and reads_states(resolved_view(server_args)):
         graphs.prefill.backend = Backend.DISABLED
