@@ -103,7 +103,7 @@ class ParticleForward:
         if merged is not None:  # requests have different numbers of rows
             adapters = [adapters[row // width] for row in merged.kept.tolist()]
             width = 1
-        of_rows = replace(batch, batch_size=len(adapters), lora_ids=adapters)
+        of_rows: Any = replace(batch, batch_size=len(adapters), lora_ids=adapters)
         # The mode in which SGLang takes all requests to have as many rows, each with logits.
         of_rows.forward_mode = ForwardMode.TARGET_VERIFY
         of_rows.spec_info = SimpleNamespace(draft_token_num=width)

@@ -117,17 +117,18 @@ def put_in_place(
         each = params if isinstance(params, list) else [params] * size
         pairs = zip(each, each_name, strict=True)
         found = {name: find(name, presets, adapters) for name in each_name if name}
-        request.sampling_params = [_with(one, name, found.get(name), server) for one, name in pairs]
+        request.sampling_params = [_with(one, name, found, server) for one, name in pairs]
         left = [name if name in adapters else None for name in each_name]
         request.lora_path = left if any(left) else None
-    elif (settings := find(names, presets, adapters)) is not None:
-        request.sampling_params = _with(params, names, settings, server)
-        request.lora_path = None
+        return
+    found = {names: find(names, presets, adapters)}
+    request.sampling_params = _with(params, names, found, server)
+    request.lora_path = names if names in adapters else None
 
 
-def _with(params: Any, name: str, preset: Any, server: SMCConfig) -> dict[str, Any]:
+def _with(params: Any, name: str | None, found: Any, server: SMCConfig) -> dict[str, Any]:
     """Return sampling parameters with a preset merged in; the caller's are not modified."""
-    params = params or {}
+    params, preset = params or {}, found.get(name)
     if preset is None:
         return params
     custom = params.get("custom_params") or {}
