@@ -27,8 +27,13 @@ PLATFORM = {
     "sglang_smc.cpu.platform",
     "sglang_smc.cpu.threads",
 }
-# Where algorithms are registered; SGLang imports both itself once one is selected.
-REGISTRY = {"sglang.srt.speculative.spec_info", "sglang.srt.speculative.spec_registry"}
+# Where algorithms are registered, and where one is refused beside adapters; SGLang imports them
+# itself once one is selected.
+REGISTRY = {
+    "sglang.srt.speculative.spec_info",
+    "sglang.srt.speculative.spec_registry",
+    "sglang.srt.arg_groups.lora_hook",
+}
 
 
 def test_a_cold_process_loads_plugins_before_flags_and_nothing_heavy(model_path: str) -> None:

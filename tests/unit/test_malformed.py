@@ -143,7 +143,7 @@ def test_what_would_fail_later_is_refused_by_name(fields: dict[str, Any], messag
 )
 def test_refusals_show_text_in_escapes(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as refused:
-        presets.find(fields.pop("preset", "a"), {"a": {}})
+        presets.find(fields.pop("preset", "a"), {"a": {}}, ())
         check(**fields)
         request_config(SMCConfig(), fields["sampling_params"].get("custom_params"))
         raise AssertionError("not refused")
