@@ -232,6 +232,7 @@ def runner_of(
         token_to_kv_pool=pool,
         dtype=dtype,
         spec_algorithm=None,
+        lora_manager=None,
         model_config=SimpleNamespace(
             context_len=context_len,
             model_is_mrope=False,

@@ -46,7 +46,12 @@ def make_args(monkeypatch):
     def make(**changes):
         absent = ("page_size", "max_total_tokens", "mem_fraction_static", "speculative_algorithm")
         given = {"device": "cpu", "attention_backend": "intel_amx", "dtype": "auto"}
-        given |= {"enable_torch_compile": False, "tp_size": 1, "dp_size": 1}
+        given |= {
+            "enable_torch_compile": False,
+            "tp_size": 1,
+            "dp_size": 1,
+            "lora_backend": "csgmv",
+        }
         args: Any = SimpleNamespace(**{**dict.fromkeys(absent), **given, **changes})
         PlainCpuPlatform().apply_server_args_defaults(args)
         return args
@@ -62,9 +67,9 @@ def test_bfloat16_where_the_processor_multiplies_it(make_args, monkeypatch, mult
 
 def test_defaults_leave_what_the_user_chose(make_args):
     args = make_args()
-    assert args.attention_backend == "torch_native"
+    assert args.attention_backend == args.lora_backend == "torch_native"
     assert args.max_total_tokens and args.mem_fraction_static
-    chosen = {"attention_backend": "flex_attention", "dtype": "bfloat16"}
+    chosen = {"attention_backend": "flex_attention", "dtype": "bfloat16", "lora_backend": "triton"}
     chosen["mem_fraction_static"] = 0.2  # asks for a cache sized by memory
     args = make_args(**chosen)
     assert {name: getattr(args, name) for name in chosen} == chosen
