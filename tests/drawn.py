@@ -20,7 +20,7 @@ def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
     """
     each = {name: st.sampled_from(c) if isinstance(c, list) else c for name, c in choices.items()}
     cases = st.builds(SimpleNamespace, **each, seed=st.integers(0, 2**16))
-    same = settings(max_examples=count, deadline=None, derandomize=True, database=None)
+    same = settings(max_examples=count)
     return lambda test: same(given(c=cases)(test))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from programs import printed
 
+from sglang_smc.upstream import IS_NEWER
+
 pytestmark = pytest.mark.slow
 
 PLUGIN = {
@@ -32,8 +34,9 @@ PLATFORM = {
 REGISTRY = {
     "sglang.srt.speculative.spec_info",
     "sglang.srt.speculative.spec_registry",
-    "sglang.srt.arg_groups.lora_hook",
 }
+if IS_NEWER:
+    REGISTRY.add("sglang.srt.arg_groups.lora_hook")
 
 
 def test_a_cold_process_loads_plugins_before_flags_and_nothing_heavy(model_path: str) -> None:

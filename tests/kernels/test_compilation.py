@@ -1,7 +1,7 @@
 """What the interpreter runs must compile, too; its Python knows no types and no barriers.
 
-And it must fit: no register may spill, and where a launch counts on two programs at a time on each
-multiprocessor, two must find room.
+And it must fit: no register of attention may spill, and where a launch counts on two programs at a
+time on each multiprocessor, two must find room.
 """
 
 import json
@@ -43,6 +43,8 @@ GPUS = {
     100: Multiprocessor(228 << 10, 2, tensor_columns=512),
     120: Multiprocessor(100 << 10, 1),
 }
+#: Bytes of stack a thread, outside of attention: an address that ptxas stores to run more programs.
+MOST_STACK = 8
 # The most common, and of attention the newest, whose programs have the least shared memory.
 BY_DEFAULT = {90: "90", 120: "-120"}
 
@@ -64,7 +66,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_kernels_compile_spill_no_register_fit_and_run_side_by_side(
+def test_kernels_compile_fit_and_run_side_by_side(
     capability: int, compiled: list[dict[str, Any]]
 ) -> None:
     found = [kernel for kernel in compiled if kernel["capability"] == capability]
@@ -76,9 +78,10 @@ def test_kernels_compile_spill_no_register_fit_and_run_side_by_side(
         sources = (ROOT / "kernels").rglob("*.py")
         assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
     most = CHIPS[capability].shared
-    assert [kernel for kernel in found if kernel["stack"] or kernel["shared"] > most] == []
+    assert [one for one in found if one["stack"] > MOST_STACK or one["shared"] > most] == []
     attention = [one for one in found if one["kernel"].endswith("._attend_spans")]
     in_half = [one for one in attention if one["dtype"] != "float32"]
     assert in_half
+    assert [kernel for kernel in attention if kernel["stack"]] == []
     on = GPUS[capability]
     assert [kernel for kernel in in_half if on.programs(kernel) < on.attends] == []

@@ -32,7 +32,7 @@ def ends_at(pattern: Pattern, text: str) -> int | None:
     return None
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@settings(max_examples=600)
 @given(flags=st.sampled_from(FLAGS), source=patterns(ATOMS + BORDERS, REPEATS), text=texts)
 def test_a_match_is_found_where_re_finds_it(flags: str, source: str, text: str) -> None:
     """Red for a border, a class or a repetition that means something else than to `re`."""
@@ -82,7 +82,7 @@ def check_steps(source: str) -> None:
         pattern.read(START, "ab")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(nests)
 @example("(a?){256}")
 @example(r"(a\b" + r"\B\b" * 60 + "){256}")

@@ -98,7 +98,7 @@ def test_the_best_budget(
     assert Policy(TOP, roofline(free=free, draft=draft)).best(batch_size, widest) == best
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15)
 @given(
     st.one_of(
         st.builds(roofline, st.integers(1, 2000), draft=st.floats(0.001, 2.0)),

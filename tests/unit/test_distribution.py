@@ -128,7 +128,7 @@ asked_of = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(asked=asked_of, forbidden=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 2**16))
 def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
     asked: tuple[float, int, float, float], forbidden: float, seed: int

@@ -30,7 +30,7 @@ configs = st.builds(
     num_steps=st.integers(1, 20),
     max_lag=st.none() | st.integers(1, 300),
 )
-quick = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=200)
 
 
 @quick

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_smc.smc.prefixes import common_tail, narrow
 
 INF = math.inf
-quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=150)
 BEFORE = 9  # the token before all tails
 FIELDS = "ancestors", "log_weights", "log_mean", "drops"
 

@@ -95,7 +95,7 @@ def check(case: dict[str, Any], chains: torch.Tensor, first: int, num_columns: i
         torch.testing.assert_close(found[g, n, c], wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rounds())
 def test_each_column_counts_what_its_own_particle_has_before_it(case: dict[str, Any]) -> None:
     """Of a verification, and of a step of drafting."""
@@ -104,7 +104,7 @@ def test_each_column_counts_what_its_own_particle_has_before_it(case: dict[str, 
     check(case, chains, chains.shape[2], 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(params=PARAMS, output_ids=TOKENS)
 def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
     params: dict[str, Any], output_ids: list[int]

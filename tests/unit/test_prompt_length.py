@@ -54,7 +54,7 @@ KNOWN = (BYTES, pieces(), NFC)
 texts = st.text(max_size=40) | st.text(alphabet="a e\u0301\u0323\n1", max_size=80)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(KNOWN), texts)
 def test_no_text_that_fits_is_refused(tokenizer: Any, text: str) -> None:
     """Red where a token may stand for more characters than it is taken for."""

@@ -269,7 +269,7 @@ ATOMS = ("a", "b", "ab", "[ab]", ".", "(a)", "(a|ab)", "(?:ab|a)", "[^a]+", "a*?
 REPEATS = ("", "*", "+", "?", "*?", "{2}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(source=patterns(ATOMS, REPEATS, "("), text=st.text(alphabet="aAbcé \n", max_size=10))
 def test_the_answer_is_in_the_last_of_all_matches_in_turn(source: str, text: str) -> None:
     """Red for groups of an earlier match, a start within a match, and flags that leak."""

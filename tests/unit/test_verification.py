@@ -111,7 +111,7 @@ def expected_output(
     return put_out + found.found.residuals[0]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30)
 @given(
     num_siblings=st.integers(1, 3),
     chance=st.sampled_from([1.0, 0.9, 0.3, 1e-3]),

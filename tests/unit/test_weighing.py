@@ -240,7 +240,7 @@ uniform = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_weights_give_valid_ancestors_with_weight(data: st.DataObject) -> None:
     values = data.draw(st.lists(log_weight, min_size=1, max_size=12))

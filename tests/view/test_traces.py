@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toy_grammar import Letters, runners
 from toy_traces import DYING, a_trace, serve
@@ -20,7 +20,6 @@ from sglang_smc.tools.view.finding import BY_PARTICLE, checked
 from sglang_smc.tools.view.genealogy import Genealogy, genealogy, lineage
 from sglang_smc.tools.view.page import page_of
 
-CASES = settings(deadline=None, derandomize=True)
 LETTERS = {"runners": runners(letters=Letters())}
 SCORED = {"potentials": [{"name": "letters", "when": "round"}]}
 BUDGETS = {"budgets": (Budget(5, 4), Budget(2, 2), Budget(4, 3))}
@@ -153,7 +152,6 @@ def test_a_broken_trace_is_refused_where_it_is_read(trace: dict[str, Any]) -> No
 HOSTILE = (None, True, -1, 4, 10**30, 1.5, "", "x", [], [0], [9, 9], [[]], {}, {"a": []})
 
 
-@CASES
 @given(st.data())
 def test_any_value_in_any_place_is_drawn_or_refused(data: st.DataObject) -> None:
     """Red where a value that is put into the record comes to another error than ValueError."""
