@@ -4,21 +4,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.smc.prefixes import common_tail
 from sglang_smc.state.population import Population
-
-
-def texts_of(
-    tokens: torch.Tensor, last_emitted: torch.Tensor, before: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``[G, N, 2 + T]`` from tails ``[G, N, T]`` and the tokens that stand before them."""
-    before = torch.zeros_like(last_emitted) if before is None else before
-    return torch.cat([before.unsqueeze(2), last_emitted.unsqueeze(2), tokens], dim=2)
-
-
-def shared(population: Population) -> torch.Tensor:
-    """Tail tokens that all particles of each group share, ``[G]``."""
-    return common_tail(population.texts[:, :, 1:], population.lengths, population.present)
 
 
 def population_of(
@@ -44,8 +30,9 @@ def population_of(
         for particle, tail in enumerate(of_group):
             tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
     per_particle, per_group = torch.zeros_like(lengths), torch.zeros_like(lengths[:, 0])
+    before = torch.tensor(last_emitted) if last_emitted else per_particle
     begun = {
-        "texts": texts_of(tokens, torch.tensor(last_emitted) if last_emitted else per_particle),
+        "texts": torch.cat([per_particle.unsqueeze(2), before.unsqueeze(2), tokens], dim=2),
         "lengths": lengths,
         "ended": per_particle.bool(),
         "log_weights": per_particle.double(),

@@ -215,15 +215,6 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
 
 
-def test_a_power_raises_the_mass_too() -> None:
-    logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
-    left, log_mass = restrict(logits, torch.tensor([[True, True, False]]), torch.ones(1))
-    law = TokenDistribution(left, torch.ones(1), log_mass=log_mass)
-    raised, log_sum = law.to_power(torch.tensor([2.0]))
-    assert log_sum.exp().item() == pytest.approx(0.13)
-    assert raised.log_probs().exp()[0].tolist() == pytest.approx([4 / 13, 9 / 13, 0.0])
-
-
 # --- N-gram matches
 
 

@@ -4,15 +4,11 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sglang_smc.smc.prefixes import common_tail, narrow
+from sglang_smc.smc.prefixes import narrow
 
 INF = math.inf
-quick = settings(max_examples=150)
 BEFORE = 9  # the token before all tails
 FIELDS = "ancestors", "log_weights", "log_mean", "drops"
 
@@ -39,20 +35,6 @@ def of_group(
         torch.full((size,), other.get("heaviest", False)),
     )
     return SimpleNamespace(**dict(zip(FIELDS, found, strict=True)))
-
-
-def test_prefixes_are_drawn_by_weight_and_each_particle_keeps_its_own_in_expectation() -> None:
-    """Over evenly spread uniforms, so to one of them: what makes it proper."""
-    tails, shares = [[1, 2], [1, 3], [4, 2], [5, 5], [1, 2]], [0.1, 0.2, 0.6, 0.0, 0.1]
-    uniforms = [(place + 0.5) / 1000 for place in range(1000)]
-    logs = [math.log(share) + 5 if share else -INF for share in shares]
-    found = of_group(tails, logs, 1, uniforms)
-    first = torch.tensor(tails)[found.ancestors[:, 0], 0]
-    assert torch.bincount(first, minlength=6).tolist() == [0, 400, 0, 0, 600, 0]
-    for particle, share in enumerate(shares):
-        mine = found.ancestors == particle
-        carried = torch.where(mine, (found.log_weights - 5).exp(), 0.0).sum(1)
-        assert carried.mean() == pytest.approx(share, abs=2 / 1000)
 
 
 def test_free_places_are_filled_by_splitting_the_heaviest() -> None:
@@ -92,38 +74,3 @@ def test_a_group_whose_particles_have_all_died_is_left_dead() -> None:
     found = of_group([[1], [2]], [-INF, -INF], 1, [0.3])
     assert found.log_weights.tolist() == [[-INF, -INF]]
     assert found.log_mean.tolist() == [-INF]
-
-
-@st.composite
-def populations(draw: st.DrawFn) -> dict[str, Any]:
-    num_particles = draw(st.integers(1, 6))
-    lists = st.lists(st.integers(0, 1), max_size=5)
-    weights = st.floats(-20, 20) | st.just(-INF)
-    return {
-        "tails": draw(st.lists(lists, min_size=num_particles, max_size=num_particles)),
-        "log_weights": [0.0, *draw(st.lists(weights, min_size=5, max_size=5))][:num_particles],
-        "count": draw(st.integers(0, 6)),
-        "of_uniforms": [draw(st.floats(0, 1, exclude_max=True))],
-    }
-
-
-@quick
-@given(populations())
-def test_nothing_else_changes(given: dict[str, Any]) -> None:
-    """The total weight stays, who stays stays in place, and what was asked for is shared."""
-    found, count = of_group(**given), given["count"]
-    before = torch.tensor([given["log_weights"]], dtype=torch.float64)
-    assert torch.allclose(found.log_weights.logsumexp(1), before.logsumexp(1))
-    assert torch.allclose(found.log_mean, before.logsumexp(1) - math.log(len(given["log_weights"])))
-    ancestors = found.ancestors[0].tolist()
-    assert found.drops.item() == any(a != n for n, a in enumerate(ancestors))
-    assert [ancestors[a] for a in ancestors] == ancestors
-    tails = [given["tails"][a] for a in ancestors]
-    assert all(tail[:count] == tails[0][:count] for tail in tails)
-    if not count:
-        assert found.log_weights.tolist() == before.tolist()
-    lengths = torch.tensor([[len(tail) for tail in tails]])
-    width = max(map(len, tails)) + 1
-    texts = torch.tensor([[[BEFORE, *tail, *[7] * (width - len(tail))] for tail in tails]])
-    shared = common_tail(texts, lengths, torch.ones_like(lengths, dtype=torch.bool))
-    assert shared.item() >= min(count, int(lengths.min()))

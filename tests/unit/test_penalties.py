@@ -1,14 +1,11 @@
 """Each row of logits is changed as SGLang would for the text that the row follows."""
 
-import itertools
 from array import array
 from typing import Any
 
 import pytest
 import torch
-from edit_cases import EditedRequests, begin_rules, make_req, rules_of, stock_edit
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from edit_cases import EditedRequests, begin_rules, make_req, rules_of
 from populations import population_of
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import (
@@ -18,102 +15,10 @@ from sglang.srt.sampling.custom_logit_processor import (
 
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.registry import has_rules
-from sglang_smc.smc.edits import Edits, count_tokens, edit_logits
+from sglang_smc.smc.edits import edit_logits
 from sglang_smc.state.edits import has_edits
 
 VOCAB, STOPS = 6, frozenset({0, 4})
-TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=7)
-PARAMS = st.fixed_dictionaries(
-    {},
-    optional={
-        "frequency_penalty": st.sampled_from([-2.0, 0.3, 1.5]),
-        "presence_penalty": st.sampled_from([-0.7, 0.4, 2.0]),
-        "repetition_penalty": st.sampled_from([0.5, 1.3, 2.0]),
-        "logit_bias": st.dictionaries(
-            st.integers(0, VOCAB - 1).map(str), st.sampled_from([-100.0, 0.5, 3.0]), max_size=3
-        ),
-        "min_new_tokens": st.integers(1, 12),
-    },
-)
-
-
-@st.composite
-def rounds(draw: Any) -> dict[str, Any]:
-    size, num_particles, num_drafted = (draw(st.integers(*of)) for of in ((1, 3), (1, 3), (0, 3)))
-    token = st.integers(0, VOCAB - 1)
-
-    def each(inner: Any, length: int) -> Any:
-        return st.lists(inner, min_size=length, max_size=length)
-
-    return {
-        "params": draw(each(PARAMS, size)),
-        "emitted": [[*draw(TOKENS), draw(token)] for _ in range(size)],
-        "num_before_prefill": draw(st.integers(0, 8)),
-        "tails": draw(each(each(TOKENS, num_particles), size)),
-        "chains": draw(each(each(each(token, num_drafted), num_particles), size)),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
-def begun(case: dict[str, Any]) -> EditedRequests:
-    """The requests, after a prefill behind part of their texts, and rounds that emit the rest."""
-    emitted = case["emitted"]
-    starts = [min(case["num_before_prefill"], len(text) - 1) for text in emitted]
-    reqs = [
-        make_req(text[:start], **params)
-        for text, start, params in zip(emitted, starts, case["params"], strict=True)
-    ]
-    of_case = EditedRequests(reqs, VOCAB, STOPS)
-    texts = [text[start:] for text, start in zip(emitted, starts, strict=True)]
-    for first, last in ((0, 2), (2, 2), (2, 9)):  # none, one or several tokens a round
-        emits = [text[1:][first:last] for text in texts]
-        behind = [text[: 1 + first][-1:] for text in texts]
-        # Beyond what is emitted, particles differ.
-        settled = population_of([[[*emit, 5, 5], emit] for emit in emits], [b * 2 for b in behind])
-        counts = torch.tensor([len(emit) for emit in emits])
-        columns = of_case.of_round(settled).columns
-        count_tokens(columns, of_case.rows, settled.texts[:, 0, 1:], counts)
-    return of_case
-
-
-def edits_of(case: dict[str, Any]) -> Edits:
-    num_particles = len(case["tails"][0])
-    last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
-    num_emitted = torch.tensor([len(emitted) for emitted in case["emitted"]])
-    population = population_of(case["tails"], last_emitted, num_emitted=num_emitted)
-    return begun(case).of_round(population)
-
-
-def check(case: dict[str, Any], chains: torch.Tensor, first: int, num_columns: int) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    logits = torch.randn(*chains.shape[:2], num_columns, VOCAB, generator=generator) * 3
-    found = logits.clone()
-    edit_logits(found, edits_of(case), chains, first)
-    for g, n, c in itertools.product(*map(range, logits.shape[:3])):
-        text = case["emitted"][g] + case["tails"][g][n] + case["chains"][g][n][: first + c]
-        wanted = stock_edit(logits[g, n, c], text, case["params"][g], STOPS)
-        torch.testing.assert_close(found[g, n, c], wanted)
-
-
-@settings(max_examples=60)
-@given(rounds())
-def test_each_column_counts_what_its_own_particle_has_before_it(case: dict[str, Any]) -> None:
-    """Of a verification, and of a step of drafting."""
-    chains = torch.tensor(case["chains"], dtype=torch.int64)
-    check(case, chains, 0, chains.shape[2] + 1)
-    check(case, chains, chains.shape[2], 1)
-
-
-@settings(max_examples=30)
-@given(params=PARAMS, output_ids=TOKENS)
-def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
-    params: dict[str, Any], output_ids: list[int]
-) -> None:
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    reqs = [make_req([1]), make_req(output_ids, **params)]
-    found = EditedRequests(reqs, VOCAB, STOPS).first(logits.clone())
-    assert torch.equal(found[0], logits[0])
-    torch.testing.assert_close(found[1], stock_edit(logits[1], output_ids, params, STOPS))
 
 
 def test_particles_that_differ_in_their_first_token_each_count_their_own() -> None:

@@ -142,16 +142,6 @@ def test_what_the_server_has_not_is_refused(asked: PotentialSpec, told: str) -> 
         asked.resolve({})
 
 
-def test_potentials_make_another_target() -> None:
-    """A first token of each particle's own; tokens are verified, or whole blocks are kept."""
-    plain = request_config(SMCConfig(), None)
-    assert plain.is_normalized and plain.effective_evidence_threshold == 0.5
-    asked = {"potentials": [{"name": "count"}]}
-    for more, threshold in ({}, math.inf), ({"proposal": "draft"}, 0.0):
-        found = request_config(SMCConfig(), {"smc": {**asked, **more}})
-        assert not found.is_normalized and found.effective_evidence_threshold == threshold
-
-
 # Who asks.
 
 

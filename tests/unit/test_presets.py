@@ -76,15 +76,6 @@ def test_a_presets_settings_stand_where_the_requests_would() -> None:
     assert settled("two", None).sampling_params == {"custom_params": {"smc": KNOWN["two"]}}
 
 
-def test_each_prompt_of_a_batch_may_have_its_own() -> None:
-    own = {"custom_params": {"smc": KNOWN["exact"]}}
-    for params in (None, [{}, {}]):
-        assert settled(["exact", None], params, ["a", "b"]).sampling_params == [own, {}]
-    assert settled("exact", [{}, {}], ["a", "b"]).sampling_params == [own] * 2
-    for without in (None, "", []):
-        assert settled(without, {"n": 2}).sampling_params == {"n": 2}
-
-
 def test_adapters_are_left_to_sglang_beside_presets() -> None:
     own = {"temperature": 0.5, "custom_params": {"smc": {"num_particles": 3}}}
     alone = settled("sql", own)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from populations import population_of
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
-from toy_grammar import maker
 from toy_laws import TARGET, toy
 from toy_request import ToyRequest
 
@@ -23,15 +21,13 @@ from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
 from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
 from sglang_smc.rules.registry import close_token
-from sglang_smc.state.metrics import Counters, Monitor, zero_counters
+from sglang_smc.state.metrics import Counters, Monitor
 from sglang_smc.state.population import Emitted, Population, TailLogprobs
 from sglang_smc.state.request import (
     RequestState,
     RequestStates,
     as_particle,
-    find_state,
     has_open_token,
-    particles_of,
     publish,
     shared_ids,
 )
@@ -66,17 +62,6 @@ def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
     assert other[1] == first[0] and other[0] != first[1]
     several = [make_req(seed) for seed in (*range(50), *[None] * 20)]
     assert len(set(seeds(RequestStates(SERVER, 1), *several))) == 70
-
-
-@pytest.mark.parametrize("seed", [7, None])
-def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int | None) -> None:
-    """The old ones led to the tails that were lost: drawn again they would bias the text."""
-    lives = []
-    for book in (RequestStates(SERVER, 1), RequestStates(SERVER, 1)):
-        req = make_req(seed)
-        lives.append([seeds(book, req) for req.retraction_count in range(3)])
-    assert lives[0] == lives[1]
-    assert len({seed for (seed,) in lives[0]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -117,34 +102,6 @@ def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds(
     assert asyncio.run(crowd()) == expected
 
 
-def test_what_was_counted_outlives_a_retraction() -> None:
-    book, req = RequestStates(SERVER, 1), make_req(7, smc={"num_particles": 2})
-    assert book.begin([req])[0].counters == zero_counters(2), "of its own particles"
-    req.smc_state.counters = [float(i) for i in range(len(Counters._fields))]
-    req.output_ids, req.retraction_count = [5, 6, 7], 1
-    start = book.begin([req])[0]
-    assert start.counters == req.smc_state.counters
-    assert (start.num_emitted, start.entry.stop_tokens) == (3, {1, 4})
-
-
-def test_published_totals_are_whole_in_every_slice() -> None:
-    """The streamer slices from the last sent token on; a plain list of one would be empty there.
-
-    Only finished requests of SMC publish.
-    """
-    stranger, running, req = make_req(is_finished=True), begun(), begun(is_finished=True)
-    assert find_state(stranger) is None
-    for other in (stranger, running):
-        publish(other)
-        assert "customized_info" not in other.__dict__
-    req.smc_state.counters[0] = 3.0
-    publish(req)
-    values = req.customized_info["spec_smc_rounds_ct"]
-    slices = values[0:1], values[17:], values[5:9], values[:], [values[0]], [values[-1]]
-    assert list(slices) == [[3]] * 6 and len(values) == 1
-    assert all(name.startswith("spec_smc_") for name in req.customized_info)
-
-
 def published(req: Any) -> dict[str, Any]:
     req.is_finished = True
     publish(req)
@@ -152,24 +109,6 @@ def published(req: Any) -> dict[str, Any]:
 
 
 POWERED = {"power": 2.0, "return_particles": True, "num_particles": 2}
-
-
-def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
-    """After a round the device's total holds it: added again it would stand there twice.
-
-    A plain target weighs nothing, and its sums are not read: it would wait at every prefill.
-    """
-    ends_at_once, goes_on = begun(smc=POWERED), begun(smc=POWERED)
-    for req in (ends_at_once, goes_on):
-        req.smc_state.open_token.begin(None)
-    book = RequestStates(SERVER, 1)
-    book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
-    goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75], replayed=False)
-    assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
-    assert published(goes_on)["spec_smc_log_evidence"] == -0.75
-    plain = begun()
-    book.note_first([plain], None)  # type: ignore[arg-type]
-    assert published(plain)["spec_smc_log_evidence"] == 0.0
 
 
 def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> None:
@@ -415,16 +354,6 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     assert first.particles.log_weights[0, 0] == 3.0
 
 
-def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
-    """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
-    whole, req = population(), BookedRequest([8, 4])
-    found = particles_of(req, shown_particles(whole, whole), 0) or []  # type: ignore[arg-type]
-    assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
-    assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
-    assert [particle["log_weight"] for particle in found] == pytest.approx([3.0, 3 + math.log(3)])
-    assert particles_of(req, whole, 1) is None, "it goes on"  # type: ignore[arg-type]
-
-
 def test_only_who_asked_is_given_the_particles() -> None:
     """With the text as it stood before this round, and with first tokens that one is drawn from."""
     reqs = [BookedRequest([8, 4], open_at=at, return_particles=True) for at in (None, 1)]
@@ -444,53 +373,6 @@ def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
         resolve([req, plain], first_tokens=torch.tensor([token, 5]))
         assert (req.output_ids, req.smc_state.open_token.place) == (text, place)
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
-
-
-def asking(num_top: int, ids: list[int] | None, **books: Any) -> BookedRequest:
-    req = BookedRequest([8, 4], open_at=1 if books else None)
-    req.return_logprob = True
-    req.logprob = ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **books)
-    return req
-
-
-def logprobs_of(size: int) -> dict[str, Any]:
-    """Return a round of which each log-probability is minus its token's place, 10 a request."""
-    number = -torch.arange(10.0).expand(size, -1) - 10 * torch.arange(size).unsqueeze(1)
-    top = number.unsqueeze(2).expand(-1, -1, 2)
-    tails = TailLogprobs(number, top, top.long(), number.unsqueeze(2))
-    output = LogitsProcessorOutput(next_token_logits=None)
-    return {"logits_output": output, "logprobs": Emitted(tails, torch.tensor([-0.25, -0.5]))}
-
-
-def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> None:
-    """A rectangle of as many tokens for each request, row after row, cut to what each asked for."""
-    result, _ = resolve([asking(2, None), asking(1, [7])], [1, 3], **logprobs_of(2))
-    output: Any = result.logits_output
-    assert output.next_token_logprobs.tolist() == [[0, -1, -2], [-10, -11, -12]]
-    values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
-    assert [row.tolist() for row in values] == [[0, 0], [-1, -1], [-2, -2], [-10], [-11], [-12]]
-    assert [row.tolist() for row in ids][3:] == [[-10], [-11], [-12]]
-    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
-    assert listed == [[], [], [], [-10], [-11], [-12]]
-    assert output.next_token_token_ids_logprobs_idx == [[], [], [], [7], [7], [7]]
-    silent: Any = resolve([asking(2, [7])], **logprobs_of(1))[0].logits_output
-    assert silent.next_token_logprobs.tolist() == [[]], "of a round without tokens"
-    books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
-    req, quiet = asking(0, None, **books), BookedRequest([8, 4], open_at=1)
-    resolve([req, quiet], first_tokens=torch.tensor([6, 5]), **logprobs_of(2))
-    assert req.output_ids == req.logprob.output_token_logprobs_idx == [8, 6]
-    assert req.logprob.output_token_logprobs_val == [-9.0, -0.25], "a settled token brings its own"
-    assert quiet.output_ids == [8, 5]
-
-
-def test_a_request_whose_particles_all_weigh_zero_ends_with_an_error() -> None:
-    """It emits nothing more; the requests beside it go on."""
-    stuck, other = BookedRequest(), BookedRequest()
-    stuck.grammar = maker("ab")()
-    result, live = SMCBatchResult(accept_lens=torch.tensor([2, 2])), [True, True]
-    result._end_stuck([stuck, other], live, [[-math.inf], [0.0]])  # type: ignore[list-item]
-    assert result.accept_lens.tolist() == [0, 2] and live == [False, True]
-    assert stuck.to_finish.status_code == 400 and other.to_finish is None
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])

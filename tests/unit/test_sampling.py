@@ -1,19 +1,17 @@
 """What requests asked for, as tables: their own rules, their own ends."""
 
 import itertools
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from laws import SamplingRules, sorted_law
+from populations import population_of
 from table_entries import entry
 
-from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.play import still_open
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state import settings
+from sglang_smc.state.population import ParticleTable
 from sglang_smc.state.settings import RequestTable, Settings, TableEntry, stop_tokens
 
 VOCAB = 6
@@ -57,34 +55,39 @@ def test_a_chain_is_open_up_to_its_first_end() -> None:
 def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     table = RequestTable(3, VOCAB, "cpu")
     table.write([spec(1, stop_tokens=frozenset({0, 3, 5}), ignore_eos=True, top_k=1)])
-    table.write([spec(1, stop_tokens=frozenset({4})), spec(2, seed=77)])
+    table.write([spec(1, stop_tokens=frozenset({4})), spec(2, seed=2**63 - 1)])
     found = table.gather(torch.tensor([1, 2]))
     assert found.stop_mask[0].nonzero().flatten().tolist() == [4]
     assert found.may_stop.tolist() == [True, True]
     assert found.top_k.tolist() == [1 << 30] * 2
-    assert found.seeds.tolist() == [101, 77]
+    assert found.seeds.tolist() == [101, 2**63 - 1]
 
 
-def test_the_tables_carry_what_each_request_chose() -> None:
-    """Large seeds and small fractions, too."""
-    sizes: dict[str, Any] = {"num_particles": 3, "num_steps": 2, "ess_threshold": 0.25}
-    rules: dict[str, Any] = {"resample_at": "token", "selection": "argmax", "power": 2.0}
-    small = {"temperature": 1e-3, "top_p": 1e-6, "min_p": 0.25}
-    first = spec(1, config=RequestConfig(**sizes, **rules), seed=2**63 - 1, **small)
-    found = settings_of(first, spec(3, config=RequestConfig(mode="exact")))
-    names = (
-        *sizes,
-        "resample_each_token",
-        "heaviest",
-        "power",
-        *small,
-        "weighs",
-        "evidence_threshold",
-    )
-    rows = list(zip(*(getattr(found, name).tolist() for name in names), strict=True))
-    assert rows[0] == pytest.approx((3, 2, 0.25, True, True, 2.0, 1e-3, 1e-6, 0.25, True, 0.0))
-    assert rows[1] == pytest.approx((8, 8, 0.5, False, False, 1.0, 1.0, 1.0, 0.0, False, math.inf))
-    assert found.seeds.tolist() == [2**63 - 1, 103]
+def test_a_row_of_particles_forgets_its_former_request() -> None:
+    """Weights, ends and tails of the last owner would otherwise leak into the new text."""
+    table, rows = ParticleTable(5, 3, 9, "cpu"), torch.tensor([2, 1])
+    odd = torch.full((2, 3), 5.0).double()
+    old = population_of([[[1, 2], [3], []]] * 2, width=10, log_weights=odd)
+    old = old._replace(ended=~old.ended, unread=~old.unread, fidelity=old.fidelity + 1)
+    for ended in (None, torch.tensor([[False, True, False], [False] * 3])):
+        table.scatter(rows, old)
+        table.begin(
+            rows,
+            first_tokens=torch.tensor([[42, 43, 0], [7, 7, 7]]),
+            num_emitted=torch.tensor([3, 1]),
+            log_evidence=torch.tensor([-0.5, 0.0], dtype=torch.float64),
+            num_particles=torch.tensor([2, 3]),
+            ended=ended,
+        )
+        found = table.gather(rows, 3, 9)
+        assert not found.lengths.any() and not found.unread.any() and not found.fidelity.any()
+        assert found.ended.tolist() == [[False, ended is not None, True], [False] * 3]
+        assert found.present.tolist() == [[True, True, False], [True] * 3]
+        assert found.log_weights.tolist() == [[0.0, 0.0, -torch.inf], [0.0] * 3]
+        assert found.last_tokens[0, :2].tolist() == [42, 43]
+        assert found.shares_last_token().tolist() == [False, True]
+        assert found.output_lengths[:, 0].tolist() == [3, 1]
+        assert found.log_evidence.tolist() == [-0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -107,40 +110,6 @@ def test_stop_tokens_come_from_request_model_and_tokenizer(
     names = "eos_token_id", "additional_stop_token_ids"
     own = of_tokenizer and SimpleNamespace(**dict(zip(names, of_tokenizer, strict=True)))
     assert stop_tokens(of_request, of_model, own, VOCAB) == frozenset(expected)
-
-
-DRAFTS = RequestConfig(draft_temperature=0.5)
-KINDS = {
-    "plain": ([spec(1, temperature=0.5), spec(2)], (False, False)),
-    "greedy": ([spec(1, top_k=1), spec(2)], (False, True)),
-    "all": ([spec(1, top_p=0.7), spec(2, top_k=1), spec(3)], (True, True)),
-    "two drafts": (
-        [spec(1, temperature=2.0, config=DRAFTS), spec(2, temperature=0.5, top_k=2)],
-        (True, False),
-    ),
-    "least": ([spec(1, temperature=2.0, min_p=0.5), spec(2)], (True, False)),
-}
-
-
-@pytest.mark.parametrize("name", list(KINDS))
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: bool) -> None:
-    """And the logits stay as they are: the draft's may be a buffer that is used again."""
-    specs, (some_filter, some_greedy) = KINDS[name]
-    logits = torch.randn(len(specs), 3, VOCAB, generator=torch.Generator().manual_seed(1))
-    logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
-    before, of = logits.clone(), settings_of(*specs)
-    temperature = of.draft_temperature if draft else of.temperature
-    rules = SamplingRules(temperature, *of.filters, of.greedy)
-    expected = sorted_law(logits, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
-    greedy, filters = of.greedy if some_greedy else None, of.filters if some_filter else None
-    found = TokenDistribution.of(logits, temperature, greedy, filters).log_probs()
-    assert torch.allclose(found, expected.flatten(0, 1), atol=1e-6)
-    assert torch.equal(logits, before)
-    own = [one.config.draft_temperature for one in specs]
-    shared = [one.params.temperature for one in specs]
-    wanted = [a if draft and a is not None else b for a, b in zip(own, shared, strict=True)]
-    assert temperature.tolist() == pytest.approx(wanted)
 
 
 def test_kinds_are_those_of_the_requests() -> None:

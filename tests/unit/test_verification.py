@@ -153,36 +153,6 @@ def test_the_walk_ends_with_an_end() -> None:
     assert found.num_columns.tolist() == [2]
 
 
-def test_padding_does_not_matter() -> None:
-    """Columns and chains that a group does not have may hold anything."""
-    generator, size, most_chains, most_steps = torch.Generator().manual_seed(0), 40, 4, 5
-    laws = torch.randn(2, size, 1, most_steps + 1, VOCAB, generator=generator).log_softmax(-1)
-    log_p, log_q = laws.expand(-1, -1, most_chains, -1, -1)
-    tokens = torch.randint(VOCAB, (size, most_chains, most_steps), generator=generator)
-    ends = (torch.rand(size, 1, most_steps, generator=generator) < 0.05).expand_as(tokens)
-    uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64)
-    num_chains, num_steps = (1 + torch.arange(size) % most for most in (most_chains, most_steps))
-    no_chain = (torch.arange(most_chains) >= num_chains.unsqueeze(1)).unsqueeze(2)
-    absent = no_chain | (torch.arange(most_steps) >= num_steps.view(-1, 1, 1))
-    no_law = no_chain | (torch.arange(most_steps + 1) > num_steps.view(-1, 1, 1))
-    found = verify(
-        tokens.masked_fill(absent, 10**9),
-        ends | absent,
-        log_p.masked_fill(no_law.unsqueeze(3), torch.nan),
-        log_q[:, :, :-1].masked_fill(absent.unsqueeze(3), torch.nan),
-        uniforms.masked_fill(absent, torch.nan),
-        num_steps=num_steps,
-        num_chains=num_chains,
-    )
-    for row, (n, k) in enumerate(zip(num_chains.tolist(), num_steps.tolist(), strict=True)):
-        own = [of[row : row + 1, :n, :k] for of in (tokens, ends, log_q, uniforms)]
-        alone = verify(own[0], own[1], log_p[row : row + 1, :n, : k + 1], *own[2:])
-        assert alone.num_columns == found.num_columns[row]
-        assert alone.winner == found.winner[row]
-        assert torch.allclose(alone.next_probs[0], found.next_probs[row], rtol=1e-12)
-    assert (found.num_columns == num_steps).any()
-
-
 # --- Trees of likely tokens
 
 
@@ -394,15 +364,3 @@ def test_what_reaches_further_is_kept(
     found = result.by_block, result.rejects, result.num_columns, result.winner, result.row
     row = winner * (NUM_STEPS + 1) + num_columns
     assert [int(one) for one in found] == [by_block, not by_block, num_columns, winner, row]
-
-
-def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:
-    """Weights of an exact round say nothing of its output, so all particles count."""
-    (values,) = of_group([[math.log(3.0)], [0.0]])
-    one = NONE + 1
-    flags = torch.ones(1, 2, 1, dtype=torch.bool)
-    scores = torch.cat([values, values], 2), torch.zeros(1, 2, 1)
-    of_chains = flags, ~flags, flags[:, :, 0], one
-    for threshold, ess in ((1.0, 16 / 10), (math.inf, 2.0)):
-        numbers = threshold * one.double(), 0.5 * one.double(), 0.5 * one.double()
-        assert keep(NOTHING, *scores, *of_chains, *numbers).ess.item() == pytest.approx(ess)

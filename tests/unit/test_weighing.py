@@ -1,4 +1,4 @@
-"""Blocks are weighed, cut and resampled as defined; laws of the resampling schemes."""
+"""Weights at any scale, and laws of resampling; `trace_replay.py` weighs whole rounds."""
 
 import math
 from functools import cache
@@ -7,128 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import logsumexp
 
-from sglang_smc.smc import weighing
 from sglang_smc.smc.weighing import (
     SCHEMES,
     accumulate,
     effective_sample_size,
     log_mean_exp,
     normalized,
-    resize,
 )
 
 INF = math.inf
-G, N, K = 1500, 4, 3
-
-
-def choices(generator: torch.Generator, values: list, *shape: int) -> torch.Tensor:
-    at = torch.randint(len(values), shape, generator=generator)
-    return torch.tensor(values)[at]
-
-
-def ess_of(weights: list[float]) -> float:
-    """Return N exactly where all weigh the same."""
-    highest = max(weights)
-    shares = [math.exp(w - highest) for w in weights if w > -INF]
-    return sum(shares) ** 2 / sum(share**2 for share in shares) if shares else 0.0
-
-
-def log_total(weights: list[float]) -> float:
-    return float(logsumexp(weights))
-
-
-def definition(
-    start: list[float],
-    columns: list[list[float]],
-    tau: float,
-    resample_each_token: bool,
-    threshold: float,
-    coin: float,
-) -> tuple[int, list[float], float, bool, bool]:
-    """How one group is cut; ``columns`` hold an increment for each particle."""
-    running = [start]
-    for column in columns:
-        added = [w + step for w, step in zip(running[-1], column, strict=True)]
-        running.append([w if math.isfinite(w) else -INF for w in added])
-    log_evidence = [log_total(weights) - log_total(start) for weights in running]
-    covered = [j for j, log in enumerate(log_evidence) if coin * threshold < math.exp(log)]
-    low = [ess_of(weights) < tau * len(start) for weights in running]
-    last = max(covered, default=0)
-    failing = [j for j in range(1, last + 1) if low[j]]
-    stop = failing[0] if resample_each_token and failing else last
-    dies = stop < len(columns) and max(running[stop + 1]) == -INF
-    return stop, running[stop], ess_of(running[stop]), low[stop], dies
-
-
-def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
-    """1,500 groups that differ in N, K, rules and fates; all numbers are dyadic, so none ties.
-
-    What stands behind an end, beyond a group's own K or in an empty place is NaN and counts for
-    nothing; NaN and infinity within a block kill.
-    """
-    generator = torch.Generator().manual_seed(0)
-    present = torch.arange(N) < torch.randint(1, N + 1, (G, 1), generator=generator)
-    num_steps = torch.randint(1, K + 1, (G,), generator=generator)
-    kept_until = torch.randint(0, K + 1, (G, N), generator=generator).clamp_max(num_steps[:, None])
-    kept_until[::2] = num_steps[::2, None].expand(-1, N)
-    before_end = (torch.arange(K) < kept_until.unsqueeze(2)) & present.unsqueeze(2)
-    increments = choices(generator, [0.0, 0.0, 0.25, 9.0, -0.5, -1.0, -INF], G, N, K).double()
-    increments[::3] = increments[::3, :1]  # equal particles
-    broken = choices(generator, [False] * 9 + [True], G, N, K)
-    increments = torch.where(broken, choices(generator, [INF, math.nan, -INF], G, N, K), increments)
-    weights = choices(generator, [0.0, 0.0, 1.5, -INF], G, N).double()
-    weights[:, 0] = 0.0  # no group begins dead
-    weights[::3] = 0.25
-    weights = weights.masked_fill(~present, -INF)
-    power = choices(generator, [0.5, 1.0, 2.0], G).double()
-    log_q = choices(generator, [-1.0, -2.0], G, N, K).double()
-    log_p = ((increments + log_q) / power.view(-1, 1, 1)).where(before_end, math.nan)
-    rules = (
-        choices(generator, [0.0, 0.5, 0.9, 1.0], G).double(),
-        choices(generator, [False, True], G),
-        choices(generator, [0.0, 0.5, 1.0, INF], G).double(),
-    )
-    coins = choices(generator, [0.0, 0.1, 0.3, 0.45, 0.97], G).double()
-    uniforms = torch.rand(G, N, generator=generator, dtype=torch.float64)
-    scheme = torch.randint(len(SCHEMES), (G,), generator=generator)
-    found = weighing.reweight_and_resample(
-        *(weights, log_p, log_q, before_end, power, num_steps, *rules, present),
-        *(coins, uniforms, scheme, tuple(SCHEMES)),
-    )
-    steps = torch.where(before_end, increments, 0.0)
-    stays = torch.arange(N)
-    for g in range(G):
-        size = int(present[g].sum())
-        of_rules = [float(rule[g]) for rule in rules]
-        stop, after, ess, resamples, dies = definition(
-            weights[g, :size].tolist(),
-            steps[g, :size, : num_steps[g]].t().tolist(),
-            of_rules[0],
-            bool(of_rules[1]),
-            of_rules[2],
-            float(coins[g]),
-        )
-        how = (int(found.num_columns[g]), bool(found.resampled[g]), bool(found.all_zero[g]))
-        assert how == (stop, resamples, dies), g
-        assert found.weighed[g].tolist() == pytest.approx(after + [-INF] * (N - size))
-        assert float(found.ess[g]) == pytest.approx(ess)
-        kept = kept_until[g].clamp_max(stop).where(present[g], 0)
-        assert found.num_kept[g].tolist() == kept.tolist()
-        if not resamples:
-            assert torch.equal(found.ancestors[g], stays)
-            assert torch.equal(found.log_weights[g], found.weighed[g])
-            assert found.log_evidence[g] == 0
-            continue
-        alone = SCHEMES[list(SCHEMES)[scheme[g]]](
-            normalized(found.weighed[[g], :size]), uniforms[[g], :size], torch.tensor([size])
-        )
-        assert found.ancestors[g].tolist() == [*alone[0].tolist(), *range(size, N)]
-        assert found.log_weights[g].tolist() == [0.0] * size + [-INF] * (N - size)
-        mean = log_total(after) - math.log(size)
-        assert float(found.log_evidence[g]) == pytest.approx(mean, abs=1e-12)
-    assert min(int(found.resampled.sum()), int(found.all_zero.sum())) > 50
 
 
 @pytest.mark.parametrize("level", [0.0, -1e4, 745.3, 0.1])
@@ -167,19 +55,6 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     w = torch.full((num_particles,), 1.0 / num_particles, dtype=torch.float64)
     u = torch.rand(num_particles, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
-
-
-def test_who_keeps_its_size_keeps_everything() -> None:
-    """Where the size changes, the mean weight of the particles that were there is banked."""
-    weights = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64).log().expand(3, -1)
-    present = torch.tensor([True, True, False]).expand(3, -1)
-    uniforms = torch.full((3, 3), 0.9, dtype=torch.float64)
-    sizes = torch.tensor([2, 1, 3])
-    ancestors, after, log_evidence = resize(weights, present, sizes, uniforms, "multinomial")
-    assert ancestors.tolist() == [[0, 1, 2], [1, 1, 2], [1, 1, 1]]
-    assert torch.equal(after[0], weights[0])
-    assert log_evidence.exp().tolist() == pytest.approx([1.0, 2.0, 2.0])
-    assert (after[1:] > -INF).tolist() == [[True, False, False], [True] * 3]
 
 
 # --- Laws of the resampling schemes
