@@ -1,12 +1,17 @@
-"""The kernel of the gated delta rule against its torch reference."""
+"""The gated delta rule: in torch against transformers' own layer, and its kernel against that."""
+
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from sglang_smc.kernels.attention import gated_delta as kernel
-from sglang_smc.models.gated_delta import Columns, gated_delta
+from sglang_smc.models.gated_delta import Columns, Gates, causal_conv, columns_of, gated_delta, scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, DIM, LENGTH = (2, 4), 8, 11
 
 
 def columns(
@@ -18,6 +23,44 @@ def columns(
         -torch.rand(*shape, v_heads, device=DEVICE),
         torch.rand(*shape, v_heads, device=DEVICE),
     )
+
+
+def test_a_layer_is_transformers_own() -> None:
+    """Convolution, gates, norms of keys and queries, order of heads, and the recurrence."""
+    torch.manual_seed(0)
+    sizes = {"linear_num_key_heads": HEADS[0], "linear_num_value_heads": HEADS[1]}
+    dims = {"linear_key_head_dim": DIM, "linear_value_head_dim": DIM}
+    config: Any = Qwen3_5TextConfig(hidden_size=32, **sizes, **dims)
+    layer = Qwen3_5GatedDeltaNet(config, 0).float()
+    torch.nn.init.constant_(layer.A_log, -1.0)
+    hidden = torch.randn(3, LENGTH, 32)
+    with torch.no_grad():
+        expected = layer(hidden)
+        inputs = torch.nn.functional.pad(layer.in_proj_qkv(hidden), (0, 0, 3, 0))
+        qkv = causal_conv(inputs, layer.conv1d.weight.squeeze(1))
+        gates = Gates(layer.A_log, layer.dt_bias)
+        given = columns_of(qkv, gates, layer.in_proj_a(hidden), layer.in_proj_b(hidden))
+        _, output = scan(torch.zeros(3, HEADS[1], DIM, DIM), given)
+        gate = layer.in_proj_z(hidden).view(-1, DIM)
+        normed = layer.norm(output.reshape(-1, DIM), gate).view(3, LENGTH, -1)
+        found = layer.out_proj(normed)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rolling_and_reading_is_reading_in_one_go() -> None:
+    torch.manual_seed(0)
+    sizes = HEADS, (DIM, DIM), torch.float32
+    states = torch.randn(5, HEADS[1], DIM, DIM, device=DEVICE)
+    past, new = columns((4, 3), *sizes), columns((4, 2), *sizes)
+    source, num_past = torch.tensor([[4, 1, 1, 0], [0, 1, 2, 3]], device=DEVICE)
+    output, rolled = gated_delta(states, source, past, num_past, new)
+    for row, kept in enumerate(num_past.tolist()):
+        own = [part[row : row + 1, :kept] for part in past], [part[row : row + 1] for part in new]
+        whole = Columns(*(torch.cat(parts, dim=1) for parts in zip(*own, strict=True)))
+        behind, _ = scan(states[source[row : row + 1]], Columns(*own[0]))
+        _, read = scan(states[source[row : row + 1]], whole)
+        torch.testing.assert_close(rolled[row : row + 1], behind)
+        torch.testing.assert_close(output[row : row + 1], read[:, kept:])
 
 
 @pytest.mark.parametrize(
