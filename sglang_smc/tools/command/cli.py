@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("command.doctor", "what this machine, or a pair, is fit for"),
     "demo": ("demo.cli", "SMC and plain decoding on servers of the shipped pair"),
     "plan": ("plan.cli", "upper bounds on speed, and the fastest N and K"),
+    "audit": ("testing.audit_cli", "whether any server's speculation is lossless"),
     "check": ("testing.cli", "whether a server's answers follow their laws"),
     "view": ("view.page", "what the particles of one answer did, as a page"),
     "watch": ("watch", "a running server, live"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.tools.commands import client_of, told_by
-from sglang_smc.tools.testing.statistics import Text
+from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 128  # requests sent at a time
 TOP = 64  # top log-probabilities requested per position; fewer if the vocabulary is smaller
@@ -64,9 +64,9 @@ class Answer(NamedTuple):
 class Position(NamedTuple):
     """A scored token of a text, and the distribution at its position."""
 
-    token: int
+    token: Token
     logprob: float
-    top: dict[int, float]  # log-probabilities of the likeliest tokens, most likely first
+    top: Top  # log-probabilities of the likeliest tokens, most likely first
 
 
 @dataclass

@@ -9,9 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Text = tuple[int, ...]
+Token = int | str  # servers name tokens by id or by text
+Top = Mapping[Any, float]
+"""Maps the likeliest tokens, by id or by text, to their log-probabilities."""
 
 SMALLEST_CELL = 8.0
 """Expected answers per cell, at least: the chi-square approximation holds from there on."""
@@ -100,7 +103,7 @@ def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:
     return next((prefix for prefix in prefixes if prefix in law), None)
 
 
-def innovation(token: int, top: Mapping[int, float]) -> float:
+def innovation(token: Token, top: Top) -> float:
     """Return log p(token) minus its mean under p: mean 0 under p, positive if texts are too likely.
 
     Tokens outside ``top``, which maps tokens to log p, count as one token. That is a function of
@@ -113,7 +116,7 @@ def innovation(token: int, top: Mapping[int, float]) -> float:
     return top.get(token, of_rest) - mean
 
 
-def tilt(token: int, top_p: Mapping[int, float], top_q: Mapping[int, float]) -> float:
+def tilt(token: Token, top_p: Top, top_q: Top) -> float:
     """Return log q/p of the token minus its mean under p: mean 0 under p, positive towards q.
 
     Tokens that one side lacks count as log q/p = 0; others are clamped to `_FARTHEST` either way.
@@ -127,14 +130,14 @@ def tilt(token: int, top_p: Mapping[int, float], top_q: Mapping[int, float]) -> 
     return ratios.get(token, 0.0) - mean
 
 
-def rank_uniform(token: int, top: Mapping[int, float], uniform: float) -> float:
+def rank_uniform(token: Token, top: Top, uniform: float) -> float:
     """Return the mass of the tokens that are likelier under p, plus a share of the token's own.
 
     Uniform on [0, 1] and independent from token to token under p. Tokens outside ``top`` count as
     one, the last.
     """
     above = 0.0
-    for name, value in sorted(top.items(), key=lambda item: (-item[1], item[0])):
+    for name, value in sorted(top.items(), key=lambda item: (-item[1], str(item[0]))):
         mass = math.exp(value)
         if name == token:
             return min(1.0, above + uniform * mass)

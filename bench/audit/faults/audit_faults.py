@@ -1,0 +1,137 @@
+"""Break verification, SGLang's own on a CPU or that of SMC, as a plugin of servers under audit.
+
+Its folder on PYTHONPATH makes SGLang load it, and `AUDIT_FAULT` names the fault: those that
+speculative decoding has been shipped with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+
+Tokens = Callable[..., torch.Tensor]
+_probs: list[torch.Tensor] = []  # of the last round's nodes
+
+
+def greedy(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
+    """Verify against the likeliest token, whatever the temperature."""
+    logits = how["next_token_logits"]
+    return logits.argmax(-1).view(how["batch_size"], how["verify_width"])
+
+
+def temperature(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
+    """Sample the target's tokens at temperature 1."""
+    info = how["sampling_info"]
+    given = {name: getattr(info, name) for name in ("top_ks", "top_ps", "min_ps")}
+    needs = {name: getattr(info, name) for name in _NEEDS}
+    ones = torch.ones_like(info.temperatures)
+    return sample(original, **{**how, "sampling_info": _info(ones, **given, **needs)})
+
+
+def filters(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
+    """Sample the target's tokens without top-k, top-p and min-p."""
+    info = _info(how["sampling_info"].temperatures, **dict.fromkeys(_NEEDS, False))
+    return sample(original, **{**how, "sampling_info": info})
+
+
+def bonus(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
+    """Take the likeliest token behind a whole draft."""
+    tokens = sample(original, **how)
+    tokens[:, -1] = greedy(sample, original, **how)[:, -1]
+    return tokens
+
+
+def likely(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
+    """Accept each drafted token of probability 0.3 or more; it needs the tokens, see `accept`."""
+    _probs[:] = [torch.softmax(how["next_token_logits"], -1)]
+    return sample(original, **how)
+
+
+def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any) -> Any:
+    """Let the target's tokens be the drafted ones where these are likely; of chains."""
+    candidates, predicted = how["candidates"], how["target_predict"]
+    drafted = candidates[:, 1:].long()
+    probs = _probs[0].view(*candidates.shape, -1)[:, :-1]
+    is_likely = probs.gather(2, drafted.unsqueeze(2)).squeeze(2) >= 0.3
+    predicted[:, :-1] = torch.where(is_likely, drafted, predicted[:, :-1].long())
+    return verify(original, *tensors, **how)
+
+
+_NEEDS = ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling")
+
+
+def _info(temperatures: torch.Tensor, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(temperatures=temperatures, **fields)
+
+
+# --- SMC's own
+
+
+def ratio(verified: Any, batch: Any, drafts: Any, *shape: Any) -> Any:
+    """Compare p with q at temperature 1."""
+    q = [
+        each._replace(temperature=torch.ones_like(each.temperature), sums=None) for each in drafts.q
+    ]
+    return verified(batch, drafts._replace(q=q), *shape)
+
+
+def residual(verified: Any, *given: Any) -> Any:
+    """Sample from p behind a rejected token."""
+    found = verified(*given)
+    return found._replace(rejects=torch.zeros_like(found.rejects))
+
+
+def argmax(law: Any) -> None:
+    """Draft likeliest tokens, and take them for samples of q."""
+    sample, draw = law.sample, law.draw
+
+    def likeliest(self: Any, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.log_probs().argmax(-1).view(uniforms.shape)
+        return tokens, self.score(tokens)
+
+    def drawn(self: Any, uniforms: torch.Tensor) -> torch.Tensor:
+        law.sample = sample
+        tokens = draw(self, uniforms)
+        law.sample = likeliest
+        return tokens
+
+    law.sample, law.draw = likeliest, drawn
+
+
+STOCK = {each.__name__: each for each in (greedy, temperature, filters, bonus, likely)}
+OWN = {each.__name__: each for each in (ratio, residual, argmax)}
+
+
+def register() -> None:
+    """Install the fault that is named, if one is."""
+    name = os.environ.get("AUDIT_FAULT")
+    if name in STOCK:
+        _break_stock(name)
+    elif name == "argmax":
+        from sglang_smc.smc.distribution import TokenDistribution
+
+        argmax(TokenDistribution)
+    elif name:
+        from sglang_smc.round import verification
+
+        verification._verified = partial(OWN[name], verification._verified)
+
+
+def _break_stock(name: str) -> None:
+    from sglang_smc.patches.cpu import speculation
+
+    broken: dict[str, Callable[..., Any]] = {"sample_target": STOCK[name]}
+    if name == "likely":
+        broken["verify_trees"] = accept
+    for index, patch in enumerate(speculation.PATCHES):
+        own = patch.function
+        if fault := broken.get(own.__name__):
+            # SGLang asks for a function's name.
+            faulty = wraps(own)(partial(fault, own))
+            speculation.PATCHES[index] = msgspec.structs.replace(patch, function=faulty)

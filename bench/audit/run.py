@@ -1,0 +1,159 @@
+"""Measure which faults `sglang-smc audit` finds, and which correct servers it passes.
+
+    .venv/bin/python bench/audit                      # all servers, a file of results for each
+    .venv/bin/python bench/audit --only 'smc-*' --publish
+
+Servers of the shipped pair on this machine's CPU, one after the other: correct ones, SMC's
+approximate modes, and SGLang's workers and ours with a fault each (`faults/`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from audit.faults.audit_faults import OWN, STOCK
+from results import markdown_table, provenance
+from study import (
+    GOES_ON,
+    PAIR,
+    PUBLISHED,
+    add_selection,
+    copy,
+    main_of,
+    parser,
+    positive,
+    prepare_folder,
+    selected,
+    slug_of,
+)
+
+from sglang_smc.tools.demo.serving import Launch, running
+from sglang_smc.tools.testing.audit import audit
+from sglang_smc.tools.testing.checks import PROMPTS
+from sglang_smc.tools.testing.endpoint import open_endpoint
+from sglang_smc.tools.testing.report import as_dict
+
+FAULTS = Path(__file__).with_name("faults")
+_CPU = {"device": "cpu", "dtype": "float32", "context_length": 1024, "log_level": "error"}
+_CPU |= {"max_running_requests": 32, "model_path": str(PAIR / "target")}
+
+
+class Server(NamedTuple):
+    """A server under audit."""
+
+    name: str
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    fault: str = ""
+    is_lossless: bool = True
+
+    @property
+    def slug(self) -> str:
+        return slug_of(self.name)
+
+
+def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return the arguments of an algorithm, with a tree of ``topk`` at each of four steps."""
+    found = {"speculative_algorithm": algorithm, **more}
+    if draft:
+        found["speculative_draft_model_path"] = str(PAIR / draft)
+    if topk:
+        nodes = 5 if topk == 1 else 16
+        found |= {"speculative_num_steps": 4, "speculative_eagle_topk": topk}
+        found["speculative_num_draft_tokens"] = nodes
+    return found
+
+
+def _smc(mode: str) -> dict[str, Any]:
+    return _own("SMC", "draft", speculative_num_steps=8, speculative_smc_mode=mode)
+
+
+CHAIN = _own("STANDALONE", "draft", 1)
+SERVERS = (
+    Server("AR"),
+    Server("STANDALONE chain", CHAIN),
+    Server("EAGLE-3 chain", _own("EAGLE3", "eagle3", 1)),
+    Server("EAGLE-3 tree", _own("EAGLE3", "eagle3", 4)),
+    Server("NGRAM", _own("NGRAM")),
+    Server("SMC exact", _smc("exact")),
+    Server("SMC auto", _smc("auto"), is_lossless=False),
+    Server("SMC default", _smc("smc"), is_lossless=False),
+    *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
+    *(Server(f"SMC with {fault}", _smc("exact"), fault, is_lossless=False) for fault in OWN),
+)
+
+
+def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
+    """Start a server, audit it so often, and return the results of each audit."""
+    path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
+    launch = Launch(
+        {**_CPU, **server.arguments},
+        {"PYTHONPATH": path, "AUDIT_FAULT": server.fault},
+        log=options.output_dir / f"{server.slug}.log",
+    )
+    audits, begin = [], time.monotonic()
+    with running(launch) as (url,):
+        for seed in range(options.audits):
+            endpoint = open_endpoint(url)
+            results = audit(endpoint, PROMPTS, num_answers=options.answers, seed=seed).results
+            audits.append(as_dict(results))
+    seconds = round(time.monotonic() - begin, 1)
+    facts = {"name": server.name, "fault": server.fault, "is_lossless": server.is_lossless}
+    settings = {k: v for k, v in launch.arguments.items() if not k.endswith("path")}
+    return {**facts, "audits": audits, "seconds": seconds, **provenance(settings)}
+
+
+def row_of(told: dict[str, Any]) -> list[str]:
+    """Return a line of the table."""
+    audits = told["audits"]
+    failed = sum(not audit["passed"] for audit in audits)
+    checks = {
+        one["check"] for each in audits for one in each["results"] if one["verdict"] == "fail"
+    }
+    sampled = audits[0]["results"][0]
+    gap = f"{sampled['estimate']:+.3f} ± {2 * sampled['standard_error']:.3f}"
+    is_lossless = "yes" if told["is_lossless"] else "no"
+    names = ", ".join(sorted(checks)) or "none"
+    return [told["name"], is_lossless, f"{failed} of {len(audits)}", names, gap]
+
+
+def write_table(folder: Path) -> None:
+    """Write ``audit.md`` of all results in a folder."""
+    found = [folder / f"{server.slug}.json" for server in SERVERS]
+    rows = [row_of(json.loads(path.read_text())) for path in found if path.exists()]
+    headers = ("server", "lossless", "audits failed", "checks that failed", "log p + H at T = 1")
+    (folder / "audit.md").write_text(markdown_table(headers, rows) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audit the servers; return exit status 0 if it completes."""
+    made = parser("audit", __doc__ or "")
+    made.add_argument("--answers", type=positive, default=400, help="of an audit")
+    made.add_argument("--audits", type=positive, default=1, help="of each server")
+    add_selection(made)
+    options = made.parse_args(argv)
+    return main_of(lambda: run(options), GOES_ON)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the options select."""
+    servers = selected(SERVERS, options.only)
+    if options.list:
+        print(*(server.slug for server in servers), sep="\n")
+        return
+    prepare_folder(options.output_dir)
+    for server in servers:
+        path = options.output_dir / f"{server.slug}.json"
+        if options.fresh or not path.exists():
+            path.write_text(json.dumps(measure(server, options), indent=1) + "\n")
+        print(*row_of(json.loads(path.read_text())), sep="  ", flush=True)
+    write_table(options.output_dir)
+    if options.publish:
+        results = (*options.output_dir.glob("*.json"), options.output_dir / "audit.md")
+        copy(results, PUBLISHED / "audit")

@@ -1,0 +1,130 @@
+"""Run ``sglang-smc audit URL``: do a server's answers follow the distribution that it claims?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
+from sglang_smc.tools.testing import report
+from sglang_smc.tools.testing.audit import LENGTH, audit
+from sglang_smc.tools.testing.audit_page import page_of
+from sglang_smc.tools.testing.checks import PROMPTS
+from sglang_smc.tools.testing.cli import run
+from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
+from sglang_smc.tools.testing.model import Pair
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc audit",
+        description="Audits a server from outside: are its answers samples of the target, whatever "
+        "it speculates with? For SGLang, vLLM, and any server with OpenAI's completions route and "
+        "log-probabilities. Exit status: 0 if no check failed, 1 if one did, 2 without an audit.",
+    )
+    add = result.add_argument
+    add("url", help="of the server, such as http://localhost:30000")
+    add(
+        "--reference", metavar="URL", help="a plain server of the same model; it scores the answers"
+    )
+    add("--target", metavar="DIR", help="the model's folder, for a reference that is started here")
+    add(
+        "--model", default="", help="the model's name in requests; default: the first of /v1/models"
+    )
+    add("--chat", action="store_true", help="ask by the chat route, each prompt as one message")
+    add("--api-key", help="of the server, where it has one")
+    add("--params", type=_object, default={}, metavar="JSON", help="added to each request")
+    add("--prompts", type=Path, help="a text file, one prompt a line")
+    add("--answers", type=positive, default=400, help="of all checks together; default 400")
+    add("--minutes", type=number(float, 0.1), default=30.0, help="at most; default 30")
+    add("--seed", type=int, default=0, help="of the tests' own randomness; default 0")
+    add("--page", type=Path, metavar="FILE", help="write an HTML page with histograms there")
+    add("--json", type=Path, metavar="FILE", help="write all numbers there")
+    return result
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Print the report; return 1 if a check failed, else 0."""
+    if options.reference and options.target:
+        raise ValueError("--reference and --target are two references. Leave one of them out.")
+    prompts = prompts_in(options.prompts) if options.prompts else PROMPTS
+    begin = time.monotonic()
+    settings = {"model": options.model, "chat": options.chat, "params": options.params}
+    endpoint = open_endpoint(options.url, options.api_key, **settings)
+    total = options.answers + 3 * len(prompts)  # and those that are compared with each other
+    with (
+        _reference(endpoint, options),
+        bar(total=total, unit=" answers", disable=None, leave=False) as line,
+    ):
+        endpoint.deadline = time.monotonic() + 60 * options.minutes
+        endpoint.on_answers = line.update
+        results, ranks = audit(endpoint, prompts, num_answers=options.answers, seed=options.seed)
+        if endpoint.smc:
+            results += run(Pair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
+    how = "a reference" if options.reference or options.target else "the server itself"
+    if endpoint.score is None:
+        how = f"the {endpoint.top} log-probabilities that come with the answers"
+    about = f"Model {endpoint.model}, answers of at most {LENGTH} tokens, scored by {how}."
+    if endpoint.smc and not options.params:
+        about += (
+            f" This server runs SMC in mode {endpoint.smc.settings['mode']}; all but exact are "
+            "approximate, as docs/fidelity.md has it. Another mode is audited with --params "
+            '\'{"custom_params": {"smc": {"mode": "exact"}}}\'.'
+        )
+    seconds = time.monotonic() - begin
+    print(f"{report.as_text(results)} {seconds:.0f} s.\n{about}")
+    if options.page:
+        options.page.write_text(page_of(results, ranks, f"Audit of {options.url}", about))
+    if options.json:
+        facts = {"url": options.url, "model": endpoint.model, "scored_by": how}
+        told = report.as_dict(results, **facts, seconds=round(seconds, 1), seed=options.seed)
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+    return int(any(result.failed for result in results))
+
+
+@contextlib.contextmanager
+def _reference(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[None]:
+    """Let a plain server score the answers for the ``with`` block, where one is asked for."""
+    if options.target:
+        from sglang_smc.tools.demo.serving import Launch, ServerError, running
+
+        with tempfile.TemporaryDirectory(prefix="audit-") as logs:
+            settings = {"model_path": options.target, "log_level": "warning"}
+            try:
+                with running(Launch(settings, log=Path(logs) / "target.log")) as (url,):
+                    _score_by(endpoint, open_endpoint(url))
+                    yield
+            except ServerError as error:
+                raise ValueError(str(error)) from error
+        return
+    if options.reference:
+        _score_by(endpoint, open_endpoint(options.reference, options.api_key))
+    yield
+
+
+def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:
+    if reference.score is None:
+        raise ValueError(
+            f"{reference.client.base_url}: this server does not score token ids (SGLang's "
+            "/generate, or vLLM's prompt_logprobs). Give one that does, or leave --reference out."
+        )
+    endpoint.score, endpoint.rounding = reference.score, reference.rounding
+
+
+main = command(parser, _run)

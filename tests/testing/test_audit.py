@@ -1,0 +1,404 @@
+"""Audits of toy servers: correct ones pass, each fault is found, broken ones get a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_smc.tools.testing import audit_cli, endpoint
+from sglang_smc.tools.testing.audit import (
+    CHECKS,
+    Audit,
+    Check,
+    Rules,
+    audit,
+    check_sampled,
+    limited,
+)
+from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
+from sglang_smc.tools.testing.model import Position
+from sglang_smc.tools.testing.report import Verdict
+from sglang_smc.tools.testing.statistics import Text
+from tests.testing.conftest import VOCAB, Table, random_table
+
+URL = "http://audited:30000"
+WIDE = 20  # tokens, so that top_k 10 leaves some out
+
+
+def wide_table(seed: int) -> Table:
+    source = random.Random(seed)
+    rows = [[source.expovariate(1.0) ** 1.5 for _ in range(WIDE)] for _ in range(WIDE)]
+    return [[mass / math.fsum(row) for mass in row] for row in rows]
+
+
+@dataclass
+class Server:
+    """A toy completions server; ``draw`` samples, ``tells`` is what it tells with the answers."""
+
+    draw: Callable[[list[float], dict[str, Any], random.Random], int]
+    tells: str = "ids"  # `ids` as SGLang and vLLM do, `texts` as others
+    penalizes: float = 1.0  # times as much as asked for
+    alone: Callable[[int], int] = lambda token: token  # of an answer that is asked for alone
+    streams: Callable[[str], str] = lambda text: text
+    table: Table = field(default_factory=lambda: wide_table(1))
+    source: random.Random = field(default_factory=lambda: random.Random("server"))
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        is_chat = request.url.path == "/v1/chat/completions"
+        if request.url.path != "/v1/completions" and not is_chat:
+            return httpx.Response(404)
+        body = json.loads(request.content)
+        if is_chat:
+            assert body["messages"][0]["role"] == "user"
+            body["prompt"] = body["messages"][0]["content"]
+        if body.get("stream"):
+            text = self.streams(self.choice(body, 0)["text"])
+            pieces = [
+                {"delta": {"content": c}} if is_chat else {"text": c} for c in (text[:5], text[5:])
+            ]
+            chunks = [{"choices": [piece]} for piece in pieces]
+            lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+            return httpx.Response(200, text="".join(lines))
+        if "prompt_logprobs" in body:
+            if self.tells != "ids":
+                return httpx.Response(400, text="unknown field prompt_logprobs")
+            return httpx.Response(200, json={"choices": list(map(self.scored, body["prompt"]))})
+        if is_chat:
+            return httpx.Response(200, json={"choices": [as_chat(self.choice(body, 0))]})
+        choices = [self.choice(body, index) for index in range(len(body["prompt"]))]
+        return httpx.Response(200, json={"choices": choices[::-1]})
+
+    def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
+        source = random.Random(body["seed"]) if "seed" in body else self.source
+        is_alone = isinstance(body["prompt"], list) and len(body["prompt"]) == 1
+        tokens, tops, last = [], [], 1
+        for _ in range(body["max_tokens"]):
+            penalty = self.penalizes * body.get("frequency_penalty", 0.0)
+            last = self.draw(lowered(self.table[last], tokens, penalty), body, source)
+            tops.append(self.table[tokens[-1] if tokens else 1])
+            tokens.append(self.alone(last) if is_alone else last)
+        text = "".join(map(chr, (ord("a") + token for token in tokens)))
+        found: dict[str, Any] = {"index": index, "text": text}
+        if self.tells == "ids":
+            return {**found, "prompt_token_ids": [0, 1], "token_ids": tokens}
+        told = [{f"t{i}": math.log(mass) for i, mass in enumerate(row)} for row in tops]
+        values = [top[f"t{token}"] for top, token in zip(told, tokens, strict=True)]
+        names = [f"t{token}" for token in tokens]
+        logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": told}
+        return {**found, "logprobs": logprobs}
+
+    def score(self, prompts: Sequence[Text], texts: Sequence[Text]) -> list[list[Position]]:
+        laws = [{i: math.log(mass) for i, mass in enumerate(row)} for row in self.table]
+        return [
+            [
+                Position(token, laws[last][token], laws[last])
+                for last, token in pairwise((prompt[-1], *text))
+            ]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+    def scored(self, text: list[int]) -> dict[str, Any]:
+        rows = (self.table[last] for last in text[:-1])
+        entries = [{str(i): {"logprob": math.log(x)} for i, x in enumerate(row)} for row in rows]
+        return {"prompt_logprobs": [None, *entries]}
+
+
+def as_chat(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a completion's choice as a chat's."""
+    found = {"message": {"content": choice["text"]}}
+    if logprobs := choice.get("logprobs"):
+        of_each = zip(*logprobs.values(), strict=True)
+        content = [
+            {
+                "token": token,
+                "logprob": value,
+                "top_logprobs": [{"token": k, "logprob": v} for k, v in top.items()],
+            }
+            for token, value, top in of_each
+        ]
+        return {**found, "logprobs": {"content": content}}
+    ids = choice["prompt_token_ids"], choice["token_ids"]
+    return {**found, "prompt_token_ids": ids[0], "response_token_ids": ids[1]}
+
+
+def lowered(row: list[float], tokens: list[int], penalty: float) -> list[float]:
+    """Return the masses after a penalty on the tokens so far, not normalized."""
+    counts = Counter(tokens)
+    return [mass * math.exp(-penalty * counts[token]) for token, mass in enumerate(row)]
+
+
+def rightly(row: list[float], body: dict[str, Any], source: random.Random) -> int:
+    """Sample as the parameters say."""
+    if body["temperature"] == 0:
+        return row.index(max(row))
+    kept = whole_law(tuple(row), *(body.get(name, value) for name, value in DEFAULTS.items()))
+    return source.choices(list(kept), list(kept.values()))[0]
+
+
+DEFAULTS = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
+
+
+@cache
+def whole_law(
+    row: tuple[float, ...], temperature: float, top_k: int, top_p: float, min_p: float, *_: float
+) -> dict[int, float]:
+    """Return the masses that sampling parameters leave of a whole distribution."""
+    masses = [mass ** (1 / temperature) for mass in row]
+    kept: dict[int, float] = {}
+    for token in sorted(range(len(row)), key=lambda token: -masses[token]):
+        before = math.fsum(kept.values()) / math.fsum(masses)
+        if len(kept) == top_k or before >= top_p or masses[token] < min_p * max(masses):
+            break
+        kept[token] = masses[token]
+    return kept
+
+
+def without(*names: str, **other: Any) -> Callable[..., int]:
+    """Sample without these parameters, or with others."""
+
+    def draw(row: list[float], body: dict[str, Any], source: random.Random) -> int:
+        left = {name: value for name, value in body.items() if name not in names}
+        return rightly(row, {"temperature": 1.0, **left, **other}, source)
+
+    return draw
+
+
+def greedily(share: float) -> Callable[..., int]:
+    """Take the likeliest token in place of a sample, so often."""
+
+    def draw(row: list[float], body: dict[str, Any], source: random.Random) -> int:
+        is_sampled = source.random() > share
+        return rightly(row, body if is_sampled else {"temperature": 0}, source)
+
+    return draw
+
+
+def towards_draft(share: float) -> Callable[..., int]:
+    """Sample from the target with so much of another model."""
+    draft, target = wide_table(2), wide_table(1)
+
+    def draw(row: list[float], body: dict[str, Any], source: random.Random) -> int:
+        other = draft[target.index(row)] if row in target else row  # a penalty has changed it
+        law = [(1 - share) * a + share * b for a, b in zip(row, other, strict=True)]
+        return rightly(law, body, source)
+
+    return draw
+
+
+def second(row: list[float], body: dict[str, Any], source: random.Random) -> int:
+    """Take the second likeliest token at temperature 0, now and then."""
+    if body["temperature"] == 0 and source.random() < 0.05:
+        return row.index(sorted(row)[-2])
+    return rightly(row, body, source)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a handler answer at `URL`."""
+
+    def at(handler: Callable[[httpx.Request], httpx.Response]) -> None:
+        def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
+            return httpx.Client(base_url=url, transport=httpx.MockTransport(handler))
+
+        monkeypatch.setattr(endpoint, "client_of", client_of)
+        monkeypatch.setattr("sglang_smc.tools.commands.client_of", client_of)
+
+    return at
+
+
+def audited(
+    serve: Callable[..., None], server: Server, num_answers: int = 400, chat: bool = False
+) -> Audit:
+    serve(server)
+    found = open_endpoint(URL, chat=chat)
+    if server.tells == "ids":
+        found.score = server.score
+    return audit(found, ["one", "two", "three", "four"], num_answers=num_answers)
+
+
+def failed(found: Audit) -> set[str]:
+    return {result.check for result in found.results if result.failed}
+
+
+def test_prompt_logprobs_are_those_of_the_table(serve: Callable[..., None]) -> None:
+    server = Server(rightly)
+    serve(server)
+    found = open_endpoint(URL)
+    assert found.score
+    prompts, texts = [(1, 2), (3,)], [(4, 5, 6), (0,)]
+    assert found.score(prompts, texts) == server.score(prompts, texts)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+@pytest.mark.parametrize("tells", ["ids", "texts"])
+def test_a_correct_server_passes(serve: Callable[..., None], tells: str, chat: bool) -> None:
+    found = audited(serve, Server(rightly, tells), chat=chat)
+    verdicts = [result.verdict for result in found.results]
+    assert verdicts == [Verdict.PASS] * 8 + [Verdict.MEASURED]
+    assert sum(result.alpha or 0 for result in found.results) == pytest.approx(0.01)
+    assert all(len(found.ranks[check.name]) > 500 for check in CHECKS)
+
+
+SAMPLED = {check.name for check in CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("server", "least"),
+    [
+        pytest.param(Server(greedily(1.0)), {"sampled", "temperature", "seeds"}, id="greedy"),
+        pytest.param(Server(greedily(0.05)), {"sampled"}, id="now and then greedy"),
+        pytest.param(Server(towards_draft(0.2)), {"sampled"}, id="a fifth of the draft"),
+        pytest.param(Server(without("temperature")), {"temperature", "greedy"}, id="temperature"),
+        pytest.param(Server(without("top_k")), {"top-k"}, id="top-k"),
+        pytest.param(Server(without("top_p")), {"top-p"}, id="top-p"),
+        pytest.param(Server(without("min_p")), {"min-p"}, id="min-p"),
+        pytest.param(Server(without(temperature=1.0)), {"temperature"}, id="another temperature"),
+        pytest.param(Server(rightly, penalizes=0.0), {"penalty"}, id="penalty"),
+        pytest.param(Server(second), {"greedy"}, id="not the likeliest"),
+        pytest.param(
+            Server(rightly, alone=lambda token: (token + 1) % WIDE), {"repeats"}, id="alone"
+        ),
+        pytest.param(Server(rightly, streams=str.upper), {"repeats"}, id="streamed"),
+        pytest.param(Server(towards_draft(0.2), "texts"), {"sampled"}, id="the draft, by texts"),
+    ],
+)
+def test_a_fault_is_found(serve: Callable[..., None], server: Server, least: set[str]) -> None:
+    """Within 400 answers, at 1 % false alarms; a fault of one parameter leaves the others alone."""
+    found = failed(audited(serve, server))
+    assert found >= least
+    assert not (len(least) == 1 and least < SAMPLED - {"sampled"} and "sampled" in found)
+
+
+def test_false_alarms_keep_their_level() -> None:
+    """Of 400 correct samples 5 % are rejected at level 5 %: outside of 7 to 34 in 1 of 1,000."""
+    check, table = Check("sampled", Rules(), 1.0, ""), random_table(1)
+    rejected = 0
+    for seed in range(400):
+        source = random.Random(-1 - seed)
+        samples = []
+        for _ in range(8):
+            positions, last = [], 0
+            for _ in range(30):
+                row = table[last]
+                (last,) = source.choices(range(VOCAB), row)
+                top = {token: math.log(mass) for token, mass in enumerate(row)}
+                likeliest = dict(sorted(top.items(), key=lambda item: -item[1])[:5])
+                positions.append(Position(last, top[last], likeliest))
+            samples.append(Sample("", "", (), positions))
+        result, _ = check_sampled(check, samples, 1e-3, seed)
+        rejected += (result.p_value or 1.0) < 0.05
+    assert rejected <= 34
+
+
+laws = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=9).map(
+    lambda masses: sorted((mass / math.fsum(masses) for mass in masses), reverse=True)
+)
+rules = st.one_of(
+    st.floats(0.2, 1.0).map(lambda value: Rules(temperature=value)),
+    st.integers(1, 6).map(lambda value: Rules(top_k=value)),
+    st.floats(0.05, 0.95).map(lambda value: Rules(top_p=value)),
+    st.floats(0.01, 0.9).map(lambda value: Rules(min_p=value)),
+)
+
+
+@given(laws, rules, st.integers(1, 9))
+def test_rules_are_those_of_the_whole_distribution_where_a_part_tells(
+    law: list[float], rule: Rules, told: int
+) -> None:
+    found = limited({token: math.log(mass) for token, mass in enumerate(law[:told])}, rule, 1e-3)
+    if found is None:
+        return
+    kept = whole_law(tuple(law), *rule)
+    expected = [mass / math.fsum(kept.values()) for mass in kept.values()]
+    pairs = zip(found.values(), expected, strict=False)
+    assert all(math.exp(value) == pytest.approx(mass, abs=2e-3) for value, mass in pairs)
+    assert math.fsum(expected[len(found) :]) < 2e-3  # of a thousandth nothing need be known
+
+
+def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None:
+    told, rule = {0: math.log(0.5), 1: math.log(0.3)}, Rules(frequency_penalty=math.log(2))
+    found = limited(told, rule, 1e-3, {0: 1})
+    assert found and [math.exp(value) for value in found.values()] == pytest.approx([1 / 3, 0.4])
+    assert limited(told, rule, 1e-3, {7: 1}) is None
+
+
+def test_too_few_answers_are_no_verdict(serve: Callable[..., None]) -> None:
+    found = audited(serve, Server(rightly), num_answers=10)
+    results = {result.check: result for result in found.results}
+    assert results["top-k"].verdict is Verdict.NOT_ENOUGH_DATA
+    assert "--answers" in results["top-k"].note
+
+
+def hanging(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("", request=request)
+
+
+def models_then(**reply: Any) -> Callable[[httpx.Request], httpx.Response]:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        return httpx.Response(**reply)
+
+    return handler
+
+
+ONE = {"index": 0, "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        pytest.param(hanging, "no server with OpenAI's routes", id="hangs"),
+        pytest.param(lambda _: httpx.Response(200, text="<html>"), "OpenAI's routes", id="HTML"),
+        pytest.param(lambda _: httpx.Response(200, json=[]), "OpenAI's routes", id="a list"),
+        pytest.param(models_then(status_code=500, text="oops"), "HTTP 500: 'oops'", id="500"),
+        pytest.param(models_then(status_code=401), "--api-key", id="a key"),
+        pytest.param(models_then(status_code=200, text="{"), "needed: the JSON", id="no JSON"),
+        pytest.param(models_then(status_code=200, json={}), "answers asked for", id="no choices"),
+        pytest.param(models_then(status_code=400, text="no logprobs"), "no logprobs", id="400"),
+        pytest.param(
+            models_then(status_code=200, json={"choices": [ONE] * 20}), "no log-prob", id="bare"
+        ),
+    ],
+)
+def test_a_broken_server_gets_a_sentence(
+    serve: Callable[..., None], capsys: pytest.CaptureFixture[str], handler: Any, words: str
+) -> None:
+    serve(handler)
+    assert audit_cli.main([URL, "--answers", "50"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_command(
+    serve: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    serve(Server(towards_draft(0.3)))
+    page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
+    assert audit_cli.main([URL, "--page", str(page), "--json", str(numbers)]) == 1
+    assert "sampled" in capsys.readouterr().out
+    told = json.loads(numbers.read_text())
+    assert not told["passed"] and told["model"] == "toy"
+    text = page.read_text()
+    assert text.count("<article") == len(told["results"])
+    assert text.count("<svg") == len(CHECKS)
+
+
+def test_a_reference_must_score(serve: Callable[..., None]) -> None:
+    serve(Server(rightly, "texts"))
+    with pytest.raises(ValueError, match="does not score token ids"):
+        audit_cli._score_by(Endpoint(httpx.Client(base_url=URL)), open_endpoint(URL))
