@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.state.settings import TableEntry
+from sglang_smc.state.settings import Start
 
 NEUTRAL: dict[str, Any] = {
     "custom_params": None,
@@ -31,8 +31,8 @@ def entry(
     seed: int | None = None,
     stop_tokens: frozenset[int] = frozenset(),
     **params: Any,
-) -> TableEntry:
+) -> Start:
     """A request that asks for nothing but what is given."""
     asked: Any = SimpleNamespace(**{**NEUTRAL, **params})
     own = 100 + row if seed is None else seed
-    return TableEntry(row, own, asked, config or RequestConfig(), stop_tokens)
+    return Start(row, own, asked, config or RequestConfig(), stop_tokens)

@@ -26,7 +26,7 @@ from sglang_smc.state.population import (
     ScoreTable,
 )
 from sglang_smc.state.request import RequestState, state_of
-from sglang_smc.state.settings import RequestTable, Settings, TableEntry, is_greedy, uses_filters
+from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -337,9 +337,9 @@ class Tables(NamedTuple):
             "marks of KV slots": tensor_bytes(self.ledger.rank),
         }
 
-    def begin_padding(self, entry: TableEntry, num_particles: int, device: str) -> None:
+    def begin_padding(self, padding: Start, num_particles: int, device: str) -> None:
         """Give SGLang's padding row ended particles, which fill up batches of captured rounds."""
-        self.requests.write([entry])
+        self.requests.write([padding])
         row = torch.zeros(1, dtype=torch.int64, device=device)
         zeros = on_device(device, [zero_counters(1)], torch.float64)
         self.counters.begin(row, zeros)

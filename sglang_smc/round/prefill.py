@@ -168,8 +168,8 @@ class Prefill:
         logits = _logits(output)
         device = logits.device
         starts = self._states.begin(reqs, budget)
-        tables.requests.write([start.entry for start in starts])
-        tables.edits.begin(reqs, [start.entry.row for start in starts])
+        tables.requests.write(starts)
+        tables.edits.begin(reqs, [start.row for start in starts])
         num_emitted = on_device(device, [start.num_emitted for start in starts])  # [G]
         carried = on_device(device, [start.counters for start in starts], torch.float64)
         settings = tables.requests.gather(rows)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -50,7 +50,7 @@ from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.population import Population, TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
-from sglang_smc.state.settings import TableEntry, stop_tokens
+from sglang_smc.state.settings import Start, stop_tokens
 from sglang_smc.upstream import kv_of
 
 if TYPE_CHECKING:
@@ -308,14 +308,6 @@ def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict
     return {"output_ids": output_ids, "weight": weight, "log_weight": log_weight}
 
 
-class Start(NamedTuple):
-    """Inputs of the device for starting a request, or starting it again."""
-
-    entry: TableEntry
-    num_emitted: int
-    counters: list[float]
-
-
 class RequestStates:
     """States of all requests, and seeds for those without one.
 
@@ -361,7 +353,7 @@ class RequestStates:
         state.open_token.begin(None if shared else len(req.output_ids))
         # A retracted request's particles are gone: later tokens are drawn with new numbers.
         seed = derive_seed(state.seed, req.retraction_count)
-        return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
+        return _start(req, seed, state)
 
     def _resolve_potentials(self, req: "Req", state: RequestState) -> None:
         """Resolve the potentials that a request names, which were validated on arrival.
@@ -377,10 +369,10 @@ class RequestStates:
             return
         state.runners = tuple(self._callers[spec.name] for spec in specs)
 
-    def padding(self) -> TableEntry:
-        """Return the entry of SGLang's padding row, with the server's defaults."""
+    def padding(self) -> Start:
+        """Return the settings of SGLang's padding row, with the server's defaults."""
         params = SamplingParams(max_new_tokens=1)
-        return TableEntry(0, 0, params, request_config(self._config, None), frozenset())
+        return Start(0, 0, params, request_config(self._config, None), frozenset())
 
     def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
         """Store the log-weights of first tokens ``[G]``, which are 0 if p is the target.
@@ -504,10 +496,10 @@ class _Whole(list):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
-def _entry(req: "Req", seed: int, config: RequestConfig) -> TableEntry:
+def _start(req: "Req", seed: int, state: RequestState) -> Start:
     params = req.sampling_params
     row = kv_of(req).req_pool_idx
     assert row is not None, "SGLang gives a request its row before its prefill"
-    assert params.max_new_tokens is not None and req.vocab_size is not None, "set as it comes in"
+    assert req.vocab_size is not None, "set as it comes in"
     stops = stop_tokens(params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size)
-    return TableEntry(row, seed, params, config, stops)
+    return Start(row, seed, params, state.config, stops, len(req.output_ids), state.counters)

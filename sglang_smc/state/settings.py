@@ -4,66 +4,95 @@ Temperature, top-k, top-p and min-p apply to p and q alike. One row of each tabl
 request, under its index in SGLang's `req_to_token_pool`.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from torch import Tensor
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.weighing import SCHEMES
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
-
-class TableEntry(NamedTuple):
-    """Source of one row of the tables; it references the request's options, without a copy."""
+class Start(NamedTuple):
+    """Inputs of the device for starting a request, or starting it again."""
 
     row: int
     seed: int
-    params: "SamplingParams"
+    params: SamplingParams
     config: RequestConfig
     stop_tokens: frozenset[int]
+    num_emitted: int = 0
+    counters: Sequence[float] = ()
+
+
+class Column(NamedTuple):
+    """The type of a setting in the tables, and its value for a request that starts."""
+
+    dtype: torch.dtype
+    value: Callable[[Start], Any]
+
+
+def _last_position(of: Start) -> int:
+    assert of.params.max_new_tokens is not None, (
+        "SGLang's scheduler bounds it as a request comes in"
+    )
+    return of.params.max_new_tokens - 1
+
+
+def _scheme(of: Start) -> int:
+    return list(SCHEMES).index(of.config.resampling_method)
+
+
+def _draft_temperature(of: Start) -> float:
+    return of.config.draft_temperature or of.params.temperature / of.config.drafted_power
 
 
 class Settings(NamedTuple):
-    """Settings of the G requests in a batch."""
+    """Settings of the G requests in a batch, each ``[G]`` but the last."""
 
-    seeds: torch.Tensor  # [G] int64
-    temperature: torch.Tensor  # [G] float32
-    top_k: torch.Tensor  # [G] int64
-    top_p: torch.Tensor  # [G] float32
-    min_p: torch.Tensor  # [G] float32
-    last_position: torch.Tensor  # [G] int64 of an output token
-    min_new_tokens: torch.Tensor  # [G] int64
-    greedy: torch.Tensor  # [G] bool: top_k is 1
-    may_stop: torch.Tensor  # [G] bool: stop tokens end the sequence, besides the length
-    num_particles: torch.Tensor  # [G] int64 N
-    num_steps: torch.Tensor  # [G] int64 K
-    weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify drafts
-    extends: torch.Tensor  # [G] bool: they verify each particle's own chain, and resample
-    ess_threshold: torch.Tensor  # [G] float64 tau
-    scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
-    resample_each_token: torch.Tensor  # [G] bool: resample at the first column with a low ESS
-    heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
-    lag: torch.Tensor  # [G] int64: bound on tails before a round
-    power: torch.Tensor  # [G] float64 alpha
-    measured: torch.Tensor  # [G] bool: fidelity is, where p is normalised and not greedy
-    evidence_threshold: torch.Tensor  # [G] float64 c; infinite in mode exact
-    draft_temperature: torch.Tensor  # [G] float32
-    rows: torch.Tensor  # [G] int64 in the tables
-    stop_table: torch.Tensor  # [R, V] bool: stop tokens of all requests
+    seeds: Annotated[Tensor, Column(torch.int64, lambda of: of.seed)]
+    temperature: Annotated[Tensor, Column(torch.float32, lambda of: of.params.temperature)]
+    top_k: Annotated[Tensor, Column(torch.int64, lambda of: of.params.top_k)]
+    top_p: Annotated[Tensor, Column(torch.float32, lambda of: of.params.top_p)]
+    min_p: Annotated[Tensor, Column(torch.float32, lambda of: of.params.min_p)]
+    last_position: Annotated[Tensor, Column(torch.int64, _last_position)]  # of the output
+    min_new_tokens: Annotated[Tensor, Column(torch.int64, lambda of: of.params.min_new_tokens)]
+    greedy: Annotated[Tensor, Column(torch.bool, lambda of: of.params.top_k == 1)]
+    # Stop tokens end the sequence, besides the length.
+    may_stop: Annotated[Tensor, Column(torch.bool, lambda of: not of.params.ignore_eos)]
+    num_particles: Annotated[Tensor, Column(torch.int64, lambda of: of.config.num_particles)]
+    num_steps: Annotated[Tensor, Column(torch.int64, lambda of: of.config.num_steps)]
+    # Rounds weigh and resample, else they verify drafts; or verify each particle's own chain.
+    weighs: Annotated[Tensor, Column(torch.bool, lambda of: of.config.weighs)]
+    extends: Annotated[Tensor, Column(torch.bool, lambda of: of.config.extends)]
+    ess_threshold: Annotated[Tensor, Column(torch.float64, lambda of: of.config.ess_threshold)]
+    scheme: Annotated[Tensor, Column(torch.int64, _scheme)]  # index of the resampling method
+    resample_each_token: Annotated[
+        Tensor, Column(torch.bool, lambda of: of.config.resample_at == "token")
+    ]
+    heaviest: Annotated[Tensor, Column(torch.bool, lambda of: of.config.selection == "argmax")]
+    lag: Annotated[Tensor, Column(torch.int64, lambda of: of.config.lag)]
+    power: Annotated[Tensor, Column(torch.float64, lambda of: of.config.power)]
+    measured: Annotated[  # fidelity is, where p is normalised and not greedy
+        Tensor, Column(torch.bool, lambda of: of.config.is_normalized and of.params.top_k != 1)
+    ]
+    evidence_threshold: Annotated[  # infinite in mode exact
+        Tensor, Column(torch.float64, lambda of: of.config.effective_evidence_threshold)
+    ]
+    draft_temperature: Annotated[Tensor, Column(torch.float32, _draft_temperature)]
+    rows: Tensor  # int64, in the tables
+    stop_table: Tensor  # [R, V] bool: stop tokens of all requests
 
     @property
-    def stop_mask(self) -> torch.Tensor:
+    def stop_mask(self) -> Tensor:
         """Return the stop tokens, ``[G, V]`` bool; to test a few tokens, index `stop_table`."""
         return self.stop_table[self.rows]
 
-    def bounded(
-        self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
-    ) -> "Settings":
+    def bounded(self, num_particles: Tensor, num_steps: Tensor, is_exact: Tensor) -> "Settings":
         """Return the settings with N and K of `options.request.apply_budget`, each ``[G]`` int64.
 
         Args:
@@ -79,11 +108,11 @@ class Settings(NamedTuple):
         )
 
     @property
-    def filters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return top-k, top-p and min-p, ``[G]`` each."""
         return self.top_k, self.top_p, self.min_p
 
-    def ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def ends(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return whether the sequence ends with each token, ``[G, N, C]`` bool.
 
         Args:
@@ -95,29 +124,10 @@ class Settings(NamedTuple):
 
 
 # Settings of one type are rows of one table, so that a round reads each table once.
-_COLUMNS = {
-    torch.int64: (
-        "seeds",
-        "top_k",
-        "last_position",
-        "min_new_tokens",
-        "num_particles",
-        "num_steps",
-        "scheme",
-        "lag",
-    ),
-    torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
-    torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: (
-        "greedy",
-        "may_stop",
-        "weighs",
-        "extends",
-        "resample_each_token",
-        "heaviest",
-        "measured",
-    ),
-}
+_COLUMNS: dict[torch.dtype, dict[str, Callable[[Start], Any]]] = {}
+for _name, _hint in get_type_hints(Settings, include_extras=True).items():
+    for _column in get_args(_hint)[1:]:
+        _COLUMNS.setdefault(_column.dtype, {})[_name] = _column.value
 
 
 class RequestTable:
@@ -132,56 +142,25 @@ class RequestTable:
         }
         self._stop_mask = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
 
-    def gather(self, rows: torch.Tensor) -> Settings:
+    def gather(self, rows: Tensor) -> Settings:
         """Return the settings of the requests in ``rows`` ``[G]``."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for dtype, names in _COLUMNS.items():
             values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
             found |= zip(names, values.unbind(), strict=True)
         return Settings(**found, rows=rows, stop_table=self._stop_mask)
 
-    def write(self, entries: list[TableEntry]) -> None:
+    def write(self, starts: list[Start]) -> None:
         """Store the settings of new requests."""
-        rows = on_device(self._device, [entry.row for entry in entries])
-        values = [_values(entry) for entry in entries]
-        for dtype, names in _COLUMNS.items():
-            columns = [[value[name] for value in values] for name in names]
-            self._tables[dtype][:, rows] = on_device(self._device, columns, dtype)
+        rows = on_device(self._device, [start.row for start in starts])
+        for dtype, columns in _COLUMNS.items():
+            values = [[value(start) for start in starts] for value in columns.values()]
+            self._tables[dtype][:, rows] = on_device(self._device, values, dtype)
         self._stop_mask[rows] = False
-        pairs = [(entry.row, token) for entry in entries for token in sorted(entry.stop_tokens)]
+        pairs = [(start.row, token) for start in starts for token in sorted(start.stop_tokens)]
         if pairs:
             stop_rows, tokens = on_device(self._device, pairs).unbind(1)
             self._stop_mask[stop_rows, tokens] = True
-
-
-def _values(entry: TableEntry) -> dict[str, Any]:
-    """Return one request's value for each column except the stop mask."""
-    params, config = entry.params, entry.config
-    assert params.max_new_tokens is not None, "SGLang's scheduler bounds it as a request comes in"
-    return {
-        "seeds": entry.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "greedy": params.top_k == 1,
-        "last_position": params.max_new_tokens - 1,
-        "min_new_tokens": params.min_new_tokens,
-        "may_stop": not params.ignore_eos,
-        "num_particles": config.num_particles,
-        "num_steps": config.num_steps,
-        "weighs": config.weighs,
-        "extends": config.extends,
-        "ess_threshold": config.ess_threshold,
-        "scheme": list(SCHEMES).index(config.resampling_method),
-        "resample_each_token": config.resample_at == "token",
-        "heaviest": config.selection == "argmax",
-        "lag": config.lag,
-        "power": config.power,
-        "measured": config.is_normalized and params.top_k != 1,
-        "evidence_threshold": config.effective_evidence_threshold,
-        "draft_temperature": config.draft_temperature or params.temperature / config.drafted_power,
-    }
 
 
 def stop_tokens(
@@ -197,12 +176,12 @@ def stop_tokens(
     return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
 
 
-def is_greedy(req: "Req") -> bool:
+def is_greedy(req: Req) -> bool:
     """Return whether a request takes the likeliest token."""
     return req.sampling_params.top_k == 1
 
 
-def uses_filters(req: "Req") -> bool:
+def uses_filters(req: Req) -> bool:
     """Return whether a request uses top-k, top-p or min-p, and is not greedy."""
     params = req.sampling_params
     assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"

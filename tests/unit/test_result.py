@@ -50,7 +50,7 @@ def make_req(
 
 
 def seeds(book: RequestStates, *reqs: Any) -> list[int]:
-    return [start.entry.seed for start in book.begin(list(reqs))]
+    return [start.seed for start in book.begin(list(reqs))]
 
 
 def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:

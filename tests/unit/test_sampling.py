@@ -12,16 +12,16 @@ from table_entries import entry
 from sglang_smc.round.play import still_open
 from sglang_smc.state import settings
 from sglang_smc.state.population import ParticleTable
-from sglang_smc.state.settings import RequestTable, Settings, TableEntry, stop_tokens
+from sglang_smc.state.settings import RequestTable, Settings, Start, stop_tokens
 
 VOCAB = 6
 
 
-def spec(row: int = 1, **changes: Any) -> TableEntry:
+def spec(row: int = 1, **changes: Any) -> Start:
     return entry(row, **{"stop_tokens": frozenset({2}), **changes})
 
 
-def settings_of(*specs: TableEntry) -> Settings:
+def settings_of(*specs: Start) -> Settings:
     table = RequestTable(5, VOCAB, "cpu")
     table.write(list(specs))
     return table.gather(torch.tensor([one.row for one in specs]))
