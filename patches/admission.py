@@ -5,19 +5,17 @@ request, retract it at its first round, and admit it again.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.process import active_budget, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import allocated, kv_of
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.schedule_policy import PrefillAdder
-    from sglang.srt.managers.tp_worker import TpModelWorker
-
 
 PATCHES = Hooks(retire_when="Admission asks the algorithm what a request reserves.")
 
@@ -27,7 +25,7 @@ PATCHES = Hooks(retire_when="Admission asks the algorithm what a request reserve
     "srt/managers/schedule_policy.py:477 (the two offsets of the budget)",
     why="The adder's budget has no seam for memory beyond a request's own tokens.",
 )
-def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
+def init_budget(original: Callable, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
     """Charge the arenas that running requests have yet to reserve."""
     original(adder, *args, **kwargs)
     config = active_config()
@@ -50,7 +48,7 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     why="The adder charges a request's prompt and output, and has no seam for more.",
 )
 def add_one_req(
-    original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
+    original: Callable, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Admit a request only if its own arena, by its own mode, fits beside it."""
     admitted, charged = len(adder.can_run_list), _charge(adder, req)
@@ -65,7 +63,7 @@ def add_one_req(
     "srt/managers/schedule_policy.py:1140",
     why="The adder charges a request's prompt and output, and has no seam for more.",
 )
-def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> Any:
+def add_chunked_req(original: Callable, adder: PrefillAdder, req: Req) -> Any:
     """Charge the arena of a request whose prompt is prefilled in chunks."""
     result = original(adder, req)
     _charge(adder, req)
@@ -78,7 +76,7 @@ def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> An
     why="Else others would give way to a request that is then not admitted.",
 )
 def preempt_to_schedule(
-    original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
+    original: Callable, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> bool:
     """Count a request's arena in what must be free before others are preempted for it."""
     charged = _charge(adder, req)
@@ -87,7 +85,7 @@ def preempt_to_schedule(
     return result
 
 
-def _charge(adder: "PrefillAdder", req: "Req") -> int:
+def _charge(adder: PrefillAdder, req: Req) -> int:
     """Charge the slots that a request will own beside its text; none without SMC."""
     config = active_config()
     num_slots = 0 if config is None else arena.arena_of(config, req, active_budget())
@@ -101,7 +99,7 @@ def _charge(adder: "PrefillAdder", req: "Req") -> int:
     why="A request that fits the pool but not beside its arena would wait for ever.",
     retire_when="The longest request may depend on what the algorithm reserves.",
 )
-def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
+def worker_info(original: Callable, worker: TpModelWorker) -> tuple:
     """Reduce the longest request by an arena, and log once what memory requests take."""
     info = original(worker)
     config = active_config()
@@ -119,7 +117,7 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     retire_when="The longest request may depend on what the algorithm reserves.",
 )
 def validate_input_length(
-    original: Callable, req: "Req", max_req_input_len: int, allow_auto_truncate: bool
+    original: Callable, req: Req, max_req_input_len: int, allow_auto_truncate: bool
 ) -> str | None:
     """Add to the error for a long request what else the pool must hold, and what helps."""
     error = original(req, max_req_input_len, allow_auto_truncate)

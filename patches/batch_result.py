@@ -1,21 +1,18 @@
 """Make the scheduler wait for a round's result where rules need it, and record its statistics."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.process import is_smc
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.registry import needs_host
 from sglang_smc.server.hooks import Hooks
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.batch_result_processor import (
-        SchedulerBatchResultProcessor,
-    )
-    from sglang.srt.managers.utils import GenerationBatchResult
-
 
 PATCHES = Hooks()
 
@@ -31,9 +28,9 @@ PATCHES = Hooks()
 )
 def is_disable_overlap_for_batch(
     original: Callable,
-    scheduler: "Scheduler",
-    batch: "ScheduleBatch | None",
-    last_batch: "ScheduleBatch | None",
+    scheduler: Scheduler,
+    batch: ScheduleBatch | None,
+    last_batch: ScheduleBatch | None,
 ) -> bool:
     """Wait for the last round's result where a request's rule reads texts on the host.
 
@@ -57,9 +54,9 @@ def is_disable_overlap_for_batch(
 )
 def resolve_tokens(
     original: Callable,
-    processor: "SchedulerBatchResultProcessor",
-    result: "GenerationBatchResult",
-    batch: "ScheduleBatch",
+    processor: SchedulerBatchResultProcessor,
+    result: GenerationBatchResult,
+    batch: ScheduleBatch,
 ) -> list[list[int]]:
     """Book the columns that an SMC round kept as its correct drafts, and its counters."""
     if not isinstance(result, SMCBatchResult):

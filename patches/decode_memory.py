@@ -6,10 +6,12 @@ session does not keep it for the next turn.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
+from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_smc.cpu.trees import spans as entries
 from sglang_smc.kv import arena
@@ -19,11 +21,6 @@ from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import find_state, state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.session.streaming_session import StreamingSession
-
 
 PATCHES = Hooks()
 
@@ -38,7 +35,7 @@ PATCHES = Hooks()
     "input's own; a registered algorithm has no say.",
     retire_when="CustomSpecAlgo has a prepare_for_decode of its own.",
 )
-def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
+def prepare_for_decode(original: Callable, batch: ScheduleBatch) -> None:
     """Reserve each running request's arena instead of a window of 2 (K + 1) tokens.
 
     With --speculative-smc-adaptive, choose N and K of the round after that.
@@ -58,7 +55,7 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     _adapt(batch)
 
 
-def _adapt(batch: "ScheduleBatch") -> None:
+def _adapt(batch: ScheduleBatch) -> None:
     """Choose N and K of the next round.
 
     It is called here alone: until the next round's reservation, predictions must not change.
@@ -73,17 +70,17 @@ def _adapt(batch: "ScheduleBatch") -> None:
     )
 
 
-def _num_free(batch: "ScheduleBatch") -> int:
+def _num_free(batch: ScheduleBatch) -> int:
     """Return the KV slots that are available without retracting a running request."""
     return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
 
 
-def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
+def _num_new(reqs: list[Req], budget: Budget | None) -> int:
     """Return the KV slots that a round on ``budget`` takes beside those that are owned."""
     return sum(_allocated_after(req, budget) - allocated(req) for req in reqs)
 
 
-def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
+def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
     """Fill each request's row with new slots from ``start`` to ``end`` of its span."""
     total = sum(end - start for start, end in spans)
     if total == 0:
@@ -93,7 +90,7 @@ def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
     batch.req_to_token_pool.write(places.unbind(), slots.int())
 
 
-def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
+def _places(reqs: list[Req], spans: list[tuple[int, int]]) -> torch.Tensor:
     """Return rows and columns of the table's entries in these spans, ``[2, total]`` int64."""
     rows = [kv_of(req).req_pool_idx for req in reqs]
     known = [(row, start, end) for row, (start, end) in zip(rows, spans, strict=True)]
@@ -107,7 +104,7 @@ def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
     retire_when="The algorithm that prepares a decode step also predicts its memory.",
 )
 def tokens_required(
-    original: Callable, batch: "ScheduleBatch", requests: "list[Req]", page_size: int
+    original: Callable, batch: ScheduleBatch, requests: list[Req], page_size: int
 ) -> Any:
     """Predict the arena that the next round needs, so that retraction starts in time."""
     config = active_config()
@@ -116,7 +113,7 @@ def tokens_required(
     return _num_new(requests, active_budget())
 
 
-def _allocated_after(req: "Req", budget: Budget | None) -> int:
+def _allocated_after(req: Req, budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by commits, not by freeing slots.
     span = state_of(req).span(budget)
     wanted = kv_of(req).kv_committed_len + arena.arena(span, arena.remaining(req))
@@ -133,7 +130,7 @@ def _allocated_after(req: "Req", budget: Budget | None) -> int:
     retire_when="A session keeps no more than the request has committed.",
 )
 def trim_overshoot(
-    original: Callable, sessions: "StreamingSession", req: "Req", finished_len: int
+    original: Callable, sessions: StreamingSession, req: Req, finished_len: int
 ) -> None:
     """Free a finished or retracted turn's arena before its session takes over the row.
 
@@ -147,7 +144,7 @@ def trim_overshoot(
     original(sessions, req, finished_len)
 
 
-def _end_of_read_text(req: "Req") -> int:
+def _end_of_read_text(req: Req) -> int:
     """Return the end of what both models have processed; the draft is one token behind or more."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
     read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from sglang.srt.managers.io_struct import (
@@ -10,6 +10,7 @@ from sglang.srt.managers.io_struct import (
     LoRAUpdateOutput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_smc.guard.prompt_length import check_texts
 from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
@@ -20,10 +21,6 @@ from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
 from sglang_smc.state.metrics import META_PREFIX
 from sglang_smc.upstream import NEWER, OLDER, resolved
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
 
 PATCHES = Hooks()
 
@@ -39,7 +36,7 @@ PATCHES = Hooks()
     "keeps named sampling parameters.",
 )
 def generate_request(
-    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+    original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> Any:
     """Validate a request's form, and resolve its preset, before all else.
 
@@ -71,7 +68,7 @@ def generate_request(
     retire_when="CustomSpecAlgo has a validate_request.",
 )
 def validate_request(
-    original: Callable, manager: "TokenizerManager", obj: Any, input_ids: list[int]
+    original: Callable, manager: TokenizerManager, obj: Any, input_ids: list[int]
 ) -> None:
     """Answer HTTP 400 to a request with fields that SMC cannot honour, before it is processed."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
@@ -104,7 +101,7 @@ _ONE_NAME: dict[str, Any] = {
     **_ONE_NAME,
 )
 async def load_lora_adapter(
-    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+    original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> Any:
     """Refuse a new adapter with the name of a preset."""
     if is_smc(manager.server_args) and obj.lora_name in presets.of(manager.server_args):
@@ -119,7 +116,7 @@ async def load_lora_adapter(
     why="All n share one sampling_params: with a seed they would be one text n times.",
     retire_when="SGLang tells parallel samples of a seeded request apart.",
 )
-def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> Any:
+def send_request(original: Callable, manager: TokenizerManager, tokenized: Any) -> Any:
     """Give the i-th of n parallel samples the seed + i."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
         tokenized.sampling_params = _sample_params(tokenized.sampling_params)
@@ -136,7 +133,7 @@ def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any
 )
 def update_meta_info(
     original: Callable,
-    manager: "TokenizerManager",
+    manager: TokenizerManager,
     meta_info: dict,
     state: Any,
     customized_info: dict,
@@ -169,7 +166,7 @@ def _is_own(name: str, value: Any) -> bool:
     family=OLDER,
 )
 def add_meta_info(
-    original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
+    original: Callable, manager: TokenizerManager, meta_info: dict, recv_obj: Any, i: int
 ) -> None:
     """Unwrap spec_smc_* in the final meta_info, which 0.5.17 has as lists."""
     original(manager, meta_info, recv_obj, i)

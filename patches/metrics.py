@@ -2,25 +2,22 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from sglang.srt.managers.io_struct import (
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    SetInternalStateReq,
+)
+from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active_budget, config_of, is_smc, memory
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.metrics import finite
+from sglang_smc.state.metrics import Monitor, finite
 from sglang_smc.state.request import find_state
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import (
-        GetInternalStateReq,
-        GetInternalStateReqOutput,
-        SetInternalStateReq,
-    )
-    from sglang.srt.managers.scheduler import Scheduler
-
-    from sglang_smc.state.metrics import Monitor
-    from sglang_smc.worker import SMCWorker
+from sglang_smc.worker import SMCWorker
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ PATCHES = Hooks()
     retire_when="A worker may register metrics of its own.",
 )
 def init_metrics_reporter(
-    original: Callable, scheduler: "Scheduler", *args: Any, **kwargs: Any
+    original: Callable, scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
     """Pass SGLang's metrics reporter to the worker, to export sglang_spec_smc_* as it does."""
     original(scheduler, *args, **kwargs)
@@ -55,8 +52,8 @@ def init_metrics_reporter(
     retire_when="BaseSpecWorker has an internal state to show.",
 )
 def get_internal_state(
-    original: Callable, scheduler: "Scheduler", recv_req: "GetInternalStateReq"
-) -> "GetInternalStateReqOutput":
+    original: Callable, scheduler: Scheduler, recv_req: GetInternalStateReq
+) -> GetInternalStateReqOutput:
     """Add `smc` to each internal state that /server_info shows.
 
     It has settings, N and K in force, totals since the start, fidelity, memory, and requests that
@@ -68,12 +65,12 @@ def get_internal_state(
     return output
 
 
-def _monitor(scheduler: "Scheduler") -> "Monitor":
+def _monitor(scheduler: Scheduler) -> Monitor:
     """Return the worker's monitor; the worker is SMC's where the server arguments select SMC."""
     return cast("SMCWorker", scheduler.draft_worker).monitor
 
 
-def _state(scheduler: "Scheduler") -> dict[str, Any]:
+def _state(scheduler: Scheduler) -> dict[str, Any]:
     monitor = _monitor(scheduler)
     config = monitor.dial.with_threshold(request_config(config_of(scheduler.server_args), None))
     now = apply_budget(config, active_budget())
@@ -96,7 +93,7 @@ MOST_TOLD = 64
 """The most requests in an internal state."""
 
 
-def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
+def _running(scheduler: Scheduler) -> list[dict[str, Any]]:
     """Return the requests that decode, in descending order of rounds."""
     begun = [
         state.progress(req.rid, len(req.output_ids))
@@ -113,7 +110,7 @@ def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
     retire_when="SGLang asks the algorithm which of its settings may change.",
 )
 def set_internal_state(
-    original: Callable, scheduler: "Scheduler", recv_req: "SetInternalStateReq"
+    original: Callable, scheduler: Scheduler, recv_req: SetInternalStateReq
 ) -> Any:
     """Refuse to set the acceptance thresholds of other algorithms."""
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput

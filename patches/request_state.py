@@ -1,7 +1,10 @@
 """Update a request's state after rounds that emit nothing, and publish its totals at the end."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active_config, active_monitor
@@ -10,15 +13,9 @@ from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.failures import end_failed, take_mark
+from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestState, find_state, publish, rewind_stream
 from sglang_smc.upstream import NEWER
-
-if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
-    from sglang.srt.managers.schedule_batch import Req
-
-    from sglang_smc.state.metrics import Monitor
-
 
 PATCHES = Hooks()
 
@@ -33,7 +30,7 @@ PATCHES = Hooks()
     "No other place sees every request's end, in prefill and decode, before it is streamed.",
     retire_when="update_finish_state(0) is a no-op upstream, and so is a stream of no token.",
 )
-def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1) -> None:
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
     The look for an end is skipped where a round emitted no token, or one that may still change,
@@ -64,14 +61,14 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     publish(req)
 
 
-def _time_chunk(req: "Req", state: RequestState, monitor: "Monitor", num_new: int) -> None:
+def _time_chunk(req: Req, state: RequestState, monitor: Monitor, num_new: int) -> None:
     """Measure the new tokens that a stream sends; those after its end are not sent."""
     kept = num_new - (len(req.output_ids) - len(req.output_ids_through_stop))
     if kept > 0:
         state.last_chunk = monitor.time_chunk(state.last_chunk, kept)
 
 
-def _end_after_prefill(req: "Req", state: RequestState) -> None:
+def _end_after_prefill(req: Req, state: RequestState) -> None:
     """End a request if its prefill has found that it cannot go on."""
     code = take_mark(req)
     if not code:
@@ -95,7 +92,7 @@ def _end_after_prefill(req: "Req", state: RequestState) -> None:
     retire_when="SGLang asks the algorithm whether a result finishes a request.",
     family=NEWER,
 )
-def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
+def next_output_finishes_by_length(original: Callable, req: Req) -> bool:
     """Return False with potentials or a vote, since a round may hold the last token back."""
     return not registry.has_scorers(req) and original(req)
 
@@ -106,7 +103,7 @@ def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
     why="Prefill must put out one token, but the particles of such a request differ in it.",
     retire_when="A prefill can put out no token.",
 )
-def reset_for_retract(original: Callable, req: "Req") -> None:
+def reset_for_retract(original: Callable, req: Req) -> None:
     """Drop the open token, which stands in for the first of each particle, before a prefill."""
     if find_state(req) is not None:
         registry.withdraw_token(req)
@@ -124,7 +121,7 @@ def reset_for_retract(original: Callable, req: "Req") -> None:
 )
 def create_grammar_backend(
     original: Callable, *args: Any, **kwargs: Any
-) -> "BaseGrammarBackend | None":
+) -> BaseGrammarBackend | None:
     """Create a grammar backend with a cache bounded in number and size.
 
     It drops the grammars used least recently; its compiler keeps none itself.

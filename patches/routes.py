@@ -2,24 +2,21 @@
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+from sglang.srt.entrypoints.ollama.serving import OllamaServing
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from sglang.srt.function_call.core_types import ToolCallItem
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Hooks
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-    from sglang.srt.entrypoints.ollama.serving import OllamaServing
-    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
-    from sglang.srt.function_call.core_types import ToolCallItem
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 # Routes without custom_params.
 
@@ -51,7 +48,7 @@ PATCHES = Hooks(
     retire_when=_PER_ROUTE,
 )
 async def handle_messages(
-    original: Callable, serving: "AnthropicServing", request: Any, raw_request: Request
+    original: Callable, serving: AnthropicServing, request: Any, raw_request: Request
 ) -> Any:
     """Answer HTTP 400 to what Anthropic's route would ignore, and to what cannot fit.
 
@@ -75,7 +72,7 @@ async def handle_messages(
 )
 async def create_responses(
     original: Callable,
-    serving: "OpenAIServingResponses",
+    serving: OpenAIServingResponses,
     request: Any,
     raw_request: Request | None = None,
 ) -> Any:
@@ -100,7 +97,7 @@ async def create_responses(
     retire_when=_OLLAMA_END,
 )
 async def handle_ollama(
-    original: Callable, serving: "OllamaServing", request: Any, raw_request: Request
+    original: Callable, serving: OllamaServing, request: Any, raw_request: Request
 ) -> Any:
     """Pass on the preset in the model's name; answer HTTP 400, and stream the last text, too.
 
@@ -123,7 +120,7 @@ async def handle_ollama(
     why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
     retire_when="SGLang maps the seed to sampling_seed.",
 )
-def ollama_params(original: Callable, serving: "OllamaServing", options: Any = None) -> dict:
+def ollama_params(original: Callable, serving: OllamaServing, options: Any = None) -> dict:
     """Rename Ollama's seed to sampling_seed."""
     params = original(serving, options)
     if "seed" in params:
@@ -142,7 +139,7 @@ def ollama_params(original: Callable, serving: "OllamaServing", options: Any = N
     retire_when="SGLang bounds a prompt's text before it tokenizes.",
 )
 def process_messages(
-    original: Callable, serving: "OpenAIServingBase", request: Any, *args: Any, **kwargs: Any
+    original: Callable, serving: OpenAIServingBase, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Answer HTTP 400 to a conversation that cannot fit, before it is rendered and tokenized."""
     manager = serving.tokenizer_manager
@@ -160,7 +157,7 @@ def process_messages(
     retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
 )
 def show_particles(
-    original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
+    original: Callable, serving: OpenAIServingBase, request: Any, ret: list[dict], created: int
 ) -> Any:
     """Show particles in a chat's meta_info without return_meta_info."""
     if any(routes.has_particles(item["meta_info"]) for item in ret):
@@ -173,7 +170,7 @@ def show_particles(
     "srt/entrypoints/openai/serving_completions.py:532 (the whole answer)",
 )
 def completion_with_meta_info(
-    original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
+    original: Callable, serving: OpenAIServingBase, request: Any, ret: list[dict], created: int
 ) -> Any:
     """Show meta_info of completions, with return_meta_info or return_particles."""
     response = original(serving, request, ret, created)
@@ -195,7 +192,7 @@ def completion_with_meta_info(
     "srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",
 )
 def stream_with_meta_info(
-    original: Callable, serving: "OpenAIServingBase", adapted: Any, request: Any, raw_request: Any
+    original: Callable, serving: OpenAIServingBase, adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
     """Show meta_info in the chunk that ends a choice of a stream.
 
@@ -213,7 +210,7 @@ def stream_with_meta_info(
     "srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",
 )
 async def take_meta_info_wish(
-    original: Callable, serving: "OpenAIServingBase", request: Any, raw_request: Request
+    original: Callable, serving: OpenAIServingBase, request: Any, raw_request: Request
 ) -> Any:
     """Read return_meta_info of completions; SGLang has the field on the chat route alone."""
     if is_smc(serving.tokenizer_manager.server_args) and raw_request is not None:
@@ -248,7 +245,7 @@ def list_presets(original: Callable, global_state: Any) -> None:
         _route_models(http_server.app, http_server, manager.served_model_name, names)
 
 
-def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str]) -> None:
+def _route_models(app: FastAPI, stock: Any, served: str, names: Iterable[str]) -> None:
     listed = [f"{served}:{name}" for name in names]
     router = APIRouter(default_response_class=ORJSONResponse)
 
@@ -275,7 +272,7 @@ def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str])
     why="SGLang lists its one model.",
     retire_when="SGLang keeps named sampling parameters.",
 )
-def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
+def ollama_tags(original: Callable, serving: OllamaServing) -> Any:
     """List presets at /api/tags."""
     found = original(serving)
     manager = serving.tokenizer_manager
@@ -301,8 +298,8 @@ _PIECES = re.compile(r"\w+|\W")
     retire_when="SGLang's parsers return all parts of the calls that a chunk completes.",
 )
 def parse_stream_chunk(
-    original: Callable, parser: "FunctionCallParser", chunk_text: str
-) -> "tuple[str, list[ToolCallItem]]":
+    original: Callable, parser: FunctionCallParser, chunk_text: str
+) -> tuple[str, list[ToolCallItem]]:
     """Parse a streamed chunk word by word for tool calls, in pieces no longer than tokens."""
     pieces = _PIECES.findall(chunk_text) or [chunk_text]
     texts, calls = zip(*(original(parser, piece) for piece in pieces), strict=True)

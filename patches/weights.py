@@ -3,23 +3,21 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.weight_updater import (
+    SchedulerWeightUpdaterManager,
+)
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_smc import upstream
 from sglang_smc.models.weight_update import names_in, reason_not_to_name
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Hooks
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
-    )
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
 """Runs an update by SGLang's own function; returns its response, or why there is none."""
@@ -52,7 +50,7 @@ def at_rest(output: Callable[..., Any]) -> Callable[[Update], Update]:
     def decorate(update: Update) -> Update:
         @wraps(update)
         def around(
-            original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+            original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: Any
         ) -> Any:
             scheduler = _scheduler(manager)
             if not is_smc(scheduler.server_args):
@@ -80,8 +78,8 @@ def at_rest(output: Callable[..., Any]) -> Callable[[Update], Update]:
 @at_rest(io_struct.UpdateWeightFromDiskReqOutput)
 def update_from_disk(
     original: Callable,
-    manager: "SchedulerWeightUpdaterManager",
-    recv_req: "io_struct.UpdateWeightFromDiskReqInput",
+    manager: SchedulerWeightUpdaterManager,
+    recv_req: io_struct.UpdateWeightFromDiskReqInput,
 ) -> Any:
     """Load the draft's checkpoint, if manifest names one, then the target's; neither, if one fails.
 
@@ -100,14 +98,14 @@ def update_from_disk(
 )
 @at_rest(io_struct.UpdateWeightsFromIPCReqOutput)
 def update_from_ipc(
-    original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+    original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: Any
 ) -> Any:
     """Update the target alone: hide the draft, into which SGLang would load its weights."""
     return _update_target(original, manager, recv_req)
 
 
 def _update_target(
-    original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+    original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: Any
 ) -> Any:
     """Hide the draft, into which SGLang would load the target's weights."""
     worker, manager.draft_worker = manager.draft_worker, None
@@ -125,8 +123,8 @@ def _update_target(
 @at_rest(io_struct.UpdateWeightsFromDistributedReqOutput)
 def update_from_distributed(
     original: Callable,
-    manager: "SchedulerWeightUpdaterManager",
-    recv_req: "io_struct.UpdateWeightsFromDistributedReqInput",
+    manager: SchedulerWeightUpdaterManager,
+    recv_req: io_struct.UpdateWeightsFromDistributedReqInput,
 ) -> Any:
     """Update one model where the selector is 'all', SGLang's default.
 
@@ -150,8 +148,8 @@ def update_from_distributed(
 @at_rest(io_struct.UpdateWeightsFromTensorReqOutput)
 def update_from_tensor(
     original: Callable,
-    manager: "SchedulerWeightUpdaterManager",
-    recv_req: "io_struct.UpdateWeightsFromTensorReqInput",
+    manager: SchedulerWeightUpdaterManager,
+    recv_req: io_struct.UpdateWeightsFromTensorReqInput,
 ) -> Any:
     """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
     try:
@@ -176,7 +174,7 @@ def update_from_tensor(
     family=upstream.OLDER,
 )
 def flush_after_update(
-    original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+    original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: Any
 ) -> None:
     """Flush the cache although requests wait, as those that are paused with mode 'retract' do."""
     scheduler = _scheduler(manager)
@@ -196,7 +194,7 @@ def flush_after_update(
     retire_when="Busy and repeated calls are answers.",
 )
 async def release_memory(
-    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+    original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> None:
     """Release the memory of a server at rest, once; all else is HTTP 400."""
     if is_smc(manager.server_args):
@@ -216,7 +214,7 @@ async def release_memory(
     retire_when="Busy and repeated calls are answers.",
 )
 async def resume_memory(
-    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+    original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> None:
     """Resume memory that is released; all else is HTTP 400."""
     if is_smc(manager.server_args):
@@ -225,7 +223,7 @@ async def resume_memory(
     released(manager).difference_update(obj.tags or ())
 
 
-def released(manager: "TokenizerManager") -> set[str]:
+def released(manager: TokenizerManager) -> set[str]:
     """Return the tags of the memory that is released, as a set that the hooks change."""
     return vars(manager).setdefault("smc_released", set())
 
@@ -240,12 +238,12 @@ def _tags(obj: Any, allowed: set[str]) -> list[str]:
     return sorted(tags)
 
 
-def _scheduler(manager: "SchedulerWeightUpdaterManager") -> "Scheduler":
+def _scheduler(manager: SchedulerWeightUpdaterManager) -> Scheduler:
     assert manager.scheduler is not None, "a scheduler hands itself to its manager"
     return manager.scheduler
 
 
-def _held(scheduler: "Scheduler", recv_req: Any) -> str | None:
+def _held(scheduler: Scheduler, recv_req: Any) -> str | None:
     if not recv_req.flush_cache:
         return None
     # Unless the server is paused, SGLang has waited for all requests to end.
@@ -253,14 +251,14 @@ def _held(scheduler: "Scheduler", recv_req: Any) -> str | None:
     return _HELD if holds or len(scheduler.grammar_manager) else None
 
 
-def _is_retracted(scheduler: "Scheduler") -> bool:
+def _is_retracted(scheduler: Scheduler) -> bool:
     """Return whether no request of a paused server owns KV."""
     is_running = not scheduler.running_batch.is_empty()
     return not (is_running or scheduler.last_batch or scheduler.chunked_req)
 
 
 @contextmanager
-def _at_rest(scheduler: "Scheduler") -> Iterator[None]:
+def _at_rest(scheduler: Scheduler) -> Iterator[None]:
     """Pause a server that is not: with overlap, a round is in flight when the last request ends.
 
     SGLang would not flush then. Waiting requests own no KV.

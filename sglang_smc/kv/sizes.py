@@ -1,19 +1,17 @@
 """Measure the bytes of a running server's models, pools and tensors."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.kv.report import Sizes
 from sglang_smc.upstream import kv_layers
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
 
 def sizes_of(
-    target: "ModelRunner",
-    draft: "ModelRunner | None",
+    target: ModelRunner,
+    draft: ModelRunner | None,
     *,
     num_slots: int,
     most_running: int,

@@ -4,11 +4,15 @@ Stock backends treat particles as unrelated rows and read the prompt's KV once f
 reads it once per request, by a Triton kernel or in plain torch.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import (
@@ -26,14 +30,7 @@ from sglang_smc.models.supported import (
 )
 from sglang_smc.upstream import kv_layers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    Attend = Callable[..., torch.Tensor]  # of query, keys, values and `Softmax`
+Attend = Callable[..., torch.Tensor]  # of query, keys, values and `Softmax`
 
 Implementation = Literal["torch", "triton"]
 
@@ -67,7 +64,7 @@ class ParticleAttention(AttentionBackend):
 
     def __init__(
         self,
-        runner: "ModelRunner",
+        runner: ModelRunner,
         tails: torch.Tensor,
         implementation: Implementation,
         *,
@@ -96,7 +93,7 @@ class ParticleAttention(AttentionBackend):
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
-    def _set_up_latents(self, runner: "ModelRunner", implementation: Implementation) -> None:
+    def _set_up_latents(self, runner: ModelRunner, implementation: Implementation) -> None:
         if self._blocks:
             raise ValueError(
                 "block heads with latent attention (MLA) are not supported: pass a head with "
@@ -129,8 +126,8 @@ class ParticleAttention(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
@@ -167,7 +164,7 @@ class ParticleAttention(AttentionBackend):
             return (self.token_to_kv_pool.get_key_buffer(layer_id),)
         return self.token_to_kv_pool.get_kv_buffer(layer_id)
 
-    def _queries(self, q: torch.Tensor, layer: "RadixAttention") -> torch.Tensor:
+    def _queries(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         """Return the queries of all rows, ``[G, N, C, q_heads, head_dim]``."""
         q = q if self._merged is None else q[self._merged.results]
         return q.view(*self._shape, layer.tp_q_head_num, -1)
@@ -227,7 +224,7 @@ class ParticleAttention(AttentionBackend):
 
 
 def store(
-    pool: Any, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Write keys and values ``[R, kv_heads, head_dim]`` of a layer to ``slots`` ``[R]``.
 

@@ -1,9 +1,10 @@
 """Run models over particles, on SGLang's model runners."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -12,15 +13,11 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class ParticleForward:
@@ -41,7 +38,7 @@ class ParticleForward:
 
     def __init__(
         self,
-        runner: "ModelRunner",
+        runner: ModelRunner,
         tails: torch.Tensor,
         attention: Implementation,
         max_columns: int,
@@ -110,7 +107,7 @@ class ParticleForward:
         self._lora.prepare_lora_batch(of_rows)
 
     @contextmanager
-    def _attending(self, chains: Chains, merged: MergedRows | None = None) -> "Iterator[None]":
+    def _attending(self, chains: Chains, merged: MergedRows | None = None) -> Iterator[None]:
         """Set this attention backend, planned for a forward, within the block."""
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             self.attn_backend.plan(chains, merged)

@@ -11,13 +11,11 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Keys
 normalized, queries also scaled, and all three have gone through a short causal convolution.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch.nn.functional import silu, softplus
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 EPSILON = 1e-6  # of the L2 norm, as in the published models
 
@@ -37,14 +35,14 @@ class Gates(NamedTuple):
     bias: torch.Tensor  # [v_heads], `dt_bias`
 
 
-def taps_of(layer: "RadixLinearAttention") -> torch.Tensor:
+def taps_of(layer: RadixLinearAttention) -> torch.Tensor:
     """Return the convolution weights of an SGLang layer, ``[D, W]``."""
     weight = layer.conv_weights
     assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
     return weight
 
 
-def gates_of(layer: "RadixLinearAttention") -> Gates:
+def gates_of(layer: RadixLinearAttention) -> Gates:
     """Return the decay parameters of an SGLang layer."""
     assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
     return Gates(layer.A_log, layer.dt_bias)

@@ -8,15 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from sglang_smc import upstream
+from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
-
-if TYPE_CHECKING:
-    from sglang_smc.models.attention import ParticleAttention
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +150,7 @@ class Forward(Protocol):
     """The interface of a model over particles: `models.forward.ParticleForward`."""
 
     @property
-    def attn_backend(self) -> "ParticleAttention": ...
+    def attn_backend(self) -> ParticleAttention: ...
 
     def next_logits(self, chains: Chains) -> torch.Tensor: ...
 
@@ -191,7 +189,7 @@ class RecordedPasses:
         self._recorded: dict[str, dict[int, _Capture]] = {}
 
     @property
-    def attn_backend(self) -> "ParticleAttention":
+    def attn_backend(self) -> ParticleAttention:
         """Return the model's attention over particles."""
         return self._forward.attn_backend
 

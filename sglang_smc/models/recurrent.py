@@ -7,20 +7,18 @@ state over the columns that were kept. docs/algorithm.md has the design, and its
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.attention import Implementation, ParticleAttention, seed_tail, slots_before
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class StateTables(NamedTuple):
@@ -119,7 +117,7 @@ class RecurrentParticles(AttentionBackend):
     def forward_linear(
         self,
         *,
-        layer: "RadixLinearAttention",
+        layer: RadixLinearAttention,
         mixed_qkv: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -186,7 +184,7 @@ class RecurrentForward(ParticleForward):
 
     def __init__(
         self,
-        runner: "ModelRunner",
+        runner: ModelRunner,
         ledger: Any,
         attention: Implementation,
         *,
@@ -211,7 +209,7 @@ class RecurrentForward(ParticleForward):
         particles = self._ledger.particle_rows(rows, self._num_particles)
         self._linear.init_from_prompt(rows, lengths.long(), particles)
 
-    def _run(self, mode: "ForwardMode", chains: Chains) -> Any:
+    def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         self._linear.begin_forward(chains)
         return super()._run(mode, chains)
 

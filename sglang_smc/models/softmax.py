@@ -9,14 +9,12 @@ and no more of it is gathered. In a block head's layer all new tokens of a parti
 other, and a head may have no keys at the first positions of a sequence.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_smc.models.chains import KVLocations
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
 
 
 class Softmax(NamedTuple):
@@ -28,7 +26,7 @@ class Softmax(NamedTuple):
     value_scale: float = 1.0  # of 8-bit values
 
 
-def softmax_of(layer: "RadixAttention", sinks: torch.Tensor | None, is_scaled: bool) -> Softmax:
+def softmax_of(layer: RadixAttention, sinks: torch.Tensor | None, is_scaled: bool) -> Softmax:
     """Return the softmax parameters of ``layer``.
 
     Args:

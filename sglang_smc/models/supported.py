@@ -4,7 +4,7 @@ What a configuration does not show is found when the models are built: `check_la
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -16,15 +16,13 @@ from sglang.srt.configs.model_config import (
     is_multimodal_model,
 )
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import Arguments, is_gated_delta, kv_layers, model_config_of
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 _ALLOWED = (
     "allowed: a text decoder whose layers attend to all of the text or to a window of it, by heads "
@@ -199,7 +197,7 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
         yield "queries that are scaled by position (llama_4_scaling)"
 
 
-def check_layers(runner: "ModelRunner", *, blocks: bool = False) -> None:
+def check_layers(runner: ModelRunner, *, blocks: bool = False) -> None:
     """Raise ValueError for a model with a layer that attention over particles does not support.
 
     Args:
@@ -215,7 +213,7 @@ def check_layers(runner: "ModelRunner", *, blocks: bool = False) -> None:
         check_layer(layer, group, {}, rank, blocks=blocks)
 
 
-def head_group(runner: "ModelRunner") -> int:
+def head_group(runner: ModelRunner) -> int:
     """Return the number of query heads per key head, on each tensor-parallel rank."""
     tp_size, config = get_parallel().tp_size, runner.model_config
     if runner.use_mla_backend:  # all heads read one latent
@@ -223,7 +221,7 @@ def head_group(runner: "ModelRunner") -> int:
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 
-def heads_of(runner: "ModelRunner") -> Heads:
+def heads_of(runner: ModelRunner) -> Heads:
     """Return the attention heads of a model, on each tensor-parallel rank."""
     config = runner.model_config
     q_heads = config.get_num_attention_heads(get_parallel().tp_size)
@@ -234,7 +232,7 @@ def heads_of(runner: "ModelRunner") -> Heads:
     return Heads(q_heads, q_heads // head_group(runner), head_dim, runner.dtype, rank)
 
 
-def check_pool(runner: "ModelRunner") -> None:
+def check_pool(runner: ModelRunner) -> None:
     """Raise ValueError unless the KV cache is [slots, kv_heads, head_dim] for all layers."""
     if runner.is_hybrid_swa:
         raise ValueError(

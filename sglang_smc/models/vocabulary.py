@@ -6,19 +6,15 @@ and 152,064 in its large ones, for the same 151,665 tokens. V is the width of th
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import upstream
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
-
-    from sglang_smc.models.attention import ParticleAttention
-    from sglang_smc.models.chains import Chains
-    from sglang_smc.models.forward import ParticleForward
-
+from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.models.chains import Chains
+from sglang_smc.models.forward import ParticleForward
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +40,7 @@ class Vocabulary(NamedTuple):
         return 1 + max((i for token, i in tokens.items() if token not in self.added), default=-1)
 
 
-def vocabularies(target: "TpModelWorker", draft: "TpModelWorker") -> tuple[Vocabulary, Vocabulary]:
+def vocabularies(target: TpModelWorker, draft: TpModelWorker) -> tuple[Vocabulary, Vocabulary]:
     """Return the vocabularies of two loaded models; raise ValueError where they do not fit."""
     widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
     of_draft = None if target.tokenizer is None else _tokenizer_of(draft)
@@ -53,7 +49,7 @@ def vocabularies(target: "TpModelWorker", draft: "TpModelWorker") -> tuple[Vocab
     return pair
 
 
-def _tokenizer_of(draft: "TpModelWorker") -> Any:
+def _tokenizer_of(draft: TpModelWorker) -> Any:
     """Load the draft's tokenizer, or return None: SGLang loads the target's alone."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
@@ -132,7 +128,7 @@ def last_read(target: Vocabulary, draft: Vocabulary) -> int | None:
 
 
 def with_width(
-    forward: "ParticleForward", target: Vocabulary, draft: Vocabulary
+    forward: ParticleForward, target: Vocabulary, draft: Vocabulary
 ) -> "ParticleForward | PaddedDraft":
     """Return the draft over particles, with logits of the target's width."""
     if target.width == draft.width:
@@ -161,25 +157,25 @@ class PaddedDraft:
         forward: the draft.
     """
 
-    def __init__(self, forward: "ParticleForward", target: Vocabulary, draft: Vocabulary) -> None:
+    def __init__(self, forward: ParticleForward, target: Vocabulary, draft: Vocabulary) -> None:
         self._forward = forward
         self._last = last_read(target, draft)
         self._missing = target.width - draft.width  # below 0: the number cut off
 
     @property
-    def attn_backend(self) -> "ParticleAttention":
+    def attn_backend(self) -> ParticleAttention:
         """Return the draft's attention."""
         return self._forward.attn_backend
 
-    def next_logits(self, chains: "Chains") -> torch.Tensor:
+    def next_logits(self, chains: Chains) -> torch.Tensor:
         """Return logits ``[G, N, V]``; see `ParticleForward.next_logits`."""
         return self._padded(self._forward.next_logits(self._readable(chains)))
 
-    def chain_logits(self, chains: "Chains") -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Return logits ``[G, N, C, V]``; see `ParticleForward.chain_logits`."""
         return self._padded(self._forward.chain_logits(self._readable(chains)))
 
-    def _readable(self, chains: "Chains") -> "Chains":
+    def _readable(self, chains: Chains) -> Chains:
         return chains._replace(tokens=readable(chains.tokens, self._last))
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:

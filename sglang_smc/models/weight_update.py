@@ -6,21 +6,18 @@ would fail half way, when the old weights are gone. So it is validated on disk f
 """
 
 import pickletools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang.srt.managers.io_struct import (
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import upstream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from sglang.srt.managers.io_struct import (
-        UpdateWeightFromDiskReqInput,
-        UpdateWeightsFromTensorReqInput,
-    )
-    from sglang.srt.managers.tp_worker import TpModelWorker
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -94,14 +91,14 @@ _NO_DRAFT = "New weights are for the draft, and this server has no draft model. 
 class WeightUpdates(BaseSpecWorker):
     """The worker's interface for weight updates, which `patches/weights.py` calls."""
 
-    _draft_worker: "TpModelWorker | None"
+    _draft_worker: TpModelWorker | None
 
     @property
-    def draft_worker(self) -> "TpModelWorker | None":
+    def draft_worker(self) -> TpModelWorker | None:
         """Return the worker of the draft model or head; None where there is none."""
         return self._draft_worker
 
-    def reason_not_to_update(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
+    def reason_not_to_update(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         """Return why an update from disk would fail, before anything is loaded; None if not."""
         manifest = recv_req.manifest or {}
         if set(manifest) - {DRAFT_KEY} or not isinstance(manifest.get(DRAFT_KEY, ""), str):
@@ -118,7 +115,7 @@ class WeightUpdates(BaseSpecWorker):
             )
         return self._reason_not_to_load(recv_req)
 
-    def _reason_not_to_load(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
+    def _reason_not_to_load(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         found = [_reason(recv_req.model_path, self.target_worker)]
         draft = _draft_path(recv_req)
         if draft is not None:
@@ -126,7 +123,7 @@ class WeightUpdates(BaseSpecWorker):
             found.append(_NO_DRAFT if own is None else _reason(draft, own))
         return next((reason for reason in found if reason is not None), None)
 
-    def load_draft(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
+    def load_draft(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         """Load the draft's checkpoint, if the request names one; return an error or None."""
         path = _draft_path(recv_req)
         if path is None:
@@ -138,7 +135,7 @@ class WeightUpdates(BaseSpecWorker):
         return None if success else message
 
     def update_weights_from_tensor(
-        self, recv_req: "UpdateWeightsFromTensorReqInput"
+        self, recv_req: UpdateWeightsFromTensorReqInput
     ) -> tuple[bool, str]:
         """Load tensors named ``draft.…`` into the draft, all others into the target.
 
@@ -179,7 +176,7 @@ class WeightUpdates(BaseSpecWorker):
         )
 
 
-def names_in(payload: bytes) -> "Iterator[str]":
+def names_in(payload: bytes) -> Iterator[str]:
     """Return the strings in serialized tensors, their names among them, without loading tensors.
 
     A tensor of another process must be loaded only once, since loading takes a counted reference.
@@ -187,7 +184,7 @@ def names_in(payload: bytes) -> "Iterator[str]":
     return (arg for _, arg, _ in pickletools.genops(payload) if isinstance(arg, str))
 
 
-def reason_not_to_name(names: "Iterable[str]") -> str | None:
+def reason_not_to_name(names: Iterable[str]) -> str | None:
     """Return why tensors of these names are refused where requests select their model."""
     if not upstream.SELECTS_MODELS:
         return None
@@ -200,9 +197,9 @@ def reason_not_to_name(names: "Iterable[str]") -> str | None:
     )
 
 
-def _draft_path(recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
+def _draft_path(recv_req: UpdateWeightFromDiskReqInput) -> str | None:
     return (recv_req.manifest or {}).get(DRAFT_KEY)
 
 
-def _reason(path: str, worker: "TpModelWorker") -> str | None:
+def _reason(path: str, worker: TpModelWorker) -> str | None:
     return reason_not_to_load(path, worker.model_runner.model_config.model_path)

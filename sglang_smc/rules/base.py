@@ -7,23 +7,20 @@ numbers alone and run on the device (`state.edits`, `state.settings`).
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
+from transformers import PreTrainedTokenizerBase
 
 from sglang_smc.state.population import Population
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sglang.srt.managers.schedule_batch import Req
-    from transformers import PreTrainedTokenizerBase
 
 
 class BatchTexts(NamedTuple):
     """The sequences from which a round, or a prefill, starts."""
 
-    reqs: "list[Req]"
+    reqs: list[Req]
     population: Population | None  # their particles; None: the requests' emitted output
     vocab_size: int  # V, of the logits
     device: torch.device | str  # of the logits
@@ -44,11 +41,11 @@ class Rule(ABC):
 
     @classmethod
     @abstractmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request has this rule."""
 
     @classmethod
-    def begin(cls, req: "Req") -> None:
+    def begin(cls, req: Req) -> None:
         """Store in the request's state, at prefill, what rounds will need."""
 
 
@@ -118,14 +115,12 @@ class Scorer(Rule):
         """
 
 
-def decoder_of(
-    req: "Req", *, skip_special_tokens: bool = False
-) -> "Callable[[Sequence[int]], str]":
+def decoder_of(req: Req, *, skip_special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes a request's tokens."""
     # SGLang declares it as None, and refuses rules about text where it has no tokenizer.
     tokenizer = cast("PreTrainedTokenizerBase", req.tokenizer)
 
-    def decode(tokens: "Sequence[int]") -> str:
+    def decode(tokens: Sequence[int]) -> str:
         text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         assert isinstance(text, str), "it is a list for a list of texts alone"
         return text

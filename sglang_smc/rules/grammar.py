@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.rules.base import BatchTexts, LogitsRule
@@ -29,9 +29,6 @@ from sglang_smc.smc.edits import unpack
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import shared_ids, state_of, tails_of
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 WORD = 32  # bits of a mask's words
 
@@ -162,7 +159,7 @@ class Grammar(LogitsRule):
         self._columns = [self._rows()]  # [G, N, W] int32 each
 
     @classmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request has a grammar."""
         return req.grammar is not None
 
@@ -203,7 +200,7 @@ class Grammar(LogitsRule):
                 state.kept[Grammar] = _FirstToken(is_stuck, token if ends_here else None)
 
     @classmethod
-    def end_at_first_token(cls, req: "Req") -> None:
+    def end_at_first_token(cls, req: Req) -> None:
         """End a request at the token sampled at prefill, if `note_first` found an end there."""
         first = state_of(req).kept.pop(cls, None)
         if first is None:
@@ -215,7 +212,7 @@ class Grammar(LogitsRule):
             req.to_finish = FINISH_MATCHED_TOKEN(matched=first.terminated_by)
 
     @classmethod
-    def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
+    def reread(cls, req: Req, num_dropped: int, tokens: list[int]) -> None:
         """Drop the last ``num_dropped`` output tokens from the matchers, and append ``tokens``."""
         if not (num_dropped and cls.applies(req)):
             return
@@ -225,12 +222,12 @@ class Grammar(LogitsRule):
             grammar.accept_token(token)
 
     @classmethod
-    def release(cls, req: "Req") -> None:
+    def release(cls, req: Req) -> None:
         """Release the matchers of a request that is about to end."""
         req.grammar = None
 
     @classmethod
-    def end_stuck(cls, req: "Req") -> None:
+    def end_stuck(cls, req: Req) -> None:
         """End a request that its grammar cannot continue."""
         cls.release(req)  # else SGLang advances it over a forbidden token
         message = _STUCK.format(num_tokens=len(shared_ids(req)))
@@ -251,7 +248,7 @@ class Grammar(LogitsRule):
         return torch.stack([torch.cat(each) for each in rows])
 
 
-def _end_slow(reqs: "list[Req]") -> None:
+def _end_slow(reqs: list[Req]) -> None:
     """End requests with grammars that were too slow in the last round."""
     last = [state_of(req).kept.get(_Cost, _Cost()) for req in reqs]
     slow = _any_rank([cost.is_slow for cost in last])
@@ -273,7 +270,7 @@ def _any_rank(flags: list[bool]) -> list[bool]:
     return found.bool().tolist()
 
 
-def _grammar(req: "Req") -> BaseGrammarObject:
+def _grammar(req: Req) -> BaseGrammarObject:
     """Return the compiled grammar of a request that has one."""
     grammar = req.grammar
     assert grammar is not None and not isinstance(grammar, Future), "compiled before it is queued"
@@ -289,7 +286,7 @@ class _FirstToken(NamedTuple):
 
 def _mark_ends(
     ends: torch.Tensor,
-    req: "Req",
+    req: Req,
     candidates: list[list[int]],
     population: Population | None,
     group: int,
@@ -316,7 +313,7 @@ def _ending_column(text: _Text | None, tokens: list[int]) -> int | None:
 
 
 def _tails(
-    req: "Req", population: Population | None, group: int, num_particles: int = 1
+    req: Req, population: Population | None, group: int, num_particles: int = 1
 ) -> list[list[int] | None]:
     """Return each particle's tokens beyond the shared output; None if ended or of weight zero."""
     if population is None or not Grammar.applies(req):
@@ -326,7 +323,7 @@ def _tails(
     return [tail if alive else None for tail, alive in found]
 
 
-def _texts(req: "Req", beyond: list[list[int] | None], num_words: int) -> list[_Text | None]:
+def _texts(req: Req, beyond: list[list[int] | None], num_words: int) -> list[_Text | None]:
     """Return the sequences of a request's particles, shared where equal; None for no mask."""
     grammar = _emitted(req)
     found: dict[tuple[int, ...], _Text] = {}
@@ -345,7 +342,7 @@ def _read(grammar: BaseGrammarObject, tokens: list[int]) -> BaseGrammarObject:
     return twin
 
 
-def _emitted(req: "Req") -> BaseGrammarObject | None:
+def _emitted(req: Req) -> BaseGrammarObject | None:
     """Return a copy of a request's grammar at its shared output; None where it has none."""
     if not Grammar.applies(req) or req.finished():
         return None

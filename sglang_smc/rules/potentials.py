@@ -16,9 +16,10 @@ rest waits for later rounds: which, depends on lengths alone, so that it is the 
 import math
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.options.answers import AnswerPattern, answer_pattern
 from sglang_smc.potentials.base import Text
@@ -28,9 +29,6 @@ from sglang_smc.rules.base import BatchTexts, GroupScores, Scorer, decoder_of
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 
 class Node:
@@ -149,7 +147,7 @@ class Potentials(Scorer):
                     self._add(group, req, texts.population)
         self._calls = self._begin_calls() if _is_first_rank() else {}
 
-    def _add(self, group: int, req: "Req", population: Population) -> None:
+    def _add(self, group: int, req: Req, population: Population) -> None:
         """Add a request, with the queries that are due for it."""
         self._reqs[group] = req
         particles = self._particles[group] = _particles(req, population, group)
@@ -158,13 +156,13 @@ class Potentials(Scorer):
             own |= _queries_of(group, req, index, particles)
 
     @classmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request names potentials."""
         state = find_state(req)
         return state is not None and bool(state.potentials)
 
     @classmethod
-    def begin(cls, req: "Req") -> None:
+    def begin(cls, req: Req) -> None:
         """Make the tree; that of a retracted request stays valid."""
         state = state_of(req)
         if cls not in state.kept:
@@ -194,7 +192,7 @@ class Potentials(Scorer):
             if any(spec.name == name for spec in state_of(req).potentials):
                 _end(req, missing)
 
-    def _scores(self, group: int, req: "Req") -> GroupScores:
+    def _scores(self, group: int, req: Req) -> GroupScores:
         particles, specs = self._particles[group], state_of(req).potentials
         if req.to_finish:  # with an error: some values are missing
             return GroupScores.none(len(particles))
@@ -226,7 +224,7 @@ class Potentials(Scorer):
         return found
 
     @classmethod
-    def end_stuck(cls, req: "Req") -> None:
+    def end_stuck(cls, req: Req) -> None:
         """End a request all of whose sequences potentials forbid."""
         message = _FORBIDDEN.format(
             names=_names(req),
@@ -236,7 +234,7 @@ class Potentials(Scorer):
         end_request(req, message, HTTPStatus.BAD_REQUEST)
 
 
-def _particles(req: "Req", population: Population, group: int) -> list[_Particle | None]:
+def _particles(req: Req, population: Population, group: int) -> list[_Particle | None]:
     """Return one request's particles, None for absent ones and those of weight zero."""
     tree: PrefixTree = state_of(req).kept[Potentials]
     shared, tails = shared_ids(req), tails_of(req, population, group)
@@ -250,7 +248,7 @@ def _particles(req: "Req", population: Population, group: int) -> list[_Particle
 
 
 def _queries_of(
-    group: int, req: "Req", index: int, particles: list[_Particle | None]
+    group: int, req: Req, index: int, particles: list[_Particle | None]
 ) -> dict[tuple[Node, tuple[int, bool]], Query]:
     """Return the unknown values that one potential has to give, each sequence once."""
     state = state_of(req)
@@ -268,11 +266,11 @@ def _queries_of(
     return found
 
 
-def _names(req: "Req") -> str:
+def _names(req: Req) -> str:
     return ", ".join(repr(spec.name) for spec in state_of(req).potentials)
 
 
-def _end(req: "Req", missing: MissingValue) -> None:
+def _end(req: Req, missing: MissingValue) -> None:
     late, broken = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR
     end_request(req, missing.message, late if missing.is_late else broken)
 
@@ -318,7 +316,7 @@ class Votes(Scorer):
                     self._answers[group] = answers
 
     @classmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request selects its output by majority vote."""
         state = find_state(req)
         return state is not None and state.config.votes
@@ -330,7 +328,7 @@ class Votes(Scorer):
             for group, found in self._answers.items()
         }
 
-    def _read(self, req: "Req", tails: list[list[int]]) -> list[int] | None:
+    def _read(self, req: Req, tails: list[list[int]]) -> list[int] | None:
         """Return the numbers of the answers of one request's particles, from 0 on; -1 for none.
 
         None where a later round goes on, or the request ends with an error.
@@ -352,7 +350,7 @@ class Votes(Scorer):
         found = [known[tokens] for tokens in texts]
         return [-1 if one is None else numbers.setdefault(one, len(numbers)) for one in found]
 
-    def _may_read(self, req: "Req", text: bytes, pattern: AnswerPattern) -> bool:
+    def _may_read(self, req: Req, text: bytes, pattern: AnswerPattern) -> bool:
         steps = len(text) * pattern.num_instructions
         if steps > MOST_STEPS:
             message = _LONG.format(length=len(text), size=pattern.num_instructions)

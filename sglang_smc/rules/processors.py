@@ -7,9 +7,10 @@ request with one particle's output.
 
 from array import array
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_smc.rules.base import BatchTexts, LogitsRule
@@ -17,14 +18,11 @@ from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import shared_ids, state_of, tails_of
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
 
 class ParticleView:
     """A request with a particle's output; all other attributes are the request's."""
 
-    def __init__(self, req: "Req", output_ids: list[int]) -> None:
+    def __init__(self, req: Req, output_ids: list[int]) -> None:
         self._req = req
         self.output_ids = array("q", output_ids)
 
@@ -44,12 +42,12 @@ class Processors(LogitsRule):
         }
 
     @classmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request has a custom logit processor."""
         return bool(req.custom_logit_processor)
 
     @classmethod
-    def begin(cls, req: "Req") -> None:
+    def begin(cls, req: Req) -> None:
         """Load the processor, once."""
         if cls in state_of(req).kept:
             return
@@ -78,13 +76,13 @@ class Processors(LogitsRule):
         return logits
 
 
-def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
+def _processed(req: Req, logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
     """Run the processor over logits ``[n, C, V]`` of one request's particles."""
     rows = state_of(req).kept[Processors](logits.flatten(0, 1), params)
     return rows.view_as(logits)
 
 
-def _outputs(req: "Req", population: Population | None, group: int) -> dict[int, list[int]]:
+def _outputs(req: Req, population: Population | None, group: int) -> dict[int, list[int]]:
     """Return the output of each particle that has not ended, before this round."""
     shared = shared_ids(req)
     if population is None:
@@ -97,13 +95,13 @@ def _outputs(req: "Req", population: Population | None, group: int) -> dict[int,
     }
 
 
-def _params(req: "Req", output_ids: list[int]) -> dict[str, Any] | None:
+def _params(req: Req, output_ids: list[int]) -> dict[str, Any] | None:
     """Return the processor's parameters for one row; None where the request gives none."""
     given = req.sampling_params.custom_params
     return given if given is None else {**given, "__req__": ParticleView(req, output_ids)}
 
 
-def _abort(req: "Req", error: Exception) -> None:
+def _abort(req: Req, error: Exception) -> None:
     """End the request with its processor's error; other requests go on."""
     message = f"The custom logit processor raised {type(error).__name__}: {error}"
     end_request(req, message, HTTPStatus.BAD_REQUEST)

@@ -5,9 +5,9 @@ A new rule takes one file with a `LogitsRule` or a `Scorer`, and one entry in `R
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.rules.base import BatchTexts, GroupScores, LogitsRule, Rule, Scorer
@@ -18,24 +18,21 @@ from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.state.population import Population, Scores
 from sglang_smc.state.request import find_state, state_of
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
 RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials, Votes)
 """All rules, in the order in which they are applied."""
 
 
-def has_rules(req: "Req") -> bool:
+def has_rules(req: Req) -> bool:
     """Return whether a request has any rule."""
     return any(rule.applies(req) for rule in RULES)
 
 
-def has_scorers(req: "Req") -> bool:
+def has_scorers(req: Req) -> bool:
     """Return whether a request has potentials or a majority vote."""
     return any(issubclass(rule, Scorer) and rule.applies(req) for rule in RULES)
 
 
-def needs_host(req: "Req") -> bool:
+def needs_host(req: Req) -> bool:
     """Return whether rounds of a request need its tokens on the host."""
     state = find_state(req)
     return (state is not None and state.config.uses_matches) or has_rules(req)
@@ -55,7 +52,7 @@ class TextRules:
     @classmethod
     def of(
         cls,
-        reqs: "list[Req]",
+        reqs: list[Req],
         population: Population | None,
         vocab_size: int,
         device: torch.device | str,
@@ -71,7 +68,7 @@ class TextRules:
         return not (self._logits_rules or self._scorers)
 
     @classmethod
-    def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
+    def begin(cls, reqs: list[Req], vocab_size: int, device: torch.device | str) -> "TextRules":
         """Return the rules of a prefill, after each has stored what its rounds will need."""
         for req in reqs:
             for rule in RULES:
@@ -99,7 +96,7 @@ class TextRules:
             ends = rule.ends(ends, tokens, population)
         return ends
 
-    def scores(self, reqs: "Sequence[Req]", like: torch.Tensor) -> Scores:
+    def scores(self, reqs: Sequence[Req], like: torch.Tensor) -> Scores:
         """Return the joint values of the sequences that a round starts from.
 
         Args:
@@ -142,7 +139,7 @@ def _joined(
     return log_values, complete, answers
 
 
-def end_stuck(req: "Req") -> bool:
+def end_stuck(req: Req) -> bool:
     """End a request without any particle of positive weight, if some rule can be the cause."""
     causes = [rule for rule in (Grammar, Potentials) if rule.applies(req)]
     for rule in causes:
@@ -150,12 +147,12 @@ def end_stuck(req: "Req") -> bool:
     return bool(causes)
 
 
-def close_token(req: "Req", token: int, logprob: float | None) -> None:
+def close_token(req: Req, token: int, logprob: float | None) -> None:
     """Replace the open token, in SGLang's request fields and in the grammar's state."""
     state_of(req).open_token.close(req, token, logprob)
     Grammar.reread(req, 1, [token])
 
 
-def withdraw_token(req: "Req") -> None:
+def withdraw_token(req: Req) -> None:
     """Withdraw an open token, so that the next prefill does not process it."""
     Grammar.reread(req, state_of(req).open_token.withdraw(req), [])

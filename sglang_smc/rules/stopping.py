@@ -8,20 +8,16 @@ can take exponential time. So patterns are removed from the request at prefill, 
 here alone: `end_at_match` ends a request at the match that SGLang would have found.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX, Req
 
 from sglang_smc.guard.pattern import START, State, pattern_of
 from sglang_smc.rules.base import BatchTexts, LogitsRule, decoder_of
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sglang.srt.managers.schedule_batch import Req
 
 CONTEXT = 8
 """Tokens of context with which new ones are decoded: a token's text depends on the last few, and a
@@ -35,27 +31,27 @@ class StopTexts(LogitsRule):
         self._reqs = {group: req for group, req in enumerate(texts.reqs) if self.applies(req)}
 
     @classmethod
-    def applies(cls, req: "Req") -> bool:
+    def applies(cls, req: Req) -> bool:
         """Return whether a request has a stop string or a stop pattern."""
         params = req.sampling_params
         return bool(params.stop_strs or params.stop_regex_strs or _patterns(req))
 
     @classmethod
-    def begin(cls, req: "Req") -> None:
+    def begin(cls, req: Req) -> None:
         """Take the patterns from the request; see `Rule.begin`."""
         if sources := req.sampling_params.stop_regex_strs:
             state_of(req).kept[cls] = StopPatterns(list(sources), decoder_of(req))
         cls.remove_patterns(req)
 
     @classmethod
-    def remove_patterns(cls, req: "Req") -> None:
+    def remove_patterns(cls, req: Req) -> None:
         """Leave SGLang no pattern to search for."""
         if req.sampling_params.stop_regex_strs:
             req.sampling_params.stop_regex_strs = []
             req.sampling_params.stop_regex_max_len = 0
 
     @classmethod
-    def end_at_match(cls, req: "Req") -> None:
+    def end_at_match(cls, req: Req) -> None:
         """End a request at a pattern's match in its output; SGLang has checked the rest before."""
         patterns = _patterns(req)
         match = patterns and patterns.match_in(shared_ids(req))
@@ -94,7 +90,7 @@ class _Match(NamedTuple):
 class StopPatterns:
     """The stop patterns of one request, and their state after the output that particles share."""
 
-    def __init__(self, sources: list[str], decode: "Callable[[Sequence[int]], str]") -> None:
+    def __init__(self, sources: list[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._sources = sources
         self._patterns = [pattern_of(source) for source in sources]
         self._decode = decode
@@ -145,7 +141,7 @@ class StopPatterns:
         return _Reading(tokens, num_known, tuple(states))
 
 
-def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | None:
+def first_match(req: Req, tail: list[int], new_tokens: list[int]) -> int | None:
     """Return the index of the new token that completes a stop string or pattern, or None.
 
     Args:
@@ -166,12 +162,12 @@ def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | Non
     return found
 
 
-def _patterns(req: "Req") -> StopPatterns | None:
+def _patterns(req: Req) -> StopPatterns | None:
     state = find_state(req)
     return state and state.kept.get(StopTexts)
 
 
-def _is_first(req: "Req", length: int) -> bool:
+def _is_first(req: Req, length: int) -> bool:
     """Return whether a pattern's match ends a request before SGLang's own match does."""
     if not req.finished():
         return True

@@ -5,22 +5,19 @@ Unlike SGLang's own counts, these survive a retraction.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import Settings
 
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
 _NEUTRAL = (0.0, 0.0, 1.0)
 
 
-def has_edits(req: "Req") -> bool:
+def has_edits(req: Req) -> bool:
     """Return whether a request has penalties, logit biases, or `min_new_tokens`."""
     return _penalizes(req) or _biases(req) or req.sampling_params.min_new_tokens > 0
 
@@ -56,7 +53,7 @@ class EditTable:
             )
         return self._wide
 
-    def begin(self, reqs: "list[Req]", rows: list[int]) -> None:
+    def begin(self, reqs: list[Req], rows: list[int]) -> None:
         """Store the edits of requests in prefill, where all particles share their whole output."""
         at = on_device(self._device, rows)
         self._penalizes[at] = on_device(self._device, [_penalizes(req) for req in reqs])
@@ -76,7 +73,7 @@ class EditTable:
 
     def of_round(
         self,
-        reqs: "Sequence[Req]",
+        reqs: Sequence[Req],
         rows: torch.Tensor,
         settings: Settings,
         population: Population,
@@ -89,7 +86,7 @@ class EditTable:
 
     def of_prefill(
         self,
-        reqs: "Sequence[Req]",
+        reqs: Sequence[Req],
         rows: torch.Tensor,
         settings: Settings,
         num_emitted: torch.Tensor,
@@ -111,24 +108,24 @@ class EditTable:
         return Edits(columns, groups, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
 
 
-def _edited_groups(reqs: "Sequence[Req]") -> list[int]:
+def _edited_groups(reqs: Sequence[Req]) -> list[int]:
     return [group for group, req in enumerate(reqs) if has_edits(req)]
 
 
-def _rates(req: "Req") -> tuple[float, float, float]:
+def _rates(req: Req) -> tuple[float, float, float]:
     params = req.sampling_params
     return params.frequency_penalty, params.presence_penalty, params.repetition_penalty
 
 
-def _penalizes(req: "Req") -> bool:
+def _penalizes(req: Req) -> bool:
     return _rates(req) != _NEUTRAL
 
 
-def _biases(req: "Req") -> bool:
+def _biases(req: Req) -> bool:
     return bool(req.sampling_params.logit_bias)
 
 
-def _spread(req: "Req") -> tuple[list[int], list[float]]:
+def _spread(req: Req) -> tuple[list[int], list[float]]:
     """Return the biased tokens, each once, and their biases."""
     biased = req.sampling_params.logit_bias
     assert biased is not None, "asked of a request that biases"

@@ -9,16 +9,12 @@ ends an aborted one. HTTP clients receive the status and the message; a stream e
 import logging
 from enum import IntEnum
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_smc.printable import printable
 from sglang_smc.state.settings import stop_tokens
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +41,7 @@ _FORBIDS_ALL = (
 )
 
 
-def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
+def end_request(req: Req, message: str, status: HTTPStatus) -> None:
     """End a request with an error at SGLang's next check for its end.
 
     Args:
@@ -62,7 +58,7 @@ def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
     req.skip_radix_cache_insert = True
 
 
-def end_failed(req: "Req", code: int) -> bool:
+def end_failed(req: Req, code: int) -> bool:
     """End a request with a failure code other than 0; return whether a model is the cause."""
     if code and _forbids_all(req):
         end_request(req, _FORBIDS_ALL, HTTPStatus.BAD_REQUEST)
@@ -73,7 +69,7 @@ def end_failed(req: "Req", code: int) -> bool:
     return bool(code)
 
 
-def _forbids_all(req: "Req") -> bool:
+def _forbids_all(req: Req) -> bool:
     """Return whether all tokens are stop tokens while `min_new_tokens` forbids these."""
     params = req.sampling_params
     if not params.min_new_tokens:
@@ -88,7 +84,7 @@ def mark_first(tokens: torch.Tensor, failure: torch.Tensor) -> torch.Tensor:
     return torch.where(failure > 0, -failure, tokens)
 
 
-def take_mark(req: "Req") -> int:
+def take_mark(req: Req) -> int:
     """Remove and return the failure code in place of a request's first token; 0 for a token."""
     if not req.output_ids or req.output_ids[-1] >= 0:
         return 0

@@ -17,18 +17,16 @@ Two parts are carried only in batches where some request needs them, and are cop
   a later round, if ever.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc import weighing
 from sglang_smc.smc.fidelity import NAMES
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 MOST_LISTED = 128
 """Maximum of `top_logprobs_num`, and of listed token ids, per request: it bounds the memory of a
@@ -43,7 +41,7 @@ class LogprobWidths(NamedTuple):
     listed: int  # maximum number of listed token ids
 
     @classmethod
-    def of(cls, reqs: "list[Req]") -> "LogprobWidths":
+    def of(cls, reqs: list[Req]) -> "LogprobWidths":
         """Return the widths that a round needs; scoring requests get theirs in prefill."""
         asking = [req for req in reqs if req.return_logprob]
         rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
@@ -115,10 +113,10 @@ class LogprobTable:
 
     def begin(
         self,
-        batch: "ScheduleBatch",
+        batch: ScheduleBatch,
         log_p: torch.Tensor,
         tokens: torch.Tensor,
-        output: "LogitsProcessorOutput",
+        output: LogitsProcessorOutput,
     ) -> None:
         """Start requests, and return the log-probabilities of their first tokens to SGLang.
 

@@ -23,10 +23,12 @@ import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.kv.arena import remaining
@@ -53,13 +55,9 @@ from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import Start, stop_tokens
 from sglang_smc.upstream import kv_of
 
-if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import Req
-
 
 def deliver(
-    output: "LogitsProcessorOutput", logprobs: TailLogprobs, counts: list[int], reqs: "list[Req]"
+    output: LogitsProcessorOutput, logprobs: TailLogprobs, counts: list[int], reqs: list[Req]
 ) -> None:
     """Store the emitted tokens' log-probabilities in SGLang's request fields, on the host.
 
@@ -79,7 +77,7 @@ def deliver(
     output.next_token_token_ids_logprobs_idx = [few for few in ids for _ in range(max(counts))]
 
 
-def set_logprob(req: "Req", place: int, token: int, logprob: float) -> None:
+def set_logprob(req: Req, place: int, token: int, logprob: float) -> None:
     """Replace the placeholder by the token that all particles share, with its log-probability.
 
     The likeliest tokens at that position do not depend on it.
@@ -89,7 +87,7 @@ def set_logprob(req: "Req", place: int, token: int, logprob: float) -> None:
     tokens[place], values[place] = token, logprob
 
 
-def rewind_stream(req: "Req") -> None:
+def rewind_stream(req: Req) -> None:
     """Reset the stream's offset of log-probabilities to that of its tokens, at most.
 
     Under the overlap schedule a request may be retracted before the token of its prefill is taken.
@@ -100,7 +98,7 @@ def rewind_stream(req: "Req") -> None:
         req.send_output_token_logprobs_offset = min(sent, req.send_token_offset)
 
 
-def take_back(req: "Req", start: int) -> None:
+def take_back(req: Req, start: int) -> None:
     """Delete the log-probabilities of output tokens from ``start`` on."""
     if req.return_logprob:
         for name in _LOGPROB_FIELDS:
@@ -138,12 +136,12 @@ class OpenToken(msgspec.Struct):
         """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
         self.place, self.shared = place, None
 
-    def hold(self, req: "Req") -> None:
+    def hold(self, req: Req) -> None:
         """Pause the stream of a request while its newest token may still change."""
         assert self.is_open
         self.holds_stream, req.stream = self.holds_stream or req.stream, False
 
-    def close(self, req: "Req", token: int, logprob: float | None) -> None:
+    def close(self, req: Req, token: int, logprob: float | None) -> None:
         """Replace the placeholder by the token that all particles share."""
         assert self.place is not None
         req.output_ids[self.place] = token
@@ -157,7 +155,7 @@ class OpenToken(msgspec.Struct):
         was_closed, self.shared = self.shared is not None, None
         return int(was_closed)
 
-    def withdraw(self, req: "Req") -> int:
+    def withdraw(self, req: Req) -> int:
         """Drop the placeholder from SGLang's lists, and return the number of tokens removed."""
         if self.place is None:
             return 0
@@ -168,7 +166,7 @@ class OpenToken(msgspec.Struct):
         self._release(req)
         return num_dropped
 
-    def _release(self, req: "Req") -> None:
+    def _release(self, req: Req) -> None:
         req.stream, self.holds_stream = req.stream or self.holds_stream, False
 
 
@@ -334,11 +332,11 @@ class RequestStates:
         self._random_seed = derive_seed(random_seed, replica) if replica else random_seed
         self._num_seeded = 0
 
-    def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
+    def begin(self, reqs: list[Req], budget: Budget | None = None) -> list[Start]:
         """Start or restart requests as they are prefilled, in batch order, on ``budget``."""
         return [self._begin(req, budget) for req in reqs]
 
-    def _begin(self, req: "Req", budget: Budget | None) -> Start:
+    def _begin(self, req: Req, budget: Budget | None) -> Start:
         state = find_state(req)
         if state is None:
             config = self._dial.with_threshold(config_of(self._config, req))
@@ -355,7 +353,7 @@ class RequestStates:
         seed = derive_seed(state.seed, req.retraction_count)
         return _start(req, seed, state)
 
-    def _resolve_potentials(self, req: "Req", state: RequestState) -> None:
+    def _resolve_potentials(self, req: Req, state: RequestState) -> None:
         """Resolve the potentials that a request names, which were validated on arrival.
 
         If a potential's `Args` accept the arguments there, but raise here, the request ends.
@@ -374,7 +372,7 @@ class RequestStates:
         params = SamplingParams(max_new_tokens=1)
         return Start(0, 0, params, request_config(self._config, None), frozenset())
 
-    def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
+    def note_first(self, reqs: list[Req], log_sums: torch.Tensor) -> None:
         """Store the log-weights of first tokens ``[G]``, which are 0 if p is the target.
 
         An answer may end with that token, before the device has counted it. Minus infinity, where
@@ -387,36 +385,36 @@ class RequestStates:
             if log_sum != -math.inf:
                 state.first_log_sum = log_sum
 
-    def _seed(self, req: "Req") -> int:
+    def _seed(self, req: Req) -> int:
         if req.sampling_params.sampling_seed is not None:
             return req.sampling_params.sampling_seed
         self._num_seeded += 1
         return derive_seed(self._random_seed, self._num_seeded)
 
 
-def find_state(req: "Req") -> RequestState | None:
+def find_state(req: Req) -> RequestState | None:
     """Return the state of a request; None for one that SMC has not started."""
     return req.__dict__.get("smc_state")
 
 
-def state_of(req: "Req") -> RequestState:
+def state_of(req: Req) -> RequestState:
     """Return the state of a request that decodes."""
     return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
-def has_open_token(req: "Req") -> bool:
+def has_open_token(req: Req) -> bool:
     """Return whether the newest output token is a placeholder for one that particles differ in."""
     state = find_state(req)
     return state is not None and state.open_token.is_open
 
 
-def shared_ids(req: "Req") -> list[int]:
+def shared_ids(req: Req) -> list[int]:
     """Return the output tokens that all particles share."""
     state = find_state(req)
     return list(req.output_ids[: state.open_token.place if state is not None else None])
 
 
-def skip_draft(req: "Req") -> int:
+def skip_draft(req: Req) -> int:
     """Note that the draft does not read the token of a round; return how many it has skipped.
 
     In a round before it may have left the last two tokens unread. A policy keeps a budget for some
@@ -430,7 +428,7 @@ def skip_draft(req: "Req") -> int:
     return num_tokens - 1 - state.num_read
 
 
-def take_unread(req: "Req") -> tuple[int, list[int]]:
+def take_unread(req: Req) -> tuple[int, list[int]]:
     """Return the position and ids of the tokens, but the last, that the draft has skipped.
 
     The host may be a round behind; the next round's first pass reads its last two tokens anyway.
@@ -440,7 +438,7 @@ def take_unread(req: "Req") -> tuple[int, list[int]]:
     return start, shared_ids(req)[start - prompt : -1]
 
 
-def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
+def tails_of(req: Req, population: Population, group: int) -> list[list[int]]:
     """Return each particle's tokens after the output that all particles share."""
     last_emitted, lengths = (
         population.last_emitted[group].tolist(),
@@ -455,7 +453,7 @@ def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
     ]
 
 
-def particles_of(req: "Req", population: Population, group: int) -> list[dict[str, Any]] | None:
+def particles_of(req: Req, population: Population, group: int) -> list[dict[str, Any]] | None:
     """Return one request's particles for `meta_info`; None while some have not ended."""
     if not population.ended[group].all():
         return None
@@ -475,7 +473,7 @@ def particles_of(req: "Req", population: Population, group: int) -> list[dict[st
     ]
 
 
-def publish(req: "Req") -> None:
+def publish(req: Req) -> None:
     """Pass a finished request's totals to SGLang's streamer, which adds them to `meta_info`."""
     state = find_state(req)
     if state is not None and req.finished():
@@ -496,7 +494,7 @@ class _Whole(list):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
-def _start(req: "Req", seed: int, state: RequestState) -> Start:
+def _start(req: Req, seed: int, state: RequestState) -> Start:
     params = req.sampling_params
     row = kv_of(req).req_pool_idx
     assert row is not None, "SGLang gives a request its row before its prefill"
