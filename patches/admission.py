@@ -13,7 +13,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
-from sglang_smc.process import active_budget, active_config
+from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import allocated, kv_of
 
@@ -31,7 +31,7 @@ def init_budget(original: Callable, adder: PrefillAdder, *args: Any, **kwargs: A
     config = active_config()
     if config is None:
         return
-    budget = active_budget()
+    budget = active.budget
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
         max(0, kv_of(req).kv_committed_len + arena.arena_of(config, req, budget) - allocated(req))
@@ -88,7 +88,7 @@ def preempt_to_schedule(
 def _charge(adder: PrefillAdder, req: Req) -> int:
     """Charge the slots that a request will own beside its text; none without SMC."""
     config = active_config()
-    num_slots = 0 if config is None else arena.arena_of(config, req, active_budget())
+    num_slots = 0 if config is None else arena.arena_of(config, req, active.budget)
     upstream.charge(adder, num_slots)
     return num_slots
 
@@ -121,7 +121,7 @@ def validate_input_length(
 ) -> str | None:
     """Add to the error for a long request what else the pool must hold, and what helps."""
     error = original(req, max_req_input_len, allow_auto_truncate)
-    memory = process.memory()
+    memory = active.memory
     if error is None or memory is None or not memory.is_shortened:
         return error
     config = active_config()

@@ -17,7 +17,7 @@ from sglang_smc.cpu.trees import spans as entries
 from sglang_smc.kv import arena
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import Budget
-from sglang_smc.process import active_budget, active_config, active_policy
+from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import find_state, state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
@@ -44,7 +44,7 @@ def prepare_for_decode(original: Callable, batch: ScheduleBatch) -> None:
     if config is None:
         original(batch)
         return
-    budget = active_budget()
+    budget = active.budget
     spans = [(allocated(req), _allocated_after(req, budget)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
@@ -60,7 +60,7 @@ def _adapt(batch: ScheduleBatch) -> None:
 
     It is called here alone: until the next round's reservation, predictions must not change.
     """
-    policy = active_policy()
+    policy = active.policy
     if policy is None:
         return
     configs = [state_of(req).config for req in batch.reqs]
@@ -110,7 +110,7 @@ def tokens_required(
     config = active_config()
     if config is None:
         return original(batch, requests, page_size)
-    return _num_new(requests, active_budget())
+    return _num_new(requests, active.budget)
 
 
 def _allocated_after(req: Req, budget: Budget | None) -> int:

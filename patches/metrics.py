@@ -13,7 +13,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
-from sglang_smc.process import active_budget, config_of, is_smc, memory
+from sglang_smc.process import active, config_of, is_smc
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.metrics import Monitor, finite
 from sglang_smc.state.request import find_state
@@ -73,9 +73,9 @@ def _monitor(scheduler: Scheduler) -> Monitor:
 def _state(scheduler: Scheduler) -> dict[str, Any]:
     monitor = _monitor(scheduler)
     config = monitor.dial.with_threshold(request_config(config_of(scheduler.server_args), None))
-    now = apply_budget(config, active_budget())
+    now = apply_budget(config, active.budget)
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
-    table = memory()
+    table = active.memory
     threshold = finite(config.effective_evidence_threshold)  # None: verify all
     return {
         "settings": {name: getattr(config, name) for name in names}

@@ -7,7 +7,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.guard import grammar_cache
-from sglang_smc.process import active_config, active_monitor
+from sglang_smc.process import active, active_config
 from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
@@ -52,7 +52,7 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
         StopTexts.end_at_match(req)
-    if state is not None and (monitor := active_monitor()) is not None:
+    if state is not None and (monitor := active.monitor) is not None:
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
         if req.finished() and not state.has_ended:
@@ -79,7 +79,7 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     if not end_failed(req, code):
         return
     state.count_nan()
-    if (monitor := active_monitor()) is not None:
+    if (monitor := active.monitor) is not None:
         monitor.count_failed_prefill()
 
 

@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
 from sglang_smc.kv.report import Table
-from sglang_smc.options.policy import Costs, Policy, RoundCosts
+from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig, is_smc
 from sglang_smc.potentials import runner
@@ -23,12 +24,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_policy: Policy | None = None
-_config: tuple[Arguments, SMCConfig | None] | None = None  # of the arguments that it was read from
-_monitor: Monitor | None = None
-_measure: Callable[..., Table] | None = None
-_memory: Table | None = None
-_rank_check = RankCheck()
+
+class Active(msgspec.Struct):
+    """What a scheduler process of an SMC server has one of."""
+
+    policy: Policy | None = None
+    """The policy that adapts N and K; None if they stay."""
+
+    monitor: Monitor | None = None
+    """The monitor in which rounds count; None before the worker is built."""
+
+    measure: Callable[..., Table] | None = None
+    """Measures the memory, once pools have their sizes."""
+
+    memory: Table | None = None
+    """The table of `log_memory_report`; None before that."""
+
+    ranks: RankCheck = msgspec.field(default_factory=RankCheck)
+    config: tuple[Arguments, SMCConfig | None] | None = None
+    """The options, behind the arguments that they were read from."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """Return the budget of N and K in force; None if they stay."""
+        return None if self.policy is None else self.policy.budget
+
+
+active = Active()
 
 
 def config_of(server_args: Arguments) -> SMCConfig:
@@ -74,48 +96,6 @@ def open_runners(
     return runner.open_runners(given, seconds, monitor.time_potential, opens=opens)
 
 
-def set_policy(policy: Policy | None) -> None:
-    """Set the policy that adapts N and K in this scheduler process; None for constant ones."""
-    global _policy
-    _policy = policy
-
-
-def adapt(config: SMCConfig, costs: Costs | RoundCosts) -> None:
-    """Adapt N and K in this scheduler process to its load, by the costs of rounds."""
-    set_policy(Policy(Budget(config.num_particles, config.num_steps), costs))
-
-
-def active_policy() -> Policy | None:
-    """Return the policy that adapts N and K in this scheduler process; None if they stay."""
-    return _policy
-
-
-def set_monitor(monitor: Monitor | None) -> None:
-    """Set the monitor in which this scheduler process counts."""
-    global _monitor
-    _monitor = monitor
-
-
-def active_monitor() -> Monitor | None:
-    """Return the monitor of this scheduler process; None before its worker is built."""
-    return _monitor
-
-
-def check_ranks(tokens: list[list[int]]) -> None:
-    """Compare the tokens of a round with those of the other tensor-parallel ranks, if any.
-
-    Raises:
-        RuntimeError: if ranks differ; see `RankCheck.add`.
-    """
-    _rank_check.add(tokens)
-
-
-def measure_memory_by(measure: Callable[..., Table] | None) -> None:
-    """Set the function with which `log_memory_report` measures, once pools have their sizes."""
-    global _measure, _memory
-    _measure, _memory = measure, None
-
-
 def log_memory_report(*, num_slots: int, most_running: int) -> None:
     """Measure memory and the requests' shares of it, and log the table on the first rank.
 
@@ -123,30 +103,18 @@ def log_memory_report(*, num_slots: int, most_running: int) -> None:
         num_slots: of the KV pool.
         most_running: requests that run at a time.
     """
-    global _memory
-    if _measure is None:
+    if active.measure is None:
         return
-    _memory = _measure(num_slots=num_slots, most_running=most_running)
+    memory = active.memory = active.measure(num_slots=num_slots, most_running=most_running)
     if get_parallel().tp_rank == 0:
-        logger.info("%s", _memory.as_text())
-        if _memory.advice:
-            logger.warning("%s", _memory.advice)
-
-
-def memory() -> Table | None:
-    """Return the table of `log_memory_report`; None before that, and without SMC."""
-    return _memory
-
-
-def active_budget() -> Budget | None:
-    """Return the budget of N and K in force; None if they stay."""
-    return None if _policy is None else _policy.budget
+        logger.info("%s", memory.as_text())
+        if memory.advice:
+            logger.warning("%s", memory.advice)
 
 
 def active_config() -> SMCConfig | None:
     """Return the SMC options of this scheduler process; None for another algorithm."""
-    global _config
     server_args = get_server_args()
-    if _config is None or _config[0] is not server_args:
-        _config = server_args, config_of(server_args) if is_smc(server_args) else None
-    return _config[1]
+    if active.config is None or active.config[0] is not server_args:
+        active.config = server_args, config_of(server_args) if is_smc(server_args) else None
+    return active.config[1]

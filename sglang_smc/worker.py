@@ -15,6 +15,8 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.models.weight_update import WeightUpdates
+from sglang_smc.options.policy import Policy
+from sglang_smc.options.request import Budget
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, Tables, shape_of
@@ -66,7 +68,7 @@ class SMCWorker(WeightUpdates):
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
         self.monitor = Monitor(resolved.decode_log_interval)
-        process.set_monitor(self.monitor)
+        process.active.monitor = self.monitor
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
@@ -126,7 +128,7 @@ class SMCWorker(WeightUpdates):
             self._adapt()
         workers, graphs = (self._target_worker, self._draft_worker), self._round_graph_gigabytes
         kept = self._tables, self._steps.draft.state_bytes, graphs
-        process.measure_memory_by(partial(memory_of, self.config, *workers, *kept))
+        process.active.measure = partial(memory_of, self.config, *workers, *kept)
 
     def _bound_rounds(self, ranks: Ranks) -> None:
         """Capture rounds, and bound the size of those launched without a graph by memory."""
@@ -182,7 +184,8 @@ class SMCWorker(WeightUpdates):
             sizes = self.config, self.req_to_token_pool.size, self.device
             measure = partial(costs.costs_of_launched, self._round.play, *sizes)
         found = costs.costs_of(measure, get_parallel().tp_group)
-        process.adapt(self.config, found)
+        top = Budget(self.config.num_particles, self.config.num_steps)
+        process.active.policy = Policy(top, found)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -194,7 +197,7 @@ class SMCWorker(WeightUpdates):
     ) -> "GenerationBatchResult":
         """Prefill a batch of prompts, or launch one round for all running requests."""
         if batch.forward_mode.is_extend():
-            result = self._prefill.run(batch, process.active_budget())
+            result = self._prefill.run(batch, process.active.budget)
         else:
             result = self.launch_round(batch)
         if on_publish is not None:
@@ -220,7 +223,7 @@ class SMCWorker(WeightUpdates):
             sliced = inputs, shape, batch.reqs, resized, self._most_launched
             outcome = self._round.play_in_slices(*sliced)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
-        result.policy, result.corpus = process.active_policy(), self._corpus
+        result.policy, result.corpus = process.active.policy, self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]
         return result
 

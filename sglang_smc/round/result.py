@@ -192,7 +192,7 @@ class SMCBatchResult(GenerationBatchResult):
         self._close_tokens(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
-        process.check_ranks(tokens)
+        process.active.ranks.add(tokens)
         kept = self.correct_drafts.tolist()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
         if self.logprobs is not None:

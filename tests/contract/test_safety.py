@@ -143,7 +143,7 @@ def risks(tree: ast.Module) -> Iterator[str]:
 OWN_TEXTS: Listed = {
     "server/arguments.py": {"config"},
     "models/vocabulary.py": {"error"},  # a draft's tokenizer cannot be read
-    "process.py": {"_memory.as_text()", "_memory.advice"},
+    "process.py": {"memory.as_text()", "memory.advice"},
     "round/costs.py": {"found"},
     "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential

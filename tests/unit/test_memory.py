@@ -270,7 +270,7 @@ def test_a_request_that_is_too_long_is_told_what_the_pool_keeps(
     config = SMCConfig()
     sizes = replace(SMALL, num_slots=slots)
     monkeypatch.setattr(admission, "active_config", lambda: config)
-    monkeypatch.setattr(process, "_memory", Table.of(config, sizes))
+    monkeypatch.setattr(process.active, "memory", Table.of(config, sizes))
     said = "Input length (9 tokens) exceeds the maximum allowed length (5 tokens)."
     found = admission.validate_input_length(lambda *_: said, req(), 5, False)
     assert found is not None and found.startswith(said)

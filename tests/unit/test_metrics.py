@@ -400,7 +400,7 @@ def test_the_gaps_and_sizes_of_a_streams_chunks(
     req.return_logprob, req.stream = False, stream
     watching = Monitor(1000, now=lambda: seconds[0])
     watching.report_as(reporter())
-    monkeypatch.setattr(process, "_monitor", watching)
+    monkeypatch.setattr(process.active, "monitor", watching)
     for after, num_tokens, *kept in emitted:
         seconds[0] += after
         req.output_ids_through_stop = req.output_ids + [5] * (kept or [num_tokens])[0]
@@ -427,7 +427,7 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
     req, found = make_req([-1]), monitor()  # a code of `Failure` in place of the first token
     req.return_logprob = req.stream = False
-    monkeypatch.setattr(process, "_monitor", found)
+    monkeypatch.setattr(process.active, "monitor", found)
     update_finish_state(lambda *_: None, req)
     totals = found.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)
@@ -561,7 +561,7 @@ def test_the_log_has_the_tilt_and_what_is_wrong_with_it(
 def test_an_answer_is_taken_in_once_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (True, False):
         monitor, state = Monitor(interval=1), RequestState.of(0, RequestConfig(num_particles=4))
-        monkeypatch.setattr(process, "_monitor", monitor)
+        monkeypatch.setattr(process.active, "monitor", monitor)
         watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
         state.counters = [watched.get(name, 0.0) for name in Counters._fields]
         req: Any = ToyRequest(0, 9, 9, {}, None)

@@ -278,7 +278,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     What a round emits is compared between ranks.
     """
     told = []
-    monkeypatch.setattr(process, "check_ranks", told.append)
+    monkeypatch.setattr(process.active.ranks, "add", told.append)
     reqs = [BookedRequest(), BookedRequest()]
     rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])
     for emitted, kept in rounds:
