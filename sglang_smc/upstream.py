@@ -83,6 +83,14 @@ def resolve_now(server_args: "ServerArgs") -> None:
         server_args.resolve_once()
 
 
+def argument_defaults() -> dict[str, Any]:
+    """Return the defaults of server arguments by field."""
+    from sglang.srt.server_args import ServerArgs
+
+    fields: Any = msgspec.structs.fields if IS_NEWER else dataclasses.fields
+    return {field.name: field.default for field in fields(ServerArgs)}
+
+
 def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     """Return the target's configuration."""
     if not IS_NEWER:
