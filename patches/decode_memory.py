@@ -86,15 +86,10 @@ def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
     if total == 0:
         return
     slots = alloc_token_slots(batch.tree_cache, total)
-    places = to_device(batch.device, _places(batch.reqs, spans))
-    batch.req_to_token_pool.write(places.unbind(), slots.int())
-
-
-def _places(reqs: list[Req], spans: list[tuple[int, int]]) -> torch.Tensor:
-    """Return rows and columns of the table's entries in these spans, ``[2, total]`` int64."""
-    rows = [kv_of(req).req_pool_idx for req in reqs]
+    rows = [kv_of(req).req_pool_idx for req in batch.reqs]
     known = [(row, start, end) for row, (start, end) in zip(rows, spans, strict=True)]
-    return torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))
+    places = torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))  # [2, total]
+    batch.req_to_token_pool.write(to_device(batch.device, places).unbind(), slots.int())
 
 
 @PATCHES.on(

@@ -107,7 +107,7 @@ async def handle_ollama(
     problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
     if problem:
         return ORJSONResponse({"error": problem}, status_code=400)
-    routes.loses_last_text(raw_request)
+    raw_request.scope[routes.LOSES_LAST_TEXT] = True
     try:
         return await original(serving, request, raw_request)
     except ValueError as error:

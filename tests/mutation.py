@@ -36,7 +36,7 @@ FILES = (
     "sglang_smc/kv/ledger.py",
     "sglang_smc/kv/report.py",
     "sglang_smc/kv/arena.py",
-    "sglang_smc/ops/rows.py",
+    "sglang_smc/ops/interface.py",
     "sglang_smc/round/*.py",
     "sglang_smc/state/population.py",
 )

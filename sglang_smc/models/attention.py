@@ -79,7 +79,8 @@ class ParticleAttention(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         if implementation == "triton" and self._is_scaled:
-            check_kernel_type(self.token_to_kv_pool.dtype, _capability(tails))
+            gpu = torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None
+            check_kernel_type(self.token_to_kv_pool.dtype, gpu)
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
         self._dtype = runner.dtype
         self._max_prefix = runner.model_config.context_len
@@ -256,7 +257,3 @@ def seed_tail(
     """
     place = (lengths - 1) & (tails.shape[1] - 1)
     tails[particle_rows, place.unsqueeze(1)] = slots.unsqueeze(1).int()
-
-
-def _capability(tails: torch.Tensor) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None

@@ -53,11 +53,6 @@ def is_head(config: "ModelConfig") -> bool:
     return kind_of(config) != "model"
 
 
-def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool:
-    """Return whether a checkpoint is a head, from its configuration alone."""
-    return _named(_config_at(path, revision, trust_remote_code)) in _HEADS
-
-
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(path, revision, trust_remote_code)
@@ -77,7 +72,7 @@ def reads_states(server_args: Any) -> bool:
     if path is None:
         return False
     where = path, server_args.speculative_draft_model_revision, server_args.trust_remote_code
-    return is_head_at(*where) or (path == of_target and has_mtp(*where))
+    return _named(_config_at(*where)) in _HEADS or (path == of_target and has_mtp(*where))
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
@@ -133,18 +128,16 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
         )
         return
     if kind == "eagle3":
-        yield from _eagle_problems(config)
+        if _eagle(config).get("use_aux_hidden_state") is False:
+            yield (
+                "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
+            )
+        if not hasattr(config.hf_config, "draft_vocab_size"):
+            yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
     elif kind == "dflash":
         yield from _block_problems(config, target, num_steps)
     yield from _width_problems(config, target)
     yield from _layer_problems(config, target)
-
-
-def _eagle_problems(config: "ModelConfig") -> Iterator[str]:
-    if _eagle(config).get("use_aux_hidden_state") is False:
-        yield "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
-    if not hasattr(config.hf_config, "draft_vocab_size"):
-        yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
 
 
 def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:

@@ -72,7 +72,8 @@ def attend(
         options = {"is_causal": mask is None, "attn_mask": mask, "scale": softmax.scaling}
         return Attended(*_flash_attention(query, keys, values, **options))
     if mask is None:
-        mask = additive(hidden_ahead(query.shape[2], query.device), query.dtype)
+        ahead = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
+        mask = additive(ahead.triu_(1), query.dtype)
     return attend_anywhere(query, keys, values, mask, softmax)
 
 
@@ -123,11 +124,6 @@ def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask to add to scores: a finite number that outweighs any score where ``hidden``."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def hidden_ahead(length: int, device: torch.device) -> torch.Tensor:
-    """Return which of ``length`` keys are ahead of each query: ``[length, length]`` bool."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
 
 def gather_slots(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -223,7 +219,8 @@ def plan_shared_prefix(
         seen = seen[:, :, -1:].expand_as(seen)
     # Keys at the end of the prefix that the earliest possible query attends to.
     visible = (committed - first_key).clamp(0, None if window is None else window + 1)  # [G]
-    prefix_len, tail_len = _host_sizes(visible, seen)
+    longest = torch.stack([visible.amax(), seen.amax()]).clamp_min(1)
+    prefix_len, tail_len = longest.tolist()  # waits for the device
     position = torch.arange(max(prefix_len, tail_len), device=rows.device)
     at = position[:prefix_len] + (committed - visible).unsqueeze(1)  # [G, P] in a prefix
     hidden = at >= committed.unsqueeze(1)  # [G, P]
@@ -342,12 +339,6 @@ def shared_prefix_attention(
     )  # [G * N * C * group, kv_heads, dim]
     unfolded = joined.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
     return unfolded.transpose(3, 4).reshape(query.shape)
-
-
-def _host_sizes(prefixes: torch.Tensor, seen: torch.Tensor) -> tuple[int, int]:
-    """Return the longest prefix and tail of a batch, at least 1; this waits for the device."""
-    prefix_len, tail_len = torch.stack([prefixes.amax(), seen.amax()]).clamp_min(1).tolist()
-    return prefix_len, tail_len
 
 
 def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

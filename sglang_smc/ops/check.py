@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.ops.check_cases import CHECKS, Check
-from sglang_smc.ops.check_inputs import Inputs, Sizes
+from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
 from sglang_smc.ops.interface import TORCH, Ops
 
 logger = logging.getLogger(__name__)

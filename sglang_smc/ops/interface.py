@@ -1,22 +1,52 @@
-"""Define the interface of the small operations of a round, for kernels and torch functions.
+"""Define the table of the small operations of a round: kernels, or torch functions.
 
 Both give the same tokens for the same seed; the torch functions are the reference. Kernels are
 for devices where a launch takes longer than its work: there a round's hundreds of small torch
 calls would take as long as a model's forward pass.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
 from sglang_smc.kv.ledger import Ledger
-from sglang_smc.ops.rows import tally
 from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Kept, Walk
 
 Kind = Literal["torch", "triton"]
+
+
+def tally(
+    totals: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    added: Sequence[torch.Tensor],
+    lowest: torch.Tensor,
+    latest: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Update rows of ``totals``: columns of sums, then one of minima, then replaced values.
+
+    Args:
+        totals: ``[R, C]`` float64, written in place.
+        rows: ``[G]`` int64.
+        added: for the first columns, each ``[G]`` of any type.
+        lowest: ``[G]`` float64, for the column behind them.
+        latest: for the other columns, each ``[G]`` of any type.
+
+    Returns:
+        The updated rows ``[G, C]``.
+    """
+    before = totals[rows]
+    new = torch.stack([*added, lowest, *latest], dim=1)  # [G, C]; float64, as ``lowest``
+    at = len(added)
+    sums = before[:, :at] + new[:, :at]
+    least = torch.minimum(before[:, at : at + 1], new[:, at : at + 1])
+    after = torch.cat([sums, least, new[:, at + 1 :]], dim=1)
+    totals[rows] = after
+    return after
 
 
 class Ops(NamedTuple):
@@ -44,3 +74,29 @@ class Ops(NamedTuple):
 
 
 TORCH = Ops()
+
+
+def kind_of(kernels: str, device: str) -> Kind:
+    """Return the implementation for a value of `--speculative-smc-kernels` on a device.
+
+    Raises:
+        ValueError: for "triton" where Triton has neither a GPU nor its interpreter.
+    """
+    if kernels == "auto":
+        return "torch" if device == "cpu" else "triton"
+    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"--speculative-smc-kernels is {kernels!r} on --device {device}; allowed: 'auto' or "
+            "'torch', since Triton needs a GPU. Leave it out, or set TRITON_INTERPRET=1 to run "
+            "kernels in Triton's interpreter, thousands of times slower."
+        )
+    return "torch" if kernels == "torch" else "triton"
+
+
+def ops_of(kind: Kind) -> Ops:
+    """Return the implementation of a kind; Triton is imported only if needed."""
+    if kind == "torch":
+        return TORCH
+    from sglang_smc.ops.triton_ops import TRITON
+
+    return TRITON

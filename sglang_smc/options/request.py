@@ -157,7 +157,8 @@ def request_config(
         ValueError: naming every key that is unknown, out of range or without effect.
     """
     chosen = chosen_keys(given, where)
-    _raise_if(_problems(server, chosen), where)
+    found = (_problem(server, name, value) for name, value in chosen.items())
+    _raise_if([f"has {problem}" for problem in found if problem], where)
     own = {**asdict(server), **with_mode(chosen)}
     if POTENTIALS_KEY in chosen:
         own[POTENTIALS_KEY] = parse_specs(chosen[POTENTIALS_KEY])
@@ -211,11 +212,6 @@ def verified_as_tree(asked: _Config) -> _Config:
 def _raise_if(problems: list[str], where: str) -> None:
     if problems:
         raise ValueError(f"{where} " + " ".join(problems))
-
-
-def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
-    found = (_problem(server, name, value) for name, value in chosen.items())
-    return [f"has {problem}" for problem in found if problem]
 
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:

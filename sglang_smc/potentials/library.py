@@ -119,7 +119,11 @@ class Http(Potential):
         api_key_variable: str | None = None,
     ) -> None:
         self._form = _form_of(route, as_log)
-        self._url, self._as_log, self._scale = _url_of(url) + route, as_log, _positive(scale)
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url!r}; allowed: http://... or https://...")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale={scale!r}; allowed: a finite number above 0.")
+        self._url, self._as_log, self._scale = url.rstrip("/") + route, as_log, scale
         if label < 0:
             raise ValueError(f"label={label!r}; allowed: numbers from 0 on.")
         self._label, self._model, self._timeout = label, model, timeout
@@ -200,12 +204,6 @@ class Http(Potential):
         return httpx.Client(timeout=self._timeout, headers=self._headers, trust_env=False)
 
 
-def _url_of(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url={url!r}; allowed: http://... or https://...")
-    return url.rstrip("/")
-
-
 def _form_of(route: str, as_log: str) -> _Form:
     if route not in _FORMS:
         raise ValueError(f"route={route!r}; allowed: {', '.join(_FORMS)}.")
@@ -214,12 +212,6 @@ def _form_of(route: str, as_log: str) -> _Form:
         allowed = ", ".join(form.maps)
         raise ValueError(f"as_log={as_log!r}; allowed with route={route!r}: {allowed}.")
     return form
-
-
-def _positive(scale: float) -> float:
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale={scale!r}; allowed: a finite number above 0.")
-    return scale
 
 
 def _template_of(template: str) -> str:

@@ -7,9 +7,8 @@ from sglang_smc.kv.report import Table
 from sglang_smc.kv.sizes import sizes_of
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
-from sglang_smc.ops.interface import Ops
-from sglang_smc.ops.select import kind_of as kind_of_ops
-from sglang_smc.ops.select import ops_of
+from sglang_smc.ops.interface import Ops, ops_of
+from sglang_smc.ops.interface import kind_of as kind_of_ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
@@ -40,7 +39,7 @@ def operations(
     if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
         return ops
     from sglang_smc.ops import check
-    from sglang_smc.ops.check_inputs import Sizes
+    from sglang_smc.ops.check_cases import Sizes
 
     runners = [worker.model_runner for worker in (target, draft) if worker is not None]
     heads = tuple(dict.fromkeys(map(heads_of, runners)))

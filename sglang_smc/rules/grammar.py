@@ -20,7 +20,6 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 
 from sglang_smc.kv.transfer import to_device
@@ -28,6 +27,7 @@ from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.smc.edits import unpack
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
+from sglang_smc.state.ranks import tp_group
 from sglang_smc.state.request import shared_ids, state_of, tails_of
 
 WORD = 32  # bits of a mask's words
@@ -260,10 +260,8 @@ def _end_slow(reqs: list[Req]) -> None:
 
 def _any_rank(flags: list[bool]) -> list[bool]:
     """Return, by flag, whether any tensor-parallel rank sets it: all must end the same requests."""
-    if not parallel_state.model_parallel_is_initialized():
-        return flags
-    group = parallel_state.get_tp_group()
-    if group.world_size == 1:
+    group = tp_group()
+    if group is None:
         return flags
     found = torch.tensor(flags, dtype=torch.int32)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)

@@ -16,9 +16,8 @@ rest waits for later rounds: which, depends on lengths alone, so that it is the 
 import math
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.options.answers import AnswerPattern, answer_pattern
@@ -28,6 +27,7 @@ from sglang_smc.potentials.spec import PotentialSpec, Schedule
 from sglang_smc.rules.base import BatchTexts, GroupScores, Scorer, decoder_of
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
+from sglang_smc.state.ranks import tp_group
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 
 
@@ -145,7 +145,9 @@ class Potentials(Scorer):
             for group, req in enumerate(texts.reqs):
                 if self.applies(req) and not (req.finished() or req.to_finish):
                     self._add(group, req, texts.population)
-        self._calls = self._begin_calls() if _is_first_rank() else {}
+        self._ranks = tp_group()  # of which the first alone queries
+        is_first = self._ranks is None or self._ranks.rank_in_group == 0
+        self._calls = self._begin_calls() if is_first else {}
 
     def _add(self, group: int, req: Req, population: Population) -> None:
         """Add a request, with the queries that are due for it."""
@@ -174,9 +176,13 @@ class Potentials(Scorer):
         """Wait for the queries and return their values; see `Scorer.result`."""
         calls = self._calls.items()
         found = {name: c if isinstance(c, MissingValue) else c.result() for name, c in calls}
-        for name, values in _of_first_rank(found).items():
+        if self._ranks is not None:
+            found = self._ranks.broadcast_object(found)
+        for name, values in found.items():
             if isinstance(values, MissingValue):
-                self._end_all(name, values)
+                for req in self._reqs.values():
+                    if any(spec.name == name for spec in state_of(req).potentials):
+                        _end(req, values)
                 continue
             queries = self._queries[name].items()
             for ((node, key), query), value in zip(queries, values, strict=True):
@@ -185,12 +191,6 @@ class Potentials(Scorer):
                 else:
                     node.values[key] = value
         return {group: self._scores(group, req) for group, req in self._reqs.items()}
-
-    def _end_all(self, name: str, missing: MissingValue) -> None:
-        """End the requests that name a potential which is not queried now."""
-        for req in self._reqs.values():
-            if any(spec.name == name for spec in state_of(req).potentials):
-                _end(req, missing)
 
     def _scores(self, group: int, req: Req) -> GroupScores:
         particles, specs = self._particles[group], state_of(req).potentials
@@ -273,19 +273,6 @@ def _names(req: Req) -> str:
 def _end(req: Req, missing: MissingValue) -> None:
     late, broken = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR
     end_request(req, missing.message, late if missing.is_late else broken)
-
-
-def _is_first_rank() -> bool:
-    if not parallel_state.model_parallel_is_initialized():
-        return True
-    return parallel_state.get_tp_group().rank_in_group == 0
-
-
-def _of_first_rank(values: Any) -> Any:
-    """Broadcast the values of the first rank, which alone queries."""
-    if not parallel_state.model_parallel_is_initialized():
-        return values
-    return parallel_state.get_tp_group().broadcast_object(values)
 
 
 MOST_STEPS = 25_000_000

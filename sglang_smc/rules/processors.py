@@ -70,16 +70,12 @@ class Processors(LogitsRule):
                 for column in range(logits.shape[2])
             ]
             try:
-                logits[group, list(outputs)] = _processed(req, logits[group, list(outputs)], params)
+                rows = logits[group, list(outputs)]  # [n, C, V]
+                edited = state_of(req).kept[Processors](rows.flatten(0, 1), params)
+                logits[group, list(outputs)] = edited.view_as(rows)
             except Exception as error:  # the client's code
                 _abort(req, error)
         return logits
-
-
-def _processed(req: Req, logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
-    """Run the processor over logits ``[n, C, V]`` of one request's particles."""
-    rows = state_of(req).kept[Processors](logits.flatten(0, 1), params)
-    return rows.view_as(logits)
 
 
 def _outputs(req: Req, population: Population | None, group: int) -> dict[int, list[int]]:

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
 from sglang_smc.models.head_kinds import MTP, has_mtp, reads_states
-from sglang_smc.ops.select import kind_of
+from sglang_smc.ops.interface import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
     CPU_OVERLAP_ENV,
@@ -145,11 +145,22 @@ def _setting_problems(server_args: Arguments) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    for check_part in (_check_pool, _check_support, _check_kernels):
+    if server_args.max_total_tokens is not None:  # else the pool is checked when it is sized
         try:
-            check_part(config, server_args)
+            arena.check_pool(config, server_args.max_total_tokens)
         except ValueError as error:
             yield str(error)
+    if not drafts_all(resolved_view(server_args)):
+        lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
+        if lacking:
+            yield f"The settings are {lacking}"
+    if config.round_graph == "on" and _has_lora(server_args):
+        yield (
+            "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "
+            "since the adapters of a batch are not part of what is captured. Leave it out."
+        )
+    else:
+        yield from _kernel_problems(config, server_args)
     yield from refusals.problems(server_args) or presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
@@ -159,30 +170,15 @@ def _setting_problems(server_args: Arguments) -> Iterator[str]:
         )
 
 
-def _check_pool(config: SMCConfig, server_args: Arguments) -> None:
-    """Raise ValueError for a KV pool whose given size is too small; others are checked later."""
-    if server_args.max_total_tokens is not None:
-        arena.check_pool(config, server_args.max_total_tokens)
-
-
-def _check_support(config: SMCConfig, server_args: Arguments) -> None:
-    """Raise ValueError for settings that need a draft which can draft every token."""
-    if not drafts_all(resolved_view(server_args)):
-        lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
-        if lacking:
-            raise ValueError(f"The settings are {lacking}")
-
-
-def _check_kernels(config: SMCConfig, server_args: Arguments) -> None:
-    """Raise ValueError for kernels that do not run on this device, or cannot be captured."""
-    if config.round_graph == "on" and _has_lora(server_args):
-        raise ValueError(
-            "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "
-            "since the adapters of a batch are not part of what is captured. Leave it out."
-        )
-    can_capture = _can_capture(config, server_args.device)
+def _kernel_problems(config: SMCConfig, server_args: Arguments) -> Iterator[str]:
+    """Yield why kernels do not run on this device, or rounds cannot be captured there."""
+    try:
+        can_capture = _can_capture(config, server_args.device)
+    except ValueError as error:
+        yield str(error)
+        return
     if config.round_graph == "on" and not can_capture:
-        raise ValueError(
+        yield (
             f"--speculative-smc-round-graph is 'on' with --device {server_args.device} and "
             f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
             "rounds of Triton kernels on a GPU can be captured. Leave it out."

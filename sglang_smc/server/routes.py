@@ -29,7 +29,7 @@ META_INFO_WISH = "return_meta_info"
 
 # Keys in the scope of an HTTP request: its preset; whether its stream drops the last text.
 _PRESET = "smc_preset"
-_LOSES_LAST_TEXT = "smc_loses_last_text"
+LOSES_LAST_TEXT = "smc_loses_last_text"
 # Attribute of a request: the meta_info of its finished responses, by their index.
 _FINISHED = "smc_finished"
 
@@ -54,7 +54,7 @@ def take_over(obj: GenerateReqInput, request: Any) -> None:
 def hand_back(answers: AsyncIterator[dict], obj: GenerateReqInput, request: Any) -> Any:
     """Return a request's responses, in a form of which its route drops nothing."""
     finished = vars(obj).get(_FINISHED)
-    loses_text = isinstance(request, Request) and request.scope.get(_LOSES_LAST_TEXT) and obj.stream
+    loses_text = isinstance(request, Request) and request.scope.get(LOSES_LAST_TEXT) and obj.stream
     return answers if finished is None and not loses_text else _handed_back(answers, finished)
 
 
@@ -156,11 +156,6 @@ def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:
         if choice["finish_reason"] and meta_info:
             choice["meta_info"] = meta_info
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def loses_last_text(raw_request: Request) -> None:
-    """Make a request's stream end with a response that has no text of its own."""
-    raw_request.scope[_LOSES_LAST_TEXT] = True
 
 
 def note_finished(obj: GenerateReqInput) -> dict[int, dict]:

@@ -40,7 +40,7 @@ class RankCheck:
         Raises:
             RuntimeError: on all ranks, if the digests of some round differ.
         """
-        group = _group()
+        group = tp_group()
         if group is None:
             return
         self._digests.append(zlib.crc32(repr(tokens).encode()))
@@ -57,7 +57,7 @@ class RankCheck:
         self._digests.clear()
 
 
-def _group() -> Any:
+def tp_group() -> Any:
     """Return SGLang's tensor-parallel group; None with a single rank."""
     if not parallel_state.model_parallel_is_initialized():
         return None

@@ -98,13 +98,6 @@ def rewind_stream(req: Req) -> None:
         req.send_output_token_logprobs_offset = min(sent, req.send_token_offset)
 
 
-def take_back(req: Req, start: int) -> None:
-    """Delete the log-probabilities of output tokens from ``start`` on."""
-    if req.return_logprob:
-        for name in _LOGPROB_FIELDS:
-            del getattr(req.logprob, name)[start:]
-
-
 # Lists of SGLang's ReqLogprob with one entry per output token, or empty where not requested.
 _LOGPROB_FIELDS = tuple(
     f"output_{kind}logprobs_{part}"
@@ -161,7 +154,8 @@ class OpenToken(msgspec.Struct):
             return 0
         num_dropped = len(req.output_ids) - self.place
         del req.output_ids[self.place :]
-        take_back(req, self.place)
+        for name in _LOGPROB_FIELDS if req.return_logprob else ():
+            del getattr(req.logprob, name)[self.place :]
         self.place = None
         self._release(req)
         return num_dropped

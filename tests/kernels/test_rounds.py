@@ -10,7 +10,7 @@ from toy_worker import Outcome
 
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import check
-from sglang_smc.ops.check_inputs import Sizes
+from sglang_smc.ops.check_cases import Sizes
 from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
 
