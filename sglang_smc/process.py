@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
 from sglang_smc.kv.report import Table
-from sglang_smc.options.policy import Policy
+from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig, is_smc
 from sglang_smc.potentials import runner
@@ -48,6 +48,10 @@ class Active(msgspec.Struct):
     def budget(self) -> Budget | None:
         """Return the budget of N and K in force; None if they stay."""
         return None if self.policy is None else self.policy.budget
+
+    def adapt(self, config: SMCConfig, costs: Costs | RoundCosts) -> None:
+        """Adapt N and K to the load from now on, by the costs of rounds."""
+        self.policy = Policy(Budget(config.num_particles, config.num_steps), costs)
 
 
 active = Active()

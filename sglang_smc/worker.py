@@ -15,8 +15,6 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.options.policy import Policy
-from sglang_smc.options.request import Budget
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, Tables, shape_of
@@ -184,8 +182,7 @@ class SMCWorker(WeightUpdates):
             sizes = self.config, self.req_to_token_pool.size, self.device
             measure = partial(costs.costs_of_launched, self._round.play, *sizes)
         found = costs.costs_of(measure, get_parallel().tp_group)
-        top = Budget(self.config.num_particles, self.config.num_steps)
-        process.active.policy = Policy(top, found)
+        process.active.adapt(self.config, found)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
