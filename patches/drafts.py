@@ -8,14 +8,11 @@ hooks are installed earlier than those of `server.hooks.SMC`.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_smc.process import is_own_layer, is_smc
 from sglang_smc.server.hooks import Hooks
-
-if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
-
 
 PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
 
@@ -26,7 +23,7 @@ PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
     why="For drafts SGLang puts the class of extra layers in place of Qwen3-MoE, GLM-4.5, "
     "DeepSeek V3 and some twenty others, whatever the algorithm is.",
 )
-def keep_architecture(original: Callable, config: "ModelConfig") -> None:
+def keep_architecture(original: Callable, config: ModelConfig) -> None:
     """Load a draft as the architecture that its checkpoint names, but the target's MTP layer."""
     if not (config.is_draft_model and is_smc(config)) or is_own_layer(config):
         original(config)
@@ -40,7 +37,7 @@ def keep_architecture(original: Callable, config: "ModelConfig") -> None:
     "runner, which plans for both)",
     why="SGLang counts num_nextn_predict_layers for a draft whose checkpoint has extra layers.",
 )
-def count_own_layers(original: Callable, config: "ModelConfig") -> None:
+def count_own_layers(original: Callable, config: ModelConfig) -> None:
     """Size the KV of a draft by all of its layers.
 
     `hf_config` keeps the number of extra layers: the models skip their weights by it.

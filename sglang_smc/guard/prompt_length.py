@@ -9,14 +9,11 @@ tokens.
 import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from tokenizers import pre_tokenizers
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
 
 # Fields of the routes' requests that may become a part of the prompt.
 _CONVERSATION = ("messages", "input", "system", "instructions", "tools", "chat_template_kwargs")
@@ -27,13 +24,13 @@ _NORMALIZERS = {"NFC": _COMPOSED, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
 _SPLITS = {"ByteLevel", "Metaspace", "Digits", "Split", "UnicodeScripts"}
 
 
-def check_texts(texts: str | list[str] | None, manager: "TokenizerManager") -> None:
+def check_texts(texts: str | list[str] | None, manager: TokenizerManager) -> None:
     """Raise ValueError for a prompt, or one of a batch, that exceeds any context."""
     for text in (texts,) if isinstance(texts, str) else texts or ():
         _check_length("text", len(text), manager)
 
 
-def check_conversation(request: Mapping[str, Any], manager: "TokenizerManager") -> None:
+def check_conversation(request: Mapping[str, Any], manager: TokenizerManager) -> None:
     """Raise ValueError for a conversation that exceeds any context.
 
     All text that a template may render is counted, of all roles, though some templates leave a part
@@ -47,7 +44,7 @@ def check_conversation(request: Mapping[str, Any], manager: "TokenizerManager") 
     _check_length("The conversation", sum(map(len, _texts(said))), manager)
 
 
-def _check_length(name: str, length: int, manager: "TokenizerManager") -> None:
+def _check_length(name: str, length: int, manager: TokenizerManager) -> None:
     """Raise ValueError for a number of characters that exceeds any context.
 
     With ``--allow-auto-truncate`` any length is accepted.
@@ -80,7 +77,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4)
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the most characters that one token covers; None where there is no bound.
 
     There is none where characters may be dropped or a token may cover any number: in tokenizers

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
 
@@ -52,15 +53,7 @@ def on_host(values: T) -> T:
 
 def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """Apply a function to each tensor in nested tuples, lists and dictionaries."""
-    if isinstance(values, torch.Tensor):
-        return change(values)
-    if isinstance(values, dict):
-        return {key: each_tensor(change, value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        changed = [each_tensor(change, value) for value in values]
-        named = isinstance(values, tuple) and hasattr(values, "_make")
-        return type(values)(*changed) if named else type(values)(changed)
-    return values
+    return tree_map_only(torch.Tensor, change, values)
 
 
 def joined(parts: Sequence[T]) -> T:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import ModelConfig
 
 Kind = Literal["model", "eagle3", "dflash", "mtp"]
 
@@ -43,12 +42,12 @@ _DFLASH_EXTRAS = {
 }
 
 
-def kind_of(config: "ModelConfig") -> Kind:
+def kind_of(config: ModelConfig) -> Kind:
     """Return the kind of a draft's checkpoint."""
     return _HEADS.get(_named(config.hf_config), "model")
 
 
-def is_head(config: "ModelConfig") -> bool:
+def is_head(config: ModelConfig) -> bool:
     """Return whether a draft reads the target's hidden states."""
     return kind_of(config) != "model"
 
@@ -61,7 +60,7 @@ def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     return _named(config) in MTP and 1 in counts
 
 
-def take_mtp(config: "ModelConfig") -> None:
+def take_mtp(config: ModelConfig) -> None:
     """Make a target's configuration that of its MTP layer, as SGLang does for drafts."""
     config.hf_config.architectures = [MTP[_named(config.hf_config)]]
 
@@ -95,12 +94,12 @@ def _named(config: Any) -> str:
     return (config.architectures or [""])[0]
 
 
-def mask_token(config: "ModelConfig") -> int:
+def mask_token(config: ModelConfig) -> int:
     """Return the mask token id of a block head."""
     return _dflash(config).mask_token_id
 
 
-def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
+def captured_layers(config: ModelConfig, num_layers: int) -> list[int] | None:
     """Return which of the target's layers give a head its hidden states; None: SGLang's default.
 
     They are counted as by SGLang.
@@ -113,7 +112,7 @@ def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
     return _eagle(config).get("eagle_aux_hidden_state_layer_ids")
 
 
-def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
+def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
     name, kind = _named(config.hf_config), kind_of(config)
     if kind == "model":
@@ -140,7 +139,7 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
     yield from _layer_problems(config, target)
 
 
-def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
+def _block_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
     given = config.hf_config.to_dict().get("dflash_config") or {}  # 0.5.17 does not parse extras
     extras = {name: given.get(name) or getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
@@ -162,7 +161,7 @@ def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int
         )
 
 
-def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
+def _width_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     """Yield mismatches of width: heads take hidden states, and mostly embeddings, of the target."""
     own = config.hf_config
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
@@ -174,7 +173,7 @@ def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[st
         yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
 
 
-def _layer_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
+def _layer_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     if kind_of(config) == "mtp":  # it reads the last layer's output
         return
     last = target.num_hidden_layers - 2  # the last layer's output is not captured
@@ -188,11 +187,11 @@ def _layer_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[st
         yield f"reads what layers {wrong} of the target pass on; it gives out those of 0 to {last}"
 
 
-def _eagle(config: "ModelConfig") -> dict[str, Any]:
+def _eagle(config: ModelConfig) -> dict[str, Any]:
     return config.hf_config.to_dict().get("eagle_config") or {}
 
 
-def _dflash(config: "ModelConfig") -> Any:
+def _dflash(config: ModelConfig) -> Any:
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
     return parse_dflash_draft_config(draft_hf_config=config.hf_config)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
 from sglang_smc.ops.interface import TORCH, Ops
@@ -99,18 +100,10 @@ def _answers(device: str) -> bool:
 def _played(check: Check, device: str, sizes: Sizes, ops: Ops) -> list[torch.Tensor]:
     """Return the results of one implementation, after its kernels have raised their errors."""
     with torch.no_grad():
-        found = list(_tensors(check.play(ops, Inputs(device, sizes))))
+        found = tree_leaves(check.play(ops, Inputs(device, sizes)))
     if device != "cpu":
         torch.get_device_module(device).synchronize()
     return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for part in value:
-        yield from _tensors(part)
 
 
 def deviation_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[float, str]:

@@ -5,7 +5,6 @@ for devices where a launch takes longer than its work: there a round's hundreds 
 calls would take as long as a model's forward pass.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -74,29 +73,3 @@ class Ops(NamedTuple):
 
 
 TORCH = Ops()
-
-
-def kind_of(kernels: str, device: str) -> Kind:
-    """Return the implementation for a value of `--speculative-smc-kernels` on a device.
-
-    Raises:
-        ValueError: for "triton" where Triton has neither a GPU nor its interpreter.
-    """
-    if kernels == "auto":
-        return "torch" if device == "cpu" else "triton"
-    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"--speculative-smc-kernels is {kernels!r} on --device {device}; allowed: 'auto' or "
-            "'torch', since Triton needs a GPU. Leave it out, or set TRITON_INTERPRET=1 to run "
-            "kernels in Triton's interpreter, thousands of times slower."
-        )
-    return "torch" if kernels == "torch" else "triton"
-
-
-def ops_of(kind: Kind) -> Ops:
-    """Return the implementation of a kind; Triton is imported only if needed."""
-    if kind == "torch":
-        return TORCH
-    from sglang_smc.ops.triton_ops import TRITON
-
-    return TRITON

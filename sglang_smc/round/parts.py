@@ -7,8 +7,9 @@ from sglang_smc.kv.report import Table
 from sglang_smc.kv.sizes import sizes_of
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
-from sglang_smc.ops.interface import Ops, ops_of
-from sglang_smc.ops.interface import kind_of as kind_of_ops
+from sglang_smc.ops import kind_of as kind_of_ops
+from sglang_smc.ops import ops_of
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus

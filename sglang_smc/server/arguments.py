@@ -12,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
 from sglang_smc.models.head_kinds import MTP, has_mtp, reads_states
-from sglang_smc.ops.interface import kind_of
+from sglang_smc.ops import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
     CPU_OVERLAP_ENV,

@@ -13,16 +13,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_smc import upstream
 from sglang_smc.options.request import CUSTOM_PARAMS, chosen_keys, request_config
 from sglang_smc.options.server import FIELDS, SMCConfig, flag_of, out_of_range
 from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
 
 FLAG, FIELD = flag_of("presets"), FIELDS["presets"]
 
@@ -96,7 +95,7 @@ def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, An
 
 
 def put_in_place(
-    request: "GenerateReqInput", presets: Presets, adapters: Collection[str], server: SMCConfig
+    request: GenerateReqInput, presets: Presets, adapters: Collection[str], server: SMCConfig
 ) -> None:
     """Merge the presets that a request's ``lora_path`` names into its sampling parameters.
 

@@ -6,8 +6,9 @@ SGLang turns the ValueError into HTTP 400.
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
@@ -19,9 +20,6 @@ from sglang_smc.potentials.spec import problems as problems_of
 from sglang_smc.process import potentials_of
 from sglang_smc.state.population import MOST_LISTED
 from sglang_smc.upstream import Arguments, resolved
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
 
 
 class _Refusal(NamedTuple):
@@ -67,7 +65,7 @@ _SAMPLING = (
 )
 
 
-def check_request(request: "GenerateReqInput", server: SMCConfig) -> RequestConfig:
+def check_request(request: GenerateReqInput, server: SMCConfig) -> RequestConfig:
     """Return the configuration of one request, within the bounds of ``server``.
 
     Raises:
@@ -85,7 +83,7 @@ def check_request(request: "GenerateReqInput", server: SMCConfig) -> RequestConf
 
 
 def check_trace(
-    request: "GenerateReqInput", config: RequestConfig, room: int, preferred: Mapping[str, Any]
+    request: GenerateReqInput, config: RequestConfig, room: int, preferred: Mapping[str, Any]
 ) -> None:
     """Raise ValueError where a trace may grow too large to be kept and sent.
 
@@ -111,7 +109,7 @@ def check_trace(
         )
 
 
-def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
+def check_logprobs(request: GenerateReqInput, vocab_size: int) -> None:
     """Raise ValueError where one request sets more log-probabilities than a round returns.
 
     `guard.validation` checks that the numbers are some at all.
@@ -130,7 +128,7 @@ def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
             raise ValueError(f"{name} is {given!r}; allowed: a whole number, 0 to {most}.")
 
 
-def check_session(request: "GenerateReqInput") -> None:
+def check_session(request: GenerateReqInput) -> None:
     """Raise ValueError for a session's turn that would end SGLang's scheduler.
 
     It removes entries from a dictionary while iterating (srt/session/session_controller.py:242).
@@ -143,7 +141,7 @@ def check_session(request: "GenerateReqInput") -> None:
         )
 
 
-def _params(request: "GenerateReqInput") -> dict[str, Any]:
+def _params(request: GenerateReqInput) -> dict[str, Any]:
     params = request.sampling_params or {}
     assert isinstance(params, dict), "of one request, which `guard.validation` has looked at"
     return params
@@ -231,7 +229,7 @@ def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARA
             raise ValueError(f"{where} has {error}") from error
 
 
-def pack(request: "GenerateReqInput") -> None:
+def pack(request: GenerateReqInput) -> None:
     """Convert the potentials that a request names to JSON text: SGLang passes on nothing deeper.
 
     Invalid requests are left to later validation; the caller's objects are not modified.

@@ -9,21 +9,18 @@ manager.
 
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
-from transformers import BatchEncoding
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.options.request import PARTICLES_KEY, TRACE_KEY
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets
 from sglang_smc.state.metrics import META_PREFIX
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from transformers import PreTrainedTokenizerBase
 
 META_INFO_WISH = "return_meta_info"
 
@@ -72,7 +69,7 @@ async def _handed_back(
 
 
 async def problem_of(
-    manager: "TokenizerManager", model: str | None, raw_request: Request
+    manager: TokenizerManager, model: str | None, raw_request: Request
 ) -> str | None:
     """Return an error for a request; else store the preset in its model's name in the scope."""
     if not is_smc(manager.server_args):
@@ -124,7 +121,7 @@ def _medium_in(body: dict[str, Any]) -> str | None:
     return None
 
 
-def _not_carried(key: str, manager: "TokenizerManager") -> str:
+def _not_carried(key: str, manager: TokenizerManager) -> str:
     names = ", ".join(map(repr, presets.of(manager.server_args))) or "none"
     return (
         f"{key} has no effect on this route; allowed: the name of a preset behind the model's, as "
@@ -170,7 +167,7 @@ def has_particles(meta_info: dict) -> bool:
     return _PARTICLES in meta_info or _TRACE in meta_info
 
 
-def add_texts(meta_info: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> None:
+def add_texts(meta_info: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Decode the particles of a response, and each token of its trace.
 
     A particle's text leaves special tokens out, as texts of responses do; a token's own does not.

@@ -12,19 +12,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.policy import DIALED, Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
-    from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +313,7 @@ class Monitor:
         self._prometheus = Prometheus()
         self._is_silent = False
 
-    def report_as(self, reporter: "SchedulerMetricsReporter") -> None:
+    def report_as(self, reporter: SchedulerMetricsReporter) -> None:
         """Log on the ranks on which SGLang logs, and export metrics where SGLang does."""
         self._is_silent = not reporter.is_stats_logging_rank
         if reporter.current_scheduler_metrics_enabled and reporter.metrics_collector is not None:
@@ -439,7 +437,7 @@ class Prometheus:
         collector: SGLang's, which gives the metric classes and labels; None: nothing is exported.
     """
 
-    def __init__(self, collector: "SchedulerMetricsCollector | None" = None) -> None:
+    def __init__(self, collector: SchedulerMetricsCollector | None = None) -> None:
         self._collector = collector
         self._made: dict[str, Any] = {}
         if collector is None:

@@ -18,7 +18,8 @@ from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
-from sglang_smc.ops.interface import TORCH, Ops, ops_of
+from sglang_smc.ops import ops_of
+from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
 
 FAKE = "fake GPU"

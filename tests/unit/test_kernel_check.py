@@ -203,7 +203,7 @@ def test_a_doctor_prints_each_kernel(
     found = [check.Found("watch", 2e-6), check.Found("narrow", 0.5, "values differ by 0.5")]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(check, "findings", lambda *_: iter(found))
-    monkeypatch.setattr("sglang_smc.ops.interface.ops_of", lambda _: TORCH)
+    monkeypatch.setattr("sglang_smc.ops.ops_of", lambda _: TORCH)
     assert doctor.main(["--kernels"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ok", "watch:", "agrees", "with", "torch,", "within", "2e-06"]

@@ -175,9 +175,8 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
     import torch
 
     from sglang_smc.models.softmax import Heads
-    from sglang_smc.ops import check
+    from sglang_smc.ops import check, ops_of
     from sglang_smc.ops.check_cases import Sizes
-    from sglang_smc.ops.interface import ops_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
