@@ -107,7 +107,7 @@ check: lint
 
 # Each hook on SGLang: what it changes, why, on which upstream lines it relies, and when it can go.
 catalogue: venv
-	@$(BIN)/python -W ignore -m sglang_smc.server.hooks
+	@$(BIN)/python -W ignore docs/catalogue.py
 
 # What is uploaded. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
 dist: venv

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Active(msgspec.Struct):
+@dataclass
+class Active:
     """What a scheduler process of an SMC server has one of."""
 
     policy: Policy | None = None
@@ -40,7 +41,7 @@ class Active(msgspec.Struct):
     memory: Table | None = None
     """The table of `log_memory_report`; None before that."""
 
-    ranks: RankCheck = msgspec.field(default_factory=RankCheck)
+    ranks: RankCheck = field(default_factory=RankCheck)
     config: tuple[Arguments, SMCConfig | None] | None = None
     """The options, behind the arguments that they were read from."""
 

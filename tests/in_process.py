@@ -350,5 +350,4 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
 def _clean_up() -> None:
     """Leave nothing of a scheduler to the next one, or to other tests."""
     cleanup_dist_env_and_memory()
-    for name in process.active.__struct_fields__:
-        setattr(process.active, name, getattr(process.Active(), name))
+    process.active.__init__()

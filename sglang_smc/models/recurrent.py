@@ -88,7 +88,11 @@ class RecurrentParticles(AttentionBackend):
         self.tables = tables
         self._full, self._tails = full, full.tails
         self._most_columns = tables.gates.shape[2]
-        self._gated_delta = _implementation(implementation)
+        self._gated_delta: Any = gated_delta
+        if implementation == "triton":
+            from sglang_smc.kernels.attention import gated_delta as kernel
+
+            self._gated_delta = kernel.gated_delta
         # Of the running pass, [P] int64:
         self._own: torch.Tensor  # its particles
         self._source: torch.Tensor  # the particle from which each takes state and columns
@@ -212,11 +216,3 @@ class RecurrentForward(ParticleForward):
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         self._linear.begin_forward(chains)
         return super()._run(mode, chains)
-
-
-def _implementation(kind: Implementation) -> Any:
-    if kind == "torch":
-        return gated_delta
-    from sglang_smc.kernels.attention import gated_delta as kernel
-
-    return kernel.gated_delta

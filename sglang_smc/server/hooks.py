@@ -5,7 +5,7 @@ Each file in `patches/` covers one part of SGLang and exports `PATCHES`, the rec
 the others never import them. SGLang's own `HookRegistry` applies the records; it only logs a hook
 that fails, so `verify_installed` checks it afterwards.
 
-`make catalogue` prints all of them.
+`make catalogue` (docs/catalogue.py) prints all of them.
 """
 
 from collections.abc import Callable
@@ -132,10 +132,11 @@ class Hooks(list[Patch]):
 
 def collect(*groups: Group) -> tuple[Patch, ...]:
     """Return the records of these groups that the installed release needs, in their order."""
-    return tuple(patch for patch in _recorded(*groups) if patch.family.is_installed)
+    return tuple(patch for patch in recorded(*groups) if patch.family.is_installed)
 
 
-def _recorded(*groups: Group) -> tuple[Patch, ...]:
+def recorded(*groups: Group) -> tuple[Patch, ...]:
+    """Return the records of these groups for all releases, in their order."""
     names = (name for group in groups for name in group.modules)
     modules = (import_module(f"sglang_smc.patches.{name}") for name in names)
     return tuple(patch for module in modules for patch in module.PATCHES)
@@ -186,44 +187,3 @@ def _is_registered(patch: Patch) -> bool:
     # .get: indexing the defaultdict would add an empty entry, which apply_hooks would then patch.
     hooks = HookRegistry._hooks.get(patch.target, ())
     return any(function is patch.function for _type, function, _source in hooks)
-
-
-_CATALOGUE_HEAD = """\
-# Hooks on SGLang
-
-No SGLang file is changed: SGLang's plugin registry applies these hooks at run time, and each stands
-here because no stock seam does the same. A server does not start if one of its hooks is not in
-force. Which seams would let them go: docs/upstream.md.
-"""
-
-
-def catalogue() -> str:
-    """Return all hooks as Markdown, by group."""
-    parts = [_CATALOGUE_HEAD]
-    for group in GROUPS:
-        parts.append(f"\n## {group.where}\n\n{group.when}\n")
-        parts += map(_entry, _recorded(group))
-    return "".join(parts)
-
-
-def _entry(patch: Patch) -> str:
-    source = patch.function.__module__.removeprefix("sglang_smc.").replace(".", "/")
-    what = patch.what or " ".join((patch.function.__doc__ or "").split())
-    return f"""
-### `{patch.target.rpartition("srt.")[2]}`
-
-{patch.hook_type.name}, in `{source}.py`.
-
-- **What:** {what}
-- **Why:** {patch.why}
-- **Relies on:** {"; ".join(patch.relies_on)}
-- **Releases:** {patch.family.name}
-- **Retire when:** {patch.retire_when}
-"""
-
-
-if __name__ == "__main__":
-    # Imported by its real name, or the records' class would exist twice, here as __main__.
-    from sglang_smc.server import hooks
-
-    print(hooks.catalogue(), end="")
