@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from sglang_smc.patches.request_state import reset_for_retract, update_finish_st
 from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
 from sglang_smc.rules.registry import close_token
 from sglang_smc.state.metrics import Counters, Monitor
-from sglang_smc.state.population import Emitted, Population, TailLogprobs
+from sglang_smc.state.population import Emitted, TailLogprobs
 from sglang_smc.state.request import (
     RequestState,
     RequestStates,
@@ -38,13 +37,9 @@ SERVER = SMCConfig(num_particles=4, num_steps=3)
 def make_req(
     seed: int | None = None, row: int = 1, smc: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    asked = {
-        **{"sampling_seed": seed, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
-        **{"min_new_tokens": 2, "ignore_eos": False, "stop_token_ids": [4]},
-        "custom_params": {"smc": smc} if smc else None,
-    }
+    asked = {"sampling_seed": seed, "custom_params": {"smc": smc}}
     req: Any = ToyRequest(row, 10, 20, asked, None)
-    vars(req).update({"eos_token_ids": {1}, "stream": True, "is_finished": False, **changes})
+    vars(req).update({"stream": True, "is_finished": False, **changes})
     req.finished = lambda: req.is_finished
     return req
 
@@ -229,8 +224,8 @@ def resolve(
     finishes: BookedRequest | None = None,
     result: SMCBatchResult | None = None,
     **fields: Any,
-) -> tuple[SMCBatchResult, list[list[int]]]:
-    """Through SGLang's accounting in `_resolve_spec_v2_tokens`: all but one of a round are correct.
+) -> list[list[int]]:
+    """Emitted tokens, by SGLang's accounting in `_resolve_spec_v2_tokens`: all but one are correct.
 
     ``finishes`` ends by what it emits.
     """
@@ -267,7 +262,7 @@ def resolve(
         histogram = req.spec_correct_drafts_histogram
         assert all(count >= 0 for count in histogram) and sum(histogram) == req.spec_verify_ct
         assert sum(i * count for i, count in enumerate(histogram)) == req.spec_num_correct_drafts
-    return found, tokens
+    return tokens
 
 
 def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
@@ -282,7 +277,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     reqs = [BookedRequest(), BookedRequest()]
     rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])
     for emitted, kept in rounds:
-        _, tokens = resolve(reqs, emitted, kept)
+        tokens = resolve(reqs, emitted, kept)
         firsts = zip((0, STRIDE), emitted, strict=True)
         assert tokens == [list(range(first, first + count)) for first, count in firsts]
         assert told.pop() == tokens
@@ -323,21 +318,10 @@ def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bo
     assert reqs[0].smc_state.meta_info([])["spec_smc_replayed_ct"] == replayed
 
 
-def population(last_emitted: list[list[int]] | None = None) -> Population:
-    """Two groups of at most three particles; the first has two, and both of them have ended."""
-    return population_of(
-        [[[5, 6], [7], []], [[1, 1, 1]] * 3],
-        last_emitted or [[4, 4, 0], [4, 4, 4]],
-        stale=99,
-        ended=torch.tensor([[True, True, True], [True, False, True]]),
-        log_weights=torch.tensor([[3.0, 3.0 + math.log(3), -math.inf], [0.0] * 3]).double(),
-        present=torch.tensor([[True, True, False], [True] * 3]),
-    )
-
-
 def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
-    whole, number = population(), torch.arange(6.0).view(2, 3)
+    number, weights = torch.arange(6.0).view(2, 3), torch.full((2, 3), 3.0).double()
+    whole = population_of([[[5, 6], [7], []], [[1, 1, 1]] * 3], log_weights=weights)
     tails = TailLogprobs(number, number.unsqueeze(2), number.unsqueeze(2).long(), number[..., None])
     of_groups = torch.arange(2)
     outcome = Outcome(
@@ -352,19 +336,6 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     assert first.tokens.tolist() == first.logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
     assert first.counts.tolist() == [0] and first.particles.log_weights.shape == (1, 3)
     assert first.particles.log_weights[0, 0] == 3.0
-
-
-def test_only_who_asked_is_given_the_particles() -> None:
-    """With the text as it stood before this round, and with first tokens that one is drawn from."""
-    reqs = [BookedRequest([8, 4], open_at=at, return_particles=True) for at in (None, 1)]
-    reqs.insert(1, BookedRequest())
-    whole = population([[3, 2, 0], [4, 4, 4]])
-    three = Population(*(column[[0, 0, 0]] for column in whole[:-2]))
-    shown, first = shown_particles(three, three), torch.tensor([2, 2, 2])
-    resolve(reqs, [1, 1, 1], [1, 1, 1], particles=shown, first_tokens=first)
-    told = [[one["output_ids"] for one in req.smc_state.particles or ()] for req in reqs]
-    assert told == [[[8, 4, 5, 6], [8, 4, 7]], [], [[8, 3, 5, 6], [8, 2, 7]]]
-    assert reqs[2].output_ids[:2] == [8, 2]
 
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
