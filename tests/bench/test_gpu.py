@@ -59,11 +59,6 @@ CALL = {
 CODE = {"code": 1}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
 def records_in(*folders: Path, reads: Sequence[Path] = ()) -> Records:
     return Records(folders, reads, CALL)
 
@@ -71,9 +66,9 @@ def records_in(*folders: Path, reads: Sequence[Path] = ()) -> Records:
 # --- Results
 
 
-def test_results_of_other_calls_are_carried_along(folder: Path, tmp_path: Path) -> None:
+def test_results_of_other_calls_are_carried_along(tmp_path: Path) -> None:
     """An emptied output folder, another machine's results and half a line make one file."""
-    other, state = tmp_path / "other", tmp_path / "state"
+    folder, other, state = (tmp_path / name for name in ("out", "other", "state"))
     records_in(other).add("speed", "ar", CODE, {"seconds": 1})
     with (other / RESULTS).open("a") as file:
         file.write('{"stage": "speed", "part": "sm')
@@ -107,7 +102,7 @@ def runner_of(folder: Path) -> Runner:
     return Runner(records_in(folder), Clock(9.0), say=lambda _: None)
 
 
-def test_any_failure_is_a_result_and_costs_no_other_case(folder: Path) -> None:
+def test_any_failure_is_a_result_and_costs_no_other_case(tmp_path: Path) -> None:
     """As of engines that do not start or die of a cell, in test_speed.py; Ctrl-C is none."""
     starts: list[Sequence[str]] = []
 
@@ -117,9 +112,9 @@ def test_any_failure_is_a_result_and_costs_no_other_case(folder: Path) -> None:
 
     cases = a_case(work, "a", "b"), a_case(all_of_them, "next", slug="next")
     with pytest.raises(KeyboardInterrupt):
-        runner_of(folder).run(stage_of(*cases))
+        runner_of(tmp_path).run(stage_of(*cases))
     for _ in range(2):  # what has failed is not asked again
-        runner = runner_of(folder)
+        runner = runner_of(tmp_path)
         runner.run(stage_of(*cases))
         found = runner.records.of("speed")
         assert [part for part, one in found.items() if "failed" in one] == ["a", "b"]
@@ -130,7 +125,7 @@ def test_any_failure_is_a_result_and_costs_no_other_case(folder: Path) -> None:
 
 @pytest.mark.parametrize(("spent", "is_result"), [(240.0, True), (30.0, False)])
 def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("speed.runner.time.monotonic", lambda: now[0])
@@ -140,7 +135,7 @@ def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
         now[0] += spent
         raise TimeUpError
 
-    runner = runner_of(folder)
+    runner = runner_of(tmp_path)
     runner.run(stage_of(a_case(hang, "a")))
     found = runner.records.of("speed")
     assert ("took more than 240" in found["a"]["failed"]) if is_result else found == {}
@@ -229,7 +224,7 @@ def test_a_refused_request_is_a_fault_of_its_kind() -> None:
     assert found["kinds"] == len(smoke.STOCK) and "plain: refused: no" in found["wrong"]
 
 
-def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
+def test_cells_are_sampled_and_summed_up() -> None:
     cell = Cell(System(AR), 2, 256)
     engine: Any = FakeEngine(cell.system, [], [-1])
     found = sampled(engine, cell, SPEED_8B)
@@ -327,28 +322,22 @@ def a_speed(tokens: float) -> dict[str, Any]:
     }
 
 
-def a_profile() -> dict[str, Any]:
-    """Rounds of 10 ms, 8 of them in two kernels."""
-    return a_speed(900.0) | {"kernels": [["nvjet | a", 64.0, 5.0], ["_attend_spans", 32.0, 3.0]]}
-
-
-def canned(folder: Path) -> None:
-    """Write lines as a GPU machine would."""
-    records = Records([folder], [], CALL)
+def test_the_report_of_canned_lines(tmp_path: Path) -> None:
+    """Lines as a GPU machine would write them."""
+    records = records_in(tmp_path / "lines")
     block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
     for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
         part = Cell(system, 1, 256).slug
         records.add("speed", part, CODE, a_speed(tokens))
         records.add("70b", part, CODE, a_speed(tokens))
     records.add("more", "standalone-tree-b1-p256", CODE, {"failed": "it said\nno"})
-    records.add("profile", "smc-block-n8-k8-b1-p256", CODE, a_profile())
+    # Rounds of 10 ms, 8 of them in two kernels.
+    kernels = [["nvjet | a", 64.0, 5.0], ["_attend_spans", 32.0, 3.0]]
+    profile = a_speed(900.0) | {"kernels": kernels}
+    records.add("profile", "smc-block-n8-k8-b1-p256", CODE, profile)
     records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
     records.add("smoke", "smc-graphs kinds", CODE, {"kinds": 3, "wrong": ["top-p: 0 of 3"]})
-
-
-def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
-    canned(folder)
-    told = report.write_report(folder, tmp_path)
+    told = report.write_report(tmp_path / "lines", tmp_path)
     for line in (
         "| SMC block N=8 K=8 | 1 | 256 | 79.8 | 640.0 | 3.20 [3.20, 3.20] |",
         "| SMC exact N=8 K=8 | 1 | 256 | 77.3 | 510.0 | 2.55 [2.55, 2.55] |  | 1000.0 | 9.00",

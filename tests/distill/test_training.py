@@ -140,18 +140,15 @@ def test_accepted_tokens_by_enumeration() -> None:
 # --- The command
 
 
-def prompts_file(folder: Path) -> Path:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "t{2 + i % 20} t{3 + i % 7}"}}\n' for i in range(40)))
-    return path
-
-
 def words(of: Path, folder: Path, **options: object) -> list[str]:
     """Of a target; ``options`` go before what every test has."""
+    prompts = folder / "prompts.jsonl"
+    asked = (f'{{"prompt": "t{2 + i % 20} t{3 + i % 7}"}}\n' for i in range(40))
+    prompts.write_text("".join(asked))
     given = {
         "target": of,
         "out": folder / "out",
-        "prompts": prompts_file(folder),
+        "prompts": prompts,
         "steps": 3,
         "batch": 8,
         "anchors": 4,

@@ -184,11 +184,6 @@ def rounded(texts: Sequence[Text]) -> list[float]:
     return [value * (1 + 1e-6 * len(texts)) for value in lengths(texts)]
 
 
-def centred(texts: Sequence[Text]) -> list[float]:
-    found = lengths(texts)
-    return [value - max(found) for value in found]
-
-
 zeros = each(lambda output: 0.0)
 only_b = each(lambda output: -math.inf if output == "ab" else 0.0)
 nothing_whole = each(lambda output: -math.inf if "b" in output else 0.0)
@@ -203,7 +198,10 @@ FOUND: dict[str, tuple[Potential, set[str]]] = {
         {"values"},
     ),
     "infinite": (Made(each(lambda o: math.inf if o == "bb" else 0.0), lengths), {"values"}),
-    "depends on the others": (Made(lengths, centred, claims=False), {"batched"}),
+    "depends on the others": (
+        Made(lengths, lambda texts: [value / len(texts) for value in lengths(texts)], claims=False),
+        {"batched"},
+    ),
     "changes": (
         Made(lambda texts: [float(next(calls))] * len(texts), lengths, claims=False),
         {"batched", "repeated"},
