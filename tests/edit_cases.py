@@ -59,12 +59,11 @@ class EditedRequests:
         reqs: list[Any],
         vocab_size: int,
         stop_tokens: frozenset[int] = frozenset(),
-        device: str = "cpu",
     ) -> None:
         rows = list(range(1, 1 + len(reqs)))
-        settings = RequestTable(1 + len(rows), vocab_size, device)
-        self.table = EditTable(1 + len(rows), vocab_size, device)
-        self.rows = torch.tensor(rows, device=device)
+        settings = RequestTable(1 + len(rows), vocab_size, "cpu")
+        self.table = EditTable(1 + len(rows), vocab_size, "cpu")
+        self.rows = torch.tensor(rows)
         least = (req.sampling_params.min_new_tokens for req in reqs)
         settings.write(
             [
@@ -73,7 +72,7 @@ class EditedRequests:
             ]
         )
         self.settings = settings.gather(self.rows)
-        self.num_emitted = torch.tensor([len(req.output_ids) for req in reqs], device=device)
+        self.num_emitted = torch.tensor([len(req.output_ids) for req in reqs])
         self.reqs = reqs
         self.table.begin(reqs, rows)
 
@@ -98,7 +97,7 @@ def stock_edit(
     logits: torch.Tensor,
     output_ids: list[int],
     params: dict[str, Any],
-    stop_tokens: frozenset[int] = frozenset(),
+    stop_tokens: frozenset[int],
 ) -> torch.Tensor:
     """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
     asked = {**NEUTRAL, "stop_token_ids": set(stop_tokens), **params}

@@ -45,10 +45,10 @@ PATIENT = 8  # rounds for which a budget stays at least
 BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]
 
 
-def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs:
+def roofline(free: int, draft: float = 0.1) -> Costs:
     """Passes of up to ``free`` tokens are bound by memory; beyond that, time follows tokens."""
     sizes = (1, free, 2 * free, 64 * free)
-    points = [(size, pass_seconds * max(1, size / free)) for size in sizes]
+    points = [(size, 0.01 * max(1, size / free)) for size in sizes]
     return Costs(Curve.of((n, draft * s) for n, s in points), Curve.of(points))
 
 
