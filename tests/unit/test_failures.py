@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_req
+from edit_cases import Echo, make_req
 from hostile import HOSTILE
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from toy_laws import languages, toy
 from toy_worker import Language
 
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.rules.registry import close_token
+from sglang_smc.rules.processors import Processors
+from sglang_smc.rules.registry import TextRules, close_token
 from sglang_smc.state.failures import (
     Failure,
     end_failed,
@@ -136,6 +138,21 @@ def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
     result.resolve(SimpleNamespace(reqs=reqs), lambda: [[], [], []])  # type: ignore[arg-type]
     assert [req.to_finish is not None for req in reqs] == [False, True, False]
     assert "draft model's logits" in reqs[1].to_finish.message
+
+
+@pytest.mark.parametrize("processor", [DisallowedTokensLogitsProcessor(), None])
+def test_a_processor_that_fails_ends_its_own_request_alone(processor: Any) -> None:
+    """It raises, or cannot even be loaded."""
+    broken, other = (make_req([1], custom_params={}) for _ in range(2))
+    for req, own in ((broken, processor), (other, Echo())):
+        req.custom_logit_processor = '{"callable": "00"}'
+        if own is not None:
+            req.smc_state.kept[Processors] = own
+    logits, nothing = torch.zeros(2, 1, 1, 4), torch.empty(2, 1, 0, dtype=torch.int64)
+    found, _ = TextRules.begin([broken, other], 4, "cpu").apply(logits, nothing, 0)
+    assert "custom logit processor raised" in broken.to_finish.message
+    assert broken.to_finish.status_code == 400 and other.to_finish is None
+    assert found[:, 0, 0].tolist() == [[0.0] * 4, [1.5, 0.0, 0.0, 0.0]]
 
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from populations import population_of
 from table_entries import entry
 
 from sglang_smc.round.play import still_open
 from sglang_smc.state import settings
-from sglang_smc.state.population import ParticleTable
 from sglang_smc.state.settings import RequestTable, Settings, Start, stop_tokens
 
 VOCAB = 6
@@ -61,33 +59,6 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     assert found.may_stop.tolist() == [True, True]
     assert found.top_k.tolist() == [1 << 30] * 2
     assert found.seeds.tolist() == [101, 2**63 - 1]
-
-
-def test_a_row_of_particles_forgets_its_former_request() -> None:
-    """Weights, ends and tails of the last owner would otherwise leak into the new text."""
-    table, rows = ParticleTable(5, 3, 9, "cpu"), torch.tensor([2, 1])
-    odd = torch.full((2, 3), 5.0).double()
-    old = population_of([[[1, 2], [3], []]] * 2, width=10, log_weights=odd)
-    old = old._replace(ended=~old.ended, unread=~old.unread, fidelity=old.fidelity + 1)
-    for ended in (None, torch.tensor([[False, True, False], [False] * 3])):
-        table.scatter(rows, old)
-        table.begin(
-            rows,
-            first_tokens=torch.tensor([[42, 43, 0], [7, 7, 7]]),
-            num_emitted=torch.tensor([3, 1]),
-            log_evidence=torch.tensor([-0.5, 0.0], dtype=torch.float64),
-            num_particles=torch.tensor([2, 3]),
-            ended=ended,
-        )
-        found = table.gather(rows, 3, 9)
-        assert not found.lengths.any() and not found.unread.any() and not found.fidelity.any()
-        assert found.ended.tolist() == [[False, ended is not None, True], [False] * 3]
-        assert found.present.tolist() == [[True, True, False], [True] * 3]
-        assert found.log_weights.tolist() == [[0.0, 0.0, -torch.inf], [0.0] * 3]
-        assert found.last_tokens[0, :2].tolist() == [42, 43]
-        assert found.shares_last_token().tolist() == [False, True]
-        assert found.output_lengths[:, 0].tolist() == [3, 1]
-        assert found.log_evidence.tolist() == [-0.5, 0.0]
 
 
 @pytest.mark.parametrize(
