@@ -9,12 +9,10 @@ import torch
 from edit_cases import Echo, make_req
 from hostile import HOSTILE
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-from toy_laws import languages, toy
-from toy_worker import Language
 
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
-from sglang_smc.rules.registry import TextRules, close_token
+from sglang_smc.rules.registry import TextRules
 from sglang_smc.state.failures import (
     Failure,
     end_failed,
@@ -25,7 +23,6 @@ from sglang_smc.state.failures import (
     take_mark,
 )
 from sglang_smc.state.metrics import Counters, Monitor
-from sglang_smc.state.request import has_open_token
 
 NAN, INF = float("nan"), float("inf")
 
@@ -153,60 +150,3 @@ def test_a_processor_that_fails_ends_its_own_request_alone(processor: Any) -> No
     assert "custom logit processor raised" in broken.to_finish.message
     assert broken.to_finish.status_code == 400 and other.to_finish is None
     assert found[:, 0, 0].tolist() == [[0.0] * 4, [1.5, 0.0, 0.0, 0.0]]
-
-
-CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
-    "weighed": ({}, {"num_particles": 2, "num_steps": 1}),
-    "at tokens": ({"resample_at": "token", "resampling_method": "ssp", "ess_threshold": 1.0},),
-    "verified": ({"mode": "exact"}, {"mode": "mixed"}),
-    "weighed beside verified": ({}, {"mode": "exact"}),
-    "powered": ({"power": 2.0}, {}),
-}
-ROWS = list(range(1, 25))
-
-
-def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict[int, tuple]:
-    """Text and code of each request; one that fails plays on, as it does under overlap."""
-    server = {"num_particles": 3, "num_steps": 2, "max_lag": 4, "evidence_threshold": 0.0}
-    worker = toy(len(ROWS), pair, limit=10, **server, chosen=chosen)
-    reqs = worker.begin(rows)
-    codes = dict.fromkeys(rows, 0)
-    for _ in range(10):  # tokens at most, and a round commits something
-        result = worker.play_round(reqs)
-        tokens = result.next_token_ids.view(len(reqs), -1)
-        for group, req in enumerate(reqs):
-            new = tokens[group, : result.accept_lens[group]].tolist()
-            assert not (new and codes[req.row]), "a failed request went on"
-            codes[req.row] = codes[req.row] or int(result.failure[group])
-            assert not (new and codes[req.row]), "a broken round emitted"
-            req.output_ids += new
-            req.kv_committed_len += len(new)
-            totals = Counters(*result.counters[group].tolist())
-            assert totals.nan_ct == (codes[req.row] > 0)
-            assert totals.ess_sum == totals.ess_sum
-            if has_open_token(req) and result.first_tokens[group] >= 0:  # type: ignore[arg-type]
-                close_token(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
-    worker.check_owned()
-    return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
-
-
-@pytest.mark.parametrize(
-    ("code", "num_contexts"), [(Failure.TARGET_LOGITS, 3), (Failure.DRAFT_LOGITS, 5)]
-)
-@pytest.mark.parametrize("name", list(CHOICES))
-def test_a_broken_context_ends_its_requests_and_leaves_others_their_texts(
-    name: str, code: Failure, num_contexts: int
-) -> None:
-    """Logits that mean nothing in some contexts: in a batch each request fares as it does alone."""
-    target, draft = whole = languages()
-    spoilt = Language(whole[code - 1].logits.clone())
-    spoilt.logits[:num_contexts, 1] = NAN
-    pair = (spoilt, draft) if code == Failure.TARGET_LOGITS else (target, spoilt)
-    together = serve(pair, CHOICES[name], ROWS)
-    codes = [found for _, found in together.values()]
-    assert set(codes) == {0, code}
-    for row in (codes.index(0), codes.index(code)):
-        assert serve(pair, CHOICES[name], [ROWS[row]]) == {ROWS[row]: together[ROWS[row]]}
-    # What does not fail is what it would have been without the fault.
-    unbroken = serve(whole, CHOICES[name], ROWS)
-    assert all(together[row] == unbroken[row] for row in ROWS if not together[row][1])

@@ -105,14 +105,6 @@ def test_a_token_that_is_illegal_ends_the_reading() -> None:
     assert along(found, drafted([VOCAB - 1, A], [B, A]))[:, 1:].all()
 
 
-def test_an_open_first_token_is_each_particles_own() -> None:
-    """The request's grammar has read the stand-in, which may even have ended its text."""
-    for stand_in in (A, EOS):
-        req = request(grammar_of("(ab|ba)?"), (stand_in,), open_token_at=0)
-        found = masks(req, population([], [], [A], last_emitted=[A, B, B]))
-        assert legal(after(found, drafted([], [], []).long())) == [[B], [A], [EOS]]
-
-
 def test_thinking_is_free_until_its_end() -> None:
     req = request(thinking("a*c"), (C,))
     found = along(masks(req, population([], [B], [B, A])), drafted([EOS], [A], [A]))

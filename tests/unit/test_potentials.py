@@ -13,7 +13,6 @@ from unittest import mock
 import httpx
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -42,7 +41,6 @@ from sglang_smc.potentials.spec import (
     problems,
 )
 from sglang_smc.rules.potentials import PrefixTree
-from sglang_smc.smc.weighing import majority_vote
 from sglang_smc.tools.testing import check_potential
 
 # The flag.
@@ -304,34 +302,6 @@ def test_the_tree_knows_the_last_time_of_each_text(
         assert found == [last_time(when, whole) for when in SCHEDULES]
     again = tree.nodes(numbers[0], numbers[1:])
     assert all(one is same for one, same in zip(nodes, again, strict=True))
-
-
-# What becomes of weights.
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(-1, 2), st.one_of(st.floats(-3, 3), st.just(-math.inf))),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float]]) -> None:
-    answers = torch.tensor([[answer for answer, _ in particles]])
-    weights = torch.tensor([[weight for _, weight in particles]], dtype=torch.float64)
-    found = majority_vote(weights, answers)
-    totals = {
-        answer: sum(math.exp(w) for a, w in particles if a == answer)
-        for answer, _ in particles
-        if answer >= 0
-    }
-    if not totals or max(totals.values()) == 0 or not weights.isfinite().any():
-        assert torch.equal(found, weights)
-        return
-    left = {a for (a, _), w in zip(particles, found[0].tolist(), strict=True) if w > -math.inf}
-    (winner,) = left
-    assert totals[winner] >= max(totals.values()) * (1 - 1e-12)
-    assert float(found.logsumexp(1)) == pytest.approx(float(weights.logsumexp(1)), abs=1e-9)
 
 
 # Requests whose potentials fail, in the package's own rounds.

@@ -64,18 +64,6 @@ def test_what_cannot_be_a_preset_is_said_at_start(given: Any, said: list[str]) -
     assert len(presets.problems(arguments(each))) == 2
 
 
-def test_a_presets_settings_stand_where_the_requests_would() -> None:
-    own = {"temperature": 0.5, "custom_params": {"theirs": 1, "smc": {"num_particles": 3}}}
-    request = settled("two", own)
-    assert request.lora_path is None
-    assert request.sampling_params == own
-    request = settled("exact", own)
-    smc = {"mode": "exact", "num_particles": 3}
-    assert request.sampling_params == own | {"custom_params": {"theirs": 1, "smc": smc}}
-    assert own["custom_params"] == {"theirs": 1, "smc": {"num_particles": 3}}, "still the caller's"
-    assert settled("two", None).sampling_params == {"custom_params": {"smc": KNOWN["two"]}}
-
-
 def test_adapters_are_left_to_sglang_beside_presets() -> None:
     own = {"temperature": 0.5, "custom_params": {"smc": {"num_particles": 3}}}
     alone = settled("sql", own)

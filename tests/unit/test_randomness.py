@@ -14,12 +14,8 @@ from scipy.stats import chisquare, kstest
 from sglang_smc.smc.randomness import (
     Purpose,
     derive_seed,
-    equal_texts,
     round_seeds,
-    same_text,
-    still_same,
     stratified,
-    stratify,
     uniforms,
 )
 
@@ -116,30 +112,6 @@ def families(*of: int) -> torch.Tensor:
     """Siblings of particles by their family's number, ``[SIZE, N, N]``."""
     family = torch.tensor(of)
     return (family.unsqueeze(0) == family.unsqueeze(1)).expand(SIZE, -1, -1)
-
-
-def test_siblings_have_one_anchor_and_one_tail_and_may_share() -> None:
-    """Stale tokens count neither for equality nor against it."""
-    texts = torch.tensor([[[4, 1, 2], [4, 1, 7], [8, 1, 2], [4, 5, 2], [4, 1, 2], [4, 1, 2]]])
-    lengths = torch.tensor([[1, 1, 1, 1, 1, 2]])
-    may_stratify = torch.tensor([[True, True, True, True, False, True]])
-    expected = torch.eye(6, dtype=torch.bool)
-    expected[0, 1] = expected[1, 0] = True
-    assert torch.equal(same_text(texts, lengths, may_stratify)[0], expected)
-    assert equal_texts(texts, lengths * 0).all(), "texts that are all empty are the same"
-
-
-def test_siblings_remain_so_as_long_as_they_draw_the_same() -> None:
-    """Tokens part siblings before the noise is shared; one token makes no siblings of strangers."""
-    u = torch.tensor([[0.2, 0.7, 0.9]], dtype=torch.float64)
-    pairs, tokens = torch.ones(1, 3, 3, dtype=torch.bool), torch.tensor([[4, 5, 4]])
-    parted, remaining = stratify(u, pairs, tokens)
-    assert parted[0].tolist() == pytest.approx([0.2, 0.7, 0.7])
-    assert torch.equal(remaining, still_same(pairs, tokens))
-    assert remaining.int().tolist() == [[[1, 0, 1], [0, 1, 0], [1, 0, 1]]]
-    assert torch.equal(still_same(remaining, tokens * 0), remaining)
-    together, same = stratify(u, pairs)
-    assert torch.equal(together, stratified(u, pairs)) and torch.equal(same, pairs)
 
 
 @pytest.mark.parametrize("of", [(0, 0), (0,) * 5, (0, 1, 0, 1, 1, 2), (0, 7) * 8])

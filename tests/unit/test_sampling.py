@@ -1,6 +1,5 @@
 """What requests asked for, as tables: their own rules, their own ends."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,52 +7,16 @@ import pytest
 import torch
 from table_entries import entry
 
-from sglang_smc.round.play import still_open
 from sglang_smc.state import settings
-from sglang_smc.state.settings import RequestTable, Settings, Start, stop_tokens
+from sglang_smc.state.settings import RequestTable, stop_tokens
 
 VOCAB = 6
 
 
-def spec(row: int = 1, **changes: Any) -> Start:
-    return entry(row, **{"stop_tokens": frozenset({2}), **changes})
-
-
-def settings_of(*specs: Start) -> Settings:
-    table = RequestTable(5, VOCAB, "cpu")
-    table.write(list(specs))
-    return table.gather(torch.tensor([one.row for one in specs]))
-
-
-@pytest.mark.parametrize(
-    ("rules", "tokens", "first", "expected"),
-    [
-        ({"max_new_tokens": 4}, [2, 1, 1, 1], 0, [1, 0, 0, 1]),
-        ({"max_new_tokens": 4}, [2, 1], 3, [1, 1]),
-        ({"ignore_eos": True, "max_new_tokens": 3}, [2, 2, 2], 0, [0, 0, 1]),
-        ({"stop_tokens": frozenset({3})}, [3, 2], 0, [1, 0]),
-        ({"stop_tokens": frozenset()}, [3, 2], 0, [0, 0]),
-    ],
-)
-def test_a_text_ends_at_its_own_stop_tokens_or_at_its_limit(
-    rules: dict, tokens: list[int], first: int, expected: list[int]
-) -> None:
-    settings = settings_of(spec(1, **rules), spec(2, stop_tokens=frozenset({4}), ignore_eos=False))
-    positions = first + torch.arange(len(tokens)).expand(2, 1, -1)
-    found = settings.ends(torch.tensor(tokens).expand(2, 1, -1), positions).int()
-    assert found[:, 0].tolist() == [expected, [0] * len(tokens)]
-
-
-def test_a_chain_is_open_up_to_its_first_end() -> None:
-    rows = torch.tensor(list(itertools.product((False, True), repeat=4)))
-    expected = [[not any(ends[:column]) for column in range(4)] for ends in rows.tolist()]
-    assert still_open(rows).tolist() == expected
-
-
 def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     table = RequestTable(3, VOCAB, "cpu")
-    table.write([spec(1, stop_tokens=frozenset({0, 3, 5}), ignore_eos=True, top_k=1)])
-    table.write([spec(1, stop_tokens=frozenset({4})), spec(2, seed=2**63 - 1)])
+    table.write([entry(1, stop_tokens=frozenset({0, 3, 5}), ignore_eos=True, top_k=1)])
+    table.write([entry(1, stop_tokens=frozenset({4})), entry(2, seed=2**63 - 1)])
     found = table.gather(torch.tensor([1, 2]))
     assert found.stop_mask[0].nonzero().flatten().tolist() == [4]
     assert found.may_stop.tolist() == [True, True]

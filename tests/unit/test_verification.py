@@ -1,8 +1,5 @@
 """Verification: laws of what a walk puts out, how it selects, and what evidence keeps."""
 
-import math
-from typing import Any
-
 import pytest
 import torch
 from exact_tables import verify
@@ -13,7 +10,7 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.trees import branch
-from sglang_smc.smc.verification import OFFSETS, Kept, Verified, keep, selection_rule
+from sglang_smc.smc.verification import OFFSETS, selection_rule
 from sglang_smc.smc.weighing import covered_columns
 
 VOCAB = 4
@@ -269,12 +266,6 @@ def test_laws_in_single_precision_are_laws() -> None:
 
 # --- How much of a block its evidence keeps
 
-NUM_STEPS = 4
-
-
-def of_group(*values: Any) -> list[torch.Tensor]:
-    return [torch.tensor([value], dtype=torch.float64) for value in values]
-
 
 @pytest.mark.parametrize("num_particles", [1, 3])
 def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> None:
@@ -297,70 +288,3 @@ def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> 
     )
     assert (found <= p + 1 / 200).all()
     assert (everything > p + 0.05).any(), "the test could not tell them apart"
-
-
-NONE = torch.zeros(1, dtype=torch.int64)
-NOTHING = Verified(NONE, NONE, NONE == 0, NONE, torch.ones(1, 3))
-
-
-@pytest.mark.parametrize(("uniform", "winner"), [(0.0, 0), (math.nextafter(1.0, 0.0), 1)])
-def test_an_absent_chain_is_not_drawn_whatever_stands_in_its_place(
-    uniform: float, winner: int
-) -> None:
-    gained, c, coin, place = of_group([[0.0], [0.0], [50.0]], 1.0, 0.5, uniform)
-    open_, present = torch.ones(1, 3, 1).bool(), torch.tensor([[True, True, False]])
-    scores = torch.cat([gained, gained], 2), torch.zeros(1, 3, 1)
-    found = keep(NOTHING, *scores, open_, ~open_, present, NONE + 1, c, coin, place)
-    of_block = found.by_block, found.num_columns, found.winner, found.ess
-    assert tuple(map(float, of_block)) == pytest.approx((1, 1, winner, 2.0))
-
-
-def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
-    """The block has chain 0, verification chain 1, whose text ends with token ``ends_at``.
-
-    Chain 0 ends where fewer columns are ``kept`` than ``covered``.
-    """
-    one = torch.ones(1, dtype=torch.int64)
-    ends = torch.zeros(1, 2, NUM_STEPS, dtype=torch.bool)
-    if kept < covered:
-        ends[0, 0, kept - 1] = True
-    if ends_at is not None:
-        ends[0, 1, ends_at] = True
-    before_end = ends.cumsum(2) == ends
-    log_p = torch.zeros(1, 2, NUM_STEPS + 1)
-    log_p[0, :, covered:] = -torch.inf  # so the evidence covers no more
-    if kept < covered:
-        log_p[0, 1, kept:] = -torch.inf  # and chain 0 is drawn
-    return keep(
-        Verified(verified * one, one, one.bool(), 0 * one, torch.ones(1, 3)),
-        log_p,
-        torch.zeros(1, 2, NUM_STEPS),
-        before_end,
-        ends,
-        torch.ones(1, 2, dtype=torch.bool),
-        NUM_STEPS * one,
-        one.double(),
-        0.4 * one.double(),
-        0.0 * one.double(),
-    )
-
-
-@pytest.mark.parametrize(
-    ("block", "by_block", "num_columns", "winner"),
-    [
-        ((3, 3, 2), True, 3, 0),
-        *(((covered, covered, 2), False, 2, 1) for covered in (0, 1, 2)),
-        # Counting tokens instead of columns would lose texts that end: on either side.
-        ((4, 1, 3), True, 1, 0),  # a block whose winner ended after one token
-        ((3, 3, 1, 0), False, 1, 1),  # a verified text that is complete
-        ((3, 3, 1, 2), True, 3, 1),  # that end was not accepted
-    ],
-)
-def test_what_reaches_further_is_kept(
-    block: tuple[int, ...], by_block: bool, num_columns: int, winner: int
-) -> None:
-    """Behind a block the next token is drawn from p, in the row behind its winner's last."""
-    result = chosen(*block)
-    found = result.by_block, result.rejects, result.num_columns, result.winner, result.row
-    row = winner * (NUM_STEPS + 1) + num_columns
-    assert [int(one) for one in found] == [by_block, not by_block, num_columns, winner, row]
