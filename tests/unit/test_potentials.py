@@ -1,4 +1,4 @@
-"""Potentials: the flag, requests, who asks, the library, and what becomes of weights."""
+"""Potentials: the flag, requests, who asks, who fails, and the library."""
 
 import json
 import math
