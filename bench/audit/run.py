@@ -75,6 +75,7 @@ def _smc(mode: str) -> dict[str, Any]:
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
+_ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 SERVERS = (
     Server("AR"),
     Server("STANDALONE chain", CHAIN),
@@ -85,6 +86,7 @@ SERVERS = (
     Server("SMC auto", _smc("auto"), is_lossless=False),
     Server("SMC default", _smc("smc"), is_lossless=False),
     *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
+    Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
     *(Server(f"SMC with {fault}", _smc("exact"), fault, is_lossless=False) for fault in OWN),
 )
 

@@ -55,9 +55,11 @@ def likely(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
 
 def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any) -> Any:
     """Let the target's tokens be the drafted ones where these are likely; of chains."""
+    if not _probs:  # a batch of temperature 0
+        return verify(original, *tensors, **how)
     candidates, predicted = how["candidates"], how["target_predict"]
     drafted = candidates[:, 1:].long()
-    probs = _probs[0].view(*candidates.shape, -1)[:, :-1]
+    probs = _probs.pop().view(*candidates.shape, -1)[:, :-1]
     is_likely = probs.gather(2, drafted.unsqueeze(2)).squeeze(2) >= 0.3
     predicted[:, :-1] = torch.where(is_likely, drafted, predicted[:, :-1].long())
     return verify(original, *tensors, **how)
