@@ -26,11 +26,12 @@ from sglang_smc.tools.testing.audit import (
     Rules,
     audit,
     check_sampled,
+    check_together,
     limited,
 )
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc.tools.testing.model import Position
-from sglang_smc.tools.testing.report import Verdict
+from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Text
 from tests.testing.conftest import VOCAB, Table, random_table
 
@@ -249,7 +250,7 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Callable[..., None]) -> N
 def test_a_correct_server_passes(serve: Callable[..., None], tells: str, chat: bool) -> None:
     found = audited(serve, Server(rightly, tells), chat=chat)
     verdicts = [result.verdict for result in found.results]
-    assert verdicts == [Verdict.PASS] * 8 + [Verdict.MEASURED]
+    assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED]
     assert sum(result.alpha or 0 for result in found.results) == pytest.approx(0.01)
     assert all(len(found.ranks[check.name]) > 500 for check in CHECKS)
 
@@ -289,6 +290,17 @@ def test_correct_servers_pass_99_of_100_audits(serve: Callable[..., None]) -> No
     """More than 4 of 100 fail by chance once in 300 runs."""
     servers = (Server(rightly, source=random.Random(seed)) for seed in range(100))
     assert sum(bool(failed(audited(serve, server))) for server in servers) <= 4
+
+
+def test_a_small_shift_of_every_check_is_found_together() -> None:
+    each = [
+        Result(f"{i}", "", num_answers=1)._replace(estimate=0.03, standard_error=0.015)
+        for i in range(6)
+    ]
+    found = check_together(each, [100] * 6)
+    assert found.failed and found.estimate == pytest.approx(0.03)
+    assert found.standard_error == pytest.approx(0.015 / math.sqrt(6))
+    assert not check_together(each[:2], [100] * 2).failed
 
 
 def test_false_alarms_keep_their_level() -> None:

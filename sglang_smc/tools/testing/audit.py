@@ -62,7 +62,7 @@ CHECKS = (
     Check("penalty", Rules(frequency_penalty=0.5), 0.1, "frequency_penalty 0.5 lowers by counts"),
 )
 _GREEDY_SHARE = 0.05
-_TESTS = 3 * len(CHECKS) + 1  # p-values of all checks
+_TESTS = 3 * len(CHECKS) + 2  # p-values of all checks
 
 
 class Audit(NamedTuple):
@@ -88,6 +88,7 @@ def audit(
         samples = endpoint.sample(asked, LENGTH, **check.rules._asdict())
         result, ranks[check.name] = check_sampled(check, samples, endpoint.rounding, seed)
         results.append(result)
+    results.append(check_together(results, [len(found) for found in ranks.values()]))
     greedy = _spread(prompts, round(_GREEDY_SHARE * num_answers))
     results.append(check_greedy(endpoint, greedy))
     results += [check_repeats(endpoint, prompts), check_seeds(endpoint, prompts[0])]
@@ -135,11 +136,35 @@ def check_sampled(
         p_value=min(1.0, 3 * min(p_values.values())),
         alpha=3 * ALPHA / _TESTS,
     )
-    return _with_verdict(result, p_values, outside / total, total), ranks
+    return _with_verdict(result, p_values, total, outside / total), ranks
+
+
+def check_together(results: Sequence[Result], num_tokens: Sequence[int]) -> Result:
+    """Check the mean innovation over the tokens of all checks, which a fault may shift alike."""
+    from scipy.stats import norm
+
+    parts = [(one, size) for one, size in zip(results, num_tokens, strict=True) if one.estimate]
+    total = sum(size for _, size in parts)
+    result = Result("together", "all checks together show no shift")
+    result = result._replace(num_answers=sum(one.num_answers for one in results))
+    if not parts:
+        return result._replace(verdict=Verdict.NOT_ENOUGH_DATA)
+    estimate = sum(size * (one.estimate or 0.0) for one, size in parts) / total
+    error = math.hypot(*(size * (one.standard_error or 0.0) for one, size in parts)) / total
+    p_value = 2 * float(norm.sf(abs(estimate) / error))
+    result = result._replace(
+        statistic="log p + H a token",
+        expected=0.0,
+        estimate=estimate,
+        standard_error=error,
+        p_value=p_value,
+        alpha=ALPHA / _TESTS,
+    )
+    return _with_verdict(result, {"innovation": p_value}, total)
 
 
 def _with_verdict(
-    result: Result, p_values: Mapping[str, float], outside: float, total: int
+    result: Result, p_values: Mapping[str, float], total: int, outside: float = 0.0
 ) -> Result:
     estimate, error = result.estimate or 0.0, result.standard_error or 0.0
     if not result.is_rejected:
