@@ -40,7 +40,6 @@ IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 #: Whether the release queries platforms for all of its own speculative decoding.
 IS_NEWEST = Version(version.__version__) >= Version("0.5.23")
 
-
 #: Whether SGLang's n-gram cache compiles: 0.5.17 lacks an include that GCC 13 and later require.
 HAS_NGRAM_CACHE = IS_NEWER
 

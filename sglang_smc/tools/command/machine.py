@@ -141,18 +141,19 @@ def _hooks() -> Finding:
 
     on_cpu = not torch.accelerator.is_available()
     groups = [hooks.FLAGS, hooks.SMC, *([hooks.CPU_PLATFORM] if on_cpu else [])]
-    count, problems = len(hooks.collect(*groups)), []
+    count, problems = 0, []
     for group in groups:
         # The plugin applies the first when it is loaded.
         apply = hooks.verify_installed if group is hooks.FLAGS else hooks.install
         try:
+            count += len(hooks.collect(group))
             apply(group)
         except (RuntimeError, ImportError, AttributeError) as error:
             problems.append(str(error))
     if problems:
         return fail(
             "hooks",
-            f"not all of {count} hooks on SGLang land\n" + "\n".join(problems),
+            "not all hooks on SGLang land\n" + "\n".join(problems),
             "Install a release of SGLang that is supported; another plugin may hook the same.",
         )
     return ok("hooks", f"all {count} land", numbers={"count": count})
