@@ -75,6 +75,7 @@ def _smc(mode: str) -> dict[str, Any]:
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
+_ONE_CHAIN = {**_smc("exact"), "speculative_smc_num_particles": 1}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 SERVERS = (
     Server("AR"),
@@ -87,7 +88,7 @@ SERVERS = (
     Server("SMC default", _smc("smc"), is_lossless=False),
     *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
     Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
-    *(Server(f"SMC with {fault}", _smc("exact"), fault, is_lossless=False) for fault in OWN),
+    *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault, False) for fault in OWN),
 )
 
 
