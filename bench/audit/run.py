@@ -64,9 +64,8 @@ def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) 
     if draft:
         found["speculative_draft_model_path"] = str(PAIR / draft)
     if topk:
-        nodes = 5 if topk == 1 else 16
         found |= {"speculative_num_steps": 4, "speculative_eagle_topk": topk}
-        found["speculative_num_draft_tokens"] = nodes
+        found["speculative_num_draft_tokens"] = 5 if topk == 1 else 16
     return found
 
 
