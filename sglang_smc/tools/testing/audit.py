@@ -129,13 +129,7 @@ def check_sampled(
         "innovation": statistics.p_value_of_mean(innovations, 0.0),
         "outside": float(binomtest(outside, total, STRAY, alternative="greater").pvalue),
     }
-    result = result._replace(
-        statistic="log p + H a token",
-        expected=0.0,
-        **statistics.mean_of(innovations)._asdict(),
-        p_value=min(1.0, 3 * min(p_values.values())),
-        alpha=3 * ALPHA / _TESTS,
-    )
+    result = result._replace(**statistics.mean_of(innovations)._asdict())
     return _with_verdict(result, p_values, total, outside / total), ranks
 
 
@@ -151,22 +145,20 @@ def check_together(results: Sequence[Result], num_tokens: Sequence[int]) -> Resu
         return result._replace(verdict=Verdict.NOT_ENOUGH_DATA)
     estimate = sum(size * (one.estimate or 0.0) for one, size in parts) / total
     error = math.hypot(*(size * (one.standard_error or 0.0) for one, size in parts)) / total
-    p_value = 2 * float(norm.sf(abs(estimate) / error))
-    result = result._replace(
-        statistic="log p + H a token",
-        expected=0.0,
-        estimate=estimate,
-        standard_error=error,
-        p_value=p_value,
-        alpha=ALPHA / _TESTS,
-    )
-    return _with_verdict(result, {"innovation": p_value}, total)
+    p_values = {"innovation": 2 * float(norm.sf(abs(estimate) / error))}
+    return _with_verdict(result._replace(estimate=estimate, standard_error=error), p_values, total)
 
 
 def _with_verdict(
     result: Result, p_values: Mapping[str, float], total: int, outside: float = 0.0
 ) -> Result:
     estimate, error = result.estimate or 0.0, result.standard_error or 0.0
+    result = result._replace(
+        statistic="log p + H a token",
+        expected=0.0,
+        p_value=min(1.0, len(p_values) * min(p_values.values())),
+        alpha=len(p_values) * ALPHA / _TESTS,
+    )
     if not result.is_rejected:
         found = (_quantile(ALPHA / _TESTS) + _POWER) * error
         return result._replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from sglang_smc.tools.testing.audit_page import page_of
 from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.cli import run
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
-from sglang_smc.tools.testing.model import Pair
+from sglang_smc.tools.testing.model import Pair, check_folder, launched
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,21 +100,14 @@ def _run(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _reference(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[None]:
     """Let a plain server score the answers for the ``with`` block, where one is asked for."""
-    if options.target:
-        from sglang_smc.tools.demo.serving import Launch, ServerError, running
-
-        with tempfile.TemporaryDirectory(prefix="audit-") as logs:
-            settings = {"model_path": options.target, "log_level": "warning"}
-            try:
-                with running(Launch(settings, log=Path(logs) / "target.log")) as (url,):
-                    _score_by(endpoint, open_endpoint(url))
-                    yield
-            except ServerError as error:
-                raise ValueError(str(error)) from error
-        return
-    if options.reference:
-        _score_by(endpoint, open_endpoint(options.reference, options.api_key))
-    yield
+    with contextlib.ExitStack() as servers:
+        if options.target:
+            check_folder("--target", options.target)
+            (url,) = servers.enter_context(launched(options.target, log_level="warning"))
+            _score_by(endpoint, open_endpoint(url))
+        if options.reference:
+            _score_by(endpoint, open_endpoint(options.reference, options.api_key))
+        yield
 
 
 def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:

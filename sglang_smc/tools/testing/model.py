@@ -223,27 +223,43 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
 
     Raises ValueError if a folder has no model, or a server does not start.
     """
-    from sglang_smc.tools.demo.serving import Launch, ServerError, running
-
-    for flag, path in (("--target", target), ("--draft", draft)):
-        # Other names may be on the Hub.
-        looks_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
-        if looks_local and not (Path(path).expanduser() / "config.json").is_file():
-            raise ValueError(
-                f"{flag} {path}: no config.json there. Give the folder of a Hugging Face "
-                "checkpoint, or its name on the hub."
-            )
     settings = _SETTINGS | arguments
     settings |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": draft}
+    for flag, path in (("--target", target), ("--draft", draft)):
+        check_folder(flag, path)
+    with launched(target, draft, **settings) as urls:
+        yield Pair(*map(connect, urls))
+
+
+@contextlib.contextmanager
+def launched(*models: str, **arguments: Any) -> Iterator[list[str]]:
+    """Start a server of each model for the ``with`` block; yield their addresses.
+
+    Raises ValueError if a server does not start.
+    """
+    from sglang_smc.tools.demo.serving import Launch, ServerError, running
+
     with tempfile.TemporaryDirectory(prefix="smc-check-") as logs:
         launches = [
             Launch(
-                {**settings, "model_path": model}, label=f"--target {model}", log=Path(logs) / name
+                {**arguments, "model_path": model},
+                label=f"--target {model}",
+                log=Path(logs) / f"{index}.log",
             )
-            for name, model in (("pair.log", target), ("draft.log", draft))
+            for index, model in enumerate(models)
         ]
         try:
             with running(*launches) as urls:
-                yield Pair(*map(connect, urls))
+                yield urls
         except ServerError as error:
             raise ValueError(str(error)) from error
+
+
+def check_folder(flag: str, path: str) -> None:
+    """Raise ValueError for a local folder without a model; other names may be on the Hub."""
+    looks_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ValueError(
+            f"{flag} {path}: no config.json there. Give the folder of a Hugging Face "
+            "checkpoint, or its name on the hub."
+        )
