@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Active:
-    """What a scheduler process of an SMC server has one of."""
+    """State of SMC in a scheduler process."""
 
     policy: Policy | None = None
     """The policy that adapts N and K; None if they stay."""
@@ -69,10 +69,8 @@ def drafts_all(resolved: Arguments) -> bool:
     """Return whether the draft model of these resolved arguments may draft any token."""
     from sglang_smc.models.head_kinds import knows_all
 
-    path, revision = (
-        resolved.speculative_draft_model_path,
-        resolved.speculative_draft_model_revision,
-    )
+    path = resolved.speculative_draft_model_path
+    revision = resolved.speculative_draft_model_revision
     return path is None or knows_all(path, revision, resolved.trust_remote_code)
 
 

@@ -176,8 +176,9 @@ class TokenDistribution(NamedTuple):
 
     def log_masses(self) -> torch.Tensor:
         """Return the log of the mass that masks leave of p, ``[D]``; 0 without a mask."""
-        none = self.temperature.new_zeros(self.num_draws)
-        return none if self.log_mass is None else self.log_mass
+        if self.log_mass is None:
+            return self.temperature.new_zeros(self.num_draws)
+        return self.log_mass
 
     def to_power(self, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
         """Return p^alpha normalised, and the log of its normaliser, for powers alpha ``[G]``.
