@@ -243,9 +243,10 @@ class Steps:
         """Run one target pass over [last, x_1..x_K] of each particle.
 
         Returns:
-            p of the next token, of G * N * (K + 1) rows; log p of the draft tokens before masks,
-            ``[G, N, K + 1]``, of which the last column scores any token; and the distribution of
-            the reported log-probabilities, or None where no request returns them.
+            p of the next token, of G * N * (K + 1) rows; log p of the draft tokens,
+            renormalised under masks, ``[G, N, K + 1]``, where the last column is that of token 0,
+            to find a NaN; and the distribution of the reported log-probabilities, or None where no
+            request returns them.
         """
         last = batch.last_two[:, :, 1:]
         # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
@@ -258,7 +259,7 @@ class Steps:
         logits = logits.flatten(1, 2)
         p = self._law(batch, logits, allowed).summed()
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
-        log_p = p._replace(log_mass=None).score(tokens)
+        log_p = p.score(tokens)
         if not batch.shape.logprobs.own:
             return p, log_p, None
         temperature = batch.settings.temperature
@@ -318,7 +319,7 @@ class Steps:
     ) -> tuple[Decision, TokenDistribution]:
         """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
         settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
-        if p.log_mass is not None:
+        if p.log_mass is not None:  # weights compare p before masks with q under them
             log_p = log_p + p.log_mass.view_as(log_p)
         own = self.ops.reweight_and_resample  # kernels need at least one column
         num_steps, ess_threshold = _thresholds(batch, population)

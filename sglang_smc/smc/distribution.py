@@ -97,11 +97,8 @@ class TokenDistribution(NamedTuple):
         return torch.where(self.rejects.view_as(uniforms), others, tokens)
 
     def score(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return log p of D tokens, in their shape, before masks renormalise it."""
-        log_p = self._score(tokens.flatten())
-        if self.log_mass is not None:
-            log_p = log_p + self.log_mass
-        return log_p.view_as(tokens)
+        """Return log p of D tokens, in their shape: renormalised under masks, as in `sample`."""
+        return self._score(tokens.flatten()).view_as(tokens)
 
     def _sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""

@@ -48,6 +48,8 @@ KINDS = (
     Kind({"num_particles": 2}, {"top_p": 0.7, "min_p": 0.2}),
     Kind({"mode": "mixed"}, {"top_k": 1}),
     Kind({"num_particles": 4}, regex="abb|b(a|b)*"),
+    Kind({"num_particles": 4, "proposal": "draft"}, regex="abb|b(a|b)*"),
+    Kind({"mode": "mixed", "num_particles": 3}, regex="abb|b(a|b)*"),
     Kind({"potentials": [{"name": "letters", "when": "round"}], "num_particles": 4}),
 )
 PER_KIND = 12
@@ -59,20 +61,21 @@ def serve(
     *,
     max_lag: int = LENGTH,
     budgets: tuple[Budget | None, ...] = (None,),
+    matches: bool = True,
 ) -> Outcome:
-    """Texts of rows, each of whose kinds comes in turn."""
+    """Texts of rows, each of whose kinds comes in turn; with n-gram matches, or without."""
     makers = [maker(kind.regex) if kind.regex else (lambda: None) for kind in kinds]
     # Grammars are made as requests begin, in their order.
     begun = iter(rows or range(1, PER_KIND * len(KINDS) + 1))
     return run(
         rows=rows,
         num_runs=PER_KIND * len(KINDS),
-        **{"num_particles": 8, "num_steps": 4, "max_lag": max_lag, "ngram_weight": 0.3},
+        **{"num_particles": 8, "num_steps": 4, "max_lag": max_lag},
         chosen=tuple(kind.chosen for kind in kinds),
         asked=tuple(kind.asked for kind in kinds),
         grammar=lambda: makers[(next(begun) - 1) % len(kinds)](),
         budgets=budgets,
-        corpus=corpus(),
+        **({"ngram_weight": 0.3, "corpus": corpus()} if matches else {}),
         runners=runners(letters=Letters()),
     )
 
@@ -85,9 +88,21 @@ def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(
     max_lag: int, script: str | None
 ) -> None:
     more: dict[str, Any] = {"max_lag": max_lag, "budgets": SCRIPTS[script] if script else (None,)}
-    together = serve(KINDS, **more)
-    for i, mine in enumerate(KINDS):
-        rows = list(range(1 + i, PER_KIND * len(KINDS) + 1, len(KINDS)))
+    assert_alike(KINDS, **more)
+
+
+def test_masked_drafts_weigh_the_same_beside_a_tree() -> None:
+    """A tree's tokens are scored by q: under masks it is renormalised, as where q is sampled."""
+    assert_alike(
+        tuple(kind for kind in KINDS if kind.regex or "top_k" in kind.asked), matches=False
+    )
+
+
+def assert_alike(kinds: tuple[Kind, ...], **more: Any) -> None:
+    """Requests of each kind have the same texts and weights among all kinds as among their own."""
+    together = serve(kinds, **more)
+    for i, mine in enumerate(kinds):
+        rows = list(range(1 + i, PER_KIND * len(KINDS) + 1, len(kinds)))
         apart = serve((mine,), rows, **more)
         at = torch.tensor(rows) - 1
         assert torch.equal(together.outputs[at], apart.outputs), mine

@@ -194,7 +194,7 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     law = TokenDistribution(left, heat, log_mass=log_mass)
     assert torch.allclose(law.log_probs()[:2].exp(), (p * allowed / mass.unsqueeze(1))[:2])
     assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
-    scores = law.score(torch.tensor([1, 1, 1, 1])).exp()
+    scores = (law.score(torch.tensor([1, 1, 1, 1])) + log_mass).exp()
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
 
 
