@@ -355,7 +355,7 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
 def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     """As a user calls it; a second call has nothing left to do."""
     command = ["bash", "bench/gpu/run.sh", "speed", "profile", "smoke", "--dry-run"]
-    command += ["--only", "ar", "smc-block*", "smc-torch", "--minutes", "20"]
+    command += ["--only", "ar", "smc-block*", "smc-torch", "--minutes", "600"]
     command += ["--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
     environment = {**os.environ, "PYTHON": sys.executable}
     told = []
