@@ -139,7 +139,7 @@ MOST = {
     "core_lines": 17_981,
     "kernel_and_hook_lines": 5_716,
     "bench_lines": 6_300,
-    "test_lines": 32_898,
+    "test_lines": 32_918,
     "page_words": 28_000,
     "glossary": 30,
 }
