@@ -264,5 +264,5 @@ def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
             if answer["output_ids"] != wanted.output_ids or not same:
                 texts = answer["output_ids"], wanted.output_ids
                 different.append((number, *texts, found, evidence))
-    assert not different
+    assert not different, different
     return compared
