@@ -236,8 +236,11 @@ class SMCWorker(WeightUpdates):
         tokens that the cache already owns, in a prefill.
         """
         if (state := find_state(req)) is not None and state.num_read is not None:
-            with torch.get_device_module(self.device).stream(self._stream):
+            device = torch.get_device_module(self.device)
+            with device.stream(self._stream):
                 self._prefill.catch_up([req])
+            # SGLang gives the row to another request, and writes it on the current stream.
+            device.current_stream().wait_stream(self._stream)
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)

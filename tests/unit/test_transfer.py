@@ -34,6 +34,7 @@ from sglang_smc.round.prefill import Prefill
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
 from sglang_smc.state.request import RequestStates
 from sglang_smc.state.settings import RequestTable
+from sglang_smc.worker import SMCWorker
 
 ROOT = Path(__file__).parents[2]
 CONFIG = SMCConfig(num_particles=3, num_steps=2)
@@ -104,6 +105,18 @@ def test_a_gpu_hands_no_memory_out_that_a_late_copy_reads(kind: str) -> None:
     assert len(written) > 0
     for name, own in carried(result).items():
         assert all(torch.equal(x.cpu(), y) for x, y in zip(own, expected[name], strict=True)), name
+
+
+def test_the_next_request_of_a_row_waits_for_the_drafts_last_pass_over_it() -> None:
+    """Else it would read, and write, slots that are another request's by then."""
+    worker, device = SMCWorker.__new__(SMCWorker), mock.MagicMock()
+    worker.device, worker._stream, worker._prefill = "cuda", "rounds", device
+    behind = mock.patch("sglang_smc.worker.find_state", return_value=mock.Mock(num_read=3))
+    with behind, mock.patch.object(torch, "get_device_module", return_value=device):
+        worker.prepare_for_kv_cache_release(mock.Mock(output_ids=[1]))
+    _, entered, caught_up, left, _, waited = (name for name, *_ in device.mock_calls)
+    assert (entered, left) == ("stream().__enter__", "stream().__exit__")
+    assert (caught_up, waited) == ("catch_up", "current_stream().wait_stream")
 
 
 def copy(gpu: FakeGPU, result: GenerationBatchResult, *, return_logprob: bool) -> None:
