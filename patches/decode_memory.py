@@ -19,7 +19,7 @@ from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import Budget
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.request import find_state, state_of
+from sglang_smc.state.request import find_state, shared_ids, state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
 
 PATCHES = Hooks()
@@ -133,16 +133,24 @@ def trim_overshoot(
     """
     if active_config() is not None:
         assert holds_kv(req), "the turn still owns its row"
-        end = _end_of_read_text(req)
+        end, kv = _end_of_read_text(req), kv_of(req)
         sessions._free_kv_aligned(owner_of_slots(req), end, allocated(req))
-        req.kv.kv_allocated_len = kv_of(req).kv_committed_len = end
+        # The next prefill reads a token: without an open one, the last of what the tree owns.
+        end = min(end, _last_place(req))
+        req.kv.kv_allocated_len = kv.kv_committed_len = end
+        kv.cache_protected_len = min(kv.cache_protected_len, end)
     original(sessions, req, finished_len)
 
 
 def _end_of_read_text(req: Req) -> int:
     """Return the end of what both models have processed; the draft is one token behind or more."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
-    read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))
+    read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2), _last_place(req))
     if (state := find_state(req)) is not None and state.num_read is not None:
         read = min(read, state.num_read)
     return max(read, kv_of(req).cache_protected_len)  # prefilled, and owned by the radix cache
+
+
+def _last_place(req: Req) -> int:
+    """Return the position of the last token that a request keeps where it is retracted."""
+    return len(req.origin_input_ids) + len(shared_ids(req)) - 1

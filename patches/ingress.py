@@ -48,8 +48,7 @@ def generate_request(
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
     routes.take_over(obj, request)
-    if gone := released(manager):
-        raise ValueError(f"Memory is released ({', '.join(sorted(gone))}): resume it first.")
+    _check_memory(manager)
     refusals.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
@@ -58,6 +57,11 @@ def generate_request(
     presets.put_in_place(obj, *known, config_of(server_args))
     refusals.pack(obj)
     return routes.hand_back(original(manager, obj, request), obj, request)
+
+
+def _check_memory(manager: TokenizerManager) -> None:
+    if gone := released(manager):
+        raise ValueError(f"Memory is released ({', '.join(sorted(gone))}): resume it first.")
 
 
 @PATCHES.on(
@@ -117,8 +121,9 @@ async def load_lora_adapter(
     retire_when="SGLang tells parallel samples of a seeded request apart.",
 )
 def send_request(original: Callable, manager: TokenizerManager, tokenized: Any) -> Any:
-    """Give the i-th of n parallel samples the seed + i."""
+    """Give the i-th of n parallel samples the seed + i; refuse it if memory is released by now."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
+        _check_memory(manager)
         tokenized.sampling_params = _sample_params(tokenized.sampling_params)
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active, active_config
@@ -14,7 +15,13 @@ from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.failures import end_failed, take_mark
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import RequestState, find_state, publish, rewind_stream
+from sglang_smc.state.request import (
+    RequestState,
+    find_state,
+    has_open_token,
+    publish,
+    rewind_stream,
+)
 from sglang_smc.upstream import NEWER
 
 PATCHES = Hooks()
@@ -33,11 +40,11 @@ PATCHES = Hooks()
 def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1) -> None:
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
-    The look for an end is skipped where a round emitted no token, or one that may still change,
-    whose stream is held. The log-probability that SGLang counts as sent with no token is taken
-    back. A request ends whose prefill found logits that mean nothing, or whose text a stop pattern
-    matches, which SGLang is not shown. Tokens and time between chunks of streams are measured. A
-    finished request's totals reach the streamer as customized_info.
+    The look for an end is skipped where a round emitted no token, or one that may still change.
+    The log-probability that SGLang counts as sent with no token is taken back. A request ends
+    whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
+    is not shown. Tokens and time between chunks of streams are measured. A finished request's
+    totals reach the streamer as customized_info.
     """
     state = find_state(req)
     if state is None:
@@ -48,7 +55,6 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
         num_new = new_accepted_len + state.open_token.take()
         if state.open_token.is_open:
             num_new = 0
-            state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
         StopTexts.end_at_match(req)
@@ -81,6 +87,24 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     state.count_nan()
     if (monitor := active.monitor) is not None:
         monitor.count_failed_prefill()
+
+
+@PATCHES.on(
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+    ".stream_output",
+    "srt/managers/scheduler_components/output_streamer.py:475 (any request, every 50 tokens)",
+    why="The newest token of a request may stand in for those of its particles, and change.",
+    retire_when="A prefill can put out no token.",
+)
+def stream_output(
+    original: Callable,
+    streamer: SchedulerOutputStreamer,
+    reqs: list[Req],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Send what requests have put out, but for those whose newest token may still change."""
+    original(streamer, [r for r in reqs if r.finished() or not has_open_token(r)], *args, **kwargs)
 
 
 @PATCHES.on(

@@ -197,14 +197,19 @@ async def release_memory(
     original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> None:
     """Release the memory of a server at rest, once; all else is HTTP 400."""
-    if is_smc(manager.server_args):
-        if not upstream.resolved(manager.server_args).enable_memory_saver:
-            raise ValueError("No memory can be released: start it with --enable-memory-saver.")
-        obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
+    if not is_smc(manager.server_args):
+        return await original(manager, obj, request)
+    if not upstream.resolved(manager.server_args).enable_memory_saver:
+        raise ValueError("No memory can be released: start it with --enable-memory-saver.")
+    obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
+    released(manager).update(obj.tags)  # first, so that no request arrives in between
+    try:
         if not (await manager.flush_cache()).success:
             raise ValueError("Requests run or wait; allowed: none. Abort them, or ask again later.")
-    await original(manager, obj, request)
-    released(manager).update(obj.tags or ())
+        await original(manager, obj, request)
+    except BaseException:
+        released(manager).difference_update(obj.tags)
+        raise
 
 
 @PATCHES.on(

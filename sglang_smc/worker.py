@@ -203,7 +203,8 @@ class SMCWorker(WeightUpdates):
 
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host reads its result after the device has finished it."""
-        shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
+        shape = shape_of(batch.reqs, batch.return_logprob)
+        inputs = RoundInputs.of(batch, self.device)
         if shape.skips_draft and self._steps.draft.lags:
             self._stream = torch.get_device_module(self.device).current_stream()
             self._prefill.skip_draft(batch.reqs, inputs.committed)

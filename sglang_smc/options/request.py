@@ -159,12 +159,16 @@ def request_config(
     chosen = chosen_keys(given, where)
     found = (_problem(server, name, value) for name, value in chosen.items())
     _raise_if([f"has {problem}" for problem in found if problem], where)
+    config = _configured(server, chosen, constrained)
+    _raise_if(_conflicts(config, chosen), where)
+    return config
+
+
+def _configured(server: SMCConfig, chosen: dict[str, Any], constrained: bool) -> RequestConfig:
     own = {**asdict(server), **with_mode(chosen)}
     if POTENTIALS_KEY in chosen:
         own[POTENTIALS_KEY] = parse_specs(chosen[POTENTIALS_KEY])
-    config = RequestConfig(**own, constrained=constrained)
-    _raise_if(_conflicts(config, chosen), where)
-    return config
+    return RequestConfig(**own, constrained=constrained)
 
 
 def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
@@ -186,8 +190,10 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
     """Return the options of a request in the scheduler, which have been validated on arrival."""
     found = req.__dict__.get("smc_config")
     if found is None:
+        # Conflicts are not looked for again: SGLang takes the grammar from a request that it
+        # aborts, and gives one to requests without under --enable-strict-thinking.
         params, constrained = req.sampling_params, req.grammar is not None
-        found = request_config(server, params.custom_params, constrained=constrained)
+        found = _configured(server, chosen_keys(params.custom_params), constrained)
         if params.top_k == 1:  # SGLang's form of temperature 0
             found = at_temperature_0(found)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours

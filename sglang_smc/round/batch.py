@@ -205,8 +205,8 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
     )
 
 
-def shape_of(reqs: "list[Req]") -> RoundShape:
-    """Return the shape of a batch.
+def shape_of(reqs: "list[Req]", returns_logprobs: bool = False) -> RoundShape:
+    """Return the shape of a batch, from which SGLang reads log-probabilities or not.
 
     Under the overlap schedule the host's numbers are one round old, and never too small.
     """
@@ -235,7 +235,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         has_rules=any(has_rules(req) for req in reqs),
         has_scorers=any(has_scorers(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
-        logprobs=LogprobWidths.of(reqs),
+        logprobs=LogprobWidths.of(reqs, returns_logprobs),
         methods=_methods(configs),
     )
 

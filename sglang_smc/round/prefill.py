@@ -29,7 +29,7 @@ from sglang_smc.state.request import (
     take_unread,
 )
 from sglang_smc.state.settings import Settings, is_greedy, uses_filters
-from sglang_smc.upstream import kv_of
+from sglang_smc.upstream import holds_kv, kv_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,9 @@ class Prefill:
             reqs: of which some may have such tokens.
             committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
         """
-        unread = ((i, r) for i, r in enumerate(reqs) if state_of(r).num_read is not None)
+        # One that ended as the result before this round was read has given its row back.
+        held = ((i, r) for i, r in enumerate(reqs) if holds_kv(r))
+        unread = ((i, r) for i, r in held if state_of(r).num_read is not None)
         known = [(i, kv_of(req).req_pool_idx, *take_unread(req)) for i, req in unread]
         behind = [each for each in known if each[3]]
         ledger = self._tables.ledger

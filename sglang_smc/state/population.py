@@ -41,12 +41,16 @@ class LogprobWidths(NamedTuple):
     listed: int  # maximum number of listed token ids
 
     @classmethod
-    def of(cls, reqs: list[Req]) -> "LogprobWidths":
-        """Return the widths that a round needs; scoring requests get theirs in prefill."""
+    def of(cls, reqs: list[Req], returned: bool = False) -> "LogprobWidths":
+        """Return the widths that a round needs; scoring requests get theirs in prefill.
+
+        Args:
+            returned: SGLang reads some, though the request that asked may have failed since.
+        """
         asking = [req for req in reqs if req.return_logprob]
         rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
         return cls(
-            own=int(bool(asking)),
+            own=int(returned or bool(asking)),
             top=max((fields.top_logprobs_num for fields in rounds), default=0),
             listed=max((len(fields.token_ids_logprob or ()) for fields in rounds), default=0),
         )

@@ -13,7 +13,6 @@ by weights: each particle draws its own, and the token in SGLang's lists is a pl
 
     transition   called by                                         when
     begin        RequestStates.begin                               at each prefill
-    hold         patches/request_state, update_finish_state        SGLang has taken the placeholder
     close        registry.close_token, by SMCBatchResult.resolve   all particles share the token
     take         patches/request_state, update_finish_state        SGLang checks for an end
     withdraw     registry.withdraw_token, patches/request_state    the request is retracted
@@ -118,7 +117,6 @@ class OpenToken(msgspec.Struct):
 
     place: int | None = None  # OPEN: in output_ids
     shared: int | None = None  # CLOSED: the token that particles have come to share
-    holds_stream: bool = False  # until it is closed
 
     @property
     def is_open(self) -> bool:
@@ -129,11 +127,6 @@ class OpenToken(msgspec.Struct):
         """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
         self.place, self.shared = place, None
 
-    def hold(self, req: Req) -> None:
-        """Pause the stream of a request while its newest token may still change."""
-        assert self.is_open
-        self.holds_stream, req.stream = self.holds_stream or req.stream, False
-
     def close(self, req: Req, token: int, logprob: float | None) -> None:
         """Replace the placeholder by the token that all particles share."""
         assert self.place is not None
@@ -141,7 +134,6 @@ class OpenToken(msgspec.Struct):
         if logprob is not None:
             set_logprob(req, self.place, token, logprob)
         self.place, self.shared = None, token
-        self._release(req)
 
     def take(self) -> int:
         """Return the number of tokens that SGLang has not checked yet: 1 right after `close`."""
@@ -157,11 +149,7 @@ class OpenToken(msgspec.Struct):
         for name in _LOGPROB_FIELDS if req.return_logprob else ():
             del getattr(req.logprob, name)[self.place :]
         self.place = None
-        self._release(req)
         return num_dropped
-
-    def _release(self, req: Req) -> None:
-        req.stream, self.holds_stream = req.stream or self.holds_stream, False
 
 
 _WATCHED = {name: Counters._fields.index(name) for name in NAMES}

@@ -14,7 +14,9 @@ import pytest
 from in_process import Reply, Server
 from tiny_models import smc_arguments
 
+from sglang_smc import process
 from sglang_smc.options.policy import COSTS_ENV
+from sglang_smc.options.request import OFF
 from sglang_smc.round.costs import costs_of
 
 SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16, "adaptive": True}
@@ -119,6 +121,23 @@ def test_sizes_change_under_requests_of_all_kinds_in_a_small_pool(
     assert min(steps) < 1 < max(steps)
     server.generate(**asked(60))
     assert sizes(server.generate(**asked(60)))[1] > 0, "speculation comes back"
+    server.flush()
+
+
+def test_clients_that_leave_while_no_drafts_are_read_end_no_one(
+    adaptive: Callable[..., Server],
+) -> None:
+    """Rules about text have the batch chosen before the last result is read, which ends some."""
+    server = adaptive(num_free=16, max_running_requests=32)
+    own = {"stop": ["zzz "], "temperature": 1.5}
+    crowd = [server.send(**asked(80, i, sampling_seed=i, **own)) for i in range(20)]
+    server.run_until(lambda: process.active.budget == OFF)
+    server.step(3)
+    for reply in crowd[:8]:
+        server.abort(reply)
+        server.step()
+    server.finish()
+    assert [reply.why for reply in crowd] == ["abort"] * 8 + ["length"] * 12
     server.flush()
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from in_process import Reply, Server
-from sglang.srt.managers.io_struct import GetInternalStateReq
+from sglang.srt.managers.io_struct import GetInternalStateReq, OpenSessionReqInput
+from sglang.srt.managers.scheduler_components import output_streamer
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor as NoRepeat,
 )
@@ -270,6 +271,50 @@ def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(roomy: S
     roomy.finish()
     assert [reply.why for reply in replies] == ["length", "abort", "abort"]
     roomy.flush()
+
+
+def test_a_token_that_particles_may_change_is_sent_to_nobody(
+    roomy: Server, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sends what any request has said every 50 tokens: here at each."""
+    monkeypatch.setattr(output_streamer, "DEFAULT_FORCE_STREAM_INTERVAL", 1)
+    for known, given in zip(alone.answers, KINDS, strict=False):
+        assert roomy.generate(**given).output_ids == known.output_ids
+    replies = [roomy.send(**given) for given in KINDS]
+    roomy.step(4)
+    roomy.retract(*replies)
+    roomy.step(3)
+    reqs = [roomy.req(reply) for reply in replies]
+    roomy.finish()
+    assert [reply.output_ids for reply in replies] == [list(req.output_ids) for req in reqs]
+
+
+def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
+    """Its result is read when the next batch has been chosen, which returns log-probabilities."""
+    nothing = {"min_new_tokens": 1, "stop_token_ids": list(range(64)), "stop": ["zzz "]}
+    for logprobs in (False, True):
+        params = {"max_new_tokens": 8, **nothing}
+        failed = roomy.generate(input_ids=[3, 4], sampling_params=params, return_logprob=logprobs)
+        assert failed.why == "abort"
+    roomy.flush()
+
+
+def test_a_turn_that_is_retracted_before_its_first_round_goes_on(
+    start: Callable[..., Server], pair: tuple[str, str]
+) -> None:
+    """Its only token is withdrawn where particles differ in it, though its prompt is cached."""
+    server = start(**smc_arguments(*pair, **SIZES), enable_streaming_session=True, overlap=True)
+    for name, smc in (("s", {}), ("t", {"power": 2.0})):
+        server.ask(OpenSessionReqInput(capacity_of_str_len=1000, session_id=name, streaming=True))
+        server.send(**asked(0))
+        server.step(3)
+        own = {"max_new_tokens": 8, "ignore_eos": True, "custom_params": {"smc": smc}}
+        asking = {"sampling_params": own, "session_params": {"id": name}}
+        turn = server.send(input_ids=[5, 6, 7, 8, 9], **asking)
+        server.retract(turn)
+        server.finish()
+        assert (turn.num_retractions, len(turn.output_ids)) == (1, 8)
+        assert server.generate(input_ids=[11, 12], **asking).meta["cached_tokens"] > 8
 
 
 # --- memory ---

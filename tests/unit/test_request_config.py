@@ -243,6 +243,19 @@ def test_a_tilt_implies_the_mode_that_has_one() -> None:
     assert choose(tilt=0.1, mode="auto").tilt == 0.1
 
 
+def test_a_request_in_the_scheduler_is_not_refused() -> None:
+    """SGLang takes the grammar from one that it aborts: what was allowed beside it is not now."""
+    chosen = {"ngram_weight": 1.0}
+    server = SMCConfig(ngram_weight=0.5)
+    assert request_config(server, {"smc": chosen}, constrained=True).ngram_weight == 1.0
+    with pytest.raises(ValueError, match="ngram_weight=1"):
+        request_config(server, {"smc": chosen})
+    params = SimpleNamespace(custom_params={"smc": chosen}, top_k=-1)
+    assert (
+        config_of(server, SimpleNamespace(sampling_params=params, grammar=None)).ngram_weight == 1
+    )
+
+
 def test_a_request_in_the_scheduler_is_read_once() -> None:
     params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}}, top_k=-1)
     req: Any = SimpleNamespace(sampling_params=params, grammar=None)
