@@ -200,8 +200,9 @@ def _num_distinct(places, present, found, num_particles, padded: tl.constexpr):
     group, particle, own, here = _members(num_particles, padded)
     is_present = tl.load(present + own, mask=here, other=0) != 0
     place = tl.load(places + own, mask=here, other=0)
-    named = (place[None, :] == particle[:, None]) & is_present[None, :]
-    count = tl.sum(tl.max(named.to(tl.int32), 1), 0)
+    is_before = is_present[None, :] & (particle[None, :] < particle[:, None])
+    is_again = tl.max((is_before & (place[None, :] == place[:, None])).to(tl.int32), 1)
+    count = tl.sum(tl.where(is_present, 1 - is_again, 0), 0)
     tl.store(found + group, count.to(tl.int64))
 
 

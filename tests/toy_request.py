@@ -34,6 +34,7 @@ class ToyRequest:
     """What of SGLang's `Req` a round looks at."""
 
     smc_state: Any
+    holds_kv = True
     particles: list[dict[str, Any]] | None = None  # of its last round
     customized_info: dict[str, Any]
 

@@ -178,7 +178,7 @@ class Steps:
             tokens, log_q_of_tokens = q.sample(at_step)
             if batch.shape.branches:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text)
-                tokens = torch.where(settings.greedy.unsqueeze(1), likely, tokens)
+                tokens = torch.where(settings.branches.unsqueeze(1), likely, tokens)
                 log_q_of_tokens = q.score(tokens)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
@@ -231,8 +231,9 @@ class Steps:
     ) -> TokenDistribution:
         """Return p, or q of the ``draft``, of rows of logits, both ``[G, M, V]``."""
         shape, settings = batch.shape, batch.settings
-        # Trees draft more than the likeliest token.
-        greedy = settings.greedy if shape.greedy and not (draft and shape.branches) else None
+        greedy = settings.greedy if shape.greedy else None
+        if draft and shape.branches:  # trees draft more than the likeliest token
+            greedy = settings.greedy & ~settings.branches
         filters = settings.filters if shape.filtered else None
         temperature = settings.draft_temperature if draft else settings.temperature
         return self.ops.distribution.of(logits, temperature, greedy, filters, allowed)
@@ -410,8 +411,8 @@ class Steps:
         population = population.majority_vote()
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
-        # A scored particle may have no tokens but its own first one: that is drawn, too.
-        whole = longest if population.scores is None else longest.clamp_min(1)
+        # A particle may have no token but its own first one: that is drawn, too.
+        whole = longest.clamp_min(1)
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
         ancestors, log_weights, log_mean, drops = self.ops.narrow(
@@ -568,9 +569,9 @@ class Round:
         before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
         starts, last_two = before.output_lengths, before.last_two
         position = starts.amax(1, keepdim=True)  # [G, 1]
-        if shape.extends:  # the shortest particle advances in every round, the longest may go
-            behind = starts.masked_fill(before.ended, torch.iinfo(starts.dtype).max)
-            position = torch.minimum(position, behind.amin(1, keepdim=True))
+        # The shortest particle advances in every round; of verified proposals the longest may go.
+        behind = starts.masked_fill(before.ended, torch.iinfo(starts.dtype).max)
+        position = torch.minimum(position, behind.amin(1, keepdim=True))
         if shape.logprobs.own:
             widest = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *widest, shape.logprobs)

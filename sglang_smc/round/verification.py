@@ -158,9 +158,13 @@ def _verified(
     uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
     if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
-        return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
-    own = {"num_steps": num_steps, "num_chains": num_chains}
-    return verification.verify(ops, tokens, ends, p, drafts.q, uniforms, **own)
+        found = verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
+    else:
+        own = {"num_steps": num_steps, "num_chains": num_chains}
+        found = verification.verify(ops, tokens, ends, p, drafts.q, uniforms, **own)
+    drafted = num_steps > 0  # a captured round may be wider than all of its groups
+    num_columns, rejects = found.num_columns.where(drafted, 0), found.rejects & drafted
+    return found._replace(num_columns=num_columns, rejects=rejects)
 
 
 def log_mass_of_path(

@@ -36,15 +36,14 @@ def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Count the distinct places among a group's present particles.
 
     Args:
-        places: ``[G, N]`` int64 in 0..N - 1, one per particle.
+        places: ``[G, N]`` int64, one per particle.
         present: ``[G, N]`` bool.
 
     Returns:
         ``[G]`` int64.
     """
-    place = torch.arange(places.shape[1], device=places.device)
-    named = (places.unsqueeze(2) == place) & present.unsqueeze(2)  # [G, N, N]
-    return named.any(1).sum(1)
+    same = (places.unsqueeze(2) == places.unsqueeze(1)) & present.unsqueeze(1)  # [G, N, N]
+    return (present & ~same.tril(-1).any(2)).sum(1)
 
 
 def narrow(

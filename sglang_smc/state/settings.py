@@ -104,8 +104,15 @@ class Settings(NamedTuple):
             num_steps=num_steps,
             weighs=self.weighs & ~alone,
             extends=self.extends & ~alone,
-            evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
+            evidence_threshold=self.evidence_threshold.masked_fill(
+                alone & ~(self.greedy & (num_particles > 1)), torch.inf
+            ),
         )
+
+    @property
+    def branches(self) -> Tensor:
+        """Return the groups whose chains are a tree, where they draft any, ``[G]`` bool."""
+        return self.greedy & (self.num_particles > 1)
 
     @property
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:

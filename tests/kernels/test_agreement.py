@@ -67,9 +67,12 @@ def test_common_tail(c: Any, device: str) -> None:
 @drawn(10, num_groups=[1, 4], num_particles=[*range(1, 10)])
 def test_num_distinct(c: Any, device: str) -> None:
     generator, shape = generator_of(c)
-    places = torch.randint(c.num_particles, shape, generator=generator)
-    arguments = places, random_present(shape, generator)
+    places = torch.randint(c.num_particles + 2, shape, generator=generator)
+    arguments = places, present = places, random_present(shape, generator)
     assert_same(kernel.num_distinct, prefixes.num_distinct, arguments, device)
+    each = zip(places, present, strict=True)
+    expected = [len(set(own[here].tolist())) for own, here in each]
+    assert prefixes.num_distinct(*arguments).tolist() == expected
 
 
 @drawn(

@@ -11,10 +11,11 @@ import torch
 from edit_cases import Echo
 from toy_corpus import corpus
 from toy_grammar import Letters, maker, runners
-from toy_laws import LENGTH, SCRIPTS, run
+from toy_laws import LENGTH, SCRIPTS, VOCAB, run, toy
 from toy_worker import Outcome
 
 from sglang_smc.options.request import Budget
+from sglang_smc.state.request import has_open_token
 
 
 class Kind(NamedTuple):
@@ -47,6 +48,7 @@ KINDS = (
     Kind({"mode": "exact"}, {"min_new_tokens": 3, "custom_logit_processor": Echo.to_str()}),
     Kind({"num_particles": 2}, {"top_p": 0.7, "min_p": 0.2}),
     Kind({"mode": "mixed"}, {"top_k": 1}),
+    Kind({"return_particles": True}, {"top_k": 1}),
     Kind({"num_particles": 4}, regex="abb|b(a|b)*"),
     Kind({"num_particles": 4, "proposal": "draft"}, regex="abb|b(a|b)*"),
     Kind({"mode": "mixed", "num_particles": 3}, regex="abb|b(a|b)*"),
@@ -91,8 +93,8 @@ def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(
     assert_alike(KINDS, **more)
 
 
-def test_masked_drafts_weigh_the_same_beside_a_tree() -> None:
-    """A tree's tokens are scored by q: under masks it is renormalised, as where q is sampled."""
+def test_drafts_weigh_the_same_beside_a_tree() -> None:
+    """Under masks, q is renormalised where a tree's tokens are scored; one chain's q is greedy."""
     assert_alike(
         tuple(kind for kind in KINDS if kind.regex or "top_k" in kind.asked), matches=False
     )
@@ -113,3 +115,18 @@ def assert_alike(kinds: tuple[Kind, ...], **more: Any) -> None:
 def test_settings_matter_else_the_tests_above_would_see_nothing() -> None:
     outputs = {tuple(serve((mine,)).outputs.flatten().tolist()) for mine in KINDS}
     assert len(outputs) == len(KINDS)
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_a_budget_takes_no_draft_from_a_tree(mode: str) -> None:
+    own = {"num_particles": 4, "num_steps": 2, "mode": mode, "asked": {"top_k": 1}, "num_runs": 40}
+    assert run(**own, budgets=(Budget(4, 2),)).num_rounds == run(**own).num_rounds
+
+
+def test_particles_that_end_with_tokens_of_their_own_are_an_answer() -> None:
+    """Their first ones differ, and no further round follows."""
+    ends = {"stop_token_ids": list(range(VOCAB))}
+    worker = toy(40, num_particles=4, power=2.0, asked=ends)
+    reqs = worker.begin(list(range(1, 41)))
+    worker.step(reqs)
+    assert not any(map(has_open_token, reqs))

@@ -117,6 +117,13 @@ def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None
     assert len(replayed(1e-6, mode=mode, adaptive=True, budgets=budgets)) > 1
 
 
+@pytest.mark.parametrize("asked", [{}, {"top_k": 1}], ids=["sampled", "greedy"])
+def test_a_wider_recording_verifies_no_drafts_that_are_not_there(asked: dict[str, Any]) -> None:
+    """Edits replay the recording of all kinds, which has columns for drafts."""
+    asked = {"logit_bias": {"1": 0.0}, **asked}
+    replayed(mode="exact", adaptive=True, budgets=(OFF,), asked=asked, rows=list(range(1, 9)))
+
+
 MIXED: tuple[dict[str, Any], ...] = (
     {},
     {"mode": "exact"},
