@@ -297,31 +297,17 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
             "allowed: selection 'vote' with a pattern that finds the answer in a text, another "
             "selection without one."
         )
-    if config.extends and (chosen.get("evidence_threshold") or config.resample_at == "token"):
-        found.append(
-            f"has proposal='verified' beside evidence_threshold={config.evidence_threshold!r} and "
-            f"resample_at={config.resample_at!r}; allowed: no threshold, and resample_at 'block', "
-            "since verified tokens are not weighed. Leave them out."
-        )
-    if config.weighs and not config.extends and config.ngram_weight == 1:
-        found.append(
-            "has mode='smc' beside ngram_weight=1; allowed: proposal 'verified', or mode 'exact', "
-            "'mixed' or 'auto', which draw from the target what no match proposes. Add "
-            "mode='exact', or a smaller weight where there is a draft model."
-        )
-    if config.power == 1.0:
-        return found
-    if not config.weighs and "power" not in chosen:
-        found.append(
-            f"has mode={config.mode!r}, but this server's --speculative-smc-power is "
-            f"{config.power!r}, which only mode 'smc' samples from. Add power=1, or leave mode out."
-        )
-    if config.weighs and config.evidence_threshold:
-        found.append(
-            f"has power={config.power!r} beside evidence_threshold={config.evidence_threshold!r}; "
-            "allowed: evidence_threshold 0, since only p itself has a known normaliser."
-        )
+    for names, allowed in config.conflicts(chosen):
+        if names != ("mode", "power") or "power" not in chosen:  # else it is told above
+            told = " beside ".join(_told(name, config, chosen) for name in names)
+            found.append(f"has {told}; allowed: {allowed}. Leave one of them out.")
     return found
+
+
+def _told(name: str, config: RequestConfig, chosen: dict[str, Any]) -> str:
+    """Return a setting with its value, and where it is the server's, with its flag."""
+    value = getattr(config, name)
+    return f"{name}={value!r}" + ("" if name in chosen else f" (this server's {flag_of(name)})")
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ import SGLang.
 
 import math
 import sys
+from collections.abc import Container, Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -370,41 +371,35 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
                     f"{out_of_range(name, value)} Pass a value in that range, or leave the flag "
                     f"out to get {default!r}."
                 )
-        if self.power != 1.0:
-            self._check_power()
+        conflicts = [*self.conflicts(SETTINGS)]
         if self.tilt is not None and self.mode != "auto":
-            raise ValueError(
-                f"{flag_of('tilt')} is {self.tilt!r}, but {flag_of('mode')} is {self.mode!r}; "
-                "allowed: mode 'auto', which it implies. Leave one of the two out."
-            )
-        if self.extends and (self.evidence_threshold or self.resample_at == "token"):
-            raise ValueError(
-                f"{flag_of('proposal')} is 'verified' beside {flag_of('evidence_threshold')} "
-                f"{self.evidence_threshold!r} and {flag_of('resample_at')} {self.resample_at!r}; "
-                "allowed: no threshold, and 'block', since verified tokens are not weighed. Leave "
-                "them out."
-            )
-        if self.weighs and not self.extends and self.ngram_weight == 1:
-            raise ValueError(
-                f"{flag_of('ngram_weight')} is {self.ngram_weight!r}, but {flag_of('mode')} is "
-                f"{self.mode!r}; allowed: 'exact', 'mixed' and 'auto', which draw from the target "
-                "what no match proposes: weights cannot make up for tokens that are never drafted. "
-                f"Pass {flag_of('mode')} exact, or a smaller weight with a draft model."
-            )
+            conflicts.append((("tilt", "mode"), "mode 'auto', which it implies"))
+        for names, allowed in conflicts:
+            told = " and ".join(f"{flag_of(name)} is {getattr(self, name)!r}" for name in names)
+            raise ValueError(f"{told}; allowed: {allowed}. Leave one of them out.")
 
-    def _check_power(self) -> None:
-        if not self.weighs:
-            raise ValueError(
-                f"{flag_of('power')} is {self.power!r}, but {flag_of('mode')} is {self.mode!r}; "
-                "allowed: mode 'smc', since verification knows no other target than p. "
-                "Leave one of the two out."
+    def conflicts(self, chosen: Container[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield settings that exclude each other, and what is allowed, with the reason.
+
+        Verified proposals ignore a threshold unless it is ``chosen`` with them.
+        """
+        takes_evidence = bool(self.evidence_threshold)
+        if self.power != 1.0 and not self.weighs:
+            told = "mode 'smc' or power 1, since verification knows no other target than p"
+            yield ("mode", "power"), told
+        elif self.power != 1.0 and takes_evidence:
+            told = "evidence_threshold 0, since only p itself has a known normaliser"
+            yield ("power", "evidence_threshold"), told
+        weighs_drafts = takes_evidence and "evidence_threshold" in chosen
+        if self.extends and (weighs_drafts or self.resample_at == "token"):
+            told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
+            yield ("proposal", "evidence_threshold", "resample_at"), told
+        if self.weighs and not self.extends and self.has_no_draft:
+            told = (
+                "proposal 'verified', or mode 'exact', 'mixed' or 'auto', which draw from the "
+                "target what no match proposes, or a smaller weight with a draft model"
             )
-        if self.evidence_threshold:
-            raise ValueError(
-                f"{flag_of('power')} is {self.power!r}, but {flag_of('evidence_threshold')} is "
-                f"{self.evidence_threshold!r}; allowed: 0, since evidence is measured against a "
-                "normaliser that only p itself has. Leave one of the two out."
-            )
+            yield ("mode", "ngram_weight"), told
 
 
 DEFAULTS = SMCConfig()

@@ -49,18 +49,18 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 #: Settings that do not go together, and what is said of it.
 TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(
-        ({"mode": mode, "tilt": 0.1}, ("--speculative-smc-tilt is 0.1, but", repr(mode), "'auto'"))
+        ({"mode": mode, "tilt": 0.1}, ("--speculative-smc-tilt is 0.1 and", repr(mode), "'auto'"))
         for mode in ("smc", "mixed")
     ),
     *(
-        ({"mode": mode, "power": 2.0}, ("power is 2.0, but --", "-mode", repr(mode), "allowed"))
+        ({"mode": mode, "power": 2.0}, ("power is 2.0; allowed: mode 'smc'", "-mode", repr(mode)))
         for mode in ("exact", "mixed", "auto")
     ),
     (
         {"power": 0.5, "evidence_threshold": 0.25},
         ("--speculative-smc-power is 0.5", "--speculative-smc-evidence-threshold is 0.25"),
     ),
-    ({"mode": "smc", "ngram_weight": 1}, ("ngram-weight is 1, but", "is 'smc'; allowed: 'exact'")),
+    ({"mode": "smc", "ngram_weight": 1}, ("ngram-weight is 1; allowed", "is 'smc' and", "'exact'")),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"mode": "auto", "tilt": 0.0},
@@ -214,7 +214,7 @@ def test_ngram_matches_alone_take_no_draft_model(smc: dict) -> None:
         resolve(**{**smc, **ALONE, "speculative_draft_model_path": smc["model_path"]})
     with pytest.raises(ValueError, match="without one, --speculative-smc-ngram-weight 1 drafts"):
         resolve(**{**smc, **ALONE, **WITH})
-    with pytest.raises(ValueError, match=r"ngram-weight is 1, but .* is 'smc'; allowed: 'exact'"):
+    with pytest.raises(ValueError, match=r"-mode is 'smc' and .*ngram-weight is 1; allowed: "):
         resolve(**{**smc, **ALONE, "speculative_smc_mode": "smc"})
 
 

@@ -151,7 +151,11 @@ def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
     assert "has ess_threshold=0.5" in message and "has selection='argmax'" in message
     server = SMCConfig(power=2.0)
     message = refusal(server, mode=mode)
-    for part in (f"has mode={mode!r}", "--speculative-smc-power is 2.0", "Add power=1"):
+    for part in (
+        f"has mode={mode!r} beside power=2.0",
+        "server's --speculative-smc-power",
+        "power 1,",
+    ):
         assert part in message
     assert choose(server, mode=mode, power=1).power == 1
 
@@ -161,7 +165,7 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
     for other in ({"evidence_threshold": 0.5}, {"resample_at": "token"}):
         message = refusal(proposal="verified", **other)
         assert "has proposal='verified' beside evidence_threshold=" in message
-        with pytest.raises(ValueError, match="--speculative-smc-proposal is 'verified' beside"):
+        with pytest.raises(ValueError, match="--speculative-smc-proposal is 'verified' and"):
             SMCConfig(proposal="verified", **other).validate()
     alone = SMCConfig(proposal="verified", ngram_weight=1)
     alone.validate()
@@ -297,4 +301,5 @@ def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() 
         message = refusal(server, ngram_weight=0.3)
         assert f"ngram_weight=0.3; allowed: {allowed}, since this server has no" in message
     for message in (refusal(alone, mode="smc"), refusal(SERVER, ngram_weight=1)):
-        assert "mode='smc' beside ngram_weight=1; allowed: proposal 'verified', or mode" in message
+        assert "has mode='smc'" in message and "beside ngram_weight=1" in message
+        assert "; allowed: proposal 'verified', or mode 'exact'" in message
