@@ -28,24 +28,11 @@ class Columns(NamedTuple):
     beta: torch.Tensor  # [P, J, v_heads] float32
 
 
-class Gates(NamedTuple):
-    """Parameters of a layer's decay."""
-
-    log_rate: torch.Tensor  # [v_heads] float32, `A_log`
-    bias: torch.Tensor  # [v_heads], `dt_bias`
-
-
 def taps_of(layer: RadixLinearAttention) -> torch.Tensor:
     """Return the convolution weights of an SGLang layer, ``[D, W]``."""
     weight = layer.conv_weights
     assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
     return weight
-
-
-def gates_of(layer: RadixLinearAttention) -> Gates:
-    """Return the decay parameters of an SGLang layer."""
-    assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
-    return Gates(layer.A_log, layer.dt_bias)
 
 
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -61,10 +48,13 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu(total).to(inputs.dtype)
 
 
-def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor) -> Columns:
+def columns_of(
+    qkv: torch.Tensor, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor
+) -> Columns:
     """Return the recurrence's inputs from ``qkv`` ``[P, J, D]`` and gate inputs ``[P, J, H]``."""
-    rate = -gates.log_rate.float().exp()
-    return Columns(qkv, rate * softplus(a.float() + gates.bias.float()), b.float().sigmoid())
+    assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
+    rate = -layer.A_log.float().exp()  # [H]
+    return Columns(qkv, rate * softplus(a.float() + layer.dt_bias.float()), b.float().sigmoid())
 
 
 def gated_delta(

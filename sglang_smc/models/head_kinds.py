@@ -47,11 +47,6 @@ def kind_of(config: ModelConfig) -> Kind:
     return _HEADS.get(_named(config.hf_config), "model")
 
 
-def is_head(config: ModelConfig) -> bool:
-    """Return whether a draft reads the target's hidden states."""
-    return kind_of(config) != "model"
-
-
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(path, revision, trust_remote_code)

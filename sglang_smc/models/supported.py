@@ -105,7 +105,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         f"DFlash block head ({kinds.DFLASH}) or an MTP layer of this target. Choose another draft."
         for what in kinds.problems(config, target, num_steps)
     ]
-    if not kinds.is_head(config):
+    if kinds.kind_of(config) == "model":
         found += [
             f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
             for kind in _kinds(config, as_draft=True)

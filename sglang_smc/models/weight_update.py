@@ -113,19 +113,14 @@ class WeightUpdates(BaseSpecWorker):
                 "recapture_cuda_graph is True; allowed: False, since weights are loaded in place "
                 "and captured rounds go on reading them. Leave it out."
             )
-        return self._reason_not_to_load(recv_req)
-
-    def _reason_not_to_load(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
-        found = [_reason(recv_req.model_path, self.target_worker)]
-        draft = _draft_path(recv_req)
-        if draft is not None:
-            own = self.draft_worker
-            found.append(_NO_DRAFT if own is None else _reason(draft, own))
-        return next((reason for reason in found if reason is not None), None)
+        reason, draft = _reason(recv_req.model_path, self.target_worker), manifest.get(DRAFT_KEY)
+        if reason is not None or draft is None:
+            return reason
+        return _NO_DRAFT if self.draft_worker is None else _reason(draft, self.draft_worker)
 
     def load_draft(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         """Load the draft's checkpoint, if the request names one; return an error or None."""
-        path = _draft_path(recv_req)
+        path = (recv_req.manifest or {}).get(DRAFT_KEY)
         if path is None:
             return None
         assert self.draft_worker is not None, "`reason_not_to_update` was asked before"
@@ -195,10 +190,6 @@ def reason_not_to_name(names: Iterable[str]) -> str | None:
         f"A tensor is named {named!r}; allowed: names as in its own checkpoint. Send the draft's "
         "without 'draft.', in an update with selector='draft'."
     )
-
-
-def _draft_path(recv_req: UpdateWeightFromDiskReqInput) -> str | None:
-    return (recv_req.manifest or {}).get(DRAFT_KEY)
 
 
 def _reason(path: str, worker: TpModelWorker) -> str | None:

@@ -78,9 +78,6 @@ class Costs(NamedTuple):
     target: Curve
     overhead: float = 0.0  # of a round of any size
 
-    def __str__(self) -> str:
-        return f"passes by tokens: draft {self.draft}; target {self.target}"
-
     @classmethod
     def parse(cls, text: str) -> "Costs":
         """Parse JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.

@@ -19,7 +19,7 @@ match.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,25 +36,10 @@ from sglang_smc.upstream import Arguments, release
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
 NONE = -2
 """The parent of the root, and of padding."""
-
-
-class Trie(Protocol):
-    """The interface of SGLang's `NgramCorpus`."""
-
-    def batch_put(self, batch_tokens: list[list[int]]) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def batch_get(
-        self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def erase_match_state(self, req_ids: list[str]) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
@@ -104,7 +89,9 @@ class Corpus:
         alone: whether there is no other proposer.
     """
 
-    def __init__(self, trie: Trie, depth: int, num_nodes: int, *, alone: bool = False) -> None:
+    def __init__(
+        self, trie: "NgramCorpus", depth: int, num_nodes: int, *, alone: bool = False
+    ) -> None:
         self.alone = alone
         self._trie = trie
         self._depth = depth

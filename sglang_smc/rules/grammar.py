@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from http import HTTPStatus
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -196,20 +195,18 @@ class Grammar(LogitsRule):
             if self.applies(req):
                 state = state_of(req)
                 ends_here = is_end and not state.open_token.is_open
-                is_stuck = log_sum == -math.inf
-                state.kept[Grammar] = _FirstToken(is_stuck, token if ends_here else None)
+                # Whether no token is allowed after the prompt, and the one that ends the output.
+                state.kept[Grammar] = log_sum == -math.inf, token if ends_here else None
 
     @classmethod
     def end_at_first_token(cls, req: Req) -> None:
         """End a request at the token sampled at prefill, if `note_first` found an end there."""
-        first = state_of(req).kept.pop(cls, None)
-        if first is None:
-            return
-        if first.is_stuck:
+        is_stuck, last = state_of(req).kept.pop(cls, (False, None))
+        if is_stuck:
             del req.output_ids[-1:]  # arbitrary: no token was allowed
             cls.end_stuck(req)
-        elif first.terminated_by is not None:
-            req.to_finish = FINISH_MATCHED_TOKEN(matched=first.terminated_by)
+        elif last is not None:
+            req.to_finish = FINISH_MATCHED_TOKEN(matched=last)
 
     @classmethod
     def reread(cls, req: Req, num_dropped: int, tokens: list[int]) -> None:
@@ -273,13 +270,6 @@ def _grammar(req: Req) -> BaseGrammarObject:
     grammar = req.grammar
     assert grammar is not None and not isinstance(grammar, Future), "compiled before it is queued"
     return grammar
-
-
-class _FirstToken(NamedTuple):
-    """The end that a prefill found for one request."""
-
-    is_stuck: bool  # no token is allowed after the prompt
-    terminated_by: int | None  # the token that ends the output
 
 
 def _mark_ends(
