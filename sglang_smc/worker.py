@@ -110,7 +110,6 @@ class SMCWorker(WeightUpdates):
             self._target_worker,
             self._draft_worker,
             config=self.config,
-            ops=self._ops,
             states=self._states,
             tables=self._tables,
             corpus=self._corpus,
@@ -154,16 +153,15 @@ class SMCWorker(WeightUpdates):
             except torch.OutOfMemoryError:
                 if ranks.count > 1 or part == parts[-1]:
                     raise
-        usage = session.usage(recordings.describe(self._graph_sizes))
+        gigabytes, seconds = session.usage(recordings.describe(self._graph_sizes))
         self._recordings, self._most_launched = recordings, recordings.launched
-        self._additional_graph_memory_usage["smc_round"] = usage.gigabytes
-        self._round_graph_gigabytes = usage.gigabytes
-        self._additional_graph_time_usage["smc_round"] = usage.seconds
+        self._additional_graph_memory_usage["smc_round"] = gigabytes
+        self._round_graph_gigabytes = gigabytes
+        self._additional_graph_time_usage["smc_round"] = seconds
 
     def _record(self, record: Record, ranks: Ranks) -> graph.Recordings:
         """Capture rounds; unused groups of a batch run on SGLang's padding row."""
         config, tables = self.config, self._tables
-        tables.begin_padding(self._states.padding(), config.num_particles, self.device)
         recordings = graph.record_rounds(
             self._round.play, config, self._graph_sizes, tables, self.device, record, ranks
         )
@@ -177,8 +175,6 @@ class SMCWorker(WeightUpdates):
             measure = partial(costs.costs_of_recordings, self._recordings, self.device)
         else:
             assert self.req_to_token_pool is not None, "pools are built before rounds"
-            padding = self._states.padding(), self.config.num_particles, self.device
-            self._tables.begin_padding(*padding)
             sizes = self.config, self.req_to_token_pool.size, self.device
             measure = partial(costs.costs_of_launched, self._round.play, *sizes)
         found = costs.costs_of(measure, get_parallel().tp_group)
@@ -220,10 +216,14 @@ class SMCWorker(WeightUpdates):
         else:
             sliced = inputs, shape, batch.reqs, resized, self._most_launched
             outcome = self._round.play_in_slices(*sliced)
-        result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
-        result.policy, result.corpus = process.active.policy, self._corpus
-        result.budgets = [state_of(req).sizes for req in batch.reqs]
-        return result
+        return SMCBatchResult.of(
+            outcome,
+            can_run_cuda_graph=recorded is not None,
+            monitor=self.monitor,
+            budgets=[state_of(req).sizes for req in batch.reqs],
+            policy=process.active.policy,
+            corpus=self._corpus,
+        )
 
     def clear_cache_pool(self) -> None:
         """Clear the corpus along with the KV cache, so that a flush leaves no data of requests."""

@@ -194,7 +194,6 @@ class CheckpointRounds(ToyWorker):
         worker._round = Round(worker._steps, worker._tables, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
-        self.prefill._ops, self.prefill._num_particles = self.ops, self.config.num_particles
         return worker
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:

@@ -1,13 +1,12 @@
 """Exact verification of laws that are given as tables."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.verification import Walker
 
 
 class Verified(NamedTuple):
@@ -27,14 +26,14 @@ def verify(
     *,
     num_steps: torch.Tensor | None = None,
     num_chains: torch.Tensor | None = None,
-    walker: Walker = TORCH,
+    walker: Any = TORCH,
 ) -> Verified:
     """`exact.verify` of log p ``[G, N, K + 1, V]`` and log q ``[G, N, K, V]``."""
     p = TokenDistribution.of_log_probs(log_p.flatten(0, 2))
     q = [TokenDistribution.of_log_probs(column.flatten(0, 1)) for column in log_q.unbind(2)]
-    found = verification.verify(
-        walker, tokens, ends, p, q, uniforms, num_steps=num_steps, num_chains=num_chains
-    )
+    walk = walker.begin_walk, walker.walk_on
+    own = {"num_steps": num_steps, "num_chains": num_chains}
+    found = verification.verify(*walk, tokens, ends, p, q, uniforms, **own)
     group = torch.arange(len(tokens), device=tokens.device)
     behind = log_p[group, found.winner, found.num_columns].double().exp()
     left = found.residuals[found.left].double()

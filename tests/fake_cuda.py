@@ -151,7 +151,7 @@ def trace_round(
             device="cuda",
         )
         if shape.logprobs.own:
-            tables.logprobs.make_room(shape.logprobs)
+            tables.particles.logprobs.make_room(shape.logprobs)
         target: Any = FakeModel(account)
         draft: Any = LanguageModel(FakeModel(account), None)  # type: ignore[arg-type]
         round_ = Round(Steps(target, draft, tables.ledger, ops), tables)

@@ -191,7 +191,7 @@ class PoolProgram(ToyWorker):
         self.take(result, group, req)
         self.check_read(self.target, req, None)
         self.check_read(self.draft, req, req.smc_state.num_read or -1)
-        if self.has_ended(req) or result.failure[group] > 0:
+        if self.has_ended(req) or result.outcome.failure[group] > 0:
             self.worker._prefill.catch_up([req])
             self.check_read(self.draft, req, -1)
             self.stop(req)
@@ -213,7 +213,7 @@ class PoolProgram(ToyWorker):
         emits, waits = int(result.accept_lens[group]) > 0, int(tails.lengths.max()) > 0
         ended = tails.ended[tails.present]
         for what, is_so in {
-            "broken": bool(result.failure[group] > 0),
+            "broken": bool(result.outcome.failure[group] > 0),
             "first tokens differ": state.open_token.is_open,
             "nothing common": waits and not emits,
             "something common, something not": waits and emits,

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from sglang_smc.round.result import Outcome
+from sglang_smc.state.metrics import Counters
 from sglang_smc.state.population import Population
 
 
@@ -44,3 +46,15 @@ def population_of(
         "fidelity": torch.zeros(*lengths.shape, 4).double(),
     }
     return Population(**{**begun, **fields})
+
+
+def outcome_of(size: int, **changed: Any) -> Outcome:
+    """The outcome of a round of so many requests in which nothing happens but what is given."""
+    zeros = torch.zeros(size, dtype=torch.int64)
+    nothing: dict[str, Any] = {
+        **dict.fromkeys(Outcome._fields, zeros),
+        "tokens": zeros.unsqueeze(1),
+        "counters": torch.zeros(size, len(Counters._fields)),
+        **dict.fromkeys(("first_tokens", "particles", "logprobs", "trace")),
+    }
+    return Outcome(**{**nothing, **changed})

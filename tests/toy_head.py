@@ -66,9 +66,7 @@ class HeadWorker(ToyWorker):
         worker = super()._make_worker(num_slots)
         ledger = worker._tables.ledger
         columns = self.config.num_steps + 1
-        self.states = StateTable.of(
-            ledger.tails, num_columns=columns, num_slots=num_slots, width=1, dtype=torch.float32
-        )
+        self.states = StateTable.of(ledger, num_columns=columns, width=1, dtype=torch.float32)
         forward: Any = FromStates(self.draft.language)
         nobody: Any = None  # who reads prompts
         rest = {"target": nobody, "ledger": ledger, "num_particles": 0}

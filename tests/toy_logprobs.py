@@ -56,12 +56,12 @@ class AskingWorker(ToyWorker):
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """A round, and what it says of its tokens into the books, as SGLang itself reads it."""
         result = super().play_round(reqs)
-        if result.logprobs is None:
+        if result.outcome.logprobs is None:
             assert not any(req.return_logprob for req in reqs)
             return result
         tokens = result.next_token_ids.view(len(reqs), -1)
         counts = result.accept_lens.tolist()
-        output, settled = result.logits_output, result.logprobs
+        output, settled = result.logits_output, result.outcome.logprobs
         tails = each_tensor(torch.Tensor.cpu, settled.tails)
         deliver(output, tails, counts, reqs)  # type: ignore[arg-type]
         batch = self.batch(reqs)
@@ -73,8 +73,8 @@ class AskingWorker(ToyWorker):
         for i, req in enumerate(reqs):
             if not req.return_logprob:
                 continue
-            if has_open_token(req) and result.first_tokens[i] >= 0:
-                set_logprob(req, 0, int(result.first_tokens[i]), float(settled.first[i]))
+            if has_open_token(req) and result.outcome.first_tokens[i] >= 0:
+                set_logprob(req, 0, int(result.outcome.first_tokens[i]), float(settled.first[i]))
             of_req = {"i": i, "req": req, "batch": batch, "logits_output": output}
             of_token = {"next_token_id": own[i], "next_token_logprobs": logprobs}
             Books._apply_decode_logprobs(None, **of_req, **of_token)  # type: ignore[arg-type]

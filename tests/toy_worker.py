@@ -168,9 +168,9 @@ class ToyWorker:
         worker._corpus = self.corpus
         worker._round = Round(worker._steps, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
-        sizes = config.num_particles, config.num_steps + 1
         # Nothing of `Prefill.run` is called here but `begin`.
-        worker._prefill = Prefill(nobody, drafts, worker._states, tables, TORCH, *sizes, nobody)
+        of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1
+        worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, width, nobody)
         worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
@@ -213,16 +213,17 @@ class ToyWorker:
 
     def take(self, result: Any, group: int, req: ToyRequest) -> list[int]:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
-        if result.particles is not None:
-            req.particles = particles_of(req, result.particles, group)  # type: ignore[arg-type]
-        state, firsts = req.smc_state, result.first_tokens
+        outcome = result.outcome
+        if outcome.particles is not None:
+            req.particles = particles_of(req, outcome.particles, group)  # type: ignore[arg-type]
+        state, firsts = req.smc_state, outcome.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
             registry.close_token(req, token, None)  # type: ignore[arg-type]
-        state.take(result.counters[group].tolist(), replayed=False)
+        state.take(outcome.counters[group].tolist(), replayed=False)
         count = 0 if req.is_stuck else int(result.accept_lens[group])
         new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
-        if result.trace is not None and state.config.trace:
-            state.rounds.append(result.trace.record_of(group, state, new, state.counters[-1]))
+        if outcome.trace is not None and state.config.trace:
+            state.rounds.append(outcome.trace.record_of(group, state, new, state.counters[-1]))
         state.open_token.take()
         req.say(new)
         req.kv_committed_len += len(new)

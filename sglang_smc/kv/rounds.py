@@ -69,8 +69,3 @@ class Room(NamedTuple):
         launched = min(max(launched, 1), MOST_LAUNCHED)
         pool = max(budget - launched * bytes_of_any, 0)
         return cls(launched, int(pool // bytes_of_rounds), int(pool // bytes_of_any))
-
-    @classmethod
-    def without_recordings(cls, free: int, bytes_of_any: int) -> "Room":
-        """Give the whole share of ``free`` bytes to launched rounds, of at least one request."""
-        return cls(max(int(SHARE * free // bytes_of_any), 1), 0, 0)

@@ -5,10 +5,11 @@ until then, and on CUDA only pinned memory is copied without blocking the host.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 T = TypeVar("T")
 
@@ -62,15 +63,13 @@ def joined(parts: Sequence[T]) -> T:
     Args:
         parts: tensors, lists, None, or named tuples of these; all of the same structure.
     """
-    first, each = parts[0], cast("Sequence[Any]", parts)
-    found: Any = first
-    if isinstance(first, torch.Tensor):
-        found = torch.cat(list(each))
-    elif isinstance(first, list):
-        found = [value for part in each for value in part]
-    elif isinstance(first, tuple):
-        found = type(first)(*map(joined, zip(*each, strict=True)))
-    return found
+
+    def join(*each: Any) -> Any:
+        if isinstance(each[0], torch.Tensor):
+            return torch.cat(each)
+        return list(chain(*each)) if isinstance(each[0], list) else each[0]
+
+    return tree_map(join, *parts, is_leaf=lambda part: isinstance(part, list))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,12 @@ model runs each slot once.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 class KVLocations(NamedTuple):
@@ -33,7 +36,7 @@ class Chains(NamedTuple):
     # are written already.
     slots: torch.Tensor
     locations: KVLocations  # of the rest of the KV
-    adapters: Sequence[str | None] = ()  # LoRA adapter of each request, SGLang's id; (): none
+    reqs: "Sequence[Req]" = ()  # whose LoRA adapters the model runs; (): none
 
     @classmethod
     def of_padding(

@@ -95,7 +95,7 @@ class ParticleForward:
         if self._lora is None:
             return
         width = chains.tokens[0].numel()
-        adapters = list(chains.adapters) or [None] * len(chains.tokens)
+        adapters = [req.lora_id for req in chains.reqs] or [None] * len(chains.tokens)
         self._lora.fetch_new_loras(set(adapters))
         if merged is not None:  # requests have different numbers of rows
             adapters = [adapters[row // width] for row in merged.kept.tolist()]

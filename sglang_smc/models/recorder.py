@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import le
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from sglang_smc import upstream
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
+from sglang_smc.models.forward import ParticleForward
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +40,22 @@ class Record(Protocol):
     def __call__(self, run: Callable[[], T]) -> tuple[T, Replay]: ...
 
 
-def hold(
-    inputs: Iterable[torch.Tensor], padding: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
-) -> None:
-    """Copy ``values`` into a graph's inputs; where they are smaller, padding fills the rest."""
-    for column, rest, value in zip(inputs, padding, values, strict=True):
-        if value.shape != column.shape:
-            column.copy_(rest)
-        column[tuple(map(slice, value.shape))].copy_(value)
+class Captured(NamedTuple):
+    """A function whose result a graph recomputes in place, from inputs in place."""
 
+    inputs: Iterable[torch.Tensor]
+    padding: Iterable[torch.Tensor]  # inputs on SGLang's padding row
+    result: Any
+    replay: Replay
 
-class Usage(NamedTuple):
-    """The memory and time that a server's graphs took."""
-
-    gigabytes: float
-    seconds: float
+    def of(self, values: Iterable[torch.Tensor]) -> Any:
+        """Return the result for ``values``; where they are smaller, padding fills the rest."""
+        for column, rest, value in zip(self.inputs, self.padding, values, strict=True):
+            if value.shape != column.shape:
+                column.copy_(rest)
+            column[tuple(map(slice, value.shape))].copy_(value)
+        self.replay()
+        return self.result
 
 
 class Ranks(NamedTuple):
@@ -90,14 +94,14 @@ class Session:
             self._largest = self._taken()
         return recorded
 
-    def usage(self, recorded: str) -> Usage:
-        """Return and log what graphs cost; log a warning if they share no memory."""
+    def usage(self, recorded: str) -> tuple[float, float]:
+        """Return and log the gigabytes and seconds of graphs; warn if they share no memory."""
         taken, largest = self._taken(), self._largest or 0
-        usage = Usage(taken / 2**30, time.monotonic() - self._start)
+        usage = taken / 2**30, time.monotonic() - self._start
         logger.info(
             "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
             "%.2f GB. %s",
-            *(usage.gigabytes, self._free / 2**30, usage.seconds, largest / 2**30, recorded),
+            *(usage[0], self._free / 2**30, usage[1], largest / 2**30, recorded),
         )
         if taken > MOST_OF_LARGEST * largest + _UNSHARED:
             logger.warning(
@@ -146,24 +150,6 @@ def _free_bytes(device: str) -> int:
     return torch.get_device_module(device).mem_get_info(device)[0]
 
 
-class Forward(Protocol):
-    """The interface of a model over particles: `models.forward.ParticleForward`."""
-
-    @property
-    def attn_backend(self) -> ParticleAttention: ...
-
-    def next_logits(self, chains: Chains) -> torch.Tensor: ...
-
-    def chain_logits(self, chains: Chains) -> torch.Tensor: ...
-
-
-class _Capture(NamedTuple):
-    inputs: Chains
-    padding: Chains
-    logits: torch.Tensor  # [G, N, V] or [G, N, C, V]
-    replay: Replay
-
-
 class PassRecording(NamedTuple):
     """The parameters with which a server captures the passes of its models."""
 
@@ -173,72 +159,61 @@ class PassRecording(NamedTuple):
     max_tail: int  # of `KVLocations`
     device: str
 
-    def of(self, forward: Forward, name: str, columns: Sequence[int]) -> "RecordedPasses":
+    def of(self, forward: "Forward", name: str, columns: Sequence[int]) -> "RecordedPasses":
         """Return a model with its passes ``name`` captured, for chains of each given length."""
-        passes = RecordedPasses(forward)
-        for num_columns in columns:
-            passes.record(self, name, num_columns)
-        return passes
+        sizes = sorted(self.sizes, reverse=True)
+        captures = [self._capture(forward, name, size, c) for c in columns for size in sizes]
+        return RecordedPasses(forward, name, captures[::-1])
+
+    def _capture(self, forward: "Forward", name: str, size: int, num_columns: int) -> Captured:
+        shape = size, self.num_particles, num_columns
+        inputs, padding = (Chains.of_padding(shape, self.max_tail, self.device) for _ in range(2))
+        run = partial(getattr(forward, name), inputs)
+        run()  # warm-up, see `Record`
+        return Captured(inputs.tensors, padding.tensors, *self.record(run))
 
 
 class RecordedPasses:
-    """A model over particles with passes replayed from CUDA graphs, or run where none fits."""
+    """A model over particles with passes replayed from CUDA graphs, or run where none fits.
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self._recorded: dict[str, dict[int, _Capture]] = {}
+    Args:
+        forward: the model.
+        name: of its method whose passes are captured.
+        captures: those of a length of chains together, the smallest first.
+    """
+
+    def __init__(self, forward: "Forward", name: str, captures: Sequence[Captured]) -> None:
+        self._forward, self._name, self._captures = forward, name, captures
 
     @property
     def attn_backend(self) -> ParticleAttention:
         """Return the model's attention over particles."""
         return self._forward.attn_backend
 
-    def record(self, recording: PassRecording, name: str, num_columns: int) -> None:
-        """Capture passes of the method ``name`` over chains of C tokens."""
-        sizes = self._recorded[_kind(name, num_columns)] = {}
-        for size in sorted(recording.sizes, reverse=True):
-            shape = size, recording.num_particles, num_columns
-            inputs, padding = (
-                Chains.of_padding(shape, recording.max_tail, recording.device) for _ in range(2)
-            )
-
-            def run(inputs: Chains = inputs) -> torch.Tensor:
-                return getattr(self._forward, name)(inputs)
-
-            run()  # warm-up, see `Record`
-            sizes[size] = _Capture(inputs, padding, *recording.record(run))
-
     def next_logits(self, chains: Chains) -> torch.Tensor:
         """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
-        return self._run("next_logits", chains)
+        logits = self._replayed("next_logits", chains)
+        return self._forward.next_logits(chains) if logits is None else logits.clone()
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Return logits as `ParticleForward.chain_logits`; the next such pass overwrites them."""
-        return self._run("chain_logits", chains)
+        logits = self._replayed("chain_logits", chains)
+        if logits is None:
+            return self._forward.chain_logits(chains)
+        return logits[:, :, : chains.tokens.shape[2]]
 
-    def _run(self, name: str, chains: Chains) -> torch.Tensor:
-        size, num_particles, num_columns = chains.tokens.shape
-        found = self._find(_kind(name, num_columns), chains.tokens.shape)
-        if found is None:
-            return getattr(self._forward, name)(chains)
-        hold(found.inputs.tensors, found.padding.tensors, chains.tensors)
-        found.replay()
-        logits = found.logits[:size, :num_particles]
-        return logits.clone() if name == "next_logits" else logits[:, :, :num_columns]
-
-    def _find(self, kind: str, shape: torch.Size) -> _Capture | None:
-        """Return the smallest graph that fits chains ``[G, N, C]``, or None."""
-        sizes = self._recorded.get(kind, {})
-        for size in sorted(sizes):
-            room = sizes[size].inputs.tokens.shape
-            if all(mine <= its for mine, its in zip(shape, room, strict=True)):
-                return sizes[size]
+    def _replayed(self, name: str, chains: Chains) -> torch.Tensor | None:
+        """Replay the smallest graph that fits chains ``[G, N, C]``; return its logits, or None."""
+        shape = chains.tokens.shape
+        for captured in self._captures if name == self._name else ():
+            tokens, *_ = captured.inputs
+            room = tokens.shape
+            # The logits of a chain's last token are at another place of a longer chain.
+            as_long = name == "chain_logits" or shape[2] == room[2]
+            if as_long and all(map(le, shape, room)):
+                return captured.of(chains.tensors)[: shape[0], : shape[1]]
         return None
 
 
-def _kind(name: str, num_columns: int) -> str:
-    """Return the key of a pass; ``next_logits`` are captured per chain length.
-
-    The logits of a chain's last token are at another place of a longer chain.
-    """
-    return f"{name} {num_columns}" if name == "next_logits" else name
+Forward = ParticleForward | RecordedPasses
+"""A model over particles."""

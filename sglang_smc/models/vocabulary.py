@@ -8,13 +8,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import upstream
-from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.chains import Chains
-from sglang_smc.models.forward import ParticleForward
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +36,16 @@ class Vocabulary(NamedTuple):
         return 1 + max((i for token, i in tokens.items() if token not in self.added), default=-1)
 
 
-def vocabularies(target: TpModelWorker, draft: TpModelWorker) -> tuple[Vocabulary, Vocabulary]:
-    """Return the vocabularies of two loaded models; raise ValueError where they do not fit."""
+def num_missing(target: TpModelWorker, draft: TpModelWorker) -> int:
+    """Return by how many ids a draft's logits are narrower than the target's; below 0: wider.
+
+    Raises:
+        ValueError: for a draft that has other tokens.
+    """
     widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
     of_draft = None if target.tokenizer is None else _tokenizer_of(draft)
-    pair = Vocabulary.of(target.tokenizer, widths[0]), Vocabulary.of(of_draft, widths[1])
-    check(*pair)
-    return pair
+    check(Vocabulary.of(target.tokenizer, widths[0]), Vocabulary.of(of_draft, widths[1]))
+    return widths[0] - widths[1]
 
 
 def _tokenizer_of(draft: TpModelWorker) -> Any:
@@ -120,64 +119,3 @@ def check(target: Vocabulary, draft: Vocabulary) -> None:
             len(markers),
             min(markers),
         )
-
-
-def last_read(target: Vocabulary, draft: Vocabulary) -> int | None:
-    """Return the last id that the draft has an embedding for; None where it has all of them."""
-    return draft.width - 1 if draft.width < target.width else None
-
-
-def with_width(
-    forward: ParticleForward, target: Vocabulary, draft: Vocabulary
-) -> "ParticleForward | PaddedDraft":
-    """Return the draft over particles, with logits of the target's width."""
-    if target.width == draft.width:
-        return forward
-    return PaddedDraft(forward, target, draft)
-
-
-def readable(tokens: torch.Tensor, last: int | None) -> torch.Tensor:
-    """Return tokens of any shape, clamped to ids for which the draft has an embedding.
-
-    An id beyond these is a special token that the draft lacks (that of images, in Gemma 3), or
-    comes from a prompt of token ids, or is padding that the target sampled. The draft reads its
-    last id in its place. That changes q, which weights and verification correct for.
-    """
-    return tokens if last is None else tokens.clamp_max(last)
-
-
-class PaddedDraft:
-    """A draft over particles with logits of the target's width.
-
-    Tokens of the target alone get -inf, so that they are never drafted: as for any token outside of
-    q's support, p's mass there is left to bonus tokens and to rejections in verification. Tokens of
-    the draft alone are cut off.
-
-    Args:
-        forward: the draft.
-    """
-
-    def __init__(self, forward: ParticleForward, target: Vocabulary, draft: Vocabulary) -> None:
-        self._forward = forward
-        self._last = last_read(target, draft)
-        self._missing = target.width - draft.width  # below 0: the number cut off
-
-    @property
-    def attn_backend(self) -> ParticleAttention:
-        """Return the draft's attention."""
-        return self._forward.attn_backend
-
-    def next_logits(self, chains: Chains) -> torch.Tensor:
-        """Return logits ``[G, N, V]``; see `ParticleForward.next_logits`."""
-        return self._padded(self._forward.next_logits(self._readable(chains)))
-
-    def chain_logits(self, chains: Chains) -> torch.Tensor:
-        """Return logits ``[G, N, C, V]``; see `ParticleForward.chain_logits`."""
-        return self._padded(self._forward.chain_logits(self._readable(chains)))
-
-    def _readable(self, chains: Chains) -> Chains:
-        return chains._replace(tokens=readable(chains.tokens, self._last))
-
-    def _padded(self, logits: torch.Tensor) -> torch.Tensor:
-        # Contiguous, for the kernels.
-        return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf).contiguous()

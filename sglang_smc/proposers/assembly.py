@@ -177,10 +177,9 @@ def _uniform_draft(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
 
 
 def _model(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
-    widths = vocabulary.vocabularies(parts.target, draft)
-    runner = draft.model_runner
-    forward = vocabulary.with_width(ParticleForward(runner, *parts.over), *widths)
-    return _target(parts), LanguageModel(forward, runner, vocabulary.last_read(*widths))
+    num_missing, runner = vocabulary.num_missing(parts.target, draft), draft.model_runner
+    forward = ParticleForward(runner, *parts.over)
+    return _target(parts), LanguageModel(forward, runner, num_missing)
 
 
 def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
@@ -190,13 +189,8 @@ def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
     model: Any = runner.model
     is_eagle = kinds.kind_of(runner.model_config) == "eagle3"
     width = model.model.fc.in_features if is_eagle else of_target.model_config.hidden_size
-    table = StateTable.of(
-        ledger.tails,
-        num_columns=parts.num_columns,
-        num_slots=len(ledger.rank),
-        width=width,
-        dtype=of_target.dtype,
-    )
+    sizes = {"num_columns": parts.num_columns, "width": width}
+    table = StateTable.of(ledger, **sizes, dtype=of_target.dtype)
     target = _target(parts, reads=True)
     target.reader = head = EagleHead(
         EagleForward(runner, *parts.over),

@@ -16,7 +16,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.recorder import Forward, PassRecording
-from sglang_smc.models.vocabulary import readable
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -104,36 +103,52 @@ class LanguageModel(DraftProposer):
     with the token after it, in one pass. Rounds of single chains without drafts do not run the
     model: one pass reads the tokens of K + 1 of them.
 
+    Tokens of the target alone get -inf, so that they are never drafted: as for any token outside of
+    q's support, p's mass there is left to bonus tokens and to rejections in verification. Where
+    they are read (special tokens that the draft lacks, as those of images in Gemma 3, token ids of
+    a prompt, or padding that the target sampled) the draft reads its last id, which changes q
+    alone. Tokens of the draft alone are cut off.
+
     Args:
         forward: the draft model over particles.
         runner: SGLang's, which runs over prompts.
-        last_read: the last token id that has an embedding; None for all.
+        num_missing: ids that the target's logits have beyond the draft's; below 0: the draft's.
     """
 
     has_stock_passes = lags = True
 
-    def __init__(
-        self, forward: Forward, runner: "ModelRunner", last_read: int | None = None
-    ) -> None:
-        self.forward, self._runner, self._last_read = forward, runner, last_read
+    def __init__(self, forward: Forward, runner: "ModelRunner", num_missing: int = 0) -> None:
+        self.forward, self._runner, self._missing = forward, runner, num_missing
         self.attn_backend = forward.attn_backend
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the first pass; see `DraftProposer.first_logits`."""
-        return self.forward.next_logits(at.chains(last_two, 0))  # the first may not have been run
+        return self._logits(last_two, at, 0)  # the first of both may not have been run
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
-        return self.forward.next_logits(at.chains(tokens.unsqueeze(2), step + 1))
+        return self._logits(tokens.unsqueeze(2), at, step + 1)
+
+    def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
+        logits = self.forward.next_logits(at.chains(self._readable(tokens), first))
+        if not self._missing:
+            return logits
+        # Contiguous, for the kernels.
+        return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf).contiguous()
+
+    def _readable(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self._missing <= 0:
+            return tokens
+        return tokens.clamp_max(self._runner.model_config.vocab_size - 1)
 
     def catch_up(self, chains: Chains) -> None:
         """Run over committed tokens; see `DraftProposer.catch_up`."""
-        self.forward.chain_logits(chains)
+        self.forward.chain_logits(chains._replace(tokens=self._readable(chains.tokens)))
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
         """Return the proposer with captured passes; see `DraftProposer.recorded`."""
         forward = recording.of(self.forward, "next_logits", (2, 1))
-        return LanguageModel(forward, self._runner, self._last_read)
+        return LanguageModel(forward, self._runner, self._missing)
 
     def read_prompts(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
@@ -143,7 +158,7 @@ class LanguageModel(DraftProposer):
             batch, self._runner, return_hidden_states_before_norm=False
         )
         forward_batch.return_logprob = False
-        forward_batch.input_ids = readable(forward_batch.input_ids, self._last_read)
+        forward_batch.input_ids = self._readable(forward_batch.input_ids)
         output = self._runner.forward(forward_batch).logits_output
         assert isinstance(output, LogitsProcessorOutput)
         assert output.next_token_logits is not None

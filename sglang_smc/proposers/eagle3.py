@@ -15,7 +15,8 @@ sequence has no hidden state before it and therefore no key, and attention skips
 
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -39,17 +40,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
-class PairStates(NamedTuple):
-    """The field that SGLang's heads read from a batch's ``spec_info``."""
-
-    hidden_states: torch.Tensor  # [rows, F] of the target, or [rows, H] of the head itself
-
-
 class EagleForward(ParticleForward):
     """An EAGLE-3 head over particles; arguments as in `ParticleForward`."""
 
     _first_key, _captured = 1, CaptureHiddenMode.FULL
-    _pairs: PairStates  # of the running pass
+    _states: torch.Tensor  # [rows, F] of the target, or [rows, H] of the head itself, of a pass
 
     def pair_logits(
         self, chains: Chains, states: torch.Tensor
@@ -63,7 +58,7 @@ class EagleForward(ParticleForward):
         Returns:
             Logits ``[G, N, draft vocabulary]``, and the head's own states ``[G, N, H]``.
         """
-        self._pairs = PairStates(states.flatten(0, 1))
+        self._states = states.flatten(0, 1)
         output, shape = self._run(ForwardMode.DECODE, chains), chains.starts.shape
         own = output.hidden_states.unflatten(0, shape)
         return output.next_token_logits.unflatten(0, shape), own
@@ -75,7 +70,7 @@ class EagleForward(ParticleForward):
             chains: of C tokens each.
             states: ``[G, N, C, F]`` hidden states before them.
         """
-        self._pairs = PairStates(states.flatten(0, 2))
+        self._states = states.flatten(0, 2)
         merged = merge_rows(chains.slots, last=False) if self._merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
         self.attn_backend.ends_at = self.prompt_attention.last_layer
@@ -102,21 +97,20 @@ class EagleForward(ParticleForward):
             positions=target.positions,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        return self._with_pairs(pairs, PairStates(states))
+        return self._with_states(pairs, states)
 
     def _batch(
         self, mode: ForwardMode, chains: Chains, merged: MergedRows | None = None
     ) -> ForwardBatch:
-        batch, pairs = super()._batch(mode, chains, merged), self._pairs
-        if merged is not None:
-            pairs = PairStates(pairs.hidden_states[merged.kept])
-        return self._with_pairs(batch, pairs)
+        states = self._states if merged is None else self._states[merged.kept]
+        return self._with_states(super()._batch(mode, chains, merged), states)
 
-    def _with_pairs(self, batch: ForwardBatch, pairs: PairStates) -> ForwardBatch:
+    def _with_states(self, batch: ForwardBatch, states: torch.Tensor) -> ForwardBatch:
         batch.positions = (batch.positions - 1).clamp_min(0)  # where heads are trained on pairs
         if self._is_mrope:
             batch.mrope_positions = batch.positions.expand(3, -1)
-        batch.spec_info = pairs  # pyright: ignore[reportAttributeAccessIssue] -- heads read this
+        # What SGLang's heads read.
+        batch.spec_info = SimpleNamespace(hidden_states=states)  # pyright: ignore[reportAttributeAccessIssue] -- as above
         return batch
 
     @cached_property
@@ -226,14 +220,15 @@ class EagleHead(DraftProposer):
             return before
         device = states.device
         lengths = on_device(device, [known[i] for i in going_on])  # [R]
-        tokens = on_device(device, [_token_of(batch.reqs[i], known[i] - 1) for i in going_on])
+        reqs = [batch.reqs[i] for i in going_on]
+        last = [_token_of(req, known[i] - 1) for i, req in zip(going_on, reqs, strict=True)]
+        tokens = on_device(device, last)
         which = on_device(device, going_on)
         rows = batch.req_pool_indices[which]
         particles = self._ledger.particle_rows(rows, 1)
         if self._target.runs_again:
             locations = KVLocations(rows, lengths, particles, max_tail=1)
-            adapters = [batch.reqs[i].lora_id for i in going_on]
-            found = self._target.states_at(tokens, lengths - 1, locations, adapters)
+            found = self._target.states_at(tokens, lengths - 1, locations, reqs)
         else:
             found = self._table.before(lengths.unsqueeze(1), particles).squeeze(1)
         first = torch.nn.functional.pad(ends, (1, 0))[which]

@@ -5,15 +5,19 @@ numbers. SGLang's model classes return it for the layers that they are set to ca
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
+from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models.attention import seed_tail, slots_before
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 class StatesReader(Protocol):
@@ -48,7 +52,7 @@ class ReadTarget(ParticleForward):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         locations: KVLocations,
-        adapters: Sequence[str | None],
+        reqs: "Sequence[Req]",
     ) -> torch.Tensor:
         """Return the hidden states ``[R, F]`` at tokens that the target has processed before.
 
@@ -56,11 +60,11 @@ class ReadTarget(ParticleForward):
             tokens, positions: ``[R]`` int64, the last committed token of each of R requests.
             locations: of these requests, with one particle each, and ``committed`` after the
                 tokens: their own keys are there.
-            adapters: see `Chains`.
+            reqs: see `Chains`.
         """
         shown = tokens.view(-1, 1, 1)
         nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
-        chains = Chains(shown, positions.unsqueeze(1), nowhere, locations, adapters)
+        chains = Chains(shown, positions.unsqueeze(1), nowhere, locations, reqs)
         return self._run(ForwardMode.TARGET_VERIFY, chains).hidden_states
 
 
@@ -83,21 +87,12 @@ class StateTable(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        tails: torch.Tensor,
-        *,
-        num_columns: int,
-        num_slots: int,
-        width: int,
-        dtype: torch.dtype,
+        cls, ledger: Ledger, *, num_columns: int, width: int, dtype: torch.dtype
     ) -> "StateTable":
-        """Return a table of zeros, for KV slots of which the padding slot 0 is one."""
-        return cls(
-            torch.zeros(len(tails) * num_columns, width, dtype=dtype, device=tails.device),
-            torch.zeros(num_slots, dtype=torch.int64, device=tails.device),
-            tails,
-            num_columns,
-        )
+        """Return a table of zeros for the particles and KV slots of a ledger."""
+        num_states = len(ledger.tails) * num_columns
+        states = torch.zeros(num_states, width, dtype=dtype, device=ledger.device)
+        return cls(states, torch.zeros_like(ledger.rank).long(), ledger.tails, num_columns)
 
     def before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
         """Return the hidden states ``[G, N, F]`` of the tokens before ``starts`` ``[G, N]``."""

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.request import Budget, RequestConfig, apply_budget, union
+from sglang_smc.options.request import Budget, apply_budget, request_config, union
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution
@@ -19,13 +20,11 @@ from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.population import (
     NO_LOGPROBS,
-    LogprobTable,
     LogprobWidths,
     ParticleTable,
     Population,
-    ScoreTable,
 )
-from sglang_smc.state.request import RequestState, state_of
+from sglang_smc.state.request import state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 
 if TYPE_CHECKING:
@@ -39,27 +38,27 @@ class RoundShape(NamedTuple):
 
     budget: Budget | None  # that bounds N and K in this round
     num_held: int  # the most particles of a request, now or before a resize
-    resizes: bool  # the number of particles of some request changes
     num_particles: int  # the most of a request
     num_steps: int  # the most tokens that a request drafts per round
     max_tail: int  # the longest tail at the end of the round
     max_arena: int  # the most KV slots of a request behind its emitted tokens
-    filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
     greedy: bool  # some request takes the likeliest token
-    edits: bool  # some request has penalties, biases or min_new_tokens
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh draft tokens, and resample
     walks: bool  # some request's rounds verify sampled chains
     extends: bool  # some request's particles are verified one by one, and resampled
-    branches: bool  # some request's rounds verify a tree, at temperature 0
-    shows_particles: bool  # some request sets return_particles
-    traces: bool  # some request sets trace
     has_open_token: bool  # particles of some request may differ in its first token
-    has_rules: bool  # some request has rules that read its sequences on the host
-    has_scorers: bool  # some request has potentials or a majority vote, which run on the host
-    has_matches: bool  # some request's drafts are mixed with n-gram matches
-    logprobs: LogprobWidths  # of the log-probabilities that requests return
     methods: tuple[str, ...]  # resampling methods that occur
+    resizes: bool = False  # the number of particles of some request changes
+    filtered: bool = False  # some request uses top-k, top-p or min-p, and is not greedy
+    edits: bool = False  # some request has penalties, biases or min_new_tokens
+    branches: bool = False  # some request's rounds verify a tree, at temperature 0
+    shows_particles: bool = False  # some request sets return_particles
+    traces: bool = False  # some request sets trace
+    has_rules: bool = False  # some request has rules that read its sequences on the host
+    has_scorers: bool = False  # some request has potentials or a majority vote, on the host
+    has_matches: bool = False  # some request's drafts are mixed with n-gram matches
+    logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
 
     @property
     def skips_draft(self) -> bool:
@@ -159,31 +158,21 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
     On a ``budget`` the tails and arenas of earlier, larger budgets may still exist.
     """
     now = apply_budget(config, budget)
+    drafts = now.num_steps > 0  # without draft tokens weighing and verifying are the same
     return RoundShape(
         budget=budget,
         num_held=now.num_particles,
-        resizes=False,
         num_particles=now.num_particles,
         num_steps=now.num_steps,
         max_tail=arena.tail(config, config.lag),
         max_arena=arena.arena(config, config.lag),
-        filtered=False,
         greedy=True,
-        edits=False,
         powered=config.power != 1.0,
-        # Without draft tokens weighing and verifying are the same.
-        weighs=(now.weighs and not now.extends) or now.num_steps == 0,
-        walks=not now.weighs or now.num_steps == 0,
+        weighs=(now.weighs and not now.extends) or not drafts,
+        walks=not now.weighs or not drafts,
         extends=now.extends,
-        branches=False,
-        shows_particles=False,
-        traces=False,
         has_open_token=config.power != 1.0,
-        has_rules=False,
-        has_scorers=False,
-        has_matches=False,
-        logprobs=NO_LOGPROBS,
-        methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
+        methods=(config.resampling_method,) if now.weighs or not drafts else (),
     )
 
 
@@ -213,13 +202,16 @@ def shape_of(reqs: "list[Req]", returns_logprobs: bool = False) -> RoundShape:
     states = [state_of(req) for req in reqs]
     configs = [state.now for state in states]
     sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
+    each = zip(reqs, states, strict=True)
+    tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
+    draws = [config for config in configs if config.weighs or config.num_steps == 0]
     return RoundShape(
         budget=states[0].budget,
         num_held=max(map(max, sizes)),
         resizes=any(before != after for before, after in sizes),
         num_particles=max(config.num_particles for config in configs),
         num_steps=max(config.num_steps for config in configs),
-        max_tail=max(_longest_tail(req, state) for req, state in zip(reqs, states, strict=True)),
+        max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
         filtered=any(map(uses_filters, reqs)),
         greedy=any(map(is_greedy, reqs)),
@@ -236,17 +228,8 @@ def shape_of(reqs: "list[Req]", returns_logprobs: bool = False) -> RoundShape:
         has_scorers=any(has_scorers(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
-        methods=_methods(configs),
+        methods=tuple(sorted({config.resampling_method for config in draws})),
     )
-
-
-def _longest_tail(req: "Req", state: RequestState) -> int:
-    return arena.tail(union(state.last, state.now), arena.remaining(req))
-
-
-def _methods(configs: list[RequestConfig]) -> tuple[str, ...]:
-    draws = (config for config in configs if config.weighs or config.num_steps == 0)
-    return tuple(sorted({config.resampling_method for config in draws}))
 
 
 class Drafts(NamedTuple):
@@ -284,10 +267,9 @@ class Tables(NamedTuple):
     requests: RequestTable  # options
     edits: EditTable  # logit edits
     particles: ParticleTable  # sequences, weights, ends
-    logprobs: LogprobTable  # of the tails
-    scores: ScoreTable  # potential values
     counters: CounterTable  # statistics of rounds
     ledger: Ledger  # KV slots, in SGLang's own req_to_token and in tables of particles
+    ops: Ops  # on these
 
     @classmethod
     def of(
@@ -300,7 +282,7 @@ class Tables(NamedTuple):
         vocab_size: int,
         device: str,
     ) -> "Tables":
-        """Allocate empty tables.
+        """Allocate tables, empty but for the padding row.
 
         Args:
             req_to_token: ``[num_rows, width]``, SGLang's, the padding row included.
@@ -310,12 +292,10 @@ class Tables(NamedTuple):
         num_rows, num_particles = len(req_to_token), config.num_particles
         max_tail, tail_width = arena.max_tail(config), arena.tail_width(config)
         tails = torch.zeros(num_rows * num_particles, tail_width, dtype=torch.int32, device=device)
-        return cls(
+        tables = cls(
             requests=RequestTable(num_rows, vocab_size, device),
             edits=EditTable(num_rows, vocab_size, device),
             particles=ParticleTable(num_rows, num_particles, max_tail, device),
-            logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
-            scores=ScoreTable(num_rows, num_particles, device),
             counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,
@@ -324,12 +304,14 @@ class Tables(NamedTuple):
                 max_tail=max_tail,
                 num_slots=num_slots,
             ),
+            ops=ops,
         )
+        tables._begin_padding(config, device)
+        return tables
 
     def sizes(self) -> dict[str, int]:
         """Return bytes by purpose."""
-        of_texts = self.particles, self.logprobs, self.scores
-        state = (self.requests, self.edits, *of_texts, self.counters)
+        state = self.requests, self.edits, self.particles, self.counters
         return {
             "rows of requests": tensor_bytes(self.ledger.table),
             "rows of particles": tensor_bytes(self.ledger.tails),
@@ -337,9 +319,10 @@ class Tables(NamedTuple):
             "marks of KV slots": tensor_bytes(self.ledger.rank),
         }
 
-    def begin_padding(self, padding: Start, num_particles: int, device: str) -> None:
+    def _begin_padding(self, config: SMCConfig, device: str) -> None:
         """Give SGLang's padding row ended particles, which fill up batches of captured rounds."""
-        self.requests.write([padding])
+        params, num_particles = SamplingParams(max_new_tokens=1), config.num_particles
+        self.requests.write([Start(0, 0, params, request_config(config, None), frozenset())])
         row = torch.zeros(1, dtype=torch.int64, device=device)
         zeros = on_device(device, [zero_counters(1)], torch.float64)
         self.counters.begin(row, zeros)

@@ -104,31 +104,13 @@ def costs_of_launched(
 ) -> RoundCosts:
     """Measure rounds that are launched from the host, on SGLang's padding row.
 
+    Particles with equal texts, which plain torch computes once, count as different ones.
+
     Args:
         play: plays a round.
         most_requests: that run at a time.
     """
-
-    def launch(budget: Budget, size: int) -> object:
-        inputs = RoundInputs.of_padding(config, budget, size, device)
-        return play(inputs, shape_of_server(config, budget))
-
     top = Budget(config.num_particles, config.num_steps)
-    return costs_of_rounds(launch, top, most_requests, device)
-
-
-def costs_of_rounds(
-    play: Callable[[Budget, int], object], top: Budget, most_requests: int, device: str
-) -> RoundCosts:
-    """Measure rounds that are launched from the host, over padding.
-
-    Particles with equal texts, which plain torch computes once, count as different ones.
-
-    Args:
-        play: plays a round on a budget with so many requests.
-        top: the server's N and K.
-        most_requests: that run at a time.
-    """
     most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
 
     def sizes(budget: Budget) -> Iterator[int]:
@@ -136,8 +118,12 @@ def costs_of_rounds(
         most = max(min(most_rows // rows, most_requests), 1)
         yield from itertools.takewhile(lambda size: size <= most, (4**i for i in itertools.count()))
 
+    def launch(budget: Budget, size: int) -> object:
+        inputs = RoundInputs.of_padding(config, budget, size, device)
+        return play(inputs, shape_of_server(config, budget))
+
     points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    runs = {point: partial(play, *point) for point in points}
+    runs = {point: partial(launch, *point) for point in points}
     with torch.no_grad():
         found = _seconds_of(runs, device)
 
@@ -161,21 +147,11 @@ def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
     """
 
     def curve(of_budget: RoundGraphs) -> Curve:
-        runs = ((size, partial(of_budget.replay_padding, size)) for size in of_budget.sizes)
-        return Curve.of((size, _seconds(run, device)) for size, run in runs)
+        runs = {size: partial(of_budget.replay_padding, size) for size in of_budget.sizes}
+        return Curve.of(_seconds_of(runs, device).items())
 
-    return RoundCosts(
-        {
-            budget: curve(found[0])
-            for budget, found in recordings.of_budget.items()
-            if budget is not None
-        }
-    )
-
-
-def _seconds(run: Callable[[], object], device: str) -> float:
-    """Return the seconds of the fastest run but the first, which may compile and allocate."""
-    return _seconds_of({None: run}, device)[None]
+    measured = {of: found[0] for of, found in recordings.of_budget.items() if of is not None}
+    return RoundCosts({budget: curve(graphs) for budget, graphs in measured.items()})
 
 
 def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:

@@ -33,9 +33,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from sglang_smc.kv.rounds import MOST_LAUNCHED, Room, round_bytes
+from sglang_smc.kv.rounds import MOST_LAUNCHED, SHARE, Room, round_bytes
 from sglang_smc.kv.transfer import joined
-from sglang_smc.models.recorder import Ranks, Record, Replay, hold
+from sglang_smc.models.recorder import Captured, Ranks, Record
 from sglang_smc.options.request import Budget, budgets, verified_as_tree
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
@@ -124,13 +124,6 @@ def _chain(sizes: Sequence[int], waste: float) -> tuple[int, ...]:
     return tuple(chain)
 
 
-class _Recorded(NamedTuple):
-    inputs: RoundInputs  # of B groups: the graph's inputs
-    padding: RoundInputs  # of B groups on the padding row
-    outcome: Outcome  # [B, ...] the graph's outputs
-    replay: Replay
-
-
 class RoundGraphs:
     """Captured graphs of one kind of round.
 
@@ -152,7 +145,7 @@ class RoundGraphs:
         self.sizes = sizes
         self._play = play
         self._padding = padding
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, Captured] = {}
 
     def warm_up(self, size: int) -> None:
         """Play a round of ``size`` groups, so that its capture compiles nothing."""
@@ -162,7 +155,7 @@ class RoundGraphs:
         """Capture a round of ``size`` groups."""
         inputs, padding = self._padding(size), self._padding(size)
         outcome, replay = record(lambda: self._play(inputs, self.shape))
-        self._recorded[size] = _Recorded(inputs, padding, outcome, replay)
+        self._recorded[size] = Captured(inputs, padding, outcome, replay)
 
     def replay_padding(self, size: int) -> None:
         """Replay a round of ``size`` groups of padding, which all are before the first replay."""
@@ -178,9 +171,7 @@ class RoundGraphs:
     def _replay(self, inputs: RoundInputs) -> Outcome:
         size = len(inputs.rows)
         recorded = self._recorded[self.sizes[bisect_left(self.sizes, size)]]
-        hold(recorded.inputs, recorded.padding, inputs)
-        recorded.replay()
-        return recorded.outcome.first(size)
+        return recorded.of(inputs).first(size)
 
 
 class Recordings:
@@ -260,44 +251,33 @@ class Recordings:
 
 
 class Kinds(NamedTuple):
-    """Shapes of rounds that a server captures, with the budgets that bound them."""
+    """Shapes of rounds that a server captures, each on its own budget."""
 
-    most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
-    edited: list[tuple[Budget | None, RoundShape]]  # also used on smaller budgets
-    any: tuple[Budget | None, RoundShape]  # likewise
-    greedy: list[tuple[Budget | None, RoundShape]]  # by N, the fewest first; any K
+    most_used: list[RoundShape]  # the largest first
+    edited: list[RoundShape]  # also used on smaller budgets
+    any: RoundShape  # likewise
+    greedy: list[RoundShape]  # by N, the fewest first; any K
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
         """Return the kinds that a server with these settings captures."""
         bounds = budgets(Budget(config.num_particles, config.num_steps))
         rungs = bounds if config.adaptive else (None,)
-        shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
-        chats = [(rung, _filtered(shape)) for rung, shape in shapes]
+        shapes = [shape_of_server(config, rung) for rung in rungs]
+        chats = [shape._replace(filtered=True) for shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
-        largest = [one for one in most_used if one[0] == rungs[0]]
-        edited = [(rung, shape._replace(edits=True, logprobs=logprobs)) for rung, shape in largest]
-        of_any = rungs[0], shape_of_any(config, rungs[0], logprobs)
-        return cls(most_used, edited, of_any, _greedy(config, rungs))
+        largest = [shape for shape in most_used if shape.budget == rungs[0]]
+        edited = [shape._replace(edits=True, logprobs=logprobs) for shape in largest]
+        # Trees of the most steps, at temperature 0.
+        of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
+        trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
+        greedy = [shape._replace(walks=False, branches=True) for shape in trees]
+        return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy)
 
     @property
     def num_most_used(self) -> int:
         """Return the number of kinds that are captured at all batch sizes."""
         return len(self.most_used) + len(self.greedy)
-
-
-def _greedy(
-    config: SMCConfig, rungs: Sequence[Budget | None]
-) -> list[tuple[Budget | None, RoundShape]]:
-    """Return the shapes of batches at temperature 0, by N, with the most steps."""
-    greedy, most = verified_as_tree(config), config.num_steps
-    of_n = [one for one in reversed(rungs) if one is None or (one[0] > 1 and one[1] == most)]
-    shapes = [(rung, shape_of_server(greedy, rung)) for rung in of_n]
-    return [(rung, shape._replace(walks=False, branches=True)) for rung, shape in shapes]
-
-
-def _filtered(shape: RoundShape) -> RoundShape:
-    return shape._replace(filtered=True)
 
 
 def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:
@@ -312,10 +292,10 @@ def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> 
         sizes = shape.num_particles, shape.num_steps, vocab_size
         return round_bytes(*sizes, verifies=shape.walks, mixes=mixes)
 
-    of_any = of(kinds.any[1], mixes=True)
+    of_any = of(kinds.any, mixes=True)
     if not records:
-        return Room.without_recordings(free, of_any)
-    return Room.beside_recordings(free, max(of(shape) for _, shape in kinds.most_used), of_any)
+        return Room(max(int(SHARE * free // of_any), 1), 0, 0)
+    return Room.beside_recordings(free, max(map(of, kinds.most_used)), of_any)
 
 
 def record_rounds(
@@ -349,28 +329,26 @@ def record_rounds(
             f"{ranks.free_bytes / 2**30:.2f} GB are free, which hold no round of {wanted[0]} "
             "requests beside one that is launched call by call"
         )
-    tables.logprobs.make_room(logprobs)
+    tables.particles.logprobs.make_room(logprobs)
     tables.edits.make_room()
 
-    def graphs_of(
-        budget: Budget | None, shape: RoundShape, of: Sequence[int], config: SMCConfig = config
-    ) -> RoundGraphs:
-        padding = partial(RoundInputs.of_padding, config, budget, device=device)
+    def graphs_of(shape: RoundShape, of: Sequence[int], config: SMCConfig = config) -> RoundGraphs:
+        padding = partial(RoundInputs.of_padding, config, shape.budget, device=device)
         return RoundGraphs(play, shape, padding, of)
 
-    edited = [graphs_of(budget, shape, sizes.of_edited) for budget, shape in kinds.edited]
-    of_any = graphs_of(*kinds.any, sizes.of_any)
+    edited = [graphs_of(shape, sizes.of_edited) for shape in kinds.edited]
+    of_any = graphs_of(kinds.any, sizes.of_any)
     found: dict[Budget | None, list[RoundGraphs]] = {}
-    for budget, shape in kinds.most_used:
-        found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
+    for shape in kinds.most_used:
+        found.setdefault(shape.budget, []).append(graphs_of(shape, sizes.of_rounds))
     at_0 = verified_as_tree(config)
-    greedy = [graphs_of(rung, shape, sizes.of_rounds, at_0) for rung, shape in kinds.greedy]
+    greedy = [graphs_of(shape, sizes.of_rounds, at_0) for shape in kinds.greedy]
     most_used = [graphs for these in found.values() for graphs in these]
     every = [of_any, *edited, *most_used, *greedy]
     _record_all(every, record, ranks)
     of_budget = {budget: [*these, *edited, of_any] for budget, these in found.items()}
     launched = min(room.launched, sizes.of_passes[-1])  # so that their passes are replayed
-    return Recordings(of_budget, greedy, sizes, tables.logprobs, launched)
+    return Recordings(of_budget, greedy, sizes, tables.particles.logprobs, launched)
 
 
 def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None:

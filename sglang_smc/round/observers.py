@@ -28,10 +28,10 @@ class Traced(NamedTuple):
     """One round of the G requests of a batch; places beyond a request's own N are undefined."""
 
     begins: list[bool]  # of each request: whether this is its first round after a prefill
+    drafts: Drafts  # without distributions
     resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
     begun: Population  # at the start
     before: Population  # at the start, with the latest potential values
-    drafts: Drafts  # without distributions
     decision: Decision
     failure: torch.Tensor  # [G] int64 `Failure`
     extended: Population  # with the kept draft tokens, after resampling
@@ -130,18 +130,10 @@ class Traced(NamedTuple):
         return "dead" if bool(decision.all_zero[group]) else "evidence"
 
 
-def trace_of(
-    batch: RoundBatch,
-    resized_from: torch.Tensor | None,
-    begun: Population,
-    before: Population,
-    drafts: Drafts,
-    *others: Any,
-) -> Traced:
+def trace_of(batch: RoundBatch, drafts: Drafts, *others: Any) -> Traced:
     """Return the trace of a round, on the device; arguments as the fields of `Traced`."""
     begins = [state_of(req).take_start() for req in batch.reqs]
-    drafts = drafts._replace(q=None, held=None)
-    return Traced(begins, resized_from, begun, before, drafts, *others)
+    return Traced(begins, drafts._replace(q=None, held=None), *others)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:
@@ -162,15 +154,7 @@ def measure(
     p: TokenDistribution,
     drafts: Drafts,
 ) -> Population:
-    """Add the measurements of a round to the sums of its particles.
-
-    Args:
-        before: the particles at the start of the round.
-        after: the particles at its end.
-        ancestors: ``[G, N]`` of the latter among the former.
-        p: the target distribution after each prefix of each chain.
-        drafts: with q in the measured columns.
-    """
+    """Add the measurements of a round to the sums of its particles; see `smc.fidelity.watch`."""
     if drafts.coins is None or drafts.held is None:  # K = 0
         return after
     column = drafts.coins, batch.settings.num_steps, batch.settings.measured

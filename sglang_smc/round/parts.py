@@ -61,7 +61,6 @@ def assemble(
     draft: TpModelWorker | None,
     *,
     config: SMCConfig,
-    ops: Ops,
     states: RequestStates,
     tables: Tables,
     corpus: Corpus | None = None,
@@ -72,7 +71,6 @@ def assemble(
         target, draft: SGLang's workers of the two models, with their pools built; ``draft`` is
             None without a draft model.
         config: the server's options.
-        ops: the small operations.
         states: state of requests on the host.
         tables: state of requests on the device.
         corpus: texts of n-gram matches; None without such matches.
@@ -81,17 +79,16 @@ def assemble(
         ValueError: for a model that cannot run in rounds.
     """
     sizes = config.num_particles, config.num_steps + 1
-    passes, proposer = drafts.assemble(
-        drafts.ServerParts(target, draft, tables.ledger, ops.kind, *sizes)
-    )
-    steps = Steps(passes, proposer, tables.ledger, ops)
+    parts = drafts.ServerParts(target, draft, tables.ledger, tables.ops.kind, *sizes)
+    passes, proposer = drafts.assemble(parts)
+    steps = Steps(passes, proposer, tables.ledger, tables.ops)
     check_layers(target.model_runner)
     if draft is not None:
         runner = draft.model_runner
         check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
     rehearse(steps)
     begin = passes.init_from_prompt
-    prefill = Prefill(target, proposer, states, tables, ops, *sizes, begin)
+    prefill = Prefill(target, proposer, states, tables, sizes[1], begin)
     return steps, prefill, Round(steps, tables, corpus)
 
 

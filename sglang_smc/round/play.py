@@ -126,18 +126,17 @@ class Steps:
             The population, and the ancestor of each particle, ``[G, N]``.
         """
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
-        settings = batch.settings
-        step = weighing.by_method(
-            settings.scheme,
-            methods,
-            partial(
-                weighing.resize,
-                population.log_weights,
-                population.present,
-                settings.num_particles,
-                self.ops.uniforms(settings.seeds, batch.position, Purpose.RESIZE),
-            ),
+        settings, present = batch.settings, population.present
+        place = torch.arange(present.shape[1], device=present.device)
+        resample = partial(
+            weighing.resample,
+            population.log_weights,
+            present.sum(1) != settings.num_particles,
+            present,
+            self.ops.uniforms(settings.seeds, batch.position, Purpose.RESIZE),
+            after=place < settings.num_particles.unsqueeze(1),
         )
+        step = weighing.by_method(settings.scheme, methods, resample)
         ancestors, *_ = step
         # The draft may not have read the last emitted token yet; it does so in the particle's row.
         self._descend(batch, batch.committed - 1, ancestors)
@@ -206,10 +205,7 @@ class Steps:
         )
 
     def _q(
-        self,
-        batch: RoundBatch,
-        logits: torch.Tensor,
-        drawn: list[torch.Tensor],
+        self, batch: RoundBatch, logits: torch.Tensor, drawn: list[torch.Tensor]
     ) -> TokenDistribution:
         """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
         allowed = None
@@ -254,7 +250,7 @@ class Steps:
         read = torch.where(drafts.before_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
-        logits = self.target.chain_logits(Chains(chain, *where, [r.lora_id for r in batch.reqs]))
+        logits = self.target.chain_logits(Chains(chain, *where, batch.reqs))
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
@@ -277,10 +273,6 @@ class Steps:
             return logits, None
         return batch.rules.apply(logits, chains, first)
 
-    def apply_potentials(self, batch: RoundBatch, population: Population) -> Population:
-        """Update the weights to the latest potential values, and wait for them if necessary."""
-        return population.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
-
     def decide(
         self,
         batch: RoundBatch,
@@ -293,18 +285,18 @@ class Steps:
         shape, settings = batch.shape, batch.settings
         if shape.skips_draft:
             return decide_nothing(batch, population, p)
+        thresholds = _thresholds(batch, population)
         if shape.num_steps == 0:  # the target draws the next token, in every mode
-            decision, next_tokens = self._weigh(batch, population, drafts, p, log_p)
+            decision, next_tokens = self._weigh(batch, population, drafts, p, log_p, *thresholds)
             return decision._replace(verified=~settings.weighs), next_tokens
         found: tuple[Decision, TokenDistribution] | None = None
         if shape.walks or shape.branches:
             found = verify(batch, population, drafts, p, log_p)
         if shape.extends:
-            _, threshold = _thresholds(batch, population)
-            extended = extend_each(batch, population, drafts, p, threshold)
+            extended = extend_each(batch, population, drafts, p, thresholds[1])
             found = extended if found is None else unless(found, settings.extends, extended)
         if shape.weighs:
-            weighed = self._weigh(batch, population, drafts, p, log_p)
+            weighed = self._weigh(batch, population, drafts, p, log_p, *thresholds)
             mine = settings.weighs & ~settings.extends if shape.extends else settings.weighs
             found = weighed if found is None else unless(found, mine, weighed)
         assert found is not None
@@ -317,13 +309,14 @@ class Steps:
         drafts: Drafts,
         p: TokenDistribution,
         log_p: torch.Tensor,
+        num_steps: torch.Tensor,
+        ess_threshold: torch.Tensor,
     ) -> tuple[Decision, TokenDistribution]:
         """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
         settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
         if p.log_mass is not None:  # weights compare p before masks with q under them
             log_p = log_p + p.log_mass.view_as(log_p)
         own = self.ops.reweight_and_resample  # kernels need at least one column
-        num_steps, ess_threshold = _thresholds(batch, population)
         decision = (own if batch.shape.num_steps else weighing.reweight_and_resample)(
             population.log_weights,
             log_p[:, :, :-1],
@@ -502,7 +495,8 @@ class Round:
         p, log_p, shown = steps.score(batch, drafts, slots)
         begun = before
         if shape.has_scorers:
-            before = steps.apply_potentials(batch, before)  # potentials ran in parallel
+            # Potentials ran in parallel; what is missing is waited for.
+            before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
         of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
         failure = failure_of_round(*of_drafts, ~before.ended)
         # Reweight and resample, or verify.
@@ -511,7 +505,8 @@ class Round:
         continued = steps.add_bonus(batch, extended, next_tokens)
         ancestors = decision.ancestors
         if shown is not None:
-            listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
+            table = self._tables.particles.logprobs
+            listed = table.listed_ids(batch.rows, shape.logprobs.listed)
             continued = score_tails(before, continued, ancestors, shown, listed)
         continued = continued.stop(failure > 0)
         continued = measure(batch, before, continued, ancestors, p, drafts)
@@ -519,8 +514,8 @@ class Round:
         outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
         if not shape.traces:
             return outcome
-        made = drafts, decision, failure, extended, continued, narrowed, narrowed_to
-        return outcome._replace(trace=trace_of(batch, resized_from, begun, before, *made))
+        made = begun, before, decision, failure, extended, continued, narrowed, narrowed_to
+        return outcome._replace(trace=trace_of(batch, drafts, resized_from, *made))
 
     def play_in_slices(
         self,
@@ -555,10 +550,6 @@ class Round:
         batch, held = self._load_round(inputs, as_held, reqs)
         resized, ancestors = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
-        if resized.logprobs is not None:
-            self._tables.logprobs.scatter(batch.rows, resized.logprobs)
-        if resized.scores is not None:
-            self._tables.scores.scatter(batch.rows, resized.scores)
         return ancestors
 
     def _load_round(
@@ -566,18 +557,16 @@ class Round:
     ) -> tuple[RoundBatch, Population]:
         """Read the batch and its particles from the tables."""
         tables, rows = self._tables, inputs.rows
-        before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
+        widest = shape.num_particles, shape.max_tail
+        before = tables.particles.gather(rows, *widest, scored=shape.has_scorers)
+        if shape.logprobs.own:
+            own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
+            before = before._replace(logprobs=own)
         starts, last_two = before.output_lengths, before.last_two
         position = starts.amax(1, keepdim=True)  # [G, 1]
         # The shortest particle advances in every round; of verified proposals the longest may go.
         behind = starts.masked_fill(before.ended, torch.iinfo(starts.dtype).max)
         position = torch.minimum(position, behind.amin(1, keepdim=True))
-        if shape.logprobs.own:
-            widest = shape.num_particles, shape.max_tail
-            carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
-            before = before._replace(logprobs=carried)
-        if shape.has_scorers:
-            before = before._replace(scores=tables.scores.gather(rows, shape.num_particles))
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -588,7 +577,7 @@ class Round:
         if shape.has_rules:
             vocab_size = tables.requests.vocab_size
             rules = TextRules.of(list(reqs), before, vocab_size, rows.device)
-        edits = tables.edits.of_round(reqs, rows, settings, before) if shape.edits else None
+        edits = tables.edits.of(reqs, rows, settings, *before.uncounted) if shape.edits else None
         # Sampled chains that are verified must be independent.
         dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs
         batch = RoundBatch(
@@ -629,10 +618,8 @@ class Round:
 
         Args:
             continued: population before narrowing and the final draw.
-            narrowed: population after them.
+            narrowed, by_lag, log_evidence: of `Steps.narrow`.
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
-            by_lag: ``[G]`` bool: the lag bound dropped particles.
-            log_evidence: ``[G]`` float64 log Z-hat.
         """
         tables, shape, ops = self._tables, batch.shape, batch.ops
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
@@ -657,13 +644,10 @@ class Round:
         tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
-        if after.scores is not None:
-            tables.scores.scatter(batch.rows, after.scores)
         emitted = None
-        if after.logprobs is not None and narrowed.logprobs is not None:
-            tables.logprobs.scatter(batch.rows, after.logprobs)
-            roots = narrowed.roots[:, 0]
-            emitted = tables.logprobs.emitted(batch.rows, narrowed.logprobs, roots)
+        if narrowed.logprobs is not None:
+            of_roots = narrowed.logprobs, narrowed.roots[:, 0]
+            emitted = tables.particles.logprobs.emitted(batch.rows, *of_roots)
         settings = batch.settings
         counters = tables.counters.add_round(
             batch.rows,

@@ -9,14 +9,13 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
-from sglang_smc.rules.registry import TextRules, has_scorers
+from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
-from sglang_smc.smc.randomness import Purpose, stratified, uniforms
+from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
     from sglang_smc.proposers.base import DraftProposer
 
@@ -52,8 +50,6 @@ class Prefill:
         draft: the proposer.
         states: starts requests on the host.
         tables: state of requests on the device.
-        ops: the small operations.
-        num_particles: N of the server; requests may have fewer.
         num_columns: K + 1 of the server.
         init_from_prompt: the target's, see `ParticleForward`.
     """
@@ -64,8 +60,6 @@ class Prefill:
         draft: "DraftProposer",
         states: RequestStates,
         tables: Tables,
-        ops: Ops,
-        num_particles: int,
         num_columns: int,
         init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None]",
     ) -> None:
@@ -74,15 +68,30 @@ class Prefill:
         self._draft = draft
         self._states = states
         self._tables = tables
-        self._ops = ops
-        self._num_particles = num_particles
         self._num_columns = num_columns
 
     def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
         """Prefill a batch of prompts; the target's first token is an exact sample."""
-        result = self._read(batch, budget)
+        target = self._target
+        target.set_hicache_consumer(batch.hicache_consumer_index)
+        forward_batch = ForwardBatch.init_new(
+            batch, target.model_runner, return_hidden_states_before_norm=False
+        )
+        if self._draft.wants_states:
+            forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        draws = not batch.is_prefill_only
+        result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
+        output = result.logits_output
+        assert isinstance(output, LogitsProcessorOutput), "there is one pipeline stage alone"
+        # Used only here: SGLang would copy the hidden states to the host.
+        states, output.hidden_states = output.hidden_states, None
+        draft_logits = self._draft.read_prompts(batch, forward_batch, states)
+        if draws:
+            self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
+            tokens, failure = self.begin(batch, output, draft_logits, budget)
+            result.next_token_ids = mark_first(tokens, failure)
+        assert isinstance(result.next_token_ids, torch.Tensor), "the same"
         result.new_seq_lens = batch.seq_lens
-        assert isinstance(result.next_token_ids, torch.Tensor), "there is one pipeline stage alone"
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
@@ -132,28 +141,6 @@ class Prefill:
             with torch.no_grad():
                 self._draft.catch_up(Chains(*chains))
 
-    def _read(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
-        target = self._target
-        target.set_hicache_consumer(batch.hicache_consumer_index)
-        forward_batch = ForwardBatch.init_new(
-            batch, target.model_runner, return_hidden_states_before_norm=False
-        )
-        if self._draft.wants_states:
-            forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        draws = not batch.is_prefill_only
-        result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
-        output = result.logits_output
-        assert output is not None, "there is one pipeline stage alone"
-        # Used only here: SGLang would copy the hidden states to the host.
-        states, output.hidden_states = output.hidden_states, None
-        draft_logits = self._draft.read_prompts(batch, forward_batch, states)
-        if not draws:
-            return result
-        self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
-        tokens, failure = self.begin(batch, output, draft_logits, budget)
-        result.next_token_ids = mark_first(tokens, failure)
-        return result
-
     def begin(
         self,
         batch: "ScheduleBatch",
@@ -167,7 +154,8 @@ class Prefill:
             The tokens, and a `Failure` code ``[G]`` where either model's logits are invalid.
         """
         tables, reqs, rows = self._tables, batch.reqs, batch.req_pool_indices
-        logits = _logits(output)
+        logits = output.next_token_logits
+        assert logits is not None, "there is one pipeline stage alone"
         device = logits.device
         starts = self._states.begin(reqs, budget)
         tables.requests.write(starts)
@@ -181,11 +169,13 @@ class Prefill:
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edits = None
         if any(map(has_edits, reqs)):
-            edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)
+            none = torch.zeros_like(num_emitted).unsqueeze(1)  # [G, 1]: all are in the counts
+            texts = none.unsqueeze(2)[:, :, :0], none
+            edits = tables.edits.of(reqs, rows, settings, num_emitted.unsqueeze(1), *texts)
         last, allowed = self._edited(edits, rules, logits)
         greedy = settings.greedy if any(map(is_greedy, reqs)) else None
         filters = settings.filters if any(map(uses_filters, reqs)) else None
-        kind = self._ops.distribution
+        kind = tables.ops.distribution
         p = kind.of(last, settings.temperature, greedy, filters, allowed)
         powered, log_sum = p.to_power(settings.power)
         log_p = powered.log_probs()  # [G, V]
@@ -205,11 +195,9 @@ class Prefill:
             fidelity=fidelity_of(carried),
         )
         self._states.note_first(reqs, log_sum)
-        if any(map(has_scorers, reqs)):
-            tables.scores.begin(rows)
         if batch.return_logprob:
             shown = logprob_distribution(kind, last, settings.temperature, allowed)
-            tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
+            tables.particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
     def _draw(
@@ -228,30 +216,22 @@ class Prefill:
             log_p: ``[G, V]`` normalised.
             num_emitted: ``[G]`` output tokens before this one.
         """
-        particle = torch.zeros_like(num_emitted)  # a shared token is drawn with particle 0's number
-        drawn = sample(log_p, uniforms(settings.seeds, num_emitted, particle, Purpose.BONUS))
-        shared = drawn.unsqueeze(1)
-        if not any(has_open_token(req) for req in reqs):
+        num_particles, own = self._tables.particles.num_particles, self._tables.ops
+        places = num_emitted.unsqueeze(1).repeat(1, num_particles)  # [G, N]
+        numbers = own.uniforms(settings.seeds, places, Purpose.BONUS)
+        shared = sample(log_p, numbers[:, 0]).unsqueeze(1)
+        if not any(map(has_open_token, reqs)):
             return shared, torch.zeros_like(shared, dtype=torch.bool)
-        own = self._own_tokens(settings, log_p, num_emitted)
+        particle = torch.arange(num_particles, device=log_p.device)
+        present, nothing = particle < settings.num_particles.unsqueeze(1), torch.zeros_like(places)
+        same_text = own.same_text(nothing.unsqueeze(2), nothing, present)
+        numbers, _ = own.stratify(numbers, same_text)
+        drawn = sample(log_p.unsqueeze(1).expand(-1, num_particles, -1), numbers)
         is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])
-        tokens = torch.where(is_open, own, shared)
+        tokens = torch.where(is_open, drawn, shared)
         cells, positions = tokens.unsqueeze(2), num_emitted.view(-1, 1, 1)  # [G, N, 1]
         ends = rules.ends(settings.ends(cells, positions), cells, None).squeeze(2)
         return tokens, ends & is_open  # SGLang itself checks a shared token for an end
-
-    def _own_tokens(
-        self, settings: Settings, log_p: torch.Tensor, num_emitted: torch.Tensor
-    ) -> torch.Tensor:
-        """Draw a first token for each particle, ``[G, N]``, stratified."""
-        particle = torch.arange(self._num_particles, device=log_p.device)
-        places = num_emitted.unsqueeze(1)
-        numbers = uniforms(settings.seeds.unsqueeze(1), places, particle, Purpose.BONUS)
-        present = particle < settings.num_particles.unsqueeze(1)
-        itself = torch.eye(len(particle), dtype=torch.bool, device=log_p.device)
-        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | itself
-        rows = log_p.unsqueeze(1).expand(-1, len(particle), -1)
-        return sample(rows, stratified(numbers, same_text))
 
     def _edited(
         self, edits: Edits | None, rules: TextRules, logits: torch.Tensor
@@ -267,12 +247,6 @@ class Prefill:
             len(logits), 1, 0, dtype=torch.int64, device=logits.device
         )  # [G, N, J]
         if edits is not None:
-            self._ops.edit_logits(rows, edits, nothing, 0)
+            self._tables.ops.edit_logits(rows, edits, nothing, 0)
         edited, allowed = rules.apply(rows, nothing, 0)
         return edited.squeeze(2), None if allowed is None else allowed.squeeze(2)
-
-
-def _logits(output: "LogitsProcessorOutput | PPProxyTensors | None") -> torch.Tensor:
-    """Return the next-token logits of each prompt, ``[G, V]``; there is one pipeline stage."""
-    assert isinstance(output, LogitsProcessorOutput) and output.next_token_logits is not None
-    return output.next_token_logits

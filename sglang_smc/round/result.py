@@ -6,7 +6,7 @@ device, in tables keyed by `req_pool_idx`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -110,69 +110,39 @@ class Outcome(NamedTuple):
         return each_tensor(lambda column: column[:size].clone(), self)
 
 
-_OF_SGLANG = {field.name for field in fields(GenerationBatchResult)}
-
-
-@dataclass
+@dataclass(kw_only=True)
 class SMCBatchResult(GenerationBatchResult):
-    """`GenerationBatchResult` with SMC's fields; the worker fills it, the host reads it."""
+    """`GenerationBatchResult` with a round's outcome, which the host reads."""
 
-    correct_drafts: torch.Tensor | None = None  # [G] kept columns of draft tokens
-    counters: torch.Tensor | None = None  # [G, len(Counters)] float64
-    failure: torch.Tensor | None = None  # [G] int64 `Failure`
-    particles: Population | None = None  # where some request sets return_particles
-    first_tokens: torch.Tensor | None = (
-        None  # [G] the first token of prefill, -1 while particles differ
-    )
-    logprobs: Emitted | None = None  # of tokens and first_tokens
-    trace: Traced | None = None  # where some request sets trace
-    monitor: Monitor | None = None
-    budgets: list[Budget] | None = None  # N and K of each request in this round
+    outcome: Outcome
+    monitor: Monitor  # counts the round
+    budgets: list[Budget]  # N and K of each request in this round
     policy: Policy | None = None  # updated by them
     corpus: Corpus | None = None  # to which emitted tokens are added
 
     @classmethod
-    def of(cls, outcome: Outcome, monitor: Monitor, replayed: bool = False) -> "SMCBatchResult":
-        """Return a round's outcome in the scheduler's form.
-
-        Args:
-            outcome: of the round.
-            monitor: counts the round.
-            replayed: whether the round was a replay of a CUDA graph.
-        """
+    def of(cls, outcome: Outcome, **others: Any) -> "SMCBatchResult":
+        """Return a round's outcome in the scheduler's form; others are fields."""
         tokens = outcome.tokens.flatten()
+        has_logprobs = outcome.logprobs is not None
         return cls(
+            outcome=outcome,
             next_token_ids=tokens,
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
             next_draft_input=as_eagle(SMCDraftInput(outcome.last_emitted)),
             speculative_num_draft_tokens=outcome.tokens.shape[1],
-            correct_drafts=outcome.num_correct_drafts,
-            counters=outcome.counters,
-            failure=outcome.failure,
-            first_tokens=outcome.first_tokens,
-            particles=outcome.particles,
-            logits_output=None
-            if outcome.logprobs is None
-            else LogitsProcessorOutput(next_token_logits=None),
-            logprobs=outcome.logprobs,
-            trace=outcome.trace,
-            can_run_cuda_graph=replayed,
-            monitor=monitor,
+            logits_output=LogitsProcessorOutput(next_token_logits=None) if has_logprobs else None,
             # SGLang drops these two batches later, after it has waited for the copies: until then
             # the next round, on the stream that allocated the memory, must not reuse it.
             extra_keep_alive_refs=[outcome, tokens],
+            **others,
         )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """Copy this class's fields to the host along with SGLang's, on the copy stream.
-
-        All fields of this class are copied, so that none is forgotten. The next round reads only
-        SGLang's own fields on the device.
-        """
-        for field in fields(self):
-            if field.name not in _OF_SGLANG:
-                setattr(self, field.name, on_host(getattr(self, field.name)))
+        """Copy the outcome to the host, on the copy stream, then what else SGLang has."""
+        self.outcome = on_host(self.outcome)
+        self.next_token_ids, self.accept_lens = self.outcome.tokens.flatten(), self.outcome.counts
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(
@@ -183,21 +153,20 @@ class SMCBatchResult(GenerationBatchResult):
         SGLang counts the emitted tokens, less one, as accepted draft tokens. An SMC round may emit
         no token, or those of several rounds at once: its kept columns are counted instead.
         """
-        assert self.correct_drafts is not None and self.counters is not None
-        assert self.monitor is not None and self.failure is not None
+        outcome = self.outcome
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
         before = [_set_aside(req) for req in batch.reqs]
-        totals = self.counters.tolist()
+        totals = outcome.counters.tolist()
         self._keep_particles(batch.reqs, live)
         self._close_tokens(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
         process.active.ranks.add(tokens)
-        kept = self.correct_drafts.tolist()
+        kept = outcome.num_correct_drafts.tolist()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
-        if self.logprobs is not None:
+        if outcome.logprobs is not None:
             assert self.logits_output is not None
-            deliver(self.logits_output, self.logprobs.tails, list(map(len, tokens)), batch.reqs)
+            deliver(self.logits_output, outcome.logprobs.tails, list(map(len, tokens)), batch.reqs)
         for i, req in enumerate(batch.reqs):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
@@ -213,38 +182,37 @@ class SMCBatchResult(GenerationBatchResult):
         self, group: int, req: "Req", num_kept: int, emitted: list[int], totals: list[float]
     ) -> None:
         """Add one request's round to its state and to the server's statistics."""
-        assert self.monitor is not None and self.failure is not None
-        state = state_of(req)
+        state, outcome = state_of(req), self.outcome
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
         config, replayed = state.config, self.can_run_cuda_graph
         kinds = config.weighs, num_kept, len(emitted), replayed, config.greedy
         self.monitor.add(Played(gains, *kinds))
-        if self.policy is not None and self.budgets is not None:
+        if self.policy is not None:
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
-        end_failed(req, int(self.failure[group]))
-        if self.trace is not None and config.trace:
-            state.rounds.append(self.trace.record_of(group, state, emitted, totals[-1]))
+        end_failed(req, int(outcome.failure[group]))
+        if outcome.trace is not None and config.trace:
+            state.rounds.append(outcome.trace.record_of(group, state, emitted, totals[-1]))
 
     def _keep_particles(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Store the particles of requests that set ``return_particles``, with own first tokens."""
-        if self.particles is None:
+        if self.outcome.particles is None:
             return
         for group, req in enumerate(reqs):
             state = state_of(req)
             if live[group] and state.config.return_particles:
-                state.particles = particles_of(req, self.particles, group)
+                state.particles = particles_of(req, self.outcome.particles, group)
 
     def _close_tokens(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Close open first tokens, before rules read the tokens after them."""
-        if self.first_tokens is None:
+        if self.outcome.first_tokens is None:
             return
-        each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
+        each = zip(reqs, self.outcome.first_tokens.tolist(), live, strict=True)
         for i, (req, token, lives) in enumerate(each):
             if lives and token >= 0 and has_open_token(req):
-                logprobs = self.logprobs if req.return_logprob else None
+                logprobs = self.outcome.logprobs if req.return_logprob else None
                 registry.close_token(
                     req, token, None if logprobs is None else float(logprobs.first[i])
                 )

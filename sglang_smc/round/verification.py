@@ -161,7 +161,8 @@ def _verified(
         found = verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
     else:
         own = {"num_steps": num_steps, "num_chains": num_chains}
-        found = verification.verify(ops, tokens, ends, p, drafts.q, uniforms, **own)
+        walk = ops.begin_walk, ops.walk_on
+        found = verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, **own)
     drafted = num_steps > 0  # a captured round may be wider than all of its groups
     num_columns, rejects = found.num_columns.where(drafted, 0), found.rejects & drafted
     return found._replace(num_columns=num_columns, rejects=rejects)

@@ -103,22 +103,13 @@ def _signed(number: int) -> int:
     return low - (1 << 64) if low >> 63 else low
 
 
-def equal_texts(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Compare the particles' sequences: ``[G, N, J]``, lengths ``[G, N]`` to ``[G, N, N]`` bool.
-
-    Sequences are compared by 64-bit hashes. After a collision the two particles' draws would
-    depend on each other, and each would still have its distribution.
-    """
-    column = torch.arange(texts.shape[2], device=texts.device)
-    terms = mix(texts ^ mix(column))
-    keys = torch.where(column < lengths.unsqueeze(2), terms, 0).sum(2)  # [G, N]
-    return keys.unsqueeze(2) == keys.unsqueeze(1)
-
-
 def same_text(
     texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
 ) -> torch.Tensor:
     """Return the siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
+
+    Sequences are compared by 64-bit hashes. After a collision the two particles' draws would
+    depend on each other, and each would still have its distribution.
 
     Args:
         texts: ``[G, N, J]`` the token before each tail, and the tail; the rest is common to all.
@@ -128,13 +119,11 @@ def same_text(
     itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
     if len(itself) == 1:
         return itself.expand(len(texts), 1, 1)
-    same = equal_texts(texts, lengths + 1)
+    column = torch.arange(texts.shape[2], device=texts.device)
+    terms = mix(texts ^ mix(column))
+    keys = torch.where(column <= lengths.unsqueeze(2), terms, 0).sum(2)  # [G, N]
+    same = keys.unsqueeze(2) == keys.unsqueeze(1)
     return itself | (same & may_stratify.unsqueeze(2) & may_stratify.unsqueeze(1))
-
-
-def still_same(same_text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the siblings ``[G, N, N]`` that remain so after one more token each, ``[G, N]``."""
-    return same_text & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
 
 
 def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
@@ -165,5 +154,5 @@ def stratify(
     if uniforms.shape[1] == 1:
         return uniforms, same_text
     if tokens is not None:
-        same_text = still_same(same_text, tokens)
+        same_text = same_text & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
     return stratified(uniforms, same_text), same_text

@@ -39,7 +39,7 @@ lineage); an infinite one is exact.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -232,18 +232,9 @@ class Walk(NamedTuple):
     found: Verified  # the longest prefix accepted so far
 
 
-class Walker(Protocol):
-    """Operations of a walk: `begin_walk` and `walk_on`, or kernels."""
-
-    @property
-    def begin_walk(self) -> Callable[..., Walk]: ...
-
-    @property
-    def walk_on(self) -> Callable[..., Walk]: ...
-
-
 def verify(
-    walker: Walker,
+    begin_walk: Callable[..., Walk],
+    walk_on: Callable[..., Walk],
     tokens: torch.Tensor,
     ends: torch.Tensor,
     p: TokenDistribution,
@@ -259,7 +250,7 @@ def verify(
     round stops depends on all its columns, so the numbers of later columns must not be reused.
 
     Args:
-        walker: the torch functions of this module, or kernels.
+        begin_walk, walk_on: the functions of this module, or kernels.
         tokens: ``[G, N, K]`` int64, drafted from q.
         ends: ``[G, N, K]`` bool: the sequence ends with this token, and with it the walk.
         p: of ``G * N * (K + 1)`` draws; that of column k follows a chain's first k tokens.
@@ -274,11 +265,11 @@ def verify(
     if num_chains is None:
         num_chains = tokens.new_full((size,), max_chains)
     chains = Chains(tokens, ends, uniforms, num_steps)
-    walk = walker.begin_walk(chains, num_chains, p.scores.shape[1])
+    walk = begin_walk(chains, num_chains, p.scores.shape[1])
     for step in range(max_steps):
         log_p = p._replace(rows=walk.p_row).log_probs()  # [G, V]
         log_q = q[step]._replace(rows=walk.q_row).log_probs()
-        walk = walker.walk_on(walk, chains, log_p, log_q, step)
+        walk = walk_on(walk, chains, log_p, log_q, step)
     return walk.found
 
 

@@ -332,27 +332,29 @@ def resample(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     method: str,
+    after: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resample the groups in ``where``; the others keep their particles and weights.
 
     Args:
         log_weights: ``[G, N]``, at least one finite per group.
-        where: ``[G]`` bool.
-        present: ``[G, N]`` bool.
+        where, present: ``[G]`` and ``[G, N]`` bool.
         uniforms: ``[G, N]`` float64.
         method: a key of `SCHEMES`.
+        after: ``[G, N]`` bool: the particles from now on, in the first places; None: ``present``.
 
     Returns:
         Ancestors ``[G, N]``, log-weights ``[G, N]``, and what is added to log Z-hat ``[G]``.
     """
-    num_particles = present.sum(1)
-    chosen = SCHEMES[method](normalized(log_weights), uniforms, num_particles)
+    after = present if after is None else after
+    chosen = SCHEMES[method](normalized(log_weights), uniforms, after.sum(1))
     stay = torch.arange(chosen.shape[1], device=chosen.device)
-    selected = where.unsqueeze(1) & present
+    equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
+    redrawn = where.unsqueeze(1)
     return (
-        torch.where(selected, chosen, stay),
-        torch.where(selected, 0.0, log_weights),
-        torch.where(where, log_mean_exp(log_weights, num_particles), 0.0),
+        torch.where(redrawn & after, chosen, stay),
+        torch.where(redrawn, equal, log_weights),
+        torch.where(where, log_mean_exp(log_weights, present.sum(1)), 0.0),
     )
 
 
@@ -438,35 +440,3 @@ def majority_vote(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Ten
     log_share = won.logsumexp(1, keepdim=True) - log_weights.logsumexp(1, keepdim=True)
     is_decided = log_share.isfinite()  # some particle of positive weight has an answer
     return torch.where(is_decided, won - log_share, log_weights)
-
-
-def resize(
-    log_weights: torch.Tensor,
-    present: torch.Tensor,
-    num_particles: torch.Tensor,
-    uniforms: torch.Tensor,
-    method: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Resample the groups that change their number of particles; the others stay as they are.
-
-    Args:
-        log_weights: ``[G, N]``, at least one finite per group; N is at least both sizes.
-        present: ``[G, N]`` bool: the particles so far.
-        num_particles: ``[G]`` int64 from now on: those of the first places.
-        uniforms: ``[G, N]`` float64.
-        method: a key of `SCHEMES`.
-
-    Returns:
-        Ancestors, log-weights and evidence, as `resample`.
-    """
-    place = torch.arange(log_weights.shape[1], device=log_weights.device)
-    before = present.sum(1)
-    changes, after = before != num_particles, place < num_particles.unsqueeze(1)
-    drawn = SCHEMES[method](normalized(log_weights), uniforms, num_particles)
-    equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
-    redrawn = changes.unsqueeze(1)
-    return (
-        torch.where(redrawn & after, drawn, place),
-        torch.where(redrawn, equal, log_weights),
-        torch.where(changes, log_mean_exp(log_weights, before), 0.0),
-    )

@@ -11,7 +11,6 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc.edits import EditColumns, Edits
-from sglang_smc.state.population import Population
 from sglang_smc.state.settings import Settings
 
 _NEUTRAL = (0.0, 0.0, 1.0)
@@ -66,50 +65,27 @@ class EditTable:
             if _penalizes(req):
                 ids = on_device(self._device, list(req.output_ids), torch.int64)
                 counts[row].zero_().index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-            if _biases(req):
-                ids, values = _spread(req)
-                biases = on_device(self._device, values, torch.float32)
-                bias[row].zero_().index_copy_(0, on_device(self._device, ids), biases)
+            if biased := req.sampling_params.logit_bias:
+                each = {int(token): value for token, value in biased.items()}
+                biases = on_device(self._device, list(each.values()), torch.float32)
+                bias[row].zero_().index_copy_(0, on_device(self._device, list(each)), biases)
 
-    def of_round(
+    def of(
         self,
         reqs: Sequence[Req],
         rows: torch.Tensor,
         settings: Settings,
-        population: Population,
+        *of_texts: torch.Tensor,
     ) -> Edits:
-        """Return the edits of a round; without requests, of any request in ``rows`` ``[G]``."""
-        # The last emitted token is not in the counts: particles may differ in a first token.
-        texts, lengths = population.texts[:, :, 1:], population.lengths + 1
-        groups = _edited_groups(reqs) if reqs else range(len(rows))
-        return self._edits(groups, rows, settings, population.output_lengths, texts, lengths)
+        """Return the edits of a batch; without requests, of any request in ``rows`` ``[G]``.
 
-    def of_prefill(
-        self,
-        reqs: Sequence[Req],
-        rows: torch.Tensor,
-        settings: Settings,
-        num_emitted: torch.Tensor,
-    ) -> Edits:
-        """Return the edits of requests in prefill, after ``num_emitted`` ``[G]`` tokens.
-
-        `begin` must have stored them.
+        Args:
+            of_texts: `Edits.starts`, `Edits.texts` and `Edits.lengths`.
         """
-        starts = num_emitted.unsqueeze(1)  # [G, 1]
-        nothing = starts.unsqueeze(2)[:, :, :0]  # [G, 1, 0]
-        lengths = torch.zeros_like(starts)
-        return self._edits(_edited_groups(reqs), rows, settings, starts, nothing, lengths)
-
-    def _edits(
-        self, groups: Sequence[int], rows: torch.Tensor, settings: Settings, *of_texts: torch.Tensor
-    ) -> Edits:
-        """Return edits of ``groups``, by starts, texts and lengths."""
+        groups = range(len(rows))
         columns = EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
-        return Edits(columns, groups, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
-
-
-def _edited_groups(reqs: Sequence[Req]) -> list[int]:
-    return [group for group, req in enumerate(reqs) if has_edits(req)]
+        edited = [group for group in groups if has_edits(reqs[group])] if reqs else groups
+        return Edits(columns, edited, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
 
 
 def _rates(req: Req) -> tuple[float, float, float]:
@@ -123,11 +99,3 @@ def _penalizes(req: Req) -> bool:
 
 def _biases(req: Req) -> bool:
     return bool(req.sampling_params.logit_bias)
-
-
-def _spread(req: Req) -> tuple[list[int], list[float]]:
-    """Return the biased tokens, each once, and their biases."""
-    biased = req.sampling_params.logit_bias
-    assert biased is not None, "asked of a request that biases"
-    values = {int(token): value for token, value in biased.items()}
-    return list(values), list(values.values())

@@ -23,6 +23,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc import weighing
@@ -110,7 +111,7 @@ class LogprobTable:
     def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
         self._shape = (num_rows, num_particles, max_tail + 1)
         self._device = device
-        self._widths = NO_LOGPROBS
+        self.widths = NO_LOGPROBS  # captured rounds write to the table of their capture time
         self._columns: TailLogprobs | None = None
         self._ids = torch.zeros(num_rows, MOST_LISTED, dtype=torch.int64, device=device)
         self._first = torch.zeros(num_rows, num_particles, device=device)
@@ -146,11 +147,6 @@ class LogprobTable:
             lists = [(ids or [])[: widths.listed] for ids in listed]
             padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]
             self._ids[rows, : widths.listed] = on_device(self._device, padded)
-
-    @property
-    def widths(self) -> LogprobWidths:
-        """Return the allocated widths. Captured rounds write to the table of their capture time."""
-        return self._widths
 
     def listed_ids(self, rows: torch.Tensor, num_listed: int) -> torch.Tensor:
         """Return the token ids that the requests in ``rows`` list, ``[G, num_listed]``."""
@@ -196,20 +192,20 @@ class LogprobTable:
         Graphs that were captured before write to the old table, which is no longer read: see
         `widths`.
         """
-        had, before = self._widths, self._columns
-        self._widths = LogprobWidths(*map(max, had, widths))
-        if self._widths == had:
+        had, before = self.widths, self._columns
+        self.widths = LogprobWidths(*map(max, had, widths))
+        if self.widths == had:
             return
 
         def zeros(*width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(*self._shape, *width, dtype=dtype, device=self._device)
 
-        num_top = self._widths.top
+        num_top = self.widths.top
         self._columns = TailLogprobs(
             own=zeros(),
             top=zeros(num_top),
             top_ids=zeros(num_top, dtype=torch.int64),
-            listed=zeros(self._widths.listed),
+            listed=zeros(self.widths.listed),
         )
         if before is not None:
             for view, values in zip(self._views(*self._shape[1:], *had[1:]), before, strict=True):
@@ -232,38 +228,6 @@ class Scores(NamedTuple):
     def descend(self, ancestors: torch.Tensor) -> "Scores":
         """Copy the values of ``ancestors[g, n]`` to particle n."""
         return Scores(*(column.gather(1, ancestors) for column in self))
-
-
-class ScoreTable:
-    """Potential values between rounds, one row per request.
-
-    Args:
-        num_rows: rows of SGLang's request pool, the padding row included.
-        num_particles: N.
-    """
-
-    def __init__(self, num_rows: int, num_particles: int, device: str) -> None:
-        shape = (num_rows, num_particles)
-        self._columns = Scores(
-            log_values=torch.zeros(shape, dtype=torch.float64, device=device),
-            complete=torch.zeros(shape, dtype=torch.bool, device=device),
-            answers=torch.zeros(shape, dtype=torch.int64, device=device),
-        )
-
-    def begin(self, rows: torch.Tensor) -> None:
-        """Reset the requests in ``rows`` ``[G]``: their sequences are not scored yet."""
-        for column in self._columns:
-            column[rows] = 0
-
-    def gather(self, rows: torch.Tensor, num_particles: int) -> Scores:
-        """Return the values of the first particles of the requests in ``rows`` ``[G]``."""
-        return Scores(*(column[:, :num_particles][rows] for column in self._columns))
-
-    def scatter(self, rows: torch.Tensor, scores: Scores) -> None:
-        """Store the values of the particles of the requests in ``rows`` ``[G]``."""
-        num_particles = scores.complete.shape[1]
-        for column, values in zip(self._columns, scores, strict=True):
-            column[:, :num_particles][rows] = values
 
 
 # Columns of `Population.texts` beside the tail: two tokens before it, and one place that collects
@@ -313,6 +277,14 @@ class Population(NamedTuple):
     def output_lengths(self) -> torch.Tensor:
         """Return the output length of each particle, emitted tokens included, ``[G, N]``."""
         return self.num_emitted.unsqueeze(1) + self.lengths
+
+    @property
+    def uncounted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return starts, texts and lengths of `smc.edits.Edits`.
+
+        The last emitted token is not in the counts: particles may differ in a first token.
+        """
+        return self.output_lengths, self.texts[:, :, 1:], self.lengths + 1
 
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
         """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``.
@@ -401,16 +373,14 @@ class Population(NamedTuple):
         finished = self.is_finished().unsqueeze(1)
         return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
 
-    def shares_last_token(self) -> torch.Tensor:
-        """Return whether a group's particles share the last emitted token, ``[G]`` bool.
-
-        Where they do not, no token behind it is emitted.
-        """
-        return ((self.last_emitted == self.last_emitted[:, :1]) | ~self.present).all(1)
-
     def first_token(self) -> torch.Tensor:
-        """Return the last emitted token of each group, ``[G]``; -1 where its particles differ."""
-        return torch.where(self.shares_last_token(), self.last_emitted[:, 0], -1)
+        """Return the last emitted token of each group, ``[G]``; -1 where its particles differ.
+
+        There no token behind it is emitted.
+        """
+        shared = self.last_emitted[:, 0]
+        alike = (self.last_emitted == shared.unsqueeze(1)) | ~self.present
+        return torch.where(alike.all(1), shared, -1)
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Move the first ``counts[g]`` tokens, common to all tails, to the emitted output."""
@@ -435,43 +405,60 @@ class ParticleTable:
 
     def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
         shape = (num_rows, num_particles)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
         self.num_particles = num_particles
+        self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
         self._columns = Population(
-            texts=torch.zeros(*shape, max_tail + _NO_TAIL, dtype=torch.int64, device=device),
-            lengths=torch.zeros(shape, dtype=torch.int64, device=device),
-            ended=torch.zeros(shape, dtype=torch.bool, device=device),
-            log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
-            num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
-            present=torch.zeros(shape, dtype=torch.bool, device=device),
-            roots=torch.zeros(shape, dtype=torch.int64, device=device),
-            unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
-            fidelity=torch.zeros(*shape, len(NAMES), dtype=torch.float64, device=device),
+            texts=zeros(*shape, max_tail + _NO_TAIL),
+            lengths=zeros(*shape),
+            ended=zeros(*shape, dtype=torch.bool),
+            log_weights=zeros(*shape, dtype=torch.float64),
+            num_emitted=zeros(num_rows),
+            log_evidence=zeros(num_rows, dtype=torch.float64),
+            present=zeros(*shape, dtype=torch.bool),
+            roots=zeros(*shape),
+            unread=zeros(num_rows, dtype=torch.bool),
+            fidelity=zeros(*shape, len(NAMES), dtype=torch.float64),
+            scores=Scores(
+                log_values=zeros(*shape, dtype=torch.float64),
+                complete=zeros(*shape, dtype=torch.bool),
+                answers=zeros(*shape),
+            ),
         )
 
-    def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, *, scored: bool = False
+    ) -> Population:
         """Return the populations of the requests in ``rows`` ``[G]``, no larger than needed.
 
         Args:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can have when the round ends.
+            scored: whether they carry potential values.
         """
-        views = self._views(num_particles, max_tail)
-        return Population(*(view[rows] for view in views), logprobs=None, scores=None)
+        views = self._views(num_particles, max_tail + _NO_TAIL, scored)
+        return tree_map_only(torch.Tensor, lambda view: view[rows], views)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
-        """Store the populations of ``rows`` ``[G]``, without the parts that only some carry."""
+        """Store the populations of ``rows`` ``[G]``, with what they carry."""
         _, num_particles, width = population.texts.shape
-        *columns, _, _ = population
-        views = self._views(num_particles, width - _NO_TAIL)
-        for view, values in zip(views, columns, strict=True):
-            view[rows] = values
+        views = self._views(num_particles, width, population.scores is not None)
+        values = tree_leaves(population._replace(logprobs=None))
+        for view, of_batch in zip(tree_leaves(views), values, strict=True):
+            if of_batch is not None:
+                view[rows] = of_batch
+        if population.logprobs is not None:
+            self.logprobs.scatter(rows, population.logprobs)
 
-    def _views(self, num_particles: int, max_tail: int) -> list[torch.Tensor]:
+    def _views(self, num_particles: int, width: int, scored: bool) -> Population:
         """Return the part of the table for populations of this size."""
-        texts, *others, _, _ = self._columns
-        small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
-        return [texts[:, :num_particles, : max_tail + _NO_TAIL], *small]
+        columns = self._columns if scored else self._columns._replace(scores=None)
+        cut = slice(None), slice(num_particles)
+        few = tree_map_only(torch.Tensor, lambda column: column[cut[: column.dim()]], columns)
+        return few._replace(texts=few.texts[:, :, :width])
 
     def begin(
         self,
@@ -502,3 +489,5 @@ class ParticleTable:
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False
         columns.fidelity[rows] = 0.0 if fidelity is None else fidelity.unsqueeze(1)
+        for column in columns.scores or ():  # sequences that are not scored yet
+            column[rows] = 0

@@ -28,7 +28,6 @@ import msgspec
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.kv.arena import remaining
 from sglang_smc.options.policy import Dial
@@ -37,7 +36,6 @@ from sglang_smc.options.request import (
     RequestConfig,
     apply_budget,
     config_of,
-    request_config,
     union,
 )
 from sglang_smc.options.server import SMCConfig
@@ -348,11 +346,6 @@ class RequestStates:
             end_request(req, f"The request has {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         state.runners = tuple(self._callers[spec.name] for spec in specs)
-
-    def padding(self) -> Start:
-        """Return the settings of SGLang's padding row, with the server's defaults."""
-        params = SamplingParams(max_new_tokens=1)
-        return Start(0, 0, params, request_config(self._config, None), frozenset())
 
     def note_first(self, reqs: list[Req], log_sums: torch.Tensor) -> None:
         """Store the log-weights of first tokens ``[G]``, which are 0 if p is the target.

@@ -35,8 +35,8 @@ from sglang_smc.options.request import (
 )
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import costs
-from sglang_smc.round.batch import RoundInputs
-from sglang_smc.round.costs import costs_of_rounds
+from sglang_smc.round.batch import RoundInputs, RoundShape
+from sglang_smc.round.costs import costs_of_launched
 from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
 
@@ -190,11 +190,12 @@ def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed(
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(costs, "time", clock)
 
-    def play(budget: Budget, size: int) -> None:
-        played.append((budget, size))
+    def play(inputs: RoundInputs, shape: RoundShape) -> None:
+        budget = Budget(shape.num_particles, shape.num_steps)
+        played.append((budget, len(inputs.rows)))
         clock.now += 0.02 if budget == OFF else 0.002  # the smallest round is disturbed
 
-    found = costs_of_rounds(play, Budget(8, 8), most_requests=20, device="cpu")
+    found = costs_of_launched(play, SMCConfig(), most_requests=20, device="cpu")
     sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
     assert sizes[Budget(8, 8)] == [1, 4] and sizes[OFF] == [1, 4, 16]
     assert len(played) == 4 * sum(map(len, sizes.values()))

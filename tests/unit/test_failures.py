@@ -8,6 +8,7 @@ import pytest
 import torch
 from edit_cases import Echo, make_req
 from hostile import HOSTILE
+from populations import outcome_of
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from sglang_smc.round.result import SMCBatchResult
@@ -22,7 +23,7 @@ from sglang_smc.state.failures import (
     mark_first,
     take_mark,
 )
-from sglang_smc.state.metrics import Counters, Monitor
+from sglang_smc.state.metrics import Monitor
 
 NAN, INF = float("nan"), float("inf")
 
@@ -125,13 +126,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
     reqs = [request(), request(), request(is_retracted=True)]  # the last one's results mean nothing
-    result = SMCBatchResult(
-        correct_drafts=torch.zeros(3, dtype=torch.int64),
-        counters=torch.zeros(3, len(Counters._fields)),
-        accept_lens=torch.zeros(3, dtype=torch.int64),
-        failure=torch.tensor([0, 2, 1]),
-        monitor=Monitor(100),
-    )
+    outcome = outcome_of(3, failure=torch.tensor([0, 2, 1]))
+    result = SMCBatchResult.of(outcome, monitor=Monitor(100), budgets=[])
     result.resolve(SimpleNamespace(reqs=reqs), lambda: [[], [], []])  # type: ignore[arg-type]
     assert [req.to_finish is not None for req in reqs] == [False, True, False]
     assert "draft model's logits" in reqs[1].to_finish.message

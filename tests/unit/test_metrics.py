@@ -11,8 +11,8 @@ from unittest import mock
 
 import prometheus_client
 import pytest
-import torch
 from edit_cases import make_req
+from populations import outcome_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from toy_request import ToyRequest
@@ -332,7 +332,7 @@ def test_a_round_is_booked_by_what_it_gained_and_whether_it_is_greedy(is_greedy:
     req.smc_state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
     req.smc_state.counters = [*gains(rounds_ct=3, ess_sum=10)]
     req.spec_num_correct_drafts, req.update_spec_correct_drafts_histogram = 0, mock.Mock()
-    result = SMCBatchResult(monitor=watching, failure=torch.zeros(1, dtype=torch.int64))
+    result = SMCBatchResult.of(outcome_of(1), monitor=watching, budgets=[])
     result._take(0, req, 0, [], [*gains(rounds_ct=4, ess_sum=12.5)])
     (one,) = watching.add.call_args.args
     assert (one.is_greedy, one.gained) == (is_greedy, gains(rounds_ct=1, ess_sum=2.5))

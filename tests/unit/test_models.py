@@ -21,7 +21,7 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import load_own
-from sglang_smc.proposers.base import LanguageModel
+from sglang_smc.proposers.base import DraftSlots, LanguageModel
 from sglang_smc.proposers.eagle3 import spread
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
@@ -329,31 +329,26 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 markers differ")
 
 
-def chains(*tokens: list[int]) -> Chains:
-    rest: Any = [None] * 3
-    return Chains(torch.tensor([tokens]), *rest)
+def padded(width: int, num_missing: int) -> LanguageModel:
+    """A draft with logits of a width, behind which, or within, the target's end."""
+    runner: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=width))
+    return LanguageModel(cast("Any", Draft(width)), runner, num_missing)
 
 
-def test_one_width_needs_no_launch() -> None:
-    draft: Any = Draft(4)
-    assert vocabulary.with_width(draft, of(4), of(4)) is draft
-    tokens = torch.tensor([1, 3])
-    assert vocabulary.readable(tokens, vocabulary.last_read(of(4), of(4))) is tokens
+def slots(num_steps: int) -> DraftSlots:
+    none = torch.zeros(num_steps + 2, 1, 2, dtype=torch.int64)
+    return DraftSlots(none, none, cast("Any", None))
 
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
-    forward: Any = vocabulary.with_width(cast(Any, Draft(4)), of(6), of(4))
-    read, nothing = chains([0, 1], [2, 5]), [-torch.inf] * 2
-    logits = forward.next_logits(read)
+    draft, nothing = padded(4, num_missing=2), [-torch.inf] * 2
+    logits = draft.first_logits(torch.tensor([[[0, 1], [2, 5]]]), slots(1))
     assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
-    chain = forward.chain_logits(read)
-    assert chain.shape == (1, 2, 2, 6)
-    assert chain[0, 1, 1, :4].tolist() == [12, 13, 14, 15]
-    assert forward.attn_backend == "its own"
+    assert torch.equal(draft.next_logits(0, torch.tensor([[1, 5]]), slots(1)), logits)
+    assert draft.attn_backend == "its own"
 
 
 def test_what_the_target_lacks_is_cut_off() -> None:
-    forward: Any = vocabulary.with_width(cast(Any, Draft(6)), of(4), of(6))
-    logits = forward.next_logits(chains([1], [3]))
+    logits = padded(6, num_missing=-2).next_logits(0, torch.tensor([[1, 3]]), slots(1))
     assert logits.tolist() == [[[6, 7, 8, 9], [18, 19, 20, 21]]]
     assert logits.is_contiguous()

@@ -57,11 +57,11 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 
 def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
     kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2, adaptive=True), LOGPROBS)
-    rungs = [budget for budget, _ in kinds.most_used]
+    rungs = [shape.budget for shape in kinds.most_used]
     assert rungs == [(2, 2), (2, 1), (1, 2), (1, 1), OFF]
-    assert all(shape.filtered for _, shape in kinds.most_used)
-    assert kinds.any[0] == Budget(2, 2)
-    assert not any(kinds.any[1].lacks(shape) for _, shape in kinds.most_used)
+    assert all(shape.filtered for shape in kinds.most_used)
+    assert kinds.any.budget == Budget(2, 2)
+    assert not any(kinds.any.lacks(shape) for shape in kinds.most_used)
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
@@ -69,11 +69,11 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
     """On any budget of several particles; a single one is replayed with other requests."""
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
-    trees = [RoundGraphs(play, shape, play, [1, 2]) for _, shape in kinds.greedy]
+    trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
     assert [one.shape.num_particles for one in trees] == ([2, 4] if is_adaptive else [4])
     own: dict[Budget | None, list[RoundGraphs]] = {}
-    for budget, recorded in kinds.most_used:
-        own.setdefault(budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
+    for recorded in kinds.most_used:
+        own.setdefault(recorded.budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
     found = Recordings(own, trees, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
     for budget, graphs in own.items():
         n, k = budget or Budget(4, 4)
@@ -97,10 +97,10 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
     kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
-    shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
+    shapes = [*kinds.most_used, *kinds.edited, kinds.any]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
     plain, chat, edited, edited_chat, anything = graphs
-    greedy = [RoundGraphs(play, shape, play, [1]) for _, shape in kinds.greedy]
+    greedy = [RoundGraphs(play, shape, play, [1]) for shape in kinds.greedy]
     found = Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
     assert found.find(shape()) is plain
     assert found.find(shape(filtered=True)) is chat
@@ -132,8 +132,8 @@ def test_recordings_that_share_no_memory_are_told_of(
     session = Session(lambda run: (run(), run), "cuda")
     for _ in range(4):
         session.record(lambda: None)
-    usage = session.usage("four of them")
-    assert usage.gigabytes == 2 + 3 * each / 2**30
+    gigabytes, _ = session.usage("four of them")
+    assert gigabytes == 2 + 3 * each / 2**30
     assert "2.00 GB" in caplog.messages[0] and "four of them" in caplog.messages[0]
     assert [one.levelname for one in caplog.records] == ["INFO", *["WARNING"] * warns]
 
@@ -231,8 +231,8 @@ def left_free(memory: int) -> float:
 
 
 def tables(vocab_size: int) -> Any:
-    requests, logprobs = SimpleNamespace(vocab_size=vocab_size), LogprobTable(3, 2, 5, "cpu")
-    return mock.Mock(requests=requests, logprobs=logprobs)
+    particles = SimpleNamespace(logprobs=LogprobTable(3, 2, 5, "cpu"))
+    return mock.Mock(requests=SimpleNamespace(vocab_size=vocab_size), particles=particles)
 
 
 def record(card: Card, config: SMCConfig) -> Recordings:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from populations import population_of
+from populations import outcome_of, population_of
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_laws import TARGET, toy
 from toy_request import ToyRequest
 
 from sglang_smc import process
-from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.request import Budget, RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
@@ -216,6 +216,11 @@ class BookedRequest(ToyRequest):
 STRIDE = 12
 
 
+def booked(outcome: Outcome, monitor: Monitor | None = None, **others: Any) -> SMCBatchResult:
+    budgets = [Budget(1, 1)] * len(outcome.counts)
+    return SMCBatchResult.of(outcome, monitor=monitor or Monitor(100), budgets=budgets, **others)
+
+
 def resolve(
     reqs: list[BookedRequest],
     emitted: list[int] | None = None,
@@ -232,15 +237,12 @@ def resolve(
     size = len(reqs)
     lengths, correct = emitted or [0] * size, kept or [0] * size
     given: dict[str, Any] = {
-        "next_token_ids": torch.arange(size * STRIDE),
-        "accept_lens": torch.tensor(lengths),
-        "speculative_num_draft_tokens": STRIDE,
-        "correct_drafts": torch.tensor(correct),
+        "tokens": torch.arange(size * STRIDE).view(size, STRIDE),
+        "counts": torch.tensor(lengths),
+        "num_correct_drafts": torch.tensor(correct),
         "counters": torch.arange(size).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
-        "failure": torch.zeros(size, dtype=torch.int64),
-        "monitor": Monitor(100),
     }
-    found = result or SMCBatchResult(**{**given, **fields})
+    found = result or booked(outcome_of(size, **{**given, **fields}))
 
     def stock() -> list[list[int]]:
         tokens, stride = found.next_token_ids.tolist(), found.speculative_num_draft_tokens
@@ -307,10 +309,7 @@ def test_requests_that_are_gone_keep_their_books_and_those_that_end_count_their_
 def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bool) -> None:
     reqs, monitor = [BookedRequest(), BookedRequest(), BookedRequest()], Monitor(100)
     reqs[2].is_retracted = True
-    zeros = torch.zeros(3, dtype=torch.int64)
-    counters = torch.zeros(3, len(Counters._fields))
-    outcome = Outcome(zeros.unsqueeze(1), *[zeros] * 4, counters, zeros, None, None, None)
-    result = SMCBatchResult.of(outcome, monitor, replayed)
+    result = booked(outcome_of(3), monitor, can_run_cuda_graph=replayed)
     assert result.can_run_cuda_graph == replayed, "SGLang logs this"
     resolve(reqs, result=result)
     assert monitor.totals()["replayed_rounds"] == 2 * replayed
@@ -352,4 +351,4 @@ def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int)
     chosen = ({"proposal": "verified", "num_particles": num_particles},)
     server = {"num_particles": 3, "num_steps": 2, "limit": 20, "eos": -1}
     worker = toy(1, (TARGET, TARGET), **server, chosen=chosen)
-    assert worker.play_round(worker.begin([1])).correct_drafts.tolist() == [2]
+    assert worker.play_round(worker.begin([1])).outcome.num_correct_drafts.tolist() == [2]

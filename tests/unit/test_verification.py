@@ -71,7 +71,7 @@ def test_one_chain_at_once_is_the_walk(spread: float) -> None:
     given = tokens, ends, p, q, numbers[1].unsqueeze(1)
     found, wanted = (
         verification.verify_one(*given, columns),
-        verification.verify(TORCH, *given, num_steps=columns),
+        verification.verify(TORCH.begin_walk, TORCH.walk_on, *given, num_steps=columns),
     )
     for name in ("num_columns", "winner", "rejects"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
