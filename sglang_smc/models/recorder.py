@@ -97,11 +97,11 @@ class Session:
     def usage(self, recorded: str) -> tuple[float, float]:
         """Return and log the gigabytes and seconds of graphs; warn if they share no memory."""
         taken, largest = self._taken(), self._largest or 0
-        usage = taken / 2**30, time.monotonic() - self._start
+        gigabytes, seconds = taken / 2**30, time.monotonic() - self._start
         logger.info(
             "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
             "%.2f GB. %s",
-            *(usage[0], self._free / 2**30, usage[1], largest / 2**30, recorded),
+            *(gigabytes, self._free / 2**30, seconds, largest / 2**30, recorded),
         )
         if taken > MOST_OF_LARGEST * largest + _UNSHARED:
             logger.warning(
@@ -110,7 +110,7 @@ class Session:
                 "or --speculative-smc-round-graph off.",
                 *(taken / 2**30, largest / 2**30),
             )
-        return usage
+        return gigabytes, seconds
 
     def _taken(self) -> int:
         return self._free - _free_bytes(self._device)

@@ -130,13 +130,13 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1495,
+    "round_lines": 1492,
     "file_changes": 71,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_151,
-    "core_lines": 17_981,
+    "package_lines": 26_736,
+    "core_lines": 17_566,
     "kernel_and_hook_lines": 5_716,
     "bench_lines": 6_300,
     "test_lines": 32_918,

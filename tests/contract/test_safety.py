@@ -148,7 +148,7 @@ OWN_TEXTS: Listed = {
     "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
     "models/recorder.py": {
-        "*(usage.gigabytes, self._free / 2 ** 30, usage.seconds, largest / 2 ** 30, recorded)"
+        "*(gigabytes, self._free / 2 ** 30, seconds, largest / 2 ** 30, recorded)"
     },
     # Why a round is not replayed, and why none is recorded.
     "round/graph.py": {"*(reason, self.launched)", "told"},
