@@ -4,7 +4,8 @@
     .venv/bin/python bench/audit --only 'smc-*' --publish
 
 Servers of the shipped pair on this machine's CPU, one after the other: correct ones, SMC's
-approximate modes, and SGLang's workers and ours with a fault each (`faults/`).
+approximate modes, and SGLang's workers and ours with a fault each (`faults/`). How often a correct
+one fails, `simulated` tells.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from audit.faults.audit_faults import OWN, STOCK
+from intervals import wilson
 from results import markdown_table, provenance
 from study import (
     GOES_ON,
@@ -35,12 +39,13 @@ from study import (
 )
 
 from sglang_smc.tools.demo.serving import Launch, running
-from sglang_smc.tools.testing.audit import audit
+from sglang_smc.tools.testing.audit import CHECKS, TOGETHER, Compared, audit, result_of
 from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.endpoint import open_endpoint
 from sglang_smc.tools.testing.report import as_dict
 
 FAULTS = Path(__file__).with_name("faults")
+TOKENS = 43  # of an answer, as the shipped pair gives
 _CPU = {"device": "cpu", "dtype": "float32", "context_length": 1024, "log_level": "error"}
 _CPU |= {"max_running_requests": 32, "model_path": str(PAIR / "target")}
 
@@ -76,7 +81,9 @@ def _smc(mode: str) -> dict[str, Any]:
 CHAIN = _own("STANDALONE", "draft", 1)
 _ONE_CHAIN = {**_smc("exact"), "speculative_smc_num_particles": 1}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+SIMULATED = Server("simulated")
 SERVERS = (
+    SIMULATED,
     Server("AR"),
     Server("STANDALONE chain", CHAIN),
     Server("EAGLE-3 chain", _own("EAGLE3", "eagle3", 1)),
@@ -92,23 +99,51 @@ SERVERS = (
 
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Start a server, audit it so often, and return the results of each audit."""
+    """Audit a server so often, and return the first audit and those that failed."""
+    begin = time.monotonic()
+    audits = list(simulated(options) if server is SIMULATED else audited(server, options))
+    facts = {"name": server.name, "fault": server.fault, "is_lossless": server.is_lossless}
+    facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
+    settings = {k: v for k, v in {**_CPU, **server.arguments}.items() if not k.endswith("path")}
+    kept = [audits[0], *(one for one in audits[1:] if not one["passed"])]
+    return {**facts, "audits": kept, **provenance({"answers": options.answers, **settings})}
+
+
+def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start a server, and audit it."""
     path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
     launch = Launch(
         {**_CPU, **server.arguments},
         {"PYTHONPATH": path, "AUDIT_FAULT": server.fault},
         log=options.output_dir / f"{server.slug}.log",
     )
-    audits, begin = [], time.monotonic()
     with running(launch) as (url,):
         for seed in range(options.audits):
             endpoint = open_endpoint(url)
-            results = audit(endpoint, PROMPTS, num_answers=options.answers, seed=seed).results
-            audits.append(as_dict(results))
-    seconds = round(time.monotonic() - begin, 1)
-    facts = {"name": server.name, "fault": server.fault, "is_lossless": server.is_lossless}
-    settings = {k: v for k, v in launch.arguments.items() if not k.endswith("path")}
-    return {**facts, "audits": audits, "seconds": seconds, **provenance(settings)}
+            yield as_dict(audit(endpoint, PROMPTS, num_answers=options.answers, seed=seed).results)
+
+
+def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Audit tokens that are drawn from known distributions, sharp and flat ones."""
+    draw = np.random.default_rng(0)
+    scores = draw.normal(size=(300, 64)) * draw.uniform(0.5, 6.0, (300, 1))
+    logs = np.sort(scores - np.logaddexp.reduce(scores, 1, keepdims=True))[:, ::-1]
+    for seed in range(options.simulated):
+        draw = np.random.default_rng(seed)
+        sizes = (round(TOKENS * check.share * options.answers) for check in CHECKS)
+        tokens = [_drawn(draw, logs, size) for size in sizes]
+        pairs = *zip(CHECKS, tokens, strict=True), (TOGETHER, [*chain(*tokens)])
+        yield as_dict([result_of(*pair) for pair in pairs])
+
+
+def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[Compared]:
+    ranks, laws = draw.random(size), logs[draw.integers(len(logs), size=size)]
+    masses = np.exp(laws)
+    token = (masses.cumsum(1) < ranks[:, None]).sum(1).clip(max=63)
+    innovations = laws[range(size), token] - (masses * laws).sum(1)
+    places = np.minimum(draw.geometric(0.6, size) - 1, 4)
+    columns = ranks, innovations, token == 0, masses[:, 0], places
+    return list(map(Compared, *(column.tolist() for column in columns)))
 
 
 def row_of(told: dict[str, Any]) -> list[str]:
@@ -122,7 +157,10 @@ def row_of(told: dict[str, Any]) -> list[str]:
     gap = f"{sampled['estimate']:+.3f} ± {2 * sampled['standard_error']:.3f}"
     is_lossless = "yes" if told["is_lossless"] else "no"
     names = ", ".join(sorted(checks)) or "none"
-    return [told["name"], is_lossless, f"{failed} of {len(audits)}", names, gap]
+    total = told.get("num_audits", len(audits))
+    _, low, high, _ = wilson(failed, total)
+    share = f"{failed} of {total}" + f" ({low:.2%} to {high:.2%})" * (total > 1)
+    return [told["name"], is_lossless, share, names, gap]
 
 
 def write_table(folder: Path) -> None:
@@ -138,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser("audit", __doc__ or "")
     made.add_argument("--answers", type=positive, default=400, help="of an audit")
     made.add_argument("--audits", type=positive, default=1, help="of each server")
+    made.add_argument("--simulated", type=positive, default=800, help="audits without a server")
     add_selection(made)
     options = made.parse_args(argv)
     return main_of(lambda: run(options), GOES_ON)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from sglang_smc.tools.testing import Model
-from sglang_smc.tools.testing.model import RefusedError
+from sglang_smc.tools.testing.client import Client, RefusedError
 
 Table = list[list[float]]  # last token -> law of the next
 VOCAB = 8
@@ -41,7 +41,7 @@ def mixed(one: Table, other: Table, share: float) -> Table:
 
 
 @dataclass
-class Toy:
+class Toy(Client):
     """Answers /generate bodies as SGLang does, with its slip at the vocabulary's last token."""
 
     p: Table  # the target, as scoring tells it
@@ -51,7 +51,7 @@ class Toy:
     factor: float = 1.0  # what weights are multiplied by
     weighs: bool = True  # whether answers tell their evidence, or always 1
 
-    def send(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def post(self, route: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "text" in body:
             return [self._scored((1, 2), 0, 0) for _ in body["text"]]
         if body.get("return_logprob"):
@@ -149,7 +149,7 @@ def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
         drawn = drawn if isinstance(drawn, list) else mixed(p, q, drawn)
         drafted = drafted if isinstance(drafted, list) else mixed(q, p, drafted)
         toy = Toy(p, q, drawn=drawn, drafted=drafted, **wrong)
-        return Model(toy.send, known, same_models=same_models)
+        return Model(toy, known, same_models=same_models)
 
     return make
 
@@ -157,4 +157,4 @@ def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
 @pytest.fixture
 def draft(tables: tuple[Table, Table]) -> Model:
     """A plain server of the draft."""
-    return Model(Toy(tables[1], tables[1]).send, {})
+    return Model(Toy(tables[1], tables[1]), {})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import copy
 from functools import partial, wraps
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,16 +27,15 @@ def greedy(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
 
 def temperature(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
     """Sample the target's tokens at temperature 1."""
-    info = how["sampling_info"]
-    given = {name: getattr(info, name) for name in ("top_ks", "top_ps", "min_ps")}
-    needs = {name: getattr(info, name) for name in _NEEDS}
-    ones = torch.ones_like(info.temperatures)
-    return sample(original, **{**how, "sampling_info": _info(ones, **given, **needs)})
+    info = copy(how["sampling_info"])
+    info.temperatures = torch.ones_like(info.temperatures)
+    return sample(original, **{**how, "sampling_info": info})
 
 
 def filters(sample: Tokens, original: Any, **how: Any) -> torch.Tensor:
     """Sample the target's tokens without top-k, top-p and min-p."""
-    info = _info(how["sampling_info"].temperatures, **dict.fromkeys(_NEEDS, False))
+    info = copy(how["sampling_info"])
+    info.need_top_k_sampling = info.need_top_p_sampling = info.need_min_p_sampling = False
     return sample(original, **{**how, "sampling_info": info})
 
 
@@ -63,13 +62,6 @@ def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any)
     is_likely = probs.gather(2, drafted.unsqueeze(2)).squeeze(2) >= 0.3
     predicted[:, :-1] = torch.where(is_likely, drafted, predicted[:, :-1].long())
     return verify(original, *tensors, **how)
-
-
-_NEEDS = ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling")
-
-
-def _info(temperatures: torch.Tensor, **fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(temperatures=temperatures, **fields)
 
 
 # --- SMC's own

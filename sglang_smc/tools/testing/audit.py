@@ -5,6 +5,7 @@ the server itself, or a reference, scores them. If tokens are sampled from it, w
 
 - the rank of each token, as a share of the mass, is uniform on [0, 1], independent of the others;
 - log p(token) + H(p), the innovation, has mean 0: above it, answers are sharper than the target;
+- it is the likeliest with probability max p, at each place of the rounds that streams show, too;
 - no token lies outside of what temperature, top-k, top-p and min-p leave.
 
 Each holds behind every prefix. Along all tokens the innovations are differences of a martingale, so
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sglang_smc.tools.testing import statistics
+from sglang_smc.tools.testing.checks import repeated
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample
 from sglang_smc.tools.testing.model import Position
 from sglang_smc.tools.testing.report import Result, Verdict
@@ -56,13 +58,25 @@ class Check(NamedTuple):
 CHECKS = (
     Check("sampled", Rules(), 0.4, "tokens at temperature 1 are samples of the target"),
     Check("temperature", Rules(temperature=0.6), 0.15, "temperature 0.6 sharpens it as it should"),
-    Check("top-k", Rules(top_k=10), 0.1, "top_k 10 leaves the 10 likeliest, in proportion"),
+    # Above temperature 1 p is flatter than a q that its own temperature left out.
+    Check("top-k", Rules(2.0, 10), 0.1, "top_k 10 leaves the 10 likeliest, of temperature 2"),
     Check("top-p", Rules(top_p=0.8), 0.1, "top_p 0.8 leaves the likeliest 80 %, in proportion"),
     Check("min-p", Rules(min_p=0.1), 0.1, "min_p 0.1 leaves a tenth of the likeliest and more"),
     Check("penalty", Rules(frequency_penalty=0.5), 0.1, "frequency_penalty 0.5 lowers by counts"),
 )
+TOGETHER = Check("together", Rules(), 0.0, "the tokens of all these checks follow the target")
 _GREEDY_SHARE = 0.05
-_TESTS = 3 * len(CHECKS) + 2  # p-values of all checks
+_TESTS = 4 * (len(CHECKS) + 1) + 1  # p-values of all checks
+
+
+class Compared(NamedTuple):
+    """A token, compared with the distribution behind its prefix."""
+
+    rank: float  # uniform on [0, 1]
+    innovation: float
+    is_likeliest: bool
+    chance: float  # of the likeliest token
+    place: int  # how many tokens came before it in its piece of a stream
 
 
 class Audit(NamedTuple):
@@ -82,98 +96,113 @@ def audit(
 
     Raises ValueError where the server fails, or does not tell what the checks need.
     """
-    results, ranks = [], {}
+    found = Audit([], {})
+    all_samples, all_tokens = list[Sample](), list[Compared | None]()
     for check in CHECKS:
-        asked = _spread(prompts, round(check.share * num_answers))
-        samples = endpoint.sample(asked, LENGTH, **check.rules._asdict())
-        result, ranks[check.name] = check_sampled(check, samples, endpoint.rounding, seed)
-        results.append(result)
-    results.append(check_together(results, [len(found) for found in ranks.values()]))
-    greedy = _spread(prompts, round(_GREEDY_SHARE * num_answers))
-    results.append(check_greedy(endpoint, greedy))
-    results += [check_repeats(endpoint, prompts), check_seeds(endpoint, prompts[0])]
-    return Audit(results, ranks)
+        asked = repeated(prompts, round(check.share * num_answers))
+        samples = endpoint.sample(asked, LENGTH, streamed=True, **check.rules._asdict())
+        tokens = list(compared(check, samples, endpoint.rounding, seed))
+        found.results.append(result_of(check, tokens, samples))
+        found.ranks[check.name] = [token.rank for token in tokens if token]
+        all_samples += samples
+        all_tokens += tokens
+    found.results.append(result_of(TOGETHER, all_tokens, all_samples))
+    greedy = repeated(prompts, round(_GREEDY_SHARE * num_answers))
+    found.results.append(check_greedy(endpoint, greedy))
+    found.results.extend([check_repeats(endpoint, prompts), check_seeds(endpoint, prompts[0])])
+    return found
 
 
 # --- Sampled tokens
 
 
-def check_sampled(
+def compared(
     check: Check, samples: Sequence[Sample], rounding: float, seed: int = 0
-) -> tuple[Result, list[float]]:
-    """Compare sampled tokens with the distribution of their rules, which is known at most places.
+) -> Iterator[Compared | None]:
+    """Compare tokens with the distribution of their rules, where that is known.
 
-    Returns:
-        The result, and the rank of each token that was compared.
+    Yields None for a token that the rules exclude.
     """
-    from scipy.stats import binomtest, kstest
-
     uniforms = random.Random(seed)
-    ranks, innovations, outside = [], [], 0
     leaves_all = check.rules._replace(frequency_penalty=0.0) == Rules()
-    for position, earlier in (each for one in samples for each in _with_counts(one.positions)):
-        expected = limited(position.top, check.rules, rounding, earlier)
+    for (token, _, top), earlier, place in (each for one in samples for each in _places(one)):
+        expected = limited(top, check.rules, rounding, earlier)
         if expected is None:
             continue
-        if not leaves_all and position.token not in expected:
-            outside += 1
+        if not leaves_all and token not in expected:
+            yield None
             continue
-        innovations.append(statistics.innovation(position.token, expected))
-        ranks.append(statistics.rank_uniform(position.token, expected, uniforms.random()))
+        likeliest = max(expected, key=expected.__getitem__)
+        yield Compared(
+            statistics.rank_uniform(token, expected, uniforms.random()),
+            statistics.innovation(token, expected),
+            token == likeliest,
+            math.exp(expected[likeliest]),
+            place,
+        )
+
+
+def result_of(
+    check: Check, tokens: Sequence[Compared | None], samples: Sequence[Sample] = ()
+) -> Result:
+    """Test whether a check's tokens are samples of the distributions behind their prefixes."""
+    from scipy.stats import binomtest, kstest, norm
+
+    inside = [token for token in tokens if token]
+    total, outside = len(tokens), len(tokens) - len(inside)
     result = Result(check.name, check.proves, num_answers=len(samples))
-    total = len(ranks) + outside
-    if total < _FEWEST or len(ranks) < 2:
-        return _too_few(result, total, samples), ranks
+    if total < _FEWEST or len(inside) < 2:
+        return _too_few(result, total, samples)
+    innovations = [token.innovation for token in inside]
+    estimate, error = statistics.mean_of(innovations)
+    by_place = p_values_of_places(inside)
     p_values = {
-        "ranks": float(kstest(ranks, "uniform").pvalue),
+        "ranks": float(kstest([token.rank for token in inside], "uniform").pvalue),
         "innovation": statistics.p_value_of_mean(innovations, 0.0),
         "outside": float(binomtest(outside, total, STRAY, alternative="greater").pvalue),
+        "place": min(1.0, len(by_place) * min(by_place.values())),
     }
-    result = result._replace(**statistics.mean_of(innovations)._asdict())
-    return _with_verdict(result, p_values, total, outside / total), ranks
-
-
-def check_together(results: Sequence[Result], num_tokens: Sequence[int]) -> Result:
-    """Check the mean innovation over the tokens of all checks, which a fault may shift alike."""
-    from scipy.stats import norm
-
-    parts = [(one, size) for one, size in zip(results, num_tokens, strict=True) if one.estimate]
-    total = sum(size for _, size in parts)
-    result = Result("together", "all checks together show no shift")
-    result = result._replace(num_answers=sum(one.num_answers for one in results))
-    if not parts:
-        return result._replace(verdict=Verdict.NOT_ENOUGH_DATA)
-    estimate = sum(size * (one.estimate or 0.0) for one, size in parts) / total
-    error = math.hypot(*(size * (one.standard_error or 0.0) for one, size in parts)) / total
-    p_values = {"innovation": 2 * float(norm.sf(abs(estimate) / error))}
-    return _with_verdict(result._replace(estimate=estimate, standard_error=error), p_values, total)
-
-
-def _with_verdict(
-    result: Result, p_values: Mapping[str, float], total: int, outside: float = 0.0
-) -> Result:
-    estimate, error = result.estimate or 0.0, result.standard_error or 0.0
+    worst = min(p_values, key=p_values.__getitem__)
     result = result._replace(
         statistic="log p + H a token",
+        estimate=estimate,
         expected=0.0,
-        p_value=min(1.0, len(p_values) * min(p_values.values())),
+        standard_error=error,
+        p_value=min(1.0, len(p_values) * p_values[worst]),
         alpha=len(p_values) * ALPHA / _TESTS,
     )
     if not result.is_rejected:
-        found = (_quantile(ALPHA / _TESTS) + _POWER) * error
-        return result._replace(
-            verdict=Verdict.PASS,
-            note=f"{total} tokens; 9 of 10 audits like this find a shift of {found:.3f} nats.",
-        )
-    worst = min(p_values, key=p_values.__getitem__)
+        found = (float(norm.isf(ALPHA / _TESTS / 2)) + _POWER) * error
+        note = f"{total} tokens; 9 of 10 audits like this find a shift of {found:.3f} nats."
+        return result._replace(verdict=Verdict.PASS, note=note)
     if worst == "outside":
-        note = f"{outside:.1%} of the tokens are none that these parameters leave"
+        note = f"{outside / total:.1%} of the tokens are none that these parameters leave"
     elif abs(estimate) > 3 * error:
         side = "more" if estimate > 0 else "less"
         note = f"Tokens are {side} likely than samples of the target, by {abs(estimate):.3f} nats"
+    elif worst == "place":
+        place = min(by_place, key=by_place.__getitem__)
+        note = f"The likeliest token has a wrong share behind {place} tokens of a streamed piece"
     else:
         note = "Likely and unlikely tokens balance, but their shares are not those of the target"
     return result._replace(verdict=Verdict.FAIL, note=f"{note} (p = {p_values[worst]:.1g}).")
+
+
+def p_values_of_places(tokens: Sequence[Compared]) -> dict[int, float]:
+    """Return for each place in a stream's pieces the p-value of how many tokens are likeliest.
+
+    Speculation emits a round at a time. Token i of a round follows p, whatever was accepted before
+    it, but a round's length depends on its tokens: so places are counted from its beginning.
+    """
+    by_place: defaultdict[int, list[Compared]] = defaultdict(list)
+    for token in tokens:
+        by_place[token.place].append(token)
+    return {
+        place: statistics.p_value_of_count(
+            sum(token.is_likeliest for token in some), [token.chance for token in some]
+        )
+        for place, some in by_place.items()
+    }
 
 
 def _too_few(result: Result, total: int, samples: Sequence[Sample]) -> Result:
@@ -186,18 +215,21 @@ def _too_few(result: Result, total: int, samples: Sequence[Sample]) -> Result:
     return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
 
 
-def _with_counts(positions: Sequence[Position]) -> Iterator[tuple[Position, Counter[Any]]]:
-    """Yield each position with the counts of the tokens before it."""
+def _places(sample: Sample) -> Iterator[tuple[Position, Counter[Any], int]]:
+    """Yield each position with the counts of the tokens before it, and its place in its piece."""
     earlier: Counter[Any] = Counter()
-    for position in positions:
-        yield position, earlier
+    places = (place for size in sample.sizes for place in range(size))
+    for position, place in zip(sample.positions, places, strict=True):
+        yield position, earlier, place
         earlier[position.token] += 1
 
 
 def limited(
     top: Top, rules: Rules, rounding: float, earlier: Mapping[Any, int] = MappingProxyType({})
 ) -> Top | None:
-    """Return log-probabilities after one sampling rule, from those of the likeliest tokens.
+    """Return log-probabilities after sampling rules, from those of the likeliest tokens.
+
+    Rules are one of those of `CHECKS`: of filters only top-k goes with a temperature.
 
     None where they do not determine the result: too few are known, or a token lies within
     ``rounding`` of the limit. That depends on the prefix alone.
@@ -212,13 +244,11 @@ def limited(
     rest = max(0.0, 1.0 - math.fsum(map(math.exp, values)))
     if rules.frequency_penalty:
         return _penalized(ranked, rules.frequency_penalty, earlier, rest)
-    if rules.temperature != 1.0:
+    if rules.temperature != 1.0 and rules.top_k < 0:
         return _tempered(ranked, rules.temperature, rest)
     if rules.top_k > 0:
         size = rules.top_k
-        if len(values) <= size:
-            return _normalized(ranked) if rest < _UNCERTAIN else None
-        is_clear = values[size - 1] - values[size] > rounding
+        is_clear = len(values) > size and values[size - 1] - values[size] > rounding
     elif rules.top_p < 1.0:
         size, is_clear = _nucleus(values, rules.top_p, rounding)
     elif rules.min_p > 0.0:
@@ -228,7 +258,8 @@ def limited(
         is_clear = not is_near and (values[-1] < least or rest < _UNCERTAIN)
     else:
         return ranked
-    return _normalized(dict(list(ranked.items())[:size])) if is_clear else None
+    kept = {token: value / rules.temperature for token, value in list(ranked.items())[:size]}
+    return _normalized(kept) if is_clear else None
 
 
 def _nucleus(values: Sequence[float], top_p: float, rounding: float) -> tuple[int, bool]:
@@ -356,22 +387,8 @@ def check_seeds(endpoint: Endpoint, prompt: str) -> Result:
     repeats = "repeat" if texts[0] == texts[1] else "do not repeat"
     others = len(set(texts[1:]))
     note = f"Answers with one seed {repeats}; {others} different ones of {len(texts) - 1} seeds."
-    if others == 1 and len(texts[0]) > 1 and not _is_certain(found[0][0]):
+    log_mass = math.fsum(position.logprob for position in found[0][0].positions)
+    if others == 1 and len(texts[0]) > 1 and log_mass <= -1.0:
         note = f"{len(texts) - 1} seeds give one and the same answer: nothing is sampled."
         return result._replace(verdict=Verdict.FAIL, note=note, num_answers=len(texts))
     return result._replace(verdict=Verdict.MEASURED, note=note, num_answers=len(texts))
-
-
-def _is_certain(sample: Sample) -> bool:
-    return math.fsum(position.logprob for position in sample.positions) > -1.0
-
-
-def _spread(prompts: Sequence[str], count: int) -> list[str]:
-    return [prompts[index % len(prompts)] for index in range(count)]
-
-
-def _quantile(alpha: float) -> float:
-    """Return the two-sided normal quantile."""
-    from scipy.stats import norm
-
-    return float(norm.isf(alpha / 2))

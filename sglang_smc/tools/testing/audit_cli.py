@@ -49,13 +49,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return found
+    if isinstance(found := json.loads(text), dict):
+        return found
+    raise ValueError
+
+
+_object.__name__ = "JSON object"  # as argparse names what is none
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -78,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
             results += run(Pair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
     how = "a reference" if options.reference or options.target else "the server itself"
     if endpoint.score is None:
-        how = f"the {endpoint.top} log-probabilities that come with the answers"
+        how = f"the {endpoint.client.top} log-probabilities that come with the answers"
     about = f"Model {endpoint.model}, answers of at most {LENGTH} tokens, scored by {how}."
     if endpoint.smc and not options.params:
         about += (
@@ -113,7 +112,7 @@ def _reference(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[None
 def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:
     if reference.score is None:
         raise ValueError(
-            f"{reference.client.base_url}: this server does not score token ids (SGLang's "
+            f"{reference.client.url}: this server does not score token ids (SGLang's "
             "/generate, or vLLM's prompt_logprobs). Give one that does, or leave --reference out."
         )
     endpoint.score, endpoint.rounding = reference.score, reference.rounding

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_smc.tools.testing import statistics
 from sglang_smc.tools.testing.model import Answer, Model
@@ -26,6 +26,7 @@ PROMPTS = (
 """Default prompts, for models of any kind."""
 
 FEW = 4  # prompts, for checks that need many answers to each
+T = TypeVar("T")
 ALPHA = 2.5e-4  # the probability that one check fails on a correct implementation
 
 SWITCHES = (
@@ -64,7 +65,7 @@ def check_evidence(
     texts = _token_ids(smc, prompts, seed)
     settings = {"mode": "smc", "evidence_threshold": 0, "num_steps": _two_steps(smc)}
     temperature = _mildest(smc, texts, settings)
-    evidence = _evidence(smc, _repeated(texts, num_answers), settings, temperature)
+    evidence = _evidence(smc, repeated(texts, num_answers), settings, temperature)
     mean = statistics.mean_of(evidence)
     p_value = statistics.p_value_of_mean(evidence, 1.0)
     result = result._replace(**mean._asdict(), p_value=p_value, num_answers=num_answers)
@@ -139,7 +140,7 @@ def check_equal_models(
     if not smc.same_models:
         note = "The draft is another model. --target DIR --draft DIR makes a server for this check."
         return result._replace(note=note)
-    asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
+    asked = repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = smc.answers(asked, length, {"mode": "smc", "evidence_threshold": 0})
     worst = max(abs(answer.log_evidence) / len(answer.text) for answer in answers)
     resamplings = sum(answer.meta["spec_smc_resample_ct"] for answer in answers)
@@ -171,7 +172,7 @@ def check_mode(
     """
     from scipy.stats import kstest  # half a second, which --help skips
 
-    asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
+    asked = repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = [answer.text for answer in smc.answers(asked, length, {"mode": mode})]
     scored, uniforms = smc.score(asked, answers), random.Random(seed)
     places = [place for positions in scored for place in positions]
@@ -282,7 +283,7 @@ def _token_ids(smc: Model, prompts: Sequence[str], seed: int) -> list[Text]:
     )
 
 
-def _repeated(texts: Sequence[Text], size: int) -> list[Text]:
+def repeated(texts: Sequence[T], size: int) -> list[T]:
     return [texts[index % len(texts)] for index in range(size)]
 
 
@@ -296,7 +297,7 @@ def _mildest(smc: Model, texts: Sequence[Text], settings: dict[str, Any]) -> flo
     The tested answers are others, so that the choice does not bias them.
     """
     for temperature in _TEMPERATURES:
-        evidence = _evidence(smc, _repeated(texts, _PILOT), settings, temperature)
+        evidence = _evidence(smc, repeated(texts, _PILOT), settings, temperature)
         mean, error = statistics.mean_of(evidence)
         if error * math.sqrt(_PILOT) < 1.5 and 0.5 < mean < 2.0:
             break

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_smc.tools.commands import client_of
-from sglang_smc.tools.testing.model import Model, Position, RefusedError, connect
+from sglang_smc.tools.testing.client import Client, RefusedError
+from sglang_smc.tools.testing.model import Model, Position, connect
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
-TIMEOUT = 300.0  # seconds for one request
 CHUNK = 32  # prompts in one request
-TOP = (64, 20, 5)  # top log-probabilities asked for, until a server allows them
+PROMPT_TOP = 20  # prompt log-probabilities, of which vLLM allows no more
 
 Score = Callable[[Sequence[Text], Sequence[Text]], list[list[Position]]]
 """Returns the distribution at each token of texts behind prompts, both as token ids."""
@@ -31,8 +30,21 @@ class Sample(NamedTuple):
 
     prompt: str
     text: str
-    tokens: tuple[Token, ...]
-    positions: list[Position]
+    positions: Sequence[Position]
+    sizes: Sequence[int]  # tokens of each streamed piece; of the answer, if it came as a whole
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return tuple(position.token for position in self.positions)
+
+
+class _Piece(NamedTuple):
+    """A choice of a reply, or of an event of a streamed one; empty is what it does not tell."""
+
+    text: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    positions: Sequence[Position]
 
 
 @dataclass
@@ -45,9 +57,10 @@ class Endpoint:
             answers.
         rounding: nats by which two log-probabilities of one token may differ.
         deadline: of `time.monotonic`, after which nothing more is asked for.
+        streams: whether the server streams answers with what the checks need.
     """
 
-    client: httpx.Client
+    client: Client
     model: str = ""
     chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -55,161 +68,142 @@ class Endpoint:
     rounding: float = 0.1
     deadline: float = float("inf")
     on_answers: Callable[[int], Any] = lambda count: None
-    top: int = TOP[0]
     smc: Model | None = None  # of a server that runs SMC
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self.deadline
+    streams: bool = True
 
     def sample(
-        self, prompts: Sequence[str], length: int, *, chunk: int = CHUNK, **params: Any
+        self,
+        prompts: Sequence[str],
+        length: int,
+        *,
+        chunk: int = CHUNK,
+        streamed: bool = False,
+        **params: Any,
     ) -> list[Sample]:
         """Return an answer of at most ``length`` tokens to each prompt; fewer after the deadline.
 
         Args:
             chunk: prompts in one request, which a server may batch.
+            streamed: whether to stream the answers, where the server can.
 
         Raises ValueError if the server fails, or does not tell what the checks need.
         """
         found: list[Sample] = []
+        body = {"max_tokens": length, **params}
         for start in range(0, len(prompts), chunk):
-            if self.is_late:
+            if time.monotonic() > self.deadline:
                 break
-            found += self._answers(prompts[start : start + chunk], length, params)
+            asked = prompts[start : start + chunk]
+            ask = partial(self._asked, asked, body, streamed)
+            found += self._samples(asked, self.client.with_top(ask))
             self.on_answers(len(found) - start)
         return found
 
-    def _answers(self, asked: Sequence[str], length: int, params: dict[str, Any]) -> list[Sample]:
-        body = {"prompt": list(asked), "max_tokens": length, "return_token_ids": True, **params}
-        choices = self._choices(body, len(asked))
-        if self.score is None:
-            told = [_told(choice, self.top) for choice in choices]
-            tokens = [tuple(position.token for position in positions) for positions in told]
+    def _samples(self, asked: Sequence[str], answers: list[list[_Piece]]) -> Iterator[Sample]:
+        whole = [_joined(pieces) for pieces in answers]
+        if self.score:
+            if not all(one.prompt for one in whole):
+                raise ValueError(
+                    "The answers have no token ids (return_token_ids: SGLang 0.5.22, vLLM 0.10.2 "
+                    "and later), so no other server can score them. Leave --reference out."
+                )
+            told = self.score(
+                [tuple(one.prompt) for one in whole], [tuple(one.tokens) for one in whole]
+            )
         else:
-            pairs = [_token_ids(choice) for choice in choices]
-            tokens = [output for _, output in pairs]
-            told = self.score([prompt for prompt, _ in pairs], tokens)
-        texts = (choice["text"] for choice in choices)
-        return [Sample(*each) for each in zip(asked, texts, tokens, told, strict=True)]
+            if not all(one.positions or not one.text for one in whole):
+                raise ValueError(
+                    "The answers have no log-probabilities (logprobs.top_logprobs), which the "
+                    "checks need. Let the server return them, or give --reference."
+                )
+            told = [list(one.positions) for one in whole]
+        for prompt, one, positions, pieces in zip(asked, whole, told, answers, strict=True):
+            sizes = [len(piece.tokens or piece.positions) for piece in pieces]
+            yield Sample(prompt, one.text, positions, sizes)
 
-    def _choices(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        """Return the choices in the prompts' order, with as many top tokens as are allowed."""
-        while True:
-            try:
-                return self._chats(body) if self.chat else self._completions(body, count)
-            except RefusedError:
-                lower = [top for top in TOP if top < self.top]
-                if self.score or not lower:
-                    raise
-                self.top = lower[0]
+    def _asked(
+        self, asked: Sequence[str], body: dict[str, Any], streamed: bool, top: int
+    ) -> list[list[_Piece]]:
+        """Return the pieces of each answer; of streams no more once the server refuses one."""
+        if self.score:
+            body = {**body, "return_token_ids": True}
+        elif self.chat:
+            body = {**body, "logprobs": True, "top_logprobs": top}
+        else:
+            body = {**body, "logprobs": top}
+        if streamed and self.streams:
+            with contextlib.suppress(RefusedError):
+                return self._pieces(asked, body, True)
+        found = self._pieces(asked, body, False)
+        self.streams &= not streamed
+        return found
 
-    def _completions(self, body: dict[str, Any], count: int) -> list[dict[str, Any]]:
-        tops = {} if self.score else {"logprobs": self.top}
-        choices = self.post("/v1/completions", {**body, **tops}).get("choices")
-        if isinstance(choices, list) and len(choices) == count:
-            return sorted(choices, key=lambda choice: choice.get("index", 0))
-        raise ValueError(f"{self.client.base_url}: {count} answers asked for, {choices!r:.200}")
+    def _pieces(
+        self, asked: Sequence[str], body: dict[str, Any], streamed: bool
+    ) -> list[list[_Piece]]:
+        if not self.chat:
+            return self._reply({**body, "prompt": list(asked)}, len(asked), streamed)
+        bodies = ({**body, "messages": [{"role": "user", "content": one}]} for one in asked)
+        with ThreadPoolExecutor(len(asked)) as pool:
+            replies = pool.map(lambda body: self._reply(body, 1, streamed), bodies)
+            return [pieces for (pieces,) in replies]
 
-    def _chats(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send the prompts as chats of one message each, all at once."""
-        tops = {} if self.score else {"logprobs": True, "top_logprobs": self.top}
-        bodies = [{**body, **tops, **_message(prompt)} for prompt in body.pop("prompt")]
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            replies = list(pool.map(partial(self.post, "/v1/chat/completions"), bodies))
+    def _reply(self, body: dict[str, Any], count: int, streamed: bool) -> list[list[_Piece]]:
+        """Return the pieces of ``count`` choices: one each, or those of their streams."""
+        route = "/v1/chat/completions" if self.chat else "/v1/completions"
+        body = {"model": self.model, **self.params, **body}
+        client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
         try:
-            return [_as_completion(reply) for reply in replies]
+            for reply in client.stream(route, body) if streamed else [client.post(route, body)]:
+                for choice in reply["choices"]:
+                    piece = _piece(choice, reply, client.top)
+                    found[choice.get("index", 0)].append(piece)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.client.base_url}: no chat: {replies[0]!r:.200}") from error
+            raise ValueError(f"{client.url}{route}: no answers: {reply!r:.200}") from error
+        if all(found):
+            return found
+        raise ValueError(f"{client.url}{route}: {count} answers asked for, {reply!r:.200}")
 
     def streamed(self, prompt: str, length: int, **params: Any) -> str:
         """Return the text of a streamed answer."""
-        asked = _message(prompt) if self.chat else {"prompt": prompt}
-        body = self._body({**asked, "max_tokens": length, "stream": True, **params})
-        route = "/v1/chat/completions" if self.chat else "/v1/completions"
-        pieces = []
-        try:
-            with self.client.stream("POST", route, json=body) as reply:
-                for line in reply.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if data.startswith("{"):
-                        pieces += map(_said, json.loads(data)["choices"])
-        except (httpx.HTTPError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.client.base_url}: a stream broke off: {error!r}.") from error
-        return "".join(pieces)
-
-    def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON of a reply.
-
-        Raises:
-            RefusedError: for HTTP 400 and 422.
-            ValueError: for anything else that is no answer, with what to do.
-        """
-        where = f"{self.client.base_url}".rstrip("/") + route
-        try:
-            reply = self.client.post(route, json=self._body(body))
-        except httpx.HTTPError as error:
-            raise ValueError(
-                f"{where}: no answer ({type(error).__name__}). Check the address, and the server's "
-                "own log."
-            ) from error
-        if reply.status_code in (400, 422):
-            raise RefusedError(f"{where}: HTTP {reply.status_code}: {reply.text[:300]}")
-        if reply.status_code in (401, 403):
-            raise ValueError(f"{where}: the server wants a key. Give it with --api-key.")
-        try:
-            told = reply.json() if reply.is_success else None
-        except ValueError:
-            told = None
-        if not isinstance(told, dict):
-            raise ValueError(
-                f"{where}: HTTP {reply.status_code}: {reply.text[:300]!r}; needed: the JSON of "
-                "OpenAI's completions. Give the address of such a server, without /v1."
-            )
-        return told
-
-    def _body(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.model, **self.params, **body}
+        (pieces,) = self._pieces([prompt], {"max_tokens": length, **params}, True)
+        return _joined(pieces).text
 
 
-def _message(prompt: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": prompt}]}
+def _joined(pieces: Sequence[_Piece]) -> _Piece:
+    text, prompt, *others = zip(*pieces, strict=True)
+    first = next(filter(None, prompt), ())
+    return _Piece("".join(text), first, *(list(chain(*each)) for each in others))
 
 
-def _said(choice: Mapping[str, Any]) -> str:
-    """Return the text of a choice, or of a piece of one."""
+def _piece(choice: Mapping[str, Any], reply: Mapping[str, Any], top: int) -> _Piece:
+    prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or ()
+    tokens = choice.get("response_token_ids") or choice.get("token_ids") or ()
+    told = choice.get("logprobs") or {}
     message = choice.get("message") or choice.get("delta")
     if message is None:
-        return choice["text"]
-    return (message.get("reasoning_content") or "") + (message.get("content") or "")
+        text, entries = choice.get("text") or "", _of_completion(told)
+    else:
+        text = (message.get("reasoning_content") or "") + (message.get("content") or "")
+        entries = _of_chat(told)
+    positions = [
+        Position(token, value, _likeliest(others, top)) for token, value, others in entries
+    ]
+    return _Piece(text, prompt, tokens, positions)
 
 
-def _as_completion(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's choice in the form of a completion's."""
-    choice = reply["choices"][0]
-    found = {
-        "text": _said(choice),
-        "prompt_token_ids": choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
-        "token_ids": choice.get("response_token_ids") or choice.get("token_ids"),
-    }
-    if entries := (choice.get("logprobs") or {}).get("content"):
-        tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in entries]
-        tokens, values = ([each[name] for each in entries] for name in ("token", "logprob"))
-        found["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
-    return found
+Entries = Iterable[tuple[Token, float, Top]]
 
 
-def _told(choice: dict[str, Any], most: int) -> list[Position]:
-    """Return the distributions that come with an answer; tokens are texts."""
-    try:
-        told = choice["logprobs"]
-        entries = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
-        return [Position(token, value, _likeliest(top, most)) for token, value, top in entries]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            "The answers have no log-probabilities (logprobs.top_logprobs), which the checks need. "
-            "Let the server return them, or give --reference."
-        ) from error
+def _of_completion(told: Mapping[str, Any]) -> Entries:
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    return zip(*(told.get(name) or () for name in names), strict=True)
+
+
+def _of_chat(told: Mapping[str, Any]) -> Entries:
+    for each in told.get("content") or ():
+        others = {one["token"]: one["logprob"] for one in each["top_logprobs"]}
+        yield each["token"], each["logprob"], others
 
 
 def _likeliest(top: Top, most: int) -> dict[Any, float]:
@@ -220,16 +214,6 @@ def _likeliest(top: Top, most: int) -> dict[Any, float]:
     return dict(nlargest(most, top.items(), key=lambda item: item[1]))
 
 
-def _token_ids(choice: dict[str, Any]) -> tuple[Text, Text]:
-    prompt, output = choice.get("prompt_token_ids"), choice.get("token_ids")
-    if prompt and output is not None:
-        return tuple(prompt), tuple(output)
-    raise ValueError(
-        "The answers have no token ids (return_token_ids: SGLang 0.5.22, vLLM 0.10.2 and later), "
-        "so no other server can score them. Leave --reference out."
-    )
-
-
 def open_endpoint(url: str, api_key: str | None = None, **settings: Any) -> Endpoint:
     """Return the endpoint of a running server, which scores its own answers where it can.
 
@@ -238,25 +222,27 @@ def open_endpoint(url: str, api_key: str | None = None, **settings: Any) -> Endp
 
     Raises ValueError if there is no such server.
     """
-    client = client_of(url, api_key, TIMEOUT)
-    found = Endpoint(client, **settings)
     try:
-        models = client.get("/v1/models").json()
+        model = connect(url, api_key=api_key, needs_smc=False)
+    except ValueError:  # not SGLang's
+        model = None
+    try:
+        client = model.client if model else Client(url, api_key)
+        found = Endpoint(client, **settings)
+        models = client.http.get("/v1/models").json()
         found.model = found.model or models["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{url}: no server with OpenAI's routes answers there ({type(error).__name__}, GET "
             "/v1/models). Give the address of the server, without /v1; --api-key if it has one."
         ) from error
-    try:
-        model = connect(url, api_key=api_key, needs_smc=False)
-    except ValueError:  # not SGLang's
+    if model:
+        found.score, found.rounding = model.score, model.rounding
+        found.smc = model if model.settings else None
+    else:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             prompt_logprobs(found, [(1,)], [(1,)])
             found.score = partial(prompt_logprobs, found)
-    else:
-        found.score, found.rounding = model.score, model.rounding
-        found.smc = model if model.settings else None
     return found
 
 
@@ -268,8 +254,9 @@ def prompt_logprobs(
     for start in range(0, len(texts), CHUNK):
         some = slice(start, start + CHUNK)
         both = [[*a, *b] for a, b in zip(prompts[some], texts[some], strict=True)]
-        body = {"prompt": both, "max_tokens": 1, "prompt_logprobs": TOP[1]}
-        choices = endpoint.post("/v1/completions", body)["choices"]
+        body = {**endpoint.params, "model": endpoint.model, "prompt": both}
+        body |= {"max_tokens": 1, "prompt_logprobs": PROMPT_TOP}
+        choices = endpoint.client.post("/v1/completions", body)["choices"]
         for choice, text in zip(choices, texts[some], strict=True):
             found.append(list(_scored(text, choice["prompt_logprobs"])))
     return found
@@ -278,4 +265,4 @@ def prompt_logprobs(
 def _scored(text: Text, entries: Sequence[Mapping[str, Any]]) -> Iterator[Position]:
     for token, entry in zip(text, entries[len(entries) - len(text) :], strict=True):
         told: dict[Any, float] = {int(name): one["logprob"] for name, one in entry.items()}
-        yield Position(token, told[token], _likeliest(told, TOP[1]))
+        yield Position(token, told[token], _likeliest(told, PROMPT_TOP))

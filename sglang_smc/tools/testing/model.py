@@ -8,16 +8,15 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_smc.tools.commands import client_of, told_by
+from sglang_smc.tools.commands import told_by
+from sglang_smc.tools.testing.client import Client
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 128  # requests sent at a time
-TOP = 64  # top log-probabilities requested per position; fewer if the vocabulary is smaller
-
-TIMEOUT = 600.0
 _ROUNDING = {"float32": 1e-3}  # nats per token
 _COARSE_ROUNDING = 0.05  # for 16-bit models
 #: Flags for short texts with many particles; they differ from a server's.
@@ -41,13 +40,6 @@ PLAIN = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-
-Send = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Sends the body of a /generate request with lists in it; returns a list of replies."""
-
-
-class RefusedError(ValueError):
-    """A request that the server or engine rejected."""
 
 
 class Answer(NamedTuple):
@@ -73,13 +65,12 @@ class Position(NamedTuple):
 class Model:
     """The interface of a server or an engine for the checks; tests substitute toy models."""
 
-    send: Send  # a /generate body
+    client: Client
     settings: dict[str, Any]  # SMC's of the server, `num_particles` ...; empty for a plain model
     same_models: bool = False  # whether the target and the draft are one model
     rounding: float = 1e-3  # between log-probabilities of one text, in nats per token
     on_answers: Callable[[int], Any] = lambda count: None
     seeds: Iterator[int] = field(default_factory=itertools.count)  # of the following answers
-    top: int = TOP  # log-probabilities that are asked for; fewer once these are refused
 
     def answers(
         self, prompts: Sequence[Text], length: int, smc: dict[str, Any], **params: Any
@@ -115,20 +106,14 @@ class Model:
         for chunk in _chunks(list(zip(texts, starts, strict=True))):
             ids, places = zip(*chunk, strict=True)
             body = {"input_ids": ids, "logprob_start_len": places}
-            yield from (reply["meta_info"] for reply in self._ask_for_top(body))
+            replies = self.client.with_top(partial(self._scored_with, body))
+            yield from (reply["meta_info"] for reply in replies)
 
-    def _ask_for_top(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Request as many top log-probabilities as the server allows, halving after a rejection."""
-        while True:
-            try:
-                return self._ask(_scoring({**body, "top_logprobs_num": self.top}))
-            except RefusedError:
-                if self.top == 1:
-                    raise
-                self.top //= 2
+    def _scored_with(self, body: dict[str, Any], top: int) -> list[dict[str, Any]]:
+        return self._ask(_scoring({**body, "top_logprobs_num": top}))
 
     def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        replies = self.send(body)
+        replies = self.client.post("/generate", body)
         self.on_answers(len(replies))
         return replies
 
@@ -180,22 +165,6 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
 
     Raises ValueError if there is no server, or it does not run SMC.
     """
-    import httpx
-
-    client = client_of(url, api_key, TIMEOUT)
-
-    def send(body: dict[str, Any]) -> list[dict[str, Any]]:
-        try:
-            reply = client.post("/generate", json=body)
-        except httpx.HTTPError as error:
-            raise ValueError(
-                f"--url {url}: the server stopped answering ({type(error).__name__}). Its own log "
-                "says why."
-            ) from error
-        if reply.status_code != 200:
-            raise RefusedError(f"{url} answered HTTP {reply.status_code}: {reply.text[:500]}")
-        return reply.json()
-
     info = told_by(url, "/server_info", "internal_states", api_key)
     algorithm = info["speculative_algorithm"]
     if needs_smc and algorithm != "SMC":
@@ -205,7 +174,7 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
         )
     state = info["internal_states"][0]
     return Model(
-        send,
+        Client(url, api_key),
         state["smc"]["settings"] if algorithm == "SMC" else {},
         same_models=info["model_path"] == info["speculative_draft_model_path"],
         rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),

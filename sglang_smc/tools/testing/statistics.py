@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 Text = tuple[int, ...]
@@ -45,7 +44,10 @@ class Fit(NamedTuple):
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean of two or more independent values."""
-    return Mean(fmean(values), stdev(values) / math.sqrt(len(values)))
+    import numpy
+
+    error = numpy.std(values, ddof=1) / math.sqrt(len(values))
+    return Mean(float(numpy.mean(values)), float(error))
 
 
 def p_value_of_mean(values: Sequence[float], expected: float) -> float:
@@ -62,6 +64,23 @@ def p_value_of_mean(values: Sequence[float], expected: float) -> float:
     t = (mean.estimate - expected) / mean.standard_error
     a = float(skew(values)) / math.sqrt(len(values))
     return float(2 * norm.sf(abs(t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6)))
+
+
+def p_value_of_count(count: int, chances: Sequence[float]) -> float:
+    """Return the two-sided p-value of so many of independent events with these probabilities."""
+    import numpy
+
+    ones = numpy.asarray(chances)
+    masses = numpy.stack([1.0 - ones, ones], 1)  # of 0 and 1 events; then of twice as many
+    while len(masses) > 1:
+        if len(masses) % 2:
+            masses = numpy.pad(masses, ((0, 1), (0, 0)))
+            masses[-1, 0] = 1.0
+        size = 2 * masses.shape[1]
+        waves = numpy.fft.rfft(masses, size)
+        masses = numpy.fft.irfft(waves[::2] * waves[1::2], size)
+    tail = min(masses[0, : count + 1].sum(), masses[0, count:].sum())
+    return float(numpy.clip(2 * tail, 0.0, 1.0))
 
 
 def per_token(sums: Sequence[float], lengths: Sequence[int]) -> Mean:
