@@ -159,7 +159,7 @@ def row_of(told: dict[str, Any]) -> list[str]:
     names = ", ".join(sorted(checks)) or "none"
     total = told.get("num_audits", len(audits))
     _, low, high, _ = wilson(failed, total)
-    share = f"{failed} of {total}" + f" ({low:.2%} to {high:.2%})" * (total > 1)
+    share = f"{failed} of {total}" + f" ({low:.1%} to {high:.1%})" * (total > 1)
     return [told["name"], is_lossless, share, names, gap]
 
 
