@@ -51,11 +51,7 @@ class Client:
             ValueError: for anything else that is no answer, with what to do.
         """
         with self._reply(route, body) as reply:
-            text = reply.read()
-            try:
-                return json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"{self.url}{route}: {text[:300]!r}; needed: JSON.") from error
+            return self._parsed(route, reply.read().decode(errors="replace"))
 
     def stream(self, route: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed reply; errors are those of `post`."""
@@ -63,10 +59,16 @@ class Client:
             for line in reply.iter_lines():
                 data = line.removeprefix("data:").strip()
                 if data.startswith("{"):
-                    event = json.loads(data)
+                    event = self._parsed(route, data)
                     if event.get("error"):
                         raise RefusedError(f"{self.url}{route}: {event['error']!r:.300}")
                     yield event
+
+    def _parsed(self, route: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{self.url}{route}: {text[:300]!r}; needed: the JSON.") from error
 
     @contextlib.contextmanager
     def _reply(self, route: str, body: Mapping[str, Any]) -> Iterator[httpx.Response]:

@@ -159,7 +159,7 @@ class Endpoint:
                     piece = _piece(choice, reply, client.top)
                     found[choice.get("index", 0)].append(piece)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{client.url}{route}: no answers: {reply!r:.200}") from error
+            raise ValueError(f"{client.url}{route}: no answer: {reply!r:.200}") from error
         if all(found):
             return found
         raise ValueError(f"{client.url}{route}: {count} answers asked for, {reply!r:.200}")
