@@ -130,16 +130,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1492,
+    "round_lines": 1490,
     "file_changes": 71,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 26_736,
-    "core_lines": 17_566,
-    "kernel_and_hook_lines": 5_716,
-    "bench_lines": 6_300,
-    "test_lines": 32_918,
+    "package_lines": 26_830,
+    "core_lines": 17_579,
+    "kernel_and_hook_lines": 5_759,
+    "bench_lines": 6_331,
+    "test_lines": 33_079,
     "page_words": 28_000,
     "glossary": 30,
 }

@@ -17,7 +17,7 @@ from sglang_smc import process
 from sglang_smc.options.request import Budget, RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
-from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
+from sglang_smc.patches.request_state import reset_for_retract, stream_output, update_finish_state
 from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
 from sglang_smc.rules.registry import close_token
 from sglang_smc.state.metrics import Counters, Monitor
@@ -156,14 +156,21 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled(str
     for new in ([1, 2], []):
         req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
         assert looked_at(req, 1) == looked_at(req, 0) == looked_at(req, 0) == []
-        assert not req.stream
+        assert streamed(req) == []
         close_token(req, 4, None)
         req.output_ids += new
-        assert (req.output_ids, req.stream) == ([4, *new], stream)
+        assert (req.output_ids, streamed(req)) == ([4, *new], [req])
         assert looked_at(req, len(new)) == [len(new) + 1]
         assert looked_at(req, 2) == [2], "once"
     aborted = begun(smc={"power": 2.0}, output_ids=[], to_finish="abort")
     assert looked_at(aborted, 0) == [0]
+
+
+def streamed(*reqs: Any) -> list[Any]:
+    """Which of the requests a streamer is handed."""
+    found: list[Any] = []
+    stream_output(lambda _, sent, logprob: found.extend(sent), None, list(reqs), False)
+    return found
 
 
 def test_a_retraction_takes_back_a_token_that_is_open_and_no_other() -> None:
