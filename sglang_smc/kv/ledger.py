@@ -2,7 +2,7 @@
 
 SGLang keeps one row per request, position -> KV slot. All slots of the particles stay in it:
 
-row[0 : committed]            the emitted tokens, common to all particles, in order
+row[0 : committed]            all emitted tokens but the last, common to all particles, in order
 row[committed : allocated]    the arena: the slots of all tails, then the free ones
 
 so that finish, abort, retraction, the radix cache and the leak checks of SGLang's

@@ -333,7 +333,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lag(self) -> int:
-        """Return the bound on tails before a round; 1 where every token is emitted at once."""
+        """Return L: tails have fewer tokens than this before a round; 1: all is emitted at once."""
         if not self.weighs or self.num_particles == 1:
             return 1
         if self.max_lag is not None:

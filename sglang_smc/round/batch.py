@@ -102,7 +102,7 @@ class RoundInputs(NamedTuple):
     """Inputs of a round, int64; everything else is in tables."""
 
     rows: torch.Tensor  # [G] in req_to_token_pool
-    committed: torch.Tensor  # [G] KV slots of the emitted tokens
+    committed: torch.Tensor  # [G] number of emitted tokens with KV: all but the last
     known: torch.Tensor  # [4, G] from the host: KV slots owned, and `SMCConfig.round_sizes`
 
     @classmethod
@@ -138,13 +138,13 @@ class RoundBatch(NamedTuple):
     reqs: "list[Req]"
     shape: RoundShape
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
-    committed: torch.Tensor  # [G] int64 KV slots of the emitted tokens
+    committed: torch.Tensor  # [G] int64 number of emitted tokens with KV: all but the last
     allocated: torch.Tensor  # [G] int64 KV slots owned
     starts: torch.Tensor  # [G, N] int64 output length of each particle at the start of the round
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
     position: torch.Tensor  # [G, N] int64 of the group's decisions, another one in each round
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
-    may_stratify: torch.Tensor  # [G, N] bool: verified chains are independent
+    may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
     settings: Settings
     rules: TextRules
     ops: Ops

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Steps of a round: draft, score, decide, extend, bonus and narrow.
+    """Steps of a round, in order: reserve, propose, score, decide, extend, add_bonus and narrow.
 
-    Each takes populations and returns new ones.
+    `decide` draws ancestors, which `extend` copies. No population is changed in place.
 
     Args:
         target: the target model, over particles.
@@ -138,7 +138,7 @@ class Steps:
         )
         step = weighing.by_method(settings.scheme, methods, resample)
         ancestors, *_ = step
-        # The draft may not have read the last emitted token yet; it does so in the particle's row.
+        # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
         self._descend(batch, batch.committed - 1, ancestors)
         return population.resample(*step).resize(settings.num_particles), ancestors
 
@@ -578,7 +578,7 @@ class Round:
             vocab_size = tables.requests.vocab_size
             rules = TextRules.of(list(reqs), before, vocab_size, rows.device)
         edits = tables.edits.of(reqs, rows, settings, *before.uncounted) if shape.edits else None
-        # Sampled chains that are verified must be independent.
+        # Sampled chains that are verified as one multi-draft must be independent.
         dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs
         batch = RoundBatch(
             reqs=list(reqs),
