@@ -76,8 +76,8 @@ def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Wal
             residuals=num_chains.new_empty(2 * size, vocab_size, dtype=torch.float32),
         ),
     )
-    padded = triton.next_power_of_2(max_chains)
-    _begin[(size,)](num_chains.contiguous(), walk, max_chains, max_steps, padded_chains=padded)
+    sizes = num_chains.contiguous(), chains.num_steps.contiguous()
+    _begin[(size,)](*sizes, walk, max_chains, max_steps, triton.next_power_of_2(max_chains))
     return walk
 
 
@@ -151,13 +151,13 @@ def selection_rule(
 
 
 @triton.jit
-def _begin(num_chains, walk, max_chains, max_steps, padded_chains: tl.constexpr):
+def _begin(num_chains, num_steps, walk, max_chains, max_steps, padded_chains: tl.constexpr):
     group = tl.program_id(0)
     chain = tl.arange(0, padded_chains)
     own = group * max_chains + chain
     tl.store(walk.follows + own, chain < tl.load(num_chains + group), mask=chain < max_chains)
     tl.store(walk.chance + group, 1.0)
-    tl.store(walk.walking + group, 1)
+    tl.store(walk.walking + group, tl.load(num_steps + group) > 0)
     tl.store(walk.p_row + group, group * max_chains * (max_steps + 1))
     tl.store(walk.q_row + group, group * max_chains)
     tl.store(walk.found.num_columns + group, 0)

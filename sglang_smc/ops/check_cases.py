@@ -260,9 +260,9 @@ def _walk(ops: Ops, of: Inputs) -> Any:
     q = (by_chain + 0.3 * of.normal(rows, num_steps, VOCAB)).log_softmax(2)
     drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
     tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
-    whole = torch.full((size,), num_steps, device=of.device)
-    chains = verification.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), whole)
-    walk = ops.begin_walk(chains, torch.full_like(whole, num_chains), VOCAB)
+    own = of.whole(0, num_steps + 1, size)  # num_steps of each group
+    chains = verification.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), own)
+    walk = ops.begin_walk(chains, torch.full_like(own, num_chains), VOCAB)
     for step in range(num_steps):
         laws = p[walk.p_row], q[:, step][walk.q_row].contiguous()
         walk = ops.walk_on(walk, chains, *laws, step)

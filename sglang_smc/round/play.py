@@ -161,7 +161,10 @@ class Steps:
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-        matches = batch.matches
+        matches, greedy = batch.matches, settings.greedy
+        is_tree = settings.branches if batch.shape.branches else None
+        if is_tree is not None:  # trees draft more than the likeliest token
+            greedy = greedy ^ is_tree
         held: torch.Tensor | None = None
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
@@ -172,12 +175,12 @@ class Steps:
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            q = self._q(batch, logits, drawn)
+            q = self._q(batch, logits, greedy, drawn)
             q = q if matches is None else matches.mixed(q)
             tokens, log_q_of_tokens = q.sample(at_step)
-            if batch.shape.branches:
+            if is_tree is not None:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text)
-                tokens = torch.where(settings.branches.unsqueeze(1), likely, tokens)
+                tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
                 log_q_of_tokens = q.score(tokens)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
@@ -188,7 +191,8 @@ class Steps:
             held = self.ops.keep_column(held, q.scores, coins, settings.num_steps, step)
         assert held is not None
         if matches is None:
-            of_held = self._law(batch, held.unflatten(0, batch.starts.shape), draft=True)
+            held = held.unflatten(0, batch.starts.shape)
+            of_held = self._law(batch, held, settings.draft_temperature, greedy)
         else:  # these scores are log q itself
             of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
@@ -205,7 +209,11 @@ class Steps:
         )
 
     def _q(
-        self, batch: RoundBatch, logits: torch.Tensor, drawn: list[torch.Tensor]
+        self,
+        batch: RoundBatch,
+        logits: torch.Tensor,
+        greedy: torch.Tensor,
+        drawn: list[torch.Tensor],
     ) -> TokenDistribution:
         """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
         allowed = None
@@ -215,24 +223,20 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        return self._law(batch, logits, allowed, draft=True).summed()
+        return self._law(batch, logits, batch.settings.draft_temperature, greedy, allowed).summed()
 
     def _law(
         self,
         batch: RoundBatch,
         logits: torch.Tensor,
+        temperature: torch.Tensor,
+        greedy: torch.Tensor,
         allowed: torch.Tensor | None = None,
-        *,
-        draft: bool = False,
     ) -> TokenDistribution:
-        """Return p, or q of the ``draft``, of rows of logits, both ``[G, M, V]``."""
-        shape, settings = batch.shape, batch.settings
-        greedy = settings.greedy if shape.greedy else None
-        if draft and shape.branches:  # trees draft more than the likeliest token
-            greedy = settings.greedy & ~settings.branches
-        filters = settings.filters if shape.filtered else None
-        temperature = settings.draft_temperature if draft else settings.temperature
-        return self.ops.distribution.of(logits, temperature, greedy, filters, allowed)
+        """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points."""
+        filters = batch.settings.filters if batch.shape.filtered else None
+        at_0 = greedy if batch.shape.greedy else None
+        return self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -253,13 +257,12 @@ class Steps:
         logits = self.target.chain_logits(Chains(chain, *where, batch.reqs))
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
-        logits = logits.flatten(1, 2)
-        p = self._law(batch, logits, allowed).summed()
+        logits, temperature = logits.flatten(1, 2), batch.settings.temperature
+        p = self._law(batch, logits, temperature, batch.settings.greedy, allowed).summed()
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:
             return p, log_p, None
-        temperature = batch.settings.temperature
         shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
         return p, log_p, shown
 
@@ -563,10 +566,8 @@ class Round:
             own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=own)
         starts, last_two = before.output_lengths, before.last_two
-        position = starts.amax(1, keepdim=True)  # [G, 1]
         # The shortest particle advances in every round; of verified proposals the longest may go.
-        behind = starts.masked_fill(before.ended, torch.iinfo(starts.dtype).max)
-        position = torch.minimum(position, behind.amin(1, keepdim=True))
+        position = torch.where(before.ended, starts.amax(1, True), starts).amin(1, True)  # [G, 1]
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -575,8 +576,7 @@ class Round:
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if shape.has_rules:
-            vocab_size = tables.requests.vocab_size
-            rules = TextRules.of(list(reqs), before, vocab_size, rows.device)
+            rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
         edits = tables.edits.of(reqs, rows, settings, *before.uncounted) if shape.edits else None
         # Sampled chains that are verified as one multi-draft must be independent.
         dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs

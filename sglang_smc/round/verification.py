@@ -158,14 +158,10 @@ def _verified(
     uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
     if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
-        found = verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
-    else:
-        own = {"num_steps": num_steps, "num_chains": num_chains}
-        walk = ops.begin_walk, ops.walk_on
-        found = verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, **own)
-    drafted = num_steps > 0  # a captured round may be wider than all of its groups
-    num_columns, rejects = found.num_columns.where(drafted, 0), found.rejects & drafted
-    return found._replace(num_columns=num_columns, rejects=rejects)
+        return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
+    own = {"num_steps": num_steps, "num_chains": num_chains}
+    walk = ops.begin_walk, ops.walk_on
+    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, **own)
 
 
 def log_mass_of_path(

@@ -218,7 +218,7 @@ class Chains(NamedTuple):
     tokens: torch.Tensor  # [G, N, K] int64
     ends: torch.Tensor  # [G, N, K] bool
     uniforms: torch.Tensor  # [G, N, K] float64
-    num_steps: torch.Tensor  # [G] int64
+    num_steps: torch.Tensor  # [G] int64 in 0..K
 
 
 class Walk(NamedTuple):
@@ -256,7 +256,7 @@ def verify(
         p: of ``G * N * (K + 1)`` draws; that of column k follows a chain's first k tokens.
         q: K distributions of ``G * N`` draws, from which each chain's token k was drawn.
         uniforms: ``[G, N, K]`` float64.
-        num_steps: ``[G]`` int64 in 1..K: a group's columns; None for K.
+        num_steps: ``[G]`` int64 in 0..K: a group's columns; None for K.
         num_chains: ``[G]`` int64 in 1..N: a group's chains; None for N.
     """
     size, max_chains, max_steps = tokens.shape
@@ -301,7 +301,8 @@ def verify_one(
     column = torch.arange(max_steps, device=tokens.device)
     at_end = ends | (column + 1 == num_steps.unsqueeze(1))
     goes_on = ~at_end & (after > 0)
-    walking = torch.nn.functional.pad(goes_on[:, :-1], (1, 0), value=True).cumprod(1).bool()
+    drafted = num_steps > 0
+    walking = torch.cat([drafted.unsqueeze(1), goes_on[:, :-1]], 1).cumprod(1).bool()
     stop_chance = torch.where(before < 1, mass / (mass + 1 - before), 1.0)
     of_stops = torch.cat([uniforms[:, :1], uniforms[:, :-1]], 1)
     stop = torch.where(walking & (of_stops < stop_chance), column, 0).amax(1)  # at 0 it may
@@ -311,7 +312,7 @@ def verify_one(
     return Verified(
         num_columns=torch.where(whole, accepted.long().argmax(1) + 1, stop),
         winner=torch.zeros_like(stop),
-        rejects=~whole & (mass[group, stop] > 0),
+        rejects=drafted & ~whole & (mass[group, stop] > 0),
         left=group,
         residuals=residuals[group, stop],
     )
@@ -331,7 +332,7 @@ def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Wal
     return Walk(
         follows=torch.arange(max_chains, device=device) < num_chains.unsqueeze(1),
         chance=torch.ones_like(none, dtype=torch.float64),
-        walking=torch.ones_like(none, dtype=torch.bool),
+        walking=chains.num_steps > 0,
         p_row=group * max_chains * (max_steps + 1),
         q_row=group * max_chains,
         found=Verified(none, none, none.bool(), group, none.new_zeros(size, vocab_size).float()),

@@ -1,7 +1,6 @@
 """Requests of one batch differ in N, K, mode and all else, and none of them notices.
 
-A group that took a size, a threshold, a number or a slot of its neighbour would draw other texts
-than among its own kind. Through the package's own steps, with KV read through the ledger.
+A group that took a size, a threshold, a number or a slot of its neighbour draws other texts.
 """
 
 from typing import Any, NamedTuple
@@ -114,7 +113,8 @@ def assert_alike(kinds: tuple[Kind, ...], **more: Any) -> None:
 
 def test_settings_matter_else_the_tests_above_would_see_nothing() -> None:
     outputs = {tuple(serve((mine,)).outputs.flatten().tolist()) for mine in KINDS}
-    assert len(outputs) == len(KINDS)
+    at_0 = sum(mine.asked.get("top_k") == 1 for mine in KINDS)  # one text, whatever the rest
+    assert len(outputs) == len(KINDS) - at_0 + 1
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact"])

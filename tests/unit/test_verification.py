@@ -67,7 +67,7 @@ def test_one_chain_at_once_is_the_walk(spread: float) -> None:
     drawn = [law.sample(u)[0] for law, u in zip(q, numbers[0].unbind(1), strict=True)]
     tokens = torch.stack(drawn, 1).unsqueeze(1)
     ends = torch.rand(tokens.shape, generator=generator) < 0.1
-    columns = torch.arange(size) % num_steps + 1
+    columns = torch.arange(size) % (num_steps + 1)
     given = tokens, ends, p, q, numbers[1].unsqueeze(1)
     found, wanted = (
         verification.verify_one(*given, columns),
