@@ -19,7 +19,7 @@ def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    before_end: torch.Tensor,
+    up_to_end: torch.Tensor,
     power: torch.Tensor,
     num_steps: torch.Tensor,
     ess_threshold: torch.Tensor,
@@ -56,7 +56,7 @@ def reweight_and_resample(
     )
     of_groups = power, num_steps, ess_threshold, resample_each_token, evidence_threshold
     _reweight[(size,)](
-        *contiguous((log_weights, log_p, log_q, before_end, *of_groups)),
+        *contiguous((log_weights, log_p, log_q, up_to_end, *of_groups)),
         *contiguous((present, keep_uniforms, uniforms, scheme)),
         found,
         num_particles,
@@ -71,7 +71,7 @@ def keep(
     found: Verified,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    before_end: torch.Tensor,
+    up_to_end: torch.Tensor,
     ends: torch.Tensor,
     present: torch.Tensor,
     num_steps: torch.Tensor,
@@ -94,7 +94,7 @@ def keep(
         ess=torch.empty_like(found.winner, dtype=torch.float64),
     )
     _keep[(len(log_p),)](
-        *contiguous((log_p, log_q, before_end, ends, present, num_steps, evidence_threshold)),
+        *contiguous((log_p, log_q, up_to_end, ends, present, num_steps, evidence_threshold)),
         keep_uniforms,
         uniforms,
         keep_uniforms.stride(0),
@@ -143,12 +143,12 @@ def _members(num_particles, padded: tl.constexpr):
 
 
 @triton.jit
-def _weighed(log_p, log_q, before_end, alpha, start, p_at, at, drafted, column):
+def _weighed(log_p, log_q, up_to_end, alpha, start, p_at, at, drafted, column):
     """Return log-weights after each column, and which columns are open.
 
     Open columns add ``alpha log p - log q``, of which NaN and +inf are -inf.
     """
-    is_open = tl.load(before_end + at, mask=drafted, other=0) != 0
+    is_open = tl.load(up_to_end + at, mask=drafted, other=0) != 0
     steps = tl.load(log_p + p_at, mask=is_open, other=0.0).to(tl.float64) * alpha
     steps -= tl.load(log_q + at, mask=is_open, other=0.0).to(tl.float64)
     steps = tl.where((steps != steps) | (steps == float("inf")), -float("inf"), steps)
@@ -249,7 +249,7 @@ def _reweight(
     log_weights,
     log_p,
     log_q,
-    before_end,
+    up_to_end,
     power,
     num_steps,
     ess_threshold,
@@ -275,7 +275,7 @@ def _reweight(
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     at = own[None, :] * num_drafted + column[:, None] - 1
     alpha = tl.load(power + group)
-    running, is_open = _weighed(log_p, log_q, before_end, alpha, start, at, at, drafted, column)
+    running, is_open = _weighed(log_p, log_q, up_to_end, alpha, start, at, at, drafted, column)
     relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
 
@@ -317,7 +317,7 @@ def _reweight(
 def _keep(
     log_p,
     log_q,
-    before_end,
+    up_to_end,
     ends,
     present,
     num_steps,
@@ -343,7 +343,7 @@ def _keep(
     at = own[None, :] * num_drafted + before
     p_at = own[None, :] * (num_drafted + 1) + before
     start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
-    running, is_open = _weighed(log_p, log_q, before_end, 1.0, start, p_at, at, drafted, column)
+    running, is_open = _weighed(log_p, log_q, up_to_end, 1.0, start, p_at, at, drafted, column)
     relative, sums, total, _ = _summed(running)
     threshold = tl.load(evidence_threshold + group)
     log_coin = tl.log(tl.load(keep_uniforms + group * keep_stride)) + tl.log(threshold)

@@ -191,12 +191,12 @@ def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
     ends = of.flags(0.1, *of.shape)
     present, num_steps = of.present(), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
     within = torch.arange(of.shape[2], device=of.device) < num_steps.view(-1, 1, 1)
-    before_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
-    return log_q + 0.3 * of.normal(*of.shape), log_q, ends, before_end, present, num_steps
+    up_to_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
+    return log_q + 0.3 * of.normal(*of.shape), log_q, ends, up_to_end, present, num_steps
 
 
 def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
-    log_p, log_q, _, before_end, present, num_steps = _drafts(of)
+    log_p, log_q, _, up_to_end, present, num_steps = _drafts(of)
     each_token = torch.arange(NUM_GROUPS, device=of.device) == 2
     rules = num_steps, of.numbers(0.5, 1.1, 0.9), each_token, of.numbers(0.5, 0.0, 0.0)
     log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
@@ -205,13 +205,13 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
         (of.uniforms(NUM_GROUPS), of.uniforms(*of.shape[:2])),
     )
     return ops.reweight_and_resample(
-        *(log_weights, log_p, log_q, before_end, power, *rules, present, *noise),
+        *(log_weights, log_p, log_q, up_to_end, power, *rules, present, *noise),
         *(torch.arange(NUM_GROUPS, device=of.device), tuple(SCHEMES)[:NUM_GROUPS]),
     )
 
 
 def _keep(ops: Ops, of: Inputs) -> Any:
-    log_p, log_q, ends, before_end, present, num_steps = _drafts(of)
+    log_p, log_q, ends, up_to_end, present, num_steps = _drafts(of)
     winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(num_steps)
     rejects = of.flags(0.5, NUM_GROUPS)
     found = verification.Verified(
@@ -220,7 +220,7 @@ def _keep(ops: Ops, of: Inputs) -> Any:
     wider = torch.cat([log_p, log_p[..., :1]], 2)  # [G, N, K + 1]
     thresholds = of.numbers(0.5, 0.0, torch.inf)
     return ops.keep(
-        *(found, wider, log_q, before_end, ends, present, num_steps, thresholds),
+        *(found, wider, log_q, up_to_end, ends, present, num_steps, thresholds),
         *(of.uniforms(NUM_GROUPS), of.uniforms(NUM_GROUPS)),
     )
 

@@ -44,7 +44,7 @@ class RoundShape(NamedTuple):
     max_arena: int  # the most KV slots of a request behind its emitted tokens
     greedy: bool  # some request takes the likeliest token
     powered: bool  # some request samples from a power of p
-    weighs: bool  # some request's rounds weigh draft tokens, and resample
+    weighs_drafts: bool  # some request's rounds weigh draft tokens, and resample
     walks: bool  # some request's rounds verify sampled chains
     extends: bool  # some request's particles are verified one by one, and resampled
     has_open_token: bool  # particles of some request may differ in its first token
@@ -81,7 +81,7 @@ class RoundShape(NamedTuple):
             "temperature 0": self.greedy,
             "penalties, biases or min_new_tokens": self.edits,
             "a power of p": self.powered,
-            "mode smc": self.weighs,
+            "mode smc": self.weighs_drafts,
             "a mode that verifies": self.walks,
             "verified proposals": self.extends,
             "trees at temperature 0": self.branches,
@@ -140,7 +140,7 @@ class RoundBatch(NamedTuple):
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
     committed: torch.Tensor  # [G] int64 number of emitted tokens with KV: all but the last
     allocated: torch.Tensor  # [G] int64 KV slots owned
-    starts: torch.Tensor  # [G, N] int64 output length of each particle at the start of the round
+    output_lengths: torch.Tensor  # [G, N] int64, of each particle at the start of the round
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
     position: torch.Tensor  # [G, N] int64 of the group's decisions, another one in each round
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
@@ -168,7 +168,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         max_arena=arena.arena(config, config.lag),
         greedy=True,
         powered=config.power != 1.0,
-        weighs=(now.weighs and not now.extends) or not drafts,
+        weighs_drafts=(now.weighs and not now.extends) or not drafts,
         walks=not now.weighs or not drafts,
         extends=now.extends,
         has_open_token=config.power != 1.0,
@@ -184,7 +184,7 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
         filtered=True,
         edits=True,
         powered=True,
-        weighs=True,
+        weighs_drafts=True,
         walks=True,
         branches=True,
         shows_particles=True,
@@ -217,7 +217,7 @@ def shape_of(reqs: "list[Req]", returns_logprobs: bool = False) -> RoundShape:
         greedy=any(map(is_greedy, reqs)),
         edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
-        weighs=any(config.weighs and not config.extends for config in configs),
+        weighs_drafts=any(config.weighs and not config.extends for config in configs),
         extends=any(config.extends for config in configs),
         walks=not all(config.weighs or config.branches for config in configs),
         branches=any(config.branches for config in configs),
@@ -238,7 +238,7 @@ class Drafts(NamedTuple):
     tokens: torch.Tensor  # [G, N, K]
     log_q: torch.Tensor  # [G, N, K] of these tokens
     ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
-    before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
+    up_to_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
     coins: torch.Tensor | None = None  # [G] for the columns in which fidelity is measured
     held: TokenDistribution | None = None  # q of G * N rows in these columns

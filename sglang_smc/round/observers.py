@@ -75,7 +75,7 @@ class Traced(NamedTuple):
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),
-            drafted=_cut_to(self.drafts.tokens[group], of(self.drafts.before_end).sum(1)),
+            drafted=_cut_to(self.drafts.tokens[group], of(self.drafts.up_to_end).sum(1)),
             kept=of(self.decision.num_kept).tolist(),
             log_weights=_finite(weighed),
             log_potentials=None if potentials is None else _finite(potentials),
@@ -116,7 +116,7 @@ class Traced(NamedTuple):
         if self.failure[group] > 0:
             return "failure"
         decision = self.decision
-        drafted, kept = self.drafts.before_end[group].sum(1), decision.num_kept[group]
+        drafted, kept = self.drafts.up_to_end[group].sum(1), decision.num_kept[group]
         if not config.weighs:
             winner = ancestors[0]
             return "none" if kept[winner] >= drafted[winner] else "verification"

@@ -156,7 +156,7 @@ class Steps:
             return no_drafts(population)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
-        positions = (batch.starts + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
+        positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
@@ -191,7 +191,7 @@ class Steps:
             held = self.ops.keep_column(held, q.scores, coins, settings.num_steps, step)
         assert held is not None
         if matches is None:
-            held = held.unflatten(0, batch.starts.shape)
+            held = held.unflatten(0, batch.output_lengths.shape)
             of_held = self._law(batch, held, settings.draft_temperature, greedy)
         else:  # these scores are log q itself
             of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
@@ -202,7 +202,7 @@ class Steps:
             chains,
             torch.stack(log_q, dim=2),
             ends,
-            still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
+            up_to_first(ends) & (batch.column < num_columns.unsqueeze(2)),
             distributions if batch.shape.walks or batch.shape.extends else None,
             coins,
             of_held,
@@ -218,7 +218,7 @@ class Steps:
         """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
         allowed = None
         if batch.edits is not None or batch.shape.has_rules:
-            nothing = batch.starts.new_empty(*batch.starts.shape, 0)  # [G, N, 0]
+            nothing = batch.output_lengths.new_empty(*batch.output_lengths.shape, 0)  # [G, N, 0]
             chains = torch.stack(drawn, dim=2) if drawn else nothing
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
@@ -251,7 +251,7 @@ class Steps:
         """
         last = batch.last_two[:, :, 1:]
         # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
-        read = torch.where(drafts.before_end, drafts.tokens, last)
+        read = torch.where(drafts.up_to_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
         logits = self.target.chain_logits(Chains(chain, *where, batch.reqs))
@@ -298,7 +298,7 @@ class Steps:
         if shape.extends:
             extended = extend_each(batch, population, drafts, p, thresholds[1])
             found = extended if found is None else unless(found, settings.extends, extended)
-        if shape.weighs:
+        if shape.weighs_drafts:
             weighed = self._weigh(batch, population, drafts, p, log_p, *thresholds)
             mine = settings.weighs & ~settings.extends if shape.extends else settings.weighs
             found = weighed if found is None else unless(found, mine, weighed)
@@ -324,7 +324,7 @@ class Steps:
             population.log_weights,
             log_p[:, :, :-1],
             drafts.log_q,
-            drafts.before_end,
+            drafts.up_to_end,
             settings.power,
             num_steps,
             ess_threshold,
@@ -451,7 +451,7 @@ def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor
     return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
 
 
-def still_open(ends: torch.Tensor) -> torch.Tensor:
+def up_to_first(ends: torch.Tensor) -> torch.Tensor:
     """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
     return ends.cumsum(-1) == ends
 
@@ -499,8 +499,8 @@ class Round:
         begun = before
         if shape.has_scorers:
             # Potentials ran in parallel; what is missing is waited for.
-            before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
-        of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
+            before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
+        of_drafts = log_p, drafts.log_q, drafts.up_to_end, drafts.ends
         failure = failure_of_round(*of_drafts, ~before.ended)
         # Reweight and resample, or verify.
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
@@ -586,7 +586,7 @@ class Round:
             rows=rows,
             committed=inputs.committed,
             allocated=allocated,
-            starts=starts,
+            output_lengths=starts,
             column=torch.arange(shape.num_steps, device=rows.device),
             position=position.expand_as(starts),
             last_two=last_two,

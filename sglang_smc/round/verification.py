@@ -45,7 +45,7 @@ def verify(
         found,
         log_p,
         drafts.log_q,
-        drafts.before_end,
+        drafts.up_to_end,
         drafts.ends,
         population.present,
         settings.num_steps,
@@ -53,14 +53,14 @@ def verify(
         ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.KEEP)[:, 0],
         ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.RESAMPLE)[:, 0],
     )
-    of_particles = partial(of_each_draw, num_draws=batch.starts.numel())
+    of_particles = partial(of_each_draw, num_draws=batch.output_lengths.numel())
     next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
     if p.log_mass is not None:
         masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
         next_tokens = next_tokens._replace(log_mass=of_particles(masses))
     if drafts.q is not None:
         residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))
-        rejects = kept.rejects.unsqueeze(1).expand(batch.starts.shape)
+        rejects = kept.rejects.unsqueeze(1).expand(batch.output_lengths.shape)
         next_tokens = next_tokens._replace(rejects=rejects, left=residual)
     decision = one_lineage(population, kept)
     if batch.shape.branches:  # by evidence, too
@@ -153,7 +153,7 @@ def _verified(
     In torch single ones are verified at once where all fit the cache: a walk's calls take longer.
     """
     assert drafts.q is not None, "kept where some group verifies"
-    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
+    positions = batch.output_lengths.unsqueeze(2) + batch.column  # [G, N, K]
     ops = batch.ops
     uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))

@@ -463,7 +463,7 @@ def keep(
     found: Verified,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    before_end: torch.Tensor,
+    up_to_end: torch.Tensor,
     ends: torch.Tensor,
     present: torch.Tensor,
     num_steps: torch.Tensor,
@@ -479,14 +479,14 @@ def keep(
         found: the prefix that exact verification accepts.
         log_p: ``[G, N, K + 1]`` of the draft tokens, and one more column of arbitrary values.
         log_q: ``[G, N, K]`` of the draft tokens.
-        before_end, ends: ``[G, N, K]`` bool: up to each chain's end, and only at its last token.
+        up_to_end, ends: ``[G, N, K]`` bool: up to each chain's end, and only at its last token.
         present: ``[G, N]`` bool.
         num_steps: ``[G]`` K of each group.
         evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep no column.
         keep_uniforms, uniforms: ``[G]`` float64 in [0, 1), for the columns and for the chain.
     """
     start = torch.where(present, 0.0, -torch.inf).double()
-    gained = torch.where(before_end, log_p[:, :, :-1].double() - log_q, 0.0)
+    gained = torch.where(up_to_end, log_p[:, :, :-1].double() - log_q, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
     drawn = draw(normalized(column_of(running, covered)), uniforms)
@@ -496,7 +496,7 @@ def keep(
     # would disfavour sequences that end early.
     has_ended = (ends[group, found.winner] & (column < found.num_columns.unsqueeze(1))).any(1)
     by_block = covered > torch.where(has_ended, num_steps, found.num_columns)
-    of_block = torch.minimum(covered, before_end[group, drawn].sum(1))
+    of_block = torch.minimum(covered, up_to_end[group, drawn].sum(1))
     num_columns = torch.where(by_block, of_block, found.num_columns)
     winner = torch.where(by_block, drawn, found.winner)
     ess = effective_sample_size(running[:, -1])

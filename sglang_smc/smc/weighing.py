@@ -264,7 +264,7 @@ def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    before_end: torch.Tensor,
+    up_to_end: torch.Tensor,
     power: torch.Tensor,
     num_steps: torch.Tensor,
     ess_threshold: torch.Tensor,
@@ -288,7 +288,7 @@ def reweight_and_resample(
     Args:
         log_weights: ``[G, N]`` float64 before the block.
         log_p, log_q: ``[G, N, K]`` log-probabilities of the draft tokens.
-        before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        up_to_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
         power: ``[G]`` float64 alpha: a draft token adds ``alpha log p - log q`` to the log-weight.
         num_steps: ``[G]`` int64 K of each group.
         ess_threshold: ``[G]`` float64 tau; resample where ESS < tau * N.
@@ -301,7 +301,7 @@ def reweight_and_resample(
         methods: the keys of `SCHEMES` that occur among these.
     """
     scored = log_p.double() * power.view(-1, 1, 1)
-    increments = torch.where(before_end, scored - log_q, 0.0)
+    increments = torch.where(up_to_end, scored - log_q, 0.0)
     running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
     ess = effective_sample_size(running)  # [G, K + 1]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
@@ -311,12 +311,12 @@ def reweight_and_resample(
     dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never starts dead
     at = num_columns.unsqueeze(1)
     next_column = (at + 1).clamp_max(dead.shape[1] - 1)
-    column = torch.arange(before_end.shape[2], device=before_end.device)
+    column = torch.arange(up_to_end.shape[2], device=up_to_end.device)
     weighed, resampled = column_of(running, num_columns), low.gather(1, at).squeeze(1)
     step = partial(resample, weighed, resampled, present, uniforms)
     return Decision(
         num_columns,
-        (before_end & (column < at.unsqueeze(2))).sum(2),
+        (up_to_end & (column < at.unsqueeze(2))).sum(2),
         weighed,
         ess.gather(1, at).squeeze(1),
         resampled,

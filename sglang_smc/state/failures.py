@@ -108,7 +108,7 @@ def failure_of_first(target: torch.Tensor, draft: torch.Tensor | None) -> torch.
 def failure_of_round(
     target: torch.Tensor,
     draft: torch.Tensor,
-    before_end: torch.Tensor,
+    up_to_end: torch.Tensor,
     ends: torch.Tensor,
     live: torch.Tensor,
 ) -> torch.Tensor:
@@ -118,14 +118,14 @@ def failure_of_round(
         target: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
             give no distribution, since its normaliser is NaN then.
         draft: ``[G, N, K]`` log-probabilities of the draft tokens, NaN likewise.
-        before_end: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
+        up_to_end: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
         ends: ``[G, N, K]`` bool: the sequence ends with this token.
         live: ``[G, N]`` bool: present, and not ended.
     """
     # The target's distribution is needed behind each column, unless the sequence ends there.
-    asked = torch.cat([live.unsqueeze(2), before_end & ~ends], dim=2)  # [G, N, K + 1]
+    asked = torch.cat([live.unsqueeze(2), up_to_end & ~ends], dim=2)  # [G, N, K + 1]
     is_broken = (target.isnan() & asked).flatten(1).any(1)
-    return _codes(is_broken, (draft.isnan() & before_end).flatten(1).any(1))
+    return _codes(is_broken, (draft.isnan() & up_to_end).flatten(1).any(1))
 
 
 def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:

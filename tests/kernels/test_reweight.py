@@ -91,7 +91,7 @@ def test_what_is_kept(c: Any, device: str) -> None:
     )
     ends = torch.rand(shape, generator=generator) < 0.15
     within = torch.arange(max_steps) < num_steps.view(-1, 1, 1)
-    before_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
+    up_to_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
     nothing = torch.zeros(size, dtype=torch.int64)
     found = verification.Verified(
         num_columns=torch.randint(0, max_steps + 1, (size,), generator=generator).minimum(
@@ -105,7 +105,7 @@ def test_what_is_kept(c: Any, device: str) -> None:
     choices = torch.tensor([0.0, 0.2, 1.0, math.inf], dtype=torch.float64)
     uniforms = torch.rand(2, size, 3, generator=generator, dtype=torch.float64)
     arguments = [
-        *(found, log_p, log_q, before_end, ends, present, num_steps),
+        *(found, log_p, log_q, up_to_end, ends, present, num_steps),
         *(choices[torch.randint(4, (size,), generator=generator)], *uniforms[..., 0]),
     ]
     assert_same(kernel.keep, verification.keep, arguments, device, rounding=1e-12)

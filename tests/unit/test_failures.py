@@ -101,7 +101,7 @@ def test_first_tokens(broken: list[float]) -> None:
 
 def test_only_laws_that_a_text_asks_for_matter() -> None:
     """Two particles, two columns: the first ends with its first token, the second goes on."""
-    before_end = torch.tensor([[[True, False], [True, True]]])
+    up_to_end = torch.tensor([[[True, False], [True, True]]])
     ends = torch.tensor([[[True, False], [False, False]]])
     live = torch.tensor([[True, True]])
 
@@ -110,7 +110,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
-        return int(failure_of_round(log_p, log_q, before_end, ends, live))
+        return int(failure_of_round(log_p, log_q, up_to_end, ends, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -120,7 +120,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
     nobody = torch.zeros_like(live)
     log_p = torch.full((1, 2, 3), NAN)
-    closed = torch.zeros_like(before_end)
+    closed = torch.zeros_like(up_to_end)
     assert int(failure_of_round(log_p, log_p[:, :, :2], closed, ends, nobody)) == 0
 
 
