@@ -1,6 +1,7 @@
 """Round and example of docs/algorithm.md: the functions that rounds use give the numbers shown."""
 
 import importlib.util
+import math
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -36,18 +37,17 @@ def uniforms(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def found() -> weighing.Decision:
+def decide(p: torch.Tensor, evidence_threshold: float) -> weighing.Decision:
     return weighing.reweight_and_resample(
         torch.zeros(1, 2, dtype=torch.float64),
-        P.log().unsqueeze(0),
+        p.log().unsqueeze(0),
         Q.log().unsqueeze(0),
         torch.ones(1, 2, 3, dtype=torch.bool),
         uniforms(1.0),
         torch.tensor([3]),
         uniforms(THRESHOLD),
         torch.tensor([False]),
-        uniforms(KEEP_ALL),
+        uniforms(evidence_threshold),
         torch.ones(1, 2, dtype=torch.bool),
         uniforms(0.999),  # whatever the uniform, all is kept
         uniforms(0.3, 0.3).unsqueeze(0),
@@ -66,7 +66,7 @@ def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     ]
 
 
-def test_the_table(found: weighing.Decision) -> None:
+def test_the_table() -> None:
     for row in shown(*zip(P, Q, strict=True)):
         assert row in EXAMPLE
     for text in TEXTS:
@@ -78,7 +78,8 @@ def test_the_table(found: weighing.Decision) -> None:
     assert cut.tolist() == [2], "a larger c can cut there"
 
 
-def test_the_decision(found: weighing.Decision) -> None:
+def test_the_decision() -> None:
+    found = decide(P, KEEP_ALL)
     weights = found.weighed
     ess, shares = effective_sample_size(weights), normalized(weights)[0]
     assert found.num_columns.tolist() == [3]
@@ -93,7 +94,12 @@ def test_the_decision(found: weighing.Decision) -> None:
         assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
 
 
-def test_the_bonus(found: weighing.Decision) -> None:
+def test_all_zero_is_the_column_behind_the_kept_ones() -> None:
+    found = [decide(P * uniforms(1, 0, 1), threshold) for threshold in (KEEP_ALL, math.inf)]
+    assert [(int(f.num_columns), bool(f.all_zero)) for f in found] == [(1, True), (0, False)]
+
+
+def test_the_bonus() -> None:
     same = torch.ones(1, 2, 2, dtype=torch.bool)
     drawn = stratified(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
     assert drawn.tolist() == pytest.approx([0.35, 0.85])

@@ -193,13 +193,13 @@ def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed(
     def play(inputs: RoundInputs, shape: RoundShape) -> None:
         budget = Budget(shape.num_particles, shape.num_steps)
         played.append((budget, len(inputs.rows)))
-        clock.now += 0.02 if budget == OFF else 0.002  # the smallest round is disturbed
+        clock.now += 0.02 if budget == OFF else 0.001 * len(inputs.rows)  # OFF is disturbed
 
     found = costs_of_launched(play, SMCConfig(), most_requests=20, device="cpu")
     sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
     assert sizes[Budget(8, 8)] == [1, 4] and sizes[OFF] == [1, 4, 16]
     assert len(played) == 4 * sum(map(len, sizes.values()))
-    assert found.round(16, OFF, TOP) == pytest.approx(0.002)
+    assert found.round(16, OFF, TOP) == pytest.approx(0.016)
 
 
 def test_costs_are_read_from_json() -> None:

@@ -122,10 +122,10 @@ def test_any_weights_give_valid_ancestors_with_weight(data: st.DataObject) -> No
     values[data.draw(st.integers(0, len(values) - 1))] = data.draw(st.floats(-50, 50))
     log_weights = torch.tensor([values], dtype=torch.float64)
     size = len(values)
-    u = torch.tensor([data.draw(st.lists(uniform, min_size=size, max_size=size))])
+    u = data.draw(st.lists(uniform, min_size=size, max_size=size))
     w = normalized(log_weights)
     for name, scheme in SCHEMES.items():
-        ancestors = scheme(w, u.double())
+        ancestors = scheme(w, torch.tensor([u], dtype=torch.float64))
         assert ancestors.shape == (1, size)
         assert (w.gather(1, ancestors) > 0).all(), name
         floor_ok = torch.bincount(ancestors[0], minlength=size) >= (size * w[0] - 1e-9).floor()
