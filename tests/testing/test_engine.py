@@ -43,7 +43,7 @@ def test_running_server(tmp_path: Path, tiny: Callable[..., str]) -> None:
     models = tiny(seed=1, vocab_size=16, scale=0.3), tiny(seed=2, vocab_size=16, scale=0.3)
     given = {"num_particles": 4, "num_steps": 4, "max_total_tokens": 20_000}
     with running_server(tmp_path, **smc_arguments(*models, **given)) as server:
-        found = command(tmp_path, "--url", server.url, "--scale", "0.5")
+        found = command(tmp_path, "--url", server.url, "--scale", "0.3")
     for name in ("evidence", "draft-law", "exact-answers", "law-of-exact"):
         assert found[name]["verdict"] == "pass"
     assert found["equal-models"]["verdict"] == "not applicable"

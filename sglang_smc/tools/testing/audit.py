@@ -237,9 +237,9 @@ def limited(
     Args:
         earlier: the counts of the answer's tokens so far.
     """
+    if rules == Rules() or not top:
+        return top or None
     ranked = dict(sorted(top.items(), key=lambda item: -item[1]))
-    if not ranked:
-        return None
     values = list(ranked.values())
     rest = max(0.0, 1.0 - math.fsum(map(math.exp, values)))
     if rules.frequency_penalty:
@@ -251,13 +251,11 @@ def limited(
         is_clear = len(values) > size and values[size - 1] - values[size] > rounding
     elif rules.top_p < 1.0:
         size, is_clear = _nucleus(values, rules.top_p, rounding)
-    elif rules.min_p > 0.0:
+    else:
         least = values[0] + math.log(rules.min_p)
         size = sum(value >= least for value in values)
         is_near = any(abs(value - least) <= rounding for value in values)
         is_clear = not is_near and (values[-1] < least or rest < _UNCERTAIN)
-    else:
-        return ranked
     kept = {token: value / rules.temperature for token, value in list(ranked.items())[:size]}
     return _normalized(kept) if is_clear else None
 

@@ -155,10 +155,11 @@ def rank_uniform(token: Token, top: Top, uniform: float) -> float:
     Uniform on [0, 1] and independent from token to token under p. Tokens outside ``top`` count as
     one, the last.
     """
-    above = 0.0
-    for name, value in sorted(top.items(), key=lambda item: (-item[1], str(item[0]))):
-        mass = math.exp(value)
-        if name == token:
-            return min(1.0, above + uniform * mass)
-        above += mass
-    return min(1.0, above + uniform * max(0.0, 1.0 - above))
+    own = top.get(token, -math.inf)
+    above = math.fsum(
+        math.exp(value)
+        for name, value in top.items()
+        if value > own or (value == own and str(name) < str(token))
+    )
+    mass = math.exp(own) if token in top else max(0.0, 1.0 - above)
+    return min(1.0, above + uniform * mass)
