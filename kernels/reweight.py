@@ -344,11 +344,14 @@ def _keep(
     p_at = own[None, :] * (num_drafted + 1) + before
     start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
     running, is_open = _weighed(log_p, log_q, up_to_end, 1.0, start, p_at, at, drafted, column)
-    relative, sums, total, _ = _summed(running)
+    relative, _, total, _ = _summed(running)
     threshold = tl.load(evidence_threshold + group)
     log_coin = tl.log(tl.load(keep_uniforms + group * keep_stride)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
-    weights = _normalized(tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0))
+    weighed = tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0)
+    sums, squares = tl.sum(weighed, 0), tl.sum(weighed * weighed, 0)
+    ess = sums * sums / tl.where(squares > 0, squares, 1.0)
+    weights = _normalized(weighed)
     point = tl.load(uniforms + group * stride) + tl.zeros([padded_particles], dtype=tl.float64)
     drawn = tl.max(_ancestors(weights, point, particle), 0)
 
@@ -363,17 +366,13 @@ def _keep(
     num_open = tl.sum(tl.sum(of_drawn.to(tl.int32), 0), 0)
     num_columns = tl.where(by_block, num_open, verified)
     winner = tl.where(by_block, drawn, verified_chain)
-    last = column == num_drafted
-    squares = _pick(tl.sum(relative * relative, 1), last)
-    ess = _pick(sums, last) * _pick(sums, last) / tl.where(squares > 0, squares, 1.0)
     row = (group * num_particles + winner).to(tl.int64) * (num_drafted + 1) + num_columns
     tl.store(kept.num_columns + group, num_columns.to(tl.int64))
     tl.store(kept.winner + group, winner.to(tl.int64))
     tl.store(kept.by_block + group, by_block)
     tl.store(kept.rejects + group, (tl.load(found.rejects + group) != 0) & (~by_block))
     tl.store(kept.row + group, row)
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    tl.store(kept.ess + group, tl.where(threshold < float("inf"), ess, size))
+    tl.store(kept.ess + group, ess)
 
 
 @triton.jit

@@ -114,17 +114,29 @@ async def load_lora_adapter(
     return await original(manager, obj, request)
 
 
+_SEND: dict[str, Any] = {
+    "why": "All n share one sampling_params: with a seed they would be one text n times.",
+    "retire_when": "SGLang tells parallel samples of a seeded request apart.",
+}
+
+
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_batch_request",
+    "srt/managers/tokenizer_manager.py:2087 (of prompts in token ids)",
+    **_SEND,
+)
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
     "srt/managers/tokenizer_manager.py:1852 (the loop over samples)",
-    why="All n share one sampling_params: with a seed they would be one text n times.",
-    retire_when="SGLang tells parallel samples of a seeded request apart.",
+    **_SEND,
 )
 def send_request(original: Callable, manager: TokenizerManager, tokenized: Any) -> Any:
     """Give the i-th of n parallel samples the seed + i; refuse it if memory is released by now."""
-    if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
+    each = tokenized if isinstance(tokenized, list) else [tokenized]
+    if is_smc(manager.server_args) and isinstance(each[0], TokenizedGenerateReqInput):
         _check_memory(manager)
-        tokenized.sampling_params = _sample_params(tokenized.sampling_params)
+        for one in each:
+            one.sampling_params = _sample_params(one.sampling_params)
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
 
 

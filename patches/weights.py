@@ -81,10 +81,10 @@ def update_from_disk(
     manager: SchedulerWeightUpdaterManager,
     recv_req: io_struct.UpdateWeightFromDiskReqInput,
 ) -> Any:
-    """Load the draft's checkpoint, if manifest names one, then the target's; neither, if one fails.
+    """Load the draft's checkpoint, if manifest names one, then the target's.
 
-    Refuse checkpoints that do not fit what they replace. The cache is flushed after both, so that
-    no KV of the former weights is reused.
+    Refuse checkpoints that do not fit what they replace, before either is loaded. The cache is
+    flushed after both, so that no KV of the former weights is reused.
     """
     worker = manager.draft_worker
     reason = worker.reason_not_to_update(recv_req) or worker.load_draft(recv_req)

@@ -86,6 +86,11 @@ _BATCHED = (
     "lora_path",
     "return_sampling_mask",
     "sampling_logprobs_mode",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
 )
 _NESTED = ("multi_item_delimiter_indices", "token_indices_to_pool")  # lists of one prompt's, too
 _Fields = _like(TokenizedGenerateReqInput, _FIELDS)
@@ -160,6 +165,8 @@ def _check_batch(request: GenerateReqInput) -> None:
     names = _BATCHED
     if isinstance(prompts, list) and not isinstance(prompts[0], int):
         number, names = len(prompts), _BATCHED + _NESTED
+    if any(isinstance(ids, list) for ids in request.token_ids_logprob or ()):
+        names = (*names, "token_ids_logprob")
     for name in names:
         value = getattr(request, name, None)  # some releases lack some of these
         if isinstance(value, list) and len(value) != number:
@@ -195,6 +202,8 @@ def _check_params(params: Any) -> None:
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
     _convert("sampling_params", params, _Params)
+    if params.get("n", 1) is None:  # SGLang compares it
+        raise ValueError(f"n is None; allowed: 1 to {MAX_SAMPLES}. Leave it out.")
     _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
     penalty = params.get("repetition_penalty")
     if penalty is not None and 0 < penalty < LEAST_PENALTY:  # SGLang checks the rest

@@ -74,8 +74,8 @@ def gated_delta(
         advanced states ``[P, v_heads, V, K]`` in the dtype of ``states``.
     """
     before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
-    kept = before.unsqueeze(2)  # [P, J, 1]: without decay and step a column changes nothing
-    masked = past._replace(decay=past.decay * kept, beta=past.beta * kept)
+    # Without decay and step a column changes nothing; an earlier request may have left NaN there.
+    masked = Columns(*(part.masked_fill(~before.unsqueeze(2), 0) for part in past))
     rolled, _ = scan(states[source].float(), masked)
     _, output = scan(rolled, new)
     return output, rolled.to(states.dtype)

@@ -313,7 +313,8 @@ def _told(name: str, config: RequestConfig, chosen: dict[str, Any]) -> str:
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a value has no effect in any mode, so that it is allowed in all."""
     return (name == "power" and value == 1.0) or (
-        name in (PARTICLES_KEY, POTENTIALS_KEY) and not value
+        # Lists of potentials are packed as JSON.
+        name in (PARTICLES_KEY, POTENTIALS_KEY) and (not value or value == "[]")
     )
 
 

@@ -22,11 +22,17 @@ MOST = 8
 MOST_TEXT = 65_536
 """The most characters of JSON for a request's potentials."""
 
+MOST_DELIMITER = 512
+"""The most characters of a delimiter: as many are decoded for each drafted token."""
+
 CONTEXT = 8
 """Tokens of context with which a new one is decoded, beside those that a delimiter can span."""
 
 FLAG = "--speculative-smc-potential"
-WHEN = '"round", "end", {"tokens": n} with n from 1 on, or {"delimiter": a text or a token id}'
+WHEN = (
+    '"round", "end", {"tokens": n} with n from 1 on, or {"delimiter": a token id, or a text of at '
+    f"most {MOST_DELIMITER} characters}}"
+)
 _FORM = (
     'a list of {"name": ..., "args": {...}, "exponent": 1.0, "when": ...}, all but name optional'
 )
@@ -59,7 +65,8 @@ class Schedule(NamedTuple):
             (kind, value), *_ = when.items()
             if kind == "tokens" and _is_number(value, 1):
                 return cls(tokens=value)
-            if kind == "delimiter" and (_is_number(value, 0) or (isinstance(value, str) and value)):
+            is_text = isinstance(value, str) and 0 < len(value) <= MOST_DELIMITER
+            if kind == "delimiter" and (_is_number(value, 0) or is_text):
                 return cls(delimiter=value)
         raise ValueError(f"when={when!r}; allowed: {WHEN}.")
 

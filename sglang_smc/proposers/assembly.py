@@ -59,6 +59,9 @@ def build(
     return worker
 
 
+_SHARED = "embed_tokens.weight", "lm_head.weight"
+
+
 def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
     """Share the target's hidden states, embedding and LM head with a head.
 
@@ -84,6 +87,7 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
         layer: Any = head
         # The classes' own `set_embed_and_head` wait for a CUDA device.
         layer.model.embed_tokens.weight, layer.lm_head.weight = model.get_embed_and_head()
+        layer.load_weights = partial(load_own, layer, layer.load_weights, _SHARED, None)
         return
     layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
     getattr(model, _GIVES_OUT[kind][0])(layers)
@@ -103,16 +107,17 @@ def _share_embedding(model: Any, head: Any) -> None:
         head.set_embed_and_head(embedding, lm_head)
     else:
         head.set_embed(embedding)
-    shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + head.load_lm_head_from_target]
+    shared = _SHARED[: 1 + head.load_lm_head_from_target]
     if head.hot_token_id is not None:
         head.hot_token_id = head.hot_token_id.to(embedding.device)
-    head.load_weights = partial(load_own, head, head.load_weights, shared)
+    head.load_weights = partial(load_own, head, head.load_weights, shared, head.hot_token_id)
 
 
 def load_own(
     head: Any,
     load: "Callable[[Iterable[tuple[str, torch.Tensor]]], None]",
     shared: tuple[str, ...],
+    hot: "torch.Tensor | None",
     weights: "Iterable[tuple[str, torch.Tensor]]",
 ) -> None:
     """Load new weights into a running head in place, except those that it shares with the target.
@@ -121,12 +126,12 @@ def load_own(
         head: SGLang's model.
         load: its own `load_weights`.
         shared: suffixes of the names of shared weights.
+        hot: the head's hot tokens, which captured rounds read; None without.
         weights: of a checkpoint.
     """
-    hot = head.hot_token_id
     load((name, weight) for name, weight in weights if not name.endswith(shared))
     if hot is not None:
-        hot.copy_(head.hot_token_id)  # captured rounds read this tensor
+        hot.copy_(head.hot_token_id)
         head.hot_token_id = hot
 
 

@@ -114,6 +114,7 @@ class Corpus:
 
     def forget(self) -> None:
         """Remove all tokens; no request may be running."""
+        self._trie.synchronize()  # what is queued would come in behind the reset
         self._trie.reset()
 
     def trees(self, reqs: "list[Req]", population: Population) -> tuple[np.ndarray, np.ndarray]:

@@ -115,8 +115,9 @@ def costs_of_launched(
 
     def sizes(budget: Budget) -> Iterator[int]:
         rows = budget.num_particles * (budget.num_steps + 1)
-        most = max(min(most_rows // rows, most_requests), 1)
-        yield from itertools.takewhile(lambda size: size <= most, (4**i for i in itertools.count()))
+        most = min(max(most_rows // rows, 2), most_requests)  # two, to know what one more costs
+        yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
+        yield most
 
     def launch(budget: Budget, size: int) -> object:
         inputs = RoundInputs.of_padding(config, budget, size, device)

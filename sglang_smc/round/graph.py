@@ -200,6 +200,7 @@ class Recordings:
         self.launched = launched
         self._logprobs = logprobs
         self._recorded_logprobs = logprobs.widths
+        self._written = logprobs.columns  # graphs write there after the table has grown, too
         self._said: set[str] = set()
 
     def find(self, shape: RoundShape) -> RoundGraphs | None:

@@ -489,7 +489,8 @@ def keep(
     gained = torch.where(up_to_end, log_p[:, :, :-1].double() - log_q, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
-    drawn = draw(normalized(column_of(running, covered)), uniforms)
+    weighed = column_of(running, covered)  # equal weights where nothing is kept by evidence
+    drawn = draw(normalized(weighed), uniforms)
     group = torch.arange(len(drawn), device=running.device)
     column = torch.arange(ends.shape[2], device=running.device)
     # A sequence that has ended counts as reaching through all columns: counting its tokens instead
@@ -499,13 +500,11 @@ def keep(
     of_block = torch.minimum(covered, up_to_end[group, drawn].sum(1))
     num_columns = torch.where(by_block, of_block, found.num_columns)
     winner = torch.where(by_block, drawn, found.winner)
-    ess = effective_sample_size(running[:, -1])
     return Kept(
         num_columns=num_columns,
         winner=winner,
         by_block=by_block,
         rejects=found.rejects & ~by_block,
         row=(group * log_p.shape[1] + winner) * log_p.shape[2] + num_columns,
-        # Where nothing is kept by evidence, the chains' weights do not describe the output.
-        ess=torch.where(evidence_threshold < torch.inf, ess, present.sum(1).double()),
+        ess=effective_sample_size(weighed),
     )

@@ -142,7 +142,9 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
-        "evidence_threshold": finite(config.effective_evidence_threshold),
+        "evidence_threshold": None
+        if config.branches  # a tree is verified
+        else finite(config.effective_evidence_threshold),
         # Smaller than its options where the server adapts to its load.
         "particles_mean": sums.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": sums.steps_sum / rounds if rounds else config.num_steps,

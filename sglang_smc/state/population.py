@@ -112,7 +112,7 @@ class LogprobTable:
         self._shape = (num_rows, num_particles, max_tail + 1)
         self._device = device
         self.widths = NO_LOGPROBS  # captured rounds write to the table of their capture time
-        self._columns: TailLogprobs | None = None
+        self.columns: TailLogprobs | None = None
         self._ids = torch.zeros(num_rows, MOST_LISTED, dtype=torch.int64, device=device)
         self._first = torch.zeros(num_rows, num_particles, device=device)
 
@@ -181,18 +181,17 @@ class LogprobTable:
         self, num_particles: int, length: int, num_top: int, num_listed: int
     ) -> TailLogprobs:
         """Return the part of the table with these sizes."""
-        assert self._columns is not None
-        own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self._columns)
+        assert self.columns is not None
+        own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self.columns)
         tops = top[..., :num_top], top_ids[..., :num_top]
         return TailLogprobs(own, *tops, listed[..., :num_listed])
 
     def make_room(self, widths: LogprobWidths) -> None:
         """Widen the table to these widths; it never shrinks.
 
-        Graphs that were captured before write to the old table, which is no longer read: see
-        `widths`.
+        Graphs that were captured before write to the old `columns`, which are no longer read.
         """
-        had, before = self.widths, self._columns
+        had, before = self.widths, self.columns
         self.widths = LogprobWidths(*map(max, had, widths))
         if self.widths == had:
             return
@@ -201,7 +200,7 @@ class LogprobTable:
             return torch.zeros(*self._shape, *width, dtype=dtype, device=self._device)
 
         num_top = self.widths.top
-        self._columns = TailLogprobs(
+        self.columns = TailLogprobs(
             own=zeros(),
             top=zeros(num_top),
             top_ids=zeros(num_top, dtype=torch.int64),

@@ -46,7 +46,7 @@ from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
-from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
+from sglang_smc.state.metrics import META_PREFIX, Counters, finite, meta_info, zero_counters
 from sglang_smc.state.population import Population, TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import Start, stop_tokens
@@ -178,6 +178,7 @@ class RequestState(msgspec.Struct):
     num_prefilled: int = 0  # tokens of its output that the last prefill read
     unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
+    was_reduced: bool = False  # some round verified, where the budget left one particle
     num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
 
     @classmethod
@@ -198,6 +199,7 @@ class RequestState(msgspec.Struct):
         """Start new particles on ``budget``, after the output that prefill reads."""
         self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
+        self.was_reduced |= self.now.mode != self.config.mode
         self.num_prefilled, self.unrecorded = len(output_ids), self._unrecorded(output_ids)
         self.particles = self.num_read = None
 
@@ -212,6 +214,7 @@ class RequestState(msgspec.Struct):
         self.last = self.now
         if budget != self.budget:
             self.budget, self.now = budget, apply_budget(self.config, budget)
+            self.was_reduced |= self.now.mode != self.config.mode
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
@@ -231,7 +234,8 @@ class RequestState(msgspec.Struct):
     def answer(self) -> AnswerFidelity:
         """Return the fidelity measurements of its sequence."""
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
-        return AnswerFidelity(self.config.mode, self.config.effective_evidence_threshold, **watched)
+        threshold = math.inf if self.was_reduced else self.config.effective_evidence_threshold
+        return AnswerFidelity(self.config.mode, threshold, **watched)
 
     def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
         """Return the statistics of all its rounds so far, for a report on the running server."""
@@ -281,8 +285,8 @@ class RequestState(msgspec.Struct):
         return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
 
 
-def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict[str, Any]:
-    """Return a particle in the form of `meta_info`."""
+def as_particle(output_ids: list[int], weight: float, log_weight: float | None) -> dict[str, Any]:
+    """Return a particle in the form of `meta_info`; log-weight None for weight 0."""
     return {"output_ids": output_ids, "weight": weight, "log_weight": log_weight}
 
 
@@ -338,7 +342,8 @@ class RequestStates:
 
         If a potential's `Args` accept the arguments there, but raise here, the request ends.
         """
-        specs = state.config.potentials
+        # A request for no tokens, as SGLang sends before n samples, has no text to score.
+        specs = state.config.potentials if req.sampling_params.max_new_tokens else ()
         known = {name: runner.potential for name, runner in self._callers.items()}
         try:
             state.potentials = tuple(spec.resolve(known) for spec in specs)
@@ -442,7 +447,7 @@ def particles_of(req: Req, population: Population, group: int) -> list[dict[str,
     )
     shared = shared_ids(req)
     return [
-        as_particle([*shared, *tail], weight, log_weight)
+        as_particle([*shared, *tail], weight, finite(log_weight))
         for tail, weight, log_weight, present in rows
         if present
     ]

@@ -6,11 +6,16 @@ the one rank that runs in this process.
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_server import running_server
 from tiny_models import smc_arguments
+
+from sglang_smc.tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -102,6 +107,21 @@ def test_two_ranks_agree_and_give_one_ranks_text(
 ) -> None:
     assert answers(start(tp_size=2)) == expected
     assert_ranks_agree(tmp_path)
+
+
+@pytest.mark.nightly
+def test_two_nodes_give_one_ranks_text(
+    start: Callable[..., Any], pair: tuple[str, str], expected: list, tmp_path: Path
+) -> None:
+    """Of servers that users start on two machines the first answers."""
+    given = smc_arguments(*pair, **SETTINGS, tp_size=2, nnodes=2)
+    given["dist_init_addr"] = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        nodes = [running_server(tmp_path / f"{i}", node_rank=i, **given) for i in range(2)]
+        first, _ = pool.map(stack.enter_context, nodes)
+        found = first.generate(REQUESTS)
+    ends = [(one["output_ids"], one["meta_info"]["finish_reason"]["type"]) for one in found]
+    assert ends == expected
 
 
 @pytest.mark.nightly  # scheduler/test_adaptive.py has the ranks' one count

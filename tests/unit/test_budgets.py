@@ -197,7 +197,7 @@ def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed(
 
     found = costs_of_launched(play, SMCConfig(), most_requests=20, device="cpu")
     sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
-    assert sizes[Budget(8, 8)] == [1, 4] and sizes[OFF] == [1, 4, 16]
+    assert sizes[Budget(8, 8)] == [1, 4, 7] and sizes[OFF] == [1, 4, 16, 20]
     assert len(played) == 4 * sum(map(len, sizes.values()))
     assert found.round(16, OFF, TOP) == pytest.approx(0.016)
 
@@ -308,6 +308,10 @@ def test_answers_that_cannot_lean_teach_nothing() -> None:
     dial, rng = Dial(), random.Random(2)
     for _ in range(5_000):
         dial.learn(*answer(rng, math.inf))
+    state = RequestState.of(0, RequestConfig(mode="auto"))
+    state.begin(Budget(1, 4), [])
+    state.step_to(None)
+    assert state.answer().evidence_threshold == math.inf, "a round was verified"
     assert dial.scale == SCALE
     for _ in range(5_000):
         dial.learn(*answer(rng, 1e6, SCALE))

@@ -61,6 +61,8 @@ ONE_OF_TWO: dict[str, Any] = {
     "token_indices_to_pool": [[1]],
     "sampling_logprobs_mode": [None],
     "cache_salt": ["a"],
+    "token_ids_logprob": [[5]],
+    "bootstrap_host": ["a"],
 }
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"sampling_params": {"max_new_tokens": "5"}}, "max_new_tokens"),
@@ -74,6 +76,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"sampling_params": {"top_k": 2**31}}, "top_k is 2147483648; allowed"),
     ({"sampling_params": {"n": 0}}, "n is 0; allowed: an integer from 1 to 4096"),
     ({"sampling_params": {"n": 4097}}, "n is 4097"),
+    ({"sampling_params": {"n": None}}, "n is None"),
     ({"sampling_params": {"stop_regex": "(" * 250}}, "no regular expression"),
     ({"sampling_params": {"stop_regex": ["a", "a{2,1}"]}}, "no regular expression"),
     ({"sampling_params": {"stop_regex": r"(a+)\1"}}, "a group that is named again"),

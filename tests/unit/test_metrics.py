@@ -73,7 +73,7 @@ OF_REQUEST = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.
     [
         (RequestConfig(), -0.75, 0.5, 3),
         (RequestConfig(greedy=True, num_particles=1), -0.75, 0.5, 0),
-        (RequestConfig(greedy=True, mode="exact"), -0.75, 0.0, 0),
+        (RequestConfig(greedy=True), -0.75, None, 0),
         (RequestConfig(mode="exact"), -0.75, None, 3),
         (RequestConfig(mode="mixed"), None, 0.5, 3),
         (RequestConfig(mode="auto"), None, 2.0, 3),

@@ -139,7 +139,7 @@ def test_new_weights_of_a_head_leave_the_targets_alone() -> None:
 
     names = ["embed_tokens.weight", "fc.weight", "model.embed_tokens.weight", "lm_head.weight"]
     weights = [(name, torch.zeros(1)) for name in names]
-    load_own(head, load, ("embed_tokens.weight",), weights)
+    load_own(head, load, ("embed_tokens.weight",), hot, weights)
     assert loaded == ["fc.weight", "lm_head.weight"]
     assert head.hot_token_id is hot
     assert hot.tolist() == [4, 5]

@@ -117,6 +117,8 @@ def test_prompts_answer_unless_a_request_wants_none_and_a_flush_leaves_nothing()
     talks, silent = request([1, 2, 3, 4, 1, 2], [3]), request([1, 2], [3], weight=0.0)
     assert trees(corpus, [talks, silent], [[[]], [[]]]) == [{4: {1: {2: {3: {}}}}}, {}]
     assert trees(corpus, [request([5, 11], [12])], [[[]]]) == [{13: {}}]
+    for _ in range(8):
+        corpus.read(request([*range(100, 6_000), 11, 12, 14], []))
     corpus.forget()
     assert trees(corpus, [request([5, 11], [12])], [[[]]]) == [{}]
 

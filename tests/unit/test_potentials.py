@@ -41,6 +41,7 @@ from sglang_smc.potentials.spec import (
     problems,
 )
 from sglang_smc.rules.potentials import PrefixTree
+from sglang_smc.state.request import has_open_token
 from sglang_smc.tools.testing import check_potential
 
 # The flag.
@@ -102,7 +103,13 @@ def test_a_request_names_potentials_as_objects_or_as_json() -> None:
     assert PotentialSpec("count").resolve(KNOWN).schedule == Schedule(is_each_round=True)
 
 
-WHEN = ({"tokens": 0}, {"tokens": True}, {"delimiter": ""}, {"delimiter": -1})
+WHEN = (
+    {"tokens": 0},
+    {"tokens": True},
+    {"delimiter": ""},
+    {"delimiter": -1},
+    {"delimiter": "a" * 513},
+)
 BESIDE_A_NAME: list[dict[str, Any]] = [
     *({"exponent": exponent} for exponent in (math.nan, "1")),
     *({"when": when} for when in (*WHEN, {"tokens": 1, "delimiter": "a"})),
@@ -329,6 +336,16 @@ def test_all_who_name_a_potential_that_is_stopped_end_at_once() -> None:
     for req in (first, last):
         assert req.to_finish.message == "the breaker is open"
         assert req.to_finish.status_code == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def test_a_request_for_no_tokens_asks_nothing() -> None:
+    """SGLang sends one before n samples."""
+    runners = {"named": PotentialRunner("named", Never(), 600.0)}
+    worker = toy(
+        1, num_particles=3, asked={"max_new_tokens": 0}, runners=runners, chosen=(named({}),)
+    )
+    (req,) = worker.begin([1])
+    assert not has_open_token(req) and not req.smc_state.potentials
 
 
 LARGE, FORBID, MOST = {"does": "large"}, {"does": "forbid"}, "for a text; allowed: up to 1e300"

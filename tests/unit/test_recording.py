@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -113,7 +114,10 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     for _ in range(3):
         assert found.find(shape(has_rules=True)) is None
         assert found.find(shape(traces=True)) is None
+    assert table.columns is not None
+    written = weakref.ref(table.columns.own)
     table.make_room(LOGPROBS._replace(top=50))
+    assert written() is not None, "a replay would write to freed memory"
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is None
     assert found.find(shape()) is plain
     rules, trace, more = caplog.messages

@@ -218,6 +218,7 @@ def test_the_evidence_threshold_in_force(
         ({}, {"selection": "vote", "answer_pattern": "a"}, LONG_LAG),
         ({}, {"potentials": [{"name": "count"}]}, LONG_LAG),
         ({}, {"mode": "auto"}, 1),
+        ({}, {"mode": "auto", "potentials": "[]"}, 1),
         ({}, {"num_particles": 1}, 1),
         ({"max_lag": 7}, {}, 7),
         ({"max_lag": 7}, {"power": 2.0}, 7),

@@ -27,6 +27,7 @@ from sglang_smc.state.request import (
     RequestStates,
     as_particle,
     has_open_token,
+    particles_of,
     publish,
     shared_ids,
 )
@@ -120,6 +121,15 @@ def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> Non
         particles = published(req)["spec_smc_particles"]
         assert particles == [as_particle([*text, last], 0.5, 0.0)] * 2
     assert "spec_smc_particles" not in published(begun()), "it did not ask"
+
+
+def test_a_particle_of_weight_0_is_json() -> None:
+    log_weights, each = torch.tensor([[0.0, -torch.inf]]), torch.ones(1, 2, dtype=torch.int64)
+    population: Any = SimpleNamespace(ended=each > 0, present=each > 0, lengths=each - 1)
+    population.log_weights, population.tokens = log_weights, each.unsqueeze(2)
+    population.last_emitted = each
+    told = particles_of(begun(output_ids=[]), population, 0)
+    assert told == [as_particle([9], 1.0, 0.0), as_particle([9], 0.0, None)]
 
 
 def looked_at(req: Any, num_new: int) -> list[int]:

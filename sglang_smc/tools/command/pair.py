@@ -287,7 +287,8 @@ class Pair(NamedTuple):
             return warning("advice", found, do)
         lag = self.lag()
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
-        settings |= {"max_lag": lag} if lag else {}
+        # The server's own is longer for targets other than p, which a flag would bind, too.
+        settings |= {"max_lag": lag} if lag and lag != LAG else {}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
         flags += [] if lag else [f"{flag_of('mode')} auto"]
         return ok("advice", " ".join(flags), numbers=settings)
