@@ -20,7 +20,7 @@ from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.assembly import load_own
+from sglang_smc.proposers.assembly import connect, load_own
 from sglang_smc.proposers.base import DraftSlots, LanguageModel
 from sglang_smc.proposers.eagle3 import spread
 from sglang_smc.round.costs import rehearse
@@ -143,6 +143,22 @@ def test_new_weights_of_a_head_leave_the_targets_alone() -> None:
     assert loaded == ["fc.weight", "lm_head.weight"]
     assert head.hot_token_id is hot
     assert hot.tolist() == [4, 5]
+
+
+def test_new_weights_of_an_mtp_layer_leave_the_targets_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kinds, "kind_of", lambda _: "mtp")
+    loaded: list[str] = []
+    layer: Any = SimpleNamespace(model=SimpleNamespace(embed_tokens=SimpleNamespace()))
+    layer.lm_head = SimpleNamespace()
+    layer.load_weights = lambda weights: loaded.extend(name for name, _ in weights)
+    target = SimpleNamespace(get_embed_and_head=lambda: ("embedding", "head"))
+    runners = (SimpleNamespace(model=model, model_config=None) for model in (target, layer))
+    connect(*(cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners))
+    names = "model.embed_tokens.weight", "fc.weight", "lm_head.weight"
+    layer.load_weights((name, None) for name in names)
+    assert loaded == ["fc.weight"]
 
 
 # --- Layers
