@@ -351,9 +351,8 @@ def _keep(
     weighed = tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0)
     sums, squares = tl.sum(weighed, 0), tl.sum(weighed * weighed, 0)
     ess = sums * sums / tl.where(squares > 0, squares, 1.0)
-    weights = _normalized(weighed)
     point = tl.load(uniforms + group * stride) + tl.zeros([padded_particles], dtype=tl.float64)
-    drawn = tl.max(_ancestors(weights, point, particle), 0)
+    drawn = tl.max(_ancestors(_normalized(weighed), point, particle), 0)
 
     # A sequence that has ended counts as reaching all columns.
     verified = tl.load(found.num_columns + group).to(tl.int32)

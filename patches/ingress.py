@@ -114,29 +114,30 @@ async def load_lora_adapter(
     return await original(manager, obj, request)
 
 
-_SEND: dict[str, Any] = {
-    "why": "All n share one sampling_params: with a seed they would be one text n times.",
-    "retire_when": "SGLang tells parallel samples of a seeded request apart.",
-}
-
-
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_batch_request",
     "srt/managers/tokenizer_manager.py:2087 (of prompts in token ids)",
-    **_SEND,
+    why="Memory may have been released since the batch came in.",
+    retire_when="SGLang refuses requests while memory is released.",
 )
+def send_batch(original: Callable, manager: TokenizerManager, tokenized: list) -> Any:
+    """Refuse a batch if memory is released by now."""
+    if is_smc(manager.server_args):
+        _check_memory(manager)
+    return original(manager, tokenized)
+
+
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
     "srt/managers/tokenizer_manager.py:1852 (the loop over samples)",
-    **_SEND,
+    why="All n share one sampling_params: with a seed they would be one text n times.",
+    retire_when="SGLang tells parallel samples of a seeded request apart.",
 )
 def send_request(original: Callable, manager: TokenizerManager, tokenized: Any) -> Any:
     """Give the i-th of n parallel samples the seed + i; refuse it if memory is released by now."""
-    each = tokenized if isinstance(tokenized, list) else [tokenized]
-    if is_smc(manager.server_args) and isinstance(each[0], TokenizedGenerateReqInput):
+    if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
         _check_memory(manager)
-        for one in each:
-            one.sampling_params = _sample_params(one.sampling_params)
+        tokenized.sampling_params = _sample_params(tokenized.sampling_params)
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
 
 

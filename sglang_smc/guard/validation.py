@@ -165,7 +165,7 @@ def _check_batch(request: GenerateReqInput) -> None:
     names = _BATCHED
     if isinstance(prompts, list) and not isinstance(prompts[0], int):
         number, names = len(prompts), _BATCHED + _NESTED
-    if any(isinstance(ids, list) for ids in request.token_ids_logprob or ()):
+    if any(isinstance(ids, list) for ids in _each(request.token_ids_logprob)):
         names = (*names, "token_ids_logprob")
     for name in names:
         value = getattr(request, name, None)  # some releases lack some of these

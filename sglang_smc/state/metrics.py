@@ -138,13 +138,12 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
     """
     sums = Counters._make(totals)
     rounds, information, watched = sums.rounds_ct, sums.tilt_information, sums.watched_ct
+    threshold = math.inf if config.branches else config.effective_evidence_threshold  # verified
     fields = {
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
-        "evidence_threshold": None
-        if config.branches  # a tree is verified
-        else finite(config.effective_evidence_threshold),
+        "evidence_threshold": finite(threshold),
         # Smaller than its options where the server adapts to its load.
         "particles_mean": sums.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": sums.steps_sum / rounds if rounds else config.num_steps,

@@ -187,10 +187,7 @@ class LogprobTable:
         return TailLogprobs(own, *tops, listed[..., :num_listed])
 
     def make_room(self, widths: LogprobWidths) -> None:
-        """Widen the table to these widths; it never shrinks.
-
-        Graphs that were captured before write to the old `columns`, which are no longer read.
-        """
+        """Widen the table; graphs captured before write to the old `columns`, which none reads."""
         had, before = self.widths, self.columns
         self.widths = LogprobWidths(*map(max, had, widths))
         if self.widths == had:

@@ -197,9 +197,8 @@ class RequestState(msgspec.Struct):
 
     def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
         """Start new particles on ``budget``, after the output that prefill reads."""
-        self.budget, self.is_fresh = budget, True
-        self.last = self.now = apply_budget(self.config, budget)
-        self.was_reduced |= self.now.mode != self.config.mode
+        self._set_budget(budget)
+        self.last, self.is_fresh = self.now, True
         self.num_prefilled, self.unrecorded = len(output_ids), self._unrecorded(output_ids)
         self.particles = self.num_read = None
 
@@ -213,8 +212,11 @@ class RequestState(msgspec.Struct):
         """Set the next round's N and K by ``budget``."""
         self.last = self.now
         if budget != self.budget:
-            self.budget, self.now = budget, apply_budget(self.config, budget)
-            self.was_reduced |= self.now.mode != self.config.mode
+            self._set_budget(budget)
+
+    def _set_budget(self, budget: Budget | None) -> None:
+        self.budget, self.now = budget, apply_budget(self.config, budget)
+        self.was_reduced |= self.now.mode != self.config.mode
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
