@@ -4,7 +4,9 @@ A pytest plugin, on where `--costs FILE` is given. The table is printed at the e
 JSON to FILE. CPU time is read from /proc at the first and last test of each file, with all child
 processes: that of a process whose parent has died is missing, so a file's seconds are a lower
 bound. Seconds are those of the machine that the budget was made on: they are divided by how much
-longer a fixed loop takes here, so that neither a slow machine nor a busy one is over the budget.
+longer a fixed loop takes here before and after each file. That loop is Python's; compilers and
+tensors slow down by other factors on a shared machine, by up to 1.7 where it was seen. Hence two
+limits: above `MARGIN` a folder is marked in the table, above `MOST` the run fails.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ KEY = "costs"  # of a report's user properties: file, CPU seconds, engine starts
 LONG = "long"  # likewise: CPU seconds of one test, in the test process itself
 TICKS = os.sysconf("SC_CLK_TCK")
 BUDGET = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
-MARGIN = 1.2  # above it a run fails
+MARGIN = 1.2  # times the budget
+MOST = 2.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,7 +96,7 @@ class Costs:
             return (yield)
         finally:
             seconds = (time.process_time() - before) / self._slowness
-            most = MARGIN * BUDGET["seconds_of_a_test"]
+            most = MOST * BUDGET["seconds_of_a_test"]
             if seconds > most and item.get_closest_marker("engine") is None:
                 item.user_properties.append((LONG, seconds))
 
@@ -106,8 +109,9 @@ class Costs:
     def read(self, file: str) -> tuple[str, float, int]:
         """Return a file with its CPU seconds and engine starts since the file before."""
         cpu, starts = tree_seconds(os.getpid()), self._starts
-        cost = file, (cpu - self._cpu) / self._slowness, starts - self._starts_before
-        self._cpu, self._starts_before = cpu, starts
+        before, now = self._slowness, slowness()
+        cost = file, (cpu - self._cpu) * 2 / (before + now), starts - self._starts_before
+        self._cpu, self._starts_before, self._slowness = cpu, starts, now
         return cost
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -132,7 +136,7 @@ class Costs:
         return found
 
     def over_budget(self) -> list[str]:
-        """Return a sentence for each limit of budget.toml that is passed by more than a tenth."""
+        """Return a sentence for each limit of budget.toml that is passed `MOST` times."""
         found = [
             f"{test} took {seconds:.1f} CPU seconds of {BUDGET['seconds_of_a_test']}"
             for seconds, test in self._long_tests
@@ -140,7 +144,7 @@ class Costs:
         folders = self.folders()
         for folder, row in folders.items():
             most = BUDGET["cpu_seconds"].get(folder, 0)
-            if row["cpu_seconds"] > MARGIN * most:
+            if row["cpu_seconds"] > MOST * most:
                 found.append(f"{folder}: {row['cpu_seconds']:.0f} CPU seconds of {most}")
         starts = folders["all"]["engine_starts"]
         if starts > BUDGET["engine_starts"]:
@@ -163,9 +167,10 @@ class Costs:
         )
         for folder, row in self.folders().items():
             most = BUDGET["cpu_seconds"].get(folder, 0)
+            above = "  above its budget" if row["cpu_seconds"] > MARGIN * most else ""
             terminalreporter.write_line(
                 f"{folder:12} {row['tests']:6.0f} {row['wall_seconds']:8.0f} "
-                f"{row['cpu_seconds']:8.0f} {most:8} {row['engine_starts']:6.0f}"
+                f"{row['cpu_seconds']:8.0f} {most:8} {row['engine_starts']:6.0f}{above}"
             )
         for sentence in self.over_budget():
             terminalreporter.write_line(f"over the budget of tests/budget.toml: {sentence}")
@@ -177,7 +182,7 @@ def slowness() -> float:
 
     def loop() -> float:
         start = time.process_time()
-        sum(i * i % 7 for i in range(2_000_000))
+        sum(i * i % 7 for i in range(500_000))
         return time.process_time() - start
 
     return max(1.0, min(loop() for _ in range(3)) / BUDGET["seconds_of_the_loop"])
