@@ -93,8 +93,7 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
 
     Without SMC nothing changes.
 
-    Raises:
-        ValueError: for an adapter, resolved by now, with the name of a preset.
+    Raises ValueError for an adapter, resolved by now, with the name of a preset.
     """
     original(self)
     if is_smc(self):

@@ -22,8 +22,7 @@ def particles(answer: "Any") -> "Particles":
         answer: of `/generate`, `sgl.Engine.generate` or an OpenAI route, for a request that sets
             ``return_particles``.
 
-    Raises:
-        ValueError: if the answer has no particles; the message names the option to set.
+    Raises ValueError if the answer has no particles; the message names the option to set.
     """
     from sglang_smc.tools.view.particles import Particles
 

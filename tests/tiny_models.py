@@ -78,8 +78,10 @@ def make_tiny_model(
     return str(path)
 
 
-def tiny_tokenizer(vocab_size: int, eos: int) -> PreTrainedTokenizerFast:
-    words = [f"t{i}" for i in range(vocab_size)]
+def tiny_tokenizer(
+    vocab_size: int, eos: int, last: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    words = [*(f"t{i}" for i in range(vocab_size - len(last))), *last]
     words[0], words[eos] = "<pad>", "<eos>"
     word_level = models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>")
     tokenizer = Tokenizer(word_level)

@@ -53,9 +53,8 @@ def latent_attention(
     Reference: `sglang_smc.models.latent_attention.latent_attention`; places as in
     `particle_attention`. Queries are read in place if their tokens have one stride.
 
-    Raises:
-        ValueError: for float32, or wider latents than 512 + 64: their blocks do not fit on the
-            chip.
+    Raises ValueError for float32, or wider latents than 512 + 64: their blocks do not fit on the
+    chip.
     """
     rope = query.shape[4] - rank
     check_sizes(query.dtype, rank, rope)

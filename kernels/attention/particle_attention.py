@@ -71,8 +71,7 @@ def particle_attention(
     Returns:
         The output, contiguous, in the shape of ``query``.
 
-    Raises:
-        ValueError: for heads of more than 256 dimensions: their blocks do not fit on the chip.
+    Raises ValueError for heads of more than 256 dimensions: their blocks do not fit on the chip.
     """
     head_dim = query.shape[4]
     if head_dim > MAX_HEAD_DIM:

@@ -124,11 +124,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return CpuKVPool
 
-    def get_paged_allocator_cls(self) -> type:
-        """Return the allocator, on releases where platforms allocate pages of one slot, too."""
-        from sglang_smc.cpu.pool import CpuTokenAllocator
+    def get_paged_allocator_cls(self) -> Any:
+        """Return SGLang's allocator of slots, which 0.5.17 calls with the size of a page, too."""
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-        return CpuTokenAllocator
+        return lambda size, *, page_size, **how: TokenToKVPoolAllocator(size, **how)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Return whether an algorithm of SGLang's runs here."""
@@ -177,10 +177,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         """Return the backend of SGLang's compiled helpers: inductor would take minutes."""
         return "eager"
-
-    def get_dispatch_key_name(self) -> str:
-        """Return "native": operators run their ``forward_native``, in torch."""
-        return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
         """Return the activity that /start_profile can record here."""

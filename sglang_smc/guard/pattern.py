@@ -104,8 +104,7 @@ class _Automaton(NamedTuple):
 class Pattern:
     """A regular expression.
 
-    Raises:
-        ValueError: for one that needs backtracking, or is too large.
+    Raises ValueError for one that needs backtracking, or is too large.
     """
 
     def __init__(self, source: str) -> None:
@@ -183,8 +182,7 @@ def pattern_of(source: str) -> Pattern:
 def num_places(source: str) -> int:
     """Return the number of places of a pattern.
 
-    Raises:
-        ValueError: for what `re` does not parse, what needs backtracking, and too many places.
+    Raises ValueError for what `re` does not parse, what needs backtracking, and too many places.
     """
     return _checked(source)[0].size
 
@@ -245,8 +243,7 @@ def _joined(code: Any, nodes: list[_Node]) -> _Node:
 def _checked(source: str) -> tuple[_Node, set[tuple[Any, int]]]:
     """Return a pattern's tree and its assertions.
 
-    Raises:
-        ValueError: for a pattern that is rejected.
+    Raises ValueError for a pattern that is rejected.
     """
     reader = _Reader()
     try:

@@ -54,8 +54,7 @@ class ParticleAttention(AttentionBackend):
         blocks: whether layers may let all new tokens of a particle attend to each other
             (`AttentionType.ENCODER_ONLY`), as those of block heads do.
 
-    Raises:
-        ValueError: for a model or a KV cache that this attention does not support.
+    Raises ValueError for a model or a KV cache that this attention does not support.
     """
 
     needs_cpu_seq_lens = False

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -47,6 +48,11 @@ class ParticleForward:
         self._lora = upstream.lora_manager(runner)
         self._last_position = runner.model_config.context_len - 1
         self._is_mrope = runner.model_config.model_is_mrope
+        self._shifts: torch.Tensor | None = None
+        if self._is_mrope and runner.model_config.is_multimodal:
+            # Of rotary positions against positions, by row: an image's tokens share some.
+            rows = len(runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
+            self._shifts = torch.zeros(rows, dtype=torch.int64, device=tails.device)
         self.attn_backend = ParticleAttention(
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
@@ -63,12 +69,14 @@ class ParticleForward:
         output = self._run(ForwardMode.TARGET_VERIFY, chains)
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
-    def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Start the particles of prefilled prompts, where a model keeps more of them than KV.
-
-        Args:
-            rows, lengths: ``[G]`` int64 rows of `req_to_token`, and numbers of tokens processed.
-        """
+    def init_from_prompt(self, batch: ScheduleBatch) -> None:
+        """Start the particles of prefilled prompts, where a model keeps more of them than KV."""
+        if self._shifts is not None:
+            deltas = [
+                getattr(req.multimodal_inputs, "mrope_position_delta", None) for req in batch.reqs
+            ]
+            shifts = [0 if delta is None else int(delta) for delta in deltas]
+            self._shifts[batch.req_pool_indices] = torch.tensor(shifts, device=self._shifts.device)
 
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         is_last = mode == ForwardMode.EXTEND
@@ -127,9 +135,14 @@ class ParticleForward:
             lengths = self._counts[num_columns].expand(len(first))
         # Columns past the context's end are never kept, but must not overrun the rotary table.
         positions = positions.flatten().clamp_max(self._last_position)
+        rotary = positions if self._is_mrope else None
+        if self._shifts is not None:
+            of_each = self._shifts[locations.rows].repeat_interleave(tokens[0].numel())
+            rotary = positions + of_each
         tokens, slots, rows = tokens.flatten(), slots.flatten(), locations.particle_rows.flatten()
         if merged is not None:
             tokens, slots, positions = (of[merged.kept] for of in (tokens, slots, positions))
+            rotary = None if rotary is None else rotary[merged.kept]
             first, rows = first[merged.particles], rows[merged.particles]
             lengths = None if lengths is None else merged.lengths
         return ForwardBatch(
@@ -143,7 +156,7 @@ class ParticleForward:
             seq_lens_sum=0,
             positions=positions,
             # Time, height and width, which are equal for text.
-            mrope_positions=positions.expand(3, -1) if self._is_mrope else None,  # pyright: ignore[reportArgumentType] -- the default
+            mrope_positions=None if rotary is None else rotary.expand(3, -1),  # pyright: ignore[reportArgumentType] -- the default
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one

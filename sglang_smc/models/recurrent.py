@@ -208,10 +208,12 @@ class RecurrentForward(ParticleForward):
         self._linear = RecurrentParticles(self.attn_backend, tables, attention)
         self.attn_backend: Any = self._linear
 
-    def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    def init_from_prompt(self, batch: Any) -> None:
         """Start particles from the states behind their prompts; see `ParticleForward`."""
+        super().init_from_prompt(batch)
+        rows = batch.req_pool_indices
         particles = self._ledger.particle_rows(rows, self._num_particles)
-        self._linear.init_from_prompt(rows, lengths.long(), particles)
+        self._linear.init_from_prompt(rows, batch.seq_lens.long(), particles)
 
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         self._linear.begin_forward(chains)

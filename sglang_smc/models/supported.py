@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import (
     AttentionArch,
@@ -22,7 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
-from sglang_smc.upstream import Arguments, is_gated_delta, kv_layers, model_config_of
+from sglang_smc.upstream import IS_NEWER, Arguments, is_gated_delta, kv_layers, model_config_of
 
 _ALLOWED = (
     "allowed: a text decoder whose layers attend to all of the text or to a window of it, by heads "
@@ -60,6 +61,13 @@ _TEXT_OF_IMAGES = {
 }
 
 
+# Those of them that also run with images (`--enable-multimodal`): in rounds, which are all text, an
+# image has shifted rotary positions, and nothing else.
+_SEEING = {
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
+
 # Architectures with linear attention that have been run over particles.
 _RECURRENT = {
     "Qwen3_5ForCausalLM",
@@ -86,6 +94,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         for kind in _kinds(target)
     ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
     found += _state_problems(server_args, target)
+    found += _image_problems(server_args, target)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
@@ -146,6 +155,18 @@ def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
         for what, present in refused.items()
         if present
     ]
+
+
+def _image_problems(server_args: Arguments, target: ModelConfig) -> Iterator[str]:
+    """Yield a sentence where images are asked for and the target does not take them in rounds."""
+    names = target.hf_config.architectures or ["none"]
+    if resolved_view(server_args).enable_multimodal and not (
+        IS_NEWER and _SEEING.intersection(names)
+    ):
+        yield (
+            f"--enable-multimodal is True with a target of {names[0]}; allowed: "
+            f"{', '.join(sorted(_SEEING))}, on SGLang 0.5.22 and later. Leave it out to serve text."
+        )
 
 
 def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:

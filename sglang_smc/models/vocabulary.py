@@ -39,8 +39,7 @@ class Vocabulary(NamedTuple):
 def num_missing(target: TpModelWorker, draft: TpModelWorker) -> int:
     """Return by how many ids a draft's logits are narrower than the target's; below 0: wider.
 
-    Raises:
-        ValueError: for a draft that has other tokens.
+    Raises ValueError for a draft that has other tokens.
     """
     widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
     of_draft = None if target.tokenizer is None else _tokenizer_of(draft)

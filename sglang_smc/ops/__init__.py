@@ -8,8 +8,7 @@ from sglang_smc.ops.interface import TORCH, Kind, Ops
 def kind_of(kernels: str, device: str) -> Kind:
     """Return the implementation for a value of `--speculative-smc-kernels` on a device.
 
-    Raises:
-        ValueError: for "triton" where Triton has neither a GPU nor its interpreter.
+    Raises ValueError for "triton" where Triton has neither a GPU nor its interpreter.
     """
     if kernels == "auto":
         return "torch" if device == "cpu" else "triton"

@@ -50,8 +50,7 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
         kernels: the value of `--speculative-smc-kernels`.
         group: SGLang's group of the ranks that share the models.
 
-    Raises:
-        ValueError: if a kernel fails with ``kernels`` "triton", or stops the device.
+    Raises ValueError if a kernel fails with ``kernels`` "triton", or stops the device.
     """
     start = time.perf_counter()
     mine = [found for found in findings(ops, device, sizes) if found.problem]

@@ -51,8 +51,7 @@ _BORDERS = tuple(product(("", "a", "\n", " "), repeat=2))
 class AnswerPattern:
     """Validated pattern that finds the answer in a text.
 
-    Raises:
-        ValueError: for a pattern that is not allowed; its message continues a sentence.
+    Raises ValueError for a pattern that is not allowed; its message continues a sentence.
     """
 
     def __init__(self, source: str) -> None:

@@ -82,8 +82,7 @@ class Costs(NamedTuple):
     def parse(cls, text: str) -> "Costs":
         """Parse JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.
 
-        Raises:
-            ValueError: for any other form.
+        Raises ValueError for any other form.
         """
         try:
             given = msgspec.json.decode(text, type=_Given)

@@ -153,8 +153,7 @@ def request_config(
         constrained: whether the request has a grammar.
         where: name of these options in error messages.
 
-    Raises:
-        ValueError: naming every key that is unknown, out of range or without effect.
+    Raises ValueError naming every key that is unknown, out of range or without effect.
     """
     chosen = chosen_keys(given, where)
     found = (_problem(server, name, value) for name, value in chosen.items())
@@ -174,8 +173,7 @@ def _configured(server: SMCConfig, chosen: dict[str, Any], constrained: bool) ->
 def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
     """Return the SMC options in the `custom_params` ``given``, not yet validated.
 
-    Raises:
-        ValueError: if they are no object.
+    Raises ValueError if they are no object.
     """
     if not isinstance(given, dict) or given.get("smc") is None:
         return {}

@@ -138,7 +138,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             numbers(0, 1, words="a number from 0 (never) to 1 (whenever weights differ)"),
             "Resample when the effective sample size falls below this fraction of the particles",
-            "0 never, 1 always, default {default}",
+            "0 never, 1 unless all weights are equal, default {default}",
             modes=_SMC,
         ),
     ] = 0.5
@@ -201,7 +201,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             # float32.
             numbers(1e-6),
             "Temperature of the draft model",
-            "above 0, default: the request's own",
+            "from 1e-6, default: the request's own",
         ),
     ] = None
     ngram_weight: Annotated[
@@ -210,7 +210,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
             "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's law plus w "
             "times that of what followed the same tokens before, in prompts and answers. 1 needs "
-            "no draft model, and a mode that verifies",
+            "no draft model, but verification",
         ),
     ] = 0.0
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.

@@ -101,8 +101,7 @@ class Http(Potential):
         timeout: time limit of a request, in seconds.
         api_key_variable: the environment variable that holds the endpoint's API key.
 
-    Raises:
-        ValueError: for an argument that is not allowed.
+    Raises ValueError for an argument that is not allowed.
     """
 
     def __init__(
@@ -135,8 +134,7 @@ class Http(Potential):
     def complete(self, texts: Sequence[Text]) -> list[float]:
         """Return log phi of whole texts; see `Potential.complete`.
 
-        Raises:
-            EndpointError: for a failed query.
+        Raises EndpointError for a failed query.
         """
         return self._values(texts, self._whole)
 
@@ -367,8 +365,7 @@ def exponent(potential: Potential, alpha: float) -> Potential:
 
     With 0 it is 1 for all texts, also for those that the potential forbids.
 
-    Raises:
-        ValueError: unless alpha is a finite number >= 0.
+    Raises ValueError unless alpha is a finite number >= 0.
     """
     if not (math.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"exponent() has alpha={alpha!r}; allowed: a finite number >= 0.")

@@ -182,8 +182,7 @@ def open_runners(
         waited: see `PotentialRunner`.
         opens: whether this process calls the potentials.
 
-    Raises:
-        RuntimeError: where one cannot be opened.
+    Raises RuntimeError where one cannot be opened.
     """
     found = load(given)
     for name, potential in found.items() if opens else ():

@@ -54,8 +54,7 @@ class Schedule(NamedTuple):
     def of(cls, when: str | dict[str, Any]) -> "Schedule":
         """Parse a `when` value.
 
-        Raises:
-            ValueError: with the allowed values.
+        Raises ValueError with the allowed values.
         """
         if when == "round":
             return cls(is_each_round=True)
@@ -107,8 +106,7 @@ class PotentialSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def resolve(self, potentials: Mapping[str, Potential]) -> "PotentialSpec":
         """Return the spec with converted arguments and a schedule, for a server's potentials.
 
-        Raises:
-            ValueError: for an unknown name, or arguments that do not fit.
+        Raises ValueError for an unknown name, or arguments that do not fit.
         """
         potential = potentials.get(self.name)
         if potential is None:
@@ -129,8 +127,7 @@ class PotentialSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_specs(given: Any) -> tuple[PotentialSpec, ...]:
     """Parse the potentials of a request, from its value of `potentials`, or that as JSON.
 
-    Raises:
-        ValueError: for an invalid value; `PotentialSpec.resolve` checks names and arguments.
+    Raises ValueError for an invalid value; `PotentialSpec.resolve` checks names and arguments.
     """
     try:
         found = _decoded(given)
@@ -175,8 +172,7 @@ class Declaration(NamedTuple):
     def parse(cls, given: str) -> "Declaration":
         """Parse one value of the flag.
 
-        Raises:
-            ValueError: for an invalid value.
+        Raises ValueError for an invalid value.
         """
         name, _, target = given.partition("=")
         module, _, call = target.partition(":")
@@ -246,8 +242,7 @@ def problems(given: Iterable[str]) -> list[str]:
 def load(given: tuple[str, ...]) -> Mapping[str, Potential]:
     """Return the potentials of a server by name, not opened; each call returns the same objects.
 
-    Raises:
-        ValueError: where one cannot be loaded.
+    Raises ValueError where one cannot be loaded.
     """
     return {one.name: one.load() for one in map(Declaration.parse, given)}
 

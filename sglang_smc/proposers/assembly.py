@@ -1,30 +1,28 @@
 """Build the draft of a server: its worker, its proposer, and its source of hidden states."""
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
+from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, LanguageModel
+from sglang_smc.proposers.dflash import BlockForward, BlockHead
+from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    import torch
-    from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.server_args import ServerArgs
-
-    from sglang_smc.kv.ledger import Ledger
-    from sglang_smc.options.server import SMCConfig
-    from sglang_smc.proposers.ngram import Corpus
-    from sglang_smc.upstream import Arguments
-
+from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
+from sglang_smc.upstream import Arguments
 
 # Methods of SGLang's target class that a head needs; the first makes it capture hidden states.
 _GIVES_OUT = {
@@ -40,15 +38,14 @@ _GIVES_OUT = {
 
 
 def build(
-    target: "TpModelWorker", server_args: "ServerArgs", placement: "Mapping[str, Any]"
-) -> "TpModelWorker":
+    target: TpModelWorker, server_args: ServerArgs, placement: Mapping[str, Any]
+) -> TpModelWorker:
     """Build the draft's worker and load its model.
 
     Args:
         placement: the other arguments with which SGLang builds the SMC worker.
 
-    Raises:
-        ValueError: for a head, if the target returns no hidden states.
+    Raises ValueError for a head, if the target returns no hidden states.
     """
     worker = upstream.build_draft(target, server_args, placement)
     connect(target, worker)
@@ -62,13 +59,12 @@ def build(
 _SHARED = "embed_tokens.weight", "lm_head.weight"
 
 
-def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
+def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
     """Share the target's hidden states, embedding and LM head with a head.
 
     Runs before pools and graphs are built, which depend on it.
 
-    Raises:
-        ValueError: for a target that does not expose them.
+    Raises ValueError for a target that does not expose them.
     """
     config = draft.model_runner.model_config
     kind = kinds.kind_of(config)
@@ -115,10 +111,10 @@ def _share_embedding(model: Any, head: Any) -> None:
 
 def load_own(
     head: Any,
-    load: "Callable[[Iterable[tuple[str, torch.Tensor]]], None]",
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
     shared: tuple[str, ...],
-    hot: "torch.Tensor | None",
-    weights: "Iterable[tuple[str, torch.Tensor]]",
+    hot: torch.Tensor | None,
+    weights: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Load new weights into a running head in place, except those that it shares with the target.
 
@@ -138,15 +134,15 @@ def load_own(
 class ServerParts(NamedTuple):
     """The parts of which a draft is assembled."""
 
-    target: "TpModelWorker"
-    draft: "TpModelWorker | None"  # None: n-gram matches are the only proposer
-    ledger: "Ledger"  # of KV slots
+    target: TpModelWorker
+    draft: TpModelWorker | None  # None: n-gram matches are the only proposer
+    ledger: Ledger  # of KV slots
     kernels: Implementation
     num_particles: int  # N of the server
     num_columns: int  # K + 1
 
     @property
-    def over(self) -> "tuple[torch.Tensor, Implementation, int]":
+    def over(self) -> tuple[torch.Tensor, Implementation, int]:
         """Return the arguments shared by all forwards over particles."""
         return self.ledger.tails, self.kernels, self.num_columns
 
@@ -174,22 +170,18 @@ def _target(parts: ServerParts, *, reads: bool = False) -> Any:
 
 
 def _uniform_draft(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
-    from sglang_smc.proposers.ngram import UniformDraft
-
     target = _target(parts)
     vocab_size = parts.target.model_runner.model_config.vocab_size
     return target, UniformDraft(target.attn_backend, vocab_size)
 
 
-def _model(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
+def _model(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
     num_missing, runner = vocabulary.num_missing(parts.target, draft), draft.model_runner
     forward = ParticleForward(runner, *parts.over)
     return _target(parts), LanguageModel(forward, runner, num_missing)
 
 
-def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
-    from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
-
+def _eagle(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
     runner, of_target, ledger = draft.model_runner, parts.target.model_runner, parts.ledger
     model: Any = runner.model
     is_eagle = kinds.kind_of(runner.model_config) == "eagle3"
@@ -209,9 +201,7 @@ def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
     return target, head
 
 
-def _block(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
-    from sglang_smc.proposers.dflash import BlockForward, BlockHead
-
+def _block(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
     runner, of_target = draft.model_runner, parts.target.model_runner
     forward = BlockForward(runner, *parts.over, of_target.model)
     target = _target(parts, reads=True)
@@ -219,10 +209,8 @@ def _block(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward,
     return target, head
 
 
-def corpus_of(resolved: "Arguments", config: "SMCConfig") -> "Corpus | None":
+def corpus_of(resolved: Arguments, config: SMCConfig) -> Corpus | None:
     """Return the n-gram corpus of a server, or None where no n-gram matches are used."""
     if not config.keeps_texts:
         return None
-    from sglang_smc.proposers.ngram import open_corpus
-
     return open_corpus(resolved, config)

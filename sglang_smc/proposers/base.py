@@ -7,19 +7,17 @@ on as particles are resampled. So resampling, cuts and emission need no calls to
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.recorder import Forward, PassRecording
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class DraftSlots(NamedTuple):
@@ -81,7 +79,7 @@ class DraftProposer(ABC):
         return self
 
     def read_prompts(
-        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+        self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Run over the new tokens of prompts, after the target's pass.
 
@@ -117,7 +115,7 @@ class LanguageModel(DraftProposer):
 
     has_stock_passes = lags = True
 
-    def __init__(self, forward: Forward, runner: "ModelRunner", num_missing: int = 0) -> None:
+    def __init__(self, forward: Forward, runner: ModelRunner, num_missing: int = 0) -> None:
         self.forward, self._runner, self._missing = forward, runner, num_missing
         self.attn_backend = forward.attn_backend
 
@@ -151,14 +149,19 @@ class LanguageModel(DraftProposer):
         return LanguageModel(forward, self._runner, self._missing)
 
     def read_prompts(
-        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+        self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> torch.Tensor:
         """Run SGLang's own forward over new tokens; see `DraftProposer.read_prompts`."""
         forward_batch = ForwardBatch.init_new(
             batch, self._runner, return_hidden_states_before_norm=False
         )
         forward_batch.return_logprob = False
-        forward_batch.input_ids = self._readable(forward_batch.input_ids)
+        # Tokens of an image have ids of its content, beyond any vocabulary.
+        most = self._runner.model_config.vocab_size - 1
+        forward_batch.input_ids = forward_batch.input_ids.clamp_max(most)
+        forward_batch.mm_inputs = None
+        if forward_batch.mrope_positions is not None:
+            forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
         output = self._runner.forward(forward_batch).logits_output
         assert isinstance(output, LogitsProcessorOutput)
         assert output.next_token_logits is not None

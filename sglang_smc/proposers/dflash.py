@@ -7,20 +7,18 @@ keys and values are computed from the target's hidden states, and written to the
 tokens right after the target's pass.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class BlockForward(ParticleForward):
@@ -35,7 +33,7 @@ class BlockForward(ParticleForward):
 
     def __init__(
         self,
-        runner: "ModelRunner",
+        runner: ModelRunner,
         tails: torch.Tensor,
         attention: Implementation,
         max_columns: int,
@@ -115,7 +113,7 @@ class BlockHead(DraftProposer):
         self._forward.write(states.flatten(0, 2), positions.flatten(), chains.slots.flatten())
 
     def read_prompts(
-        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+        self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
         """Write keys and values, without a pass; see `DraftProposer.read_prompts`."""
         assert states is not None

@@ -16,9 +16,9 @@ sequence has no hidden state before it and therefore no key, and attention skips
 from contextlib import suppress
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -35,9 +35,6 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class EagleForward(ParticleForward):
@@ -181,7 +178,7 @@ class EagleHead(DraftProposer):
         self._table.keep(slots, locations.particle_rows, states)
 
     def read_prompts(
-        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+        self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
         """Run over pairs of each new token and the state before; see `DraftProposer.read_prompts`.
 
@@ -192,6 +189,8 @@ class EagleHead(DraftProposer):
         assert states is not None and batch.extend_lens is not None
         ends = on_device(states.device, batch.extend_lens).cumsum(0)  # [G]
         pairs = self._forward.prompt_batch(target, self._states_before(batch, states, ends))
+        # Tokens of an image have ids of its content, beyond any vocabulary.
+        pairs.input_ids = pairs.input_ids.clamp_max(self._vocab_size - 1)
         attention = self._forward.prompt_attention
         attention.plan(batch)
         context = forward_context(ForwardContext(attn_backend=attention))
@@ -206,7 +205,7 @@ class EagleHead(DraftProposer):
         )
 
     def _states_before(
-        self, batch: "ScheduleBatch", states: torch.Tensor, ends: torch.Tensor
+        self, batch: ScheduleBatch, states: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
         """Return the hidden state before each new token, ``[T, F]``.
 
@@ -222,7 +221,7 @@ class EagleHead(DraftProposer):
         lengths = on_device(device, [known[i] for i in going_on])  # [R]
         reqs = [batch.reqs[i] for i in going_on]
         last = [_token_of(req, known[i] - 1) for i, req in zip(going_on, reqs, strict=True)]
-        tokens = on_device(device, last)
+        tokens = on_device(device, last).clamp_max(self._vocab_size - 1)
         which = on_device(device, going_on)
         rows = batch.req_pool_indices[which]
         particles = self._ledger.particle_rows(rows, 1)
@@ -235,7 +234,7 @@ class EagleHead(DraftProposer):
         return before.index_copy(0, first, found)
 
 
-def _token_of(req: "Req", position: int) -> int:
+def _token_of(req: Req, position: int) -> int:
     """Return the token at a position of a request's sequence."""
     prompt = req.origin_input_ids
     return prompt[position] if position < len(prompt) else req.output_ids[position - len(prompt)]

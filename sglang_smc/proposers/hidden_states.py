@@ -5,9 +5,10 @@ numbers. SGLang's model classes return it for the layers that they are set to ca
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from sglang_smc.kv.ledger import Ledger
@@ -15,9 +16,6 @@ from sglang_smc.models.attention import seed_tail, slots_before
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 
 class StatesReader(Protocol):
@@ -52,7 +50,7 @@ class ReadTarget(ParticleForward):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         locations: KVLocations,
-        reqs: "Sequence[Req]",
+        reqs: Sequence[Req],
     ) -> torch.Tensor:
         """Return the hidden states ``[R, F]`` at tokens that the target has processed before.
 

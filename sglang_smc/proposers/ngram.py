@@ -48,8 +48,7 @@ def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
     Its trees have a node for each draft token, beside the root, as in SGLang's own worker: in a
     repetitive text a tree is the last continuation alone.
 
-    Raises:
-        ValueError: where SGLang cannot compile its cache.
+    Raises ValueError where SGLang cannot compile its cache.
     """
     depth, num_nodes = server_args.speculative_ngram_max_trie_depth, config.num_steps + 1
     try:

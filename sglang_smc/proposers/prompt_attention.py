@@ -1,9 +1,13 @@
 """Attend with a head over prompts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_smc.models.attention import KeysWritten, store
@@ -11,12 +15,6 @@ from sglang_smc.models.latent_attention import NAME as LATENTS
 from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
 from sglang_smc.upstream import kv_layers
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class PromptAttention(AttentionBackend):
@@ -33,7 +31,7 @@ class PromptAttention(AttentionBackend):
     # Latents (MLA) are written in the form that `LatentParticleAttention` reads.
     prefill_attention_backend_str = decode_attention_backend_str = LATENTS
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         assert runner.req_to_token_pool is not None, "pools are built before backends"
         self._table = runner.req_to_token_pool.req_to_token
@@ -44,7 +42,7 @@ class PromptAttention(AttentionBackend):
         self._rows: torch.Tensor  # [G]
         self._spans: list[tuple[int, int]]  # of each prompt: cached tokens, and new tokens
 
-    def plan(self, batch: "ScheduleBatch") -> None:
+    def plan(self, batch: ScheduleBatch) -> None:
         """Plan all layers of a pass over a batch of prompts."""
         assert batch.prefix_lens is not None and batch.extend_lens is not None
         self._rows = batch.req_pool_indices
@@ -55,8 +53,8 @@ class PromptAttention(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -77,7 +75,7 @@ class PromptAttention(AttentionBackend):
         return output.view(q.shape)
 
     def _attend(
-        self, query: torch.Tensor, slots: torch.Tensor, layer: "RadixAttention"
+        self, query: torch.Tensor, slots: torch.Tensor, layer: RadixAttention
     ) -> torch.Tensor:
         """Attend with queries ``[Q, q_heads, head_dim]`` of the last of slots ``[L]``."""
         softmax = softmax_of(layer, None, self._is_scaled)

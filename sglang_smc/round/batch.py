@@ -1,8 +1,9 @@
 """Define the inputs of a round, its shape on the host, and the tensors between its steps."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.kv import arena
@@ -12,6 +13,7 @@ from sglang_smc.kv.transfer import on_device
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget, apply_budget, request_config, union
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import Edits
@@ -26,11 +28,6 @@ from sglang_smc.state.population import (
 )
 from sglang_smc.state.request import state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_smc.proposers.ngram import Matches
 
 
 class RoundShape(NamedTuple):
@@ -106,7 +103,7 @@ class RoundInputs(NamedTuple):
     known: torch.Tensor  # [4, G] from the host: KV slots owned, and `SMCConfig.round_sizes`
 
     @classmethod
-    def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
+    def of(cls, batch: ScheduleBatch, device: str) -> "RoundInputs":
         """Return the inputs of a batch that SGLang has prepared, by one copy to the device."""
         states = [state_of(req) for req in batch.reqs]
         known = [(state.arena[1], *state.now.round_sizes) for state in states]
@@ -135,7 +132,7 @@ class RoundInputs(NamedTuple):
 class RoundBatch(NamedTuple):
     """Requests of one round, with their options and KV slots."""
 
-    reqs: "list[Req]"
+    reqs: list[Req]
     shape: RoundShape
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
     committed: torch.Tensor  # [G] int64 number of emitted tokens with KV: all but the last
@@ -149,7 +146,7 @@ class RoundBatch(NamedTuple):
     rules: TextRules
     ops: Ops
     edits: Edits | None = None  # where some request has one
-    matches: "Matches | None" = None  # where some request uses them
+    matches: Matches | None = None  # where some request uses them
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
@@ -194,7 +191,7 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
     )
 
 
-def shape_of(reqs: "list[Req]", returns_logprobs: bool = False) -> RoundShape:
+def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     """Return the shape of a batch, from which SGLang reads log-probabilities or not.
 
     Under the overlap schedule the host's numbers are one round old, and never too small.

@@ -51,8 +51,7 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
 def rehearse(steps: Steps) -> None:
     """Run each model once over a particle, so that an unsupported one fails at start.
 
-    Raises:
-        ValueError: if a model cannot run over particles; it includes the cause and a remedy.
+    Raises ValueError if a model cannot run over particles; it includes the cause and a remedy.
     """
     zero = torch.zeros(1, dtype=torch.int64, device=steps.ledger.device)
     # SGLang's padding row, with its particles and its KV slot 0.

@@ -317,8 +317,7 @@ def record_rounds(
         record: captures a function.
         ranks: that capture the same.
 
-    Raises:
-        torch.OutOfMemoryError: if not even the smallest size fits.
+    Raises torch.OutOfMemoryError if not even the smallest size fits.
     """
     vocab_size = tables.requests.vocab_size
     room = room_of(config, vocab_size, ranks.free_bytes, records=True)
@@ -370,9 +369,8 @@ def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None
 def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: str) -> None:
     """Log why rounds are not captured, and which flags help.
 
-    Raises:
-        ValueError: with the same text, if graphs were requested explicitly, other ranks may have
-            them, or the device no longer works.
+    Raises ValueError with the same text, if graphs were requested explicitly, other ranks may have
+    them, or the device no longer works.
     """
     cure = (
         "--speculative-smc-round-graph off serves without recordings, --speculative-smc-kernels "

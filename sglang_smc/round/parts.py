@@ -32,9 +32,8 @@ def operations(
 
     Every rank of ``group``, which shares the models, must call it.
 
-    Raises:
-        ValueError: if a kernel fails that `--speculative-smc-kernels triton` or, of attention,
-            `--speculative-smc-round-graph on` requires.
+    Raises ValueError if a kernel fails that `--speculative-smc-kernels triton` or, of attention,
+    `--speculative-smc-round-graph on` requires.
     """
     ops = ops_of(kind_of_ops(config.kernels, device))
     if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
@@ -75,8 +74,7 @@ def assemble(
         tables: state of requests on the device.
         corpus: texts of n-gram matches; None without such matches.
 
-    Raises:
-        ValueError: for a model that cannot run in rounds.
+    Raises ValueError for a model that cannot run in rounds.
     """
     sizes = config.num_particles, config.num_steps + 1
     parts = drafts.ServerParts(target, draft, tables.ledger, tables.ops.kind, *sizes)

@@ -19,9 +19,9 @@ The host waits for the device only where some request's rules read its sequences
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
@@ -53,9 +53,6 @@ from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
 from sglang_smc.state.population import Population
 from sglang_smc.state.request import state_of
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 
 class Steps:
@@ -477,7 +474,7 @@ class Round:
         self,
         inputs: RoundInputs,
         shape: RoundShape,
-        reqs: "Sequence[Req]" = (),
+        reqs: Sequence[Req] = (),
         resized_from: torch.Tensor | None = None,
         loaded: tuple[RoundBatch, Population] | None = None,
     ) -> Outcome:
@@ -524,7 +521,7 @@ class Round:
         self,
         inputs: RoundInputs,
         shape: RoundShape,
-        reqs: "Sequence[Req]",
+        reqs: Sequence[Req],
         resized_from: torch.Tensor | None,
         most: int,
     ) -> Outcome:
@@ -541,7 +538,7 @@ class Round:
             [self.play(part, shape, of[i], whence[i], loaded[i]) for i, part in enumerate(parts)]
         )
 
-    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]) -> torch.Tensor:
         """Resize populations to the numbers of particles of this round.
 
         Returns:
@@ -556,7 +553,7 @@ class Round:
         return ancestors
 
     def _load_round(
-        self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
+        self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
     ) -> tuple[RoundBatch, Population]:
         """Read the batch and its particles from the tables."""
         tables, rows = self._tables, inputs.rows
@@ -599,7 +596,7 @@ class Round:
         )
         return batch, before
 
-    def _matches(self, reqs: "Sequence[Req]", before: Population) -> Matches:
+    def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
         """Return the n-gram matches of the sequences before the round."""
         assert self._corpus is not None, "a request has matches where the server keeps texts alone"
         return Matches.of(self._corpus, list(reqs), before)

@@ -1,15 +1,18 @@
 """Prefill prompts, and start particles behind the target's first token."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.options.request import Budget
+from sglang_smc.proposers.base import DraftProposer
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
 from sglang_smc.rules.registry import TextRules
@@ -30,15 +33,6 @@ from sglang_smc.state.request import (
 from sglang_smc.state.settings import Settings, is_greedy, uses_filters
 from sglang_smc.upstream import holds_kv, kv_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
-
-    from sglang_smc.proposers.base import DraftProposer
-
-
 _AT_ONCE = 32  # requests of a pass in `Prefill.catch_up`, which has logits for each token
 
 
@@ -57,11 +51,11 @@ class Prefill:
     def __init__(
         self,
         target: TpModelWorker,
-        draft: "DraftProposer",
+        draft: DraftProposer,
         states: RequestStates,
         tables: Tables,
         num_columns: int,
-        init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None]",
+        init_from_prompt: Callable[[ScheduleBatch], None],
     ) -> None:
         self._init_from_prompt = init_from_prompt
         self._target = target
@@ -70,7 +64,7 @@ class Prefill:
         self._tables = tables
         self._num_columns = num_columns
 
-    def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
+    def run(self, batch: ScheduleBatch, budget: Budget | None) -> GenerationBatchResult:
         """Prefill a batch of prompts; the target's first token is an exact sample."""
         target = self._target
         target.set_hicache_consumer(batch.hicache_consumer_index)
@@ -87,7 +81,7 @@ class Prefill:
         states, output.hidden_states = output.hidden_states, None
         draft_logits = self._draft.read_prompts(batch, forward_batch, states)
         if draws:
-            self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
+            self._init_from_prompt(batch)
             tokens, failure = self.begin(batch, output, draft_logits, budget)
             result.next_token_ids = mark_first(tokens, failure)
         assert isinstance(result.next_token_ids, torch.Tensor), "the same"
@@ -95,7 +89,7 @@ class Prefill:
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
-    def skip_draft(self, reqs: "list[Req]", committed: torch.Tensor) -> None:
+    def skip_draft(self, reqs: list[Req], committed: torch.Tensor) -> None:
         """Leave a round's tokens to a later pass of the draft, which reads K + 1 of each request.
 
         Arguments as in `catch_up`.
@@ -105,7 +99,7 @@ class Prefill:
             for req in reqs:
                 skip_draft(req)
 
-    def catch_up(self, reqs: "list[Req]", committed: torch.Tensor | None = None) -> None:
+    def catch_up(self, reqs: list[Req], committed: torch.Tensor | None = None) -> None:
         """Run the draft over the tokens of rounds that it has skipped.
 
         Args:
@@ -143,7 +137,7 @@ class Prefill:
 
     def begin(
         self,
-        batch: "ScheduleBatch",
+        batch: ScheduleBatch,
         output: LogitsProcessorOutput,
         draft_logits: torch.Tensor | None,
         budget: Budget | None,
@@ -202,7 +196,7 @@ class Prefill:
 
     def _draw(
         self,
-        reqs: "list[Req]",
+        reqs: list[Req],
         rules: TextRules,
         settings: Settings,
         log_p: torch.Tensor,

@@ -66,8 +66,8 @@ def resolve(server_args: Arguments) -> None:
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
     server_args.speculative_smc_presets = presets.as_json(server_args)
-    # Multimodal models are served as their language model, with a tokenizer alone.
-    server_args.enable_multimodal = False
+    # Else multimodal models are served as their language model, with a tokenizer alone.
+    server_args.enable_multimodal = bool(resolved_view(server_args).enable_multimodal)
     # A chain: one candidate a step; a round has K draft tokens and the bonus token.
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = config.num_steps + 1
@@ -198,6 +198,6 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
         yield (
             "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
             f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
-            "matches alone, in the modes that verify. A target with an MTP layer needs none: "
+            "matches alone, where drafts are verified. A target with an MTP layer needs none: "
             f"{' or '.join(MTP)}."
         )

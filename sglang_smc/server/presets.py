@@ -81,8 +81,7 @@ def same_name(name: str) -> str:
 def find(name: Any, presets: Presets, adapters: Collection[str]) -> dict[str, Any] | None:
     """Return the settings of a preset; None for an adapter.
 
-    Raises:
-        ValueError: listing both, for another name.
+    Raises ValueError listing both, for another name.
     """
     if isinstance(name, str) and (name in presets or name in adapters):
         return presets.get(name)
@@ -102,8 +101,7 @@ def put_in_place(
     ``lora_path`` is a name, or a list of a name or None for each prompt, and has the names of
     ``adapters`` alone afterwards.
 
-    Raises:
-        ValueError: if a name is unknown, or a preset and the request's own keys conflict.
+    Raises ValueError if a name is unknown, or a preset and the request's own keys conflict.
     """
     if request.lora_id is not None:  # SGLang would hand it on, to a scheduler that may lack it
         raise ValueError(f"lora_id is {request.lora_id!r:.100}; send a name, as lora_path.")

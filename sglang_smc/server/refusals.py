@@ -5,7 +5,7 @@ SGLang turns the ValueError into HTTP 400.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -42,7 +42,9 @@ _WITHOUT_IT = "Leave it out, or send the request to a server without --speculati
 
 _FIELDS = (
     _Refusal("max_thinking_tokens", _is_not(-1), _WITHOUT_IT),
-    _Refusal("image_data", bool, "Send text only", is_shown=False),
+    _Refusal(
+        "image_data", bool, "Send text only (--enable-multimodal serves some)", is_shown=False
+    ),
     _Refusal("video_data", bool, "Send text only", is_shown=False),
     _Refusal("audio_data", bool, "Send text only", is_shown=False),
     _Refusal("input_embeds", bool, "Send text or input_ids"),
@@ -65,17 +67,21 @@ _SAMPLING = (
 )
 
 
-def check_request(request: GenerateReqInput, server: SMCConfig) -> RequestConfig:
+def check_request(
+    request: GenerateReqInput, server: SMCConfig, *, sees: bool = False
+) -> RequestConfig:
     """Return the configuration of one request, within the bounds of ``server``.
 
-    Raises:
-        ValueError: naming every field that SMC cannot honor.
+    Images are taken if the server ``sees``. Raises ValueError naming all that SMC cannot honor.
     """
     params = _params(request)
-    problems = _used(_FIELDS, lambda field: getattr(request, field, None))
+    refused = [one for one in _FIELDS if not (sees and one.field == "image_data")]
+    problems = _used(refused, lambda field: getattr(request, field, None))
     problems += _used(_SAMPLING, params.get)
     if problems:
         raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
+    if request.image_data and request.session_params:
+        raise ValueError("image_data is given in a session; allowed: text. Leave out one of both.")
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
     check_grammars(params)
     constrained = any(params.get(field) for field in GRAMMARS)
@@ -147,7 +153,7 @@ def _params(request: GenerateReqInput) -> dict[str, Any]:
     return params
 
 
-def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[str]:
+def _used(refusals: Iterable[_Refusal], read: Callable[[str], Any]) -> list[str]:
     return [
         f"{refusal.field}={repr(read(refusal.field)) if refusal.is_shown else '...'}. "
         f"{refusal.instead}."

@@ -113,7 +113,6 @@ _OTHERS = (
     Requirement(
         "disaggregation_decode_retraction_backup", (None, "cpu_tensor", "none"), _NO_DRAFT_KV
     ),
-    Requirement("enable_multimodal", (None, False), _TEXT_ONLY),
     Requirement(
         "enable_deterministic_inference",
         (False,),
@@ -183,6 +182,12 @@ def _ngram_problems(view: Any) -> Iterator[str]:
     """Yield n-gram settings with which SGLang's cache cannot be built, or ends the process."""
     if not _keeps_texts(view):
         return
+    if view.enable_multimodal:
+        yield (
+            f"--enable-multimodal is True with {flag_of('ngram_weight')} "
+            f"{view.speculative_smc_ngram_weight!r}; allowed: one of them, since tokens of images "
+            "would be matched. Leave one out."
+        )
     if not HAS_NGRAM_CACHE:
         yield (
             f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "

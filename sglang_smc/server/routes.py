@@ -78,8 +78,8 @@ async def problem_of(
     medium = _medium_in(body)
     if medium is not None:
         return (
-            f"The request has content of type {medium!r}; allowed: text, since an SMC server "
-            "writes text from text. Send text only."
+            f"The request has content of type {medium!r}; allowed: text on this route. Send text "
+            "only, or images to the chat route of a server with --enable-multimodal."
         )
     for place in (body, body.get("options")):  # Ollama's
         for key in _NOT_CARRIED:

@@ -37,8 +37,7 @@ class RankCheck:
 
         With a single rank nothing is done.
 
-        Raises:
-            RuntimeError: on all ranks, if the digests of some round differ.
+        Raises RuntimeError on all ranks, if the digests of some round differ.
         """
         group = tp_group()
         if group is None:

@@ -248,25 +248,19 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     for pair in (SPEED_8B.pair, SPEED_70B.pair):
         write_models(pair, tmp_path / "models")
         head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_head` writes it
-        head |= {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": HOT_TOKENS,
-        }
+        head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": HOT_TOKENS}
         dummies.write_model(tmp_path / "models" / pair.name / HEAD, head)
     every = ((case, preset) for found, preset in lists for case in found)
     models = tmp_path / "models"
     asked = [launch_of(c.system, preset_of(c, preset), models).arguments for c, preset in every]
     asked += [smoke.launch_of(name, "cuda").arguments for name in smoke.ENGINES]
     script = REPOSITORY / "tests" / "pretended_gpu.py"
-    told = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
+    told = printed(
+        *(sys.executable, "-W", "ignore", script),
         input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
-    lines = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     assert len(lines) == len(asked)
     for arguments, line in zip(asked, lines, strict=True):
         assert "refused" not in line, (arguments, line)
@@ -358,12 +352,8 @@ def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     command += ["--only", "ar", "smc-block*", "smc-torch", "--minutes", "600"]
     command += ["--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
     environment = {**os.environ, "PYTHON": sys.executable}
-    told = []
-    for _ in range(2):
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-        )
-        told.append(done.stdout)
+    how: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "timeout": None}
+    told = [printed(*command, **how) for _ in range(2)]
     assert "What a GPU machine would start" in told[0] and "all done" in told[0]
     stages, _ = read_results(tmp_path / "out" / "dry-run")
     found = {stage: set(parts) for stage, parts in stages.items()}

@@ -20,15 +20,9 @@ from support.families import FAMILIES
 from support.run import Trial
 
 
-def smc_info(completion_tokens: int, rounds: int, resampled: int, ess: float) -> dict[str, Any]:
-    return {
-        "completion_tokens": completion_tokens,
-        "spec_verify_ct": rounds,
-        "spec_smc_num_particles": 8,
-        "spec_smc_rounds_ct": rounds,
-        "spec_smc_resample_ct": resampled,
-        "spec_smc_ess_mean": ess,
-    }
+def smc_info(rounds: int, resampled: int, ess: float) -> dict[str, Any]:
+    of_rounds = {"spec_smc_rounds_ct": rounds, "spec_smc_resample_ct": resampled}
+    return {**of_rounds, "spec_smc_num_particles": 8, "spec_smc_ess_mean": ess}
 
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 10), (1, 10), (55, 100), (300, 300)])
@@ -39,7 +33,7 @@ def test_wilson_interval_is_scipys(hits: int, n: int) -> None:
 
 
 def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass() -> None:
-    infos = [smc_info(100, rounds=30, resampled=3, ess=8.0), smc_info(20, 10, 7, ess=4.0)]
+    infos = [smc_info(rounds=30, resampled=3, ess=8.0), smc_info(rounds=10, resampled=7, ess=4.0)]
     assert over_rounds(infos, "spec_smc_ess_mean", "spec_smc_num_particles") == pytest.approx(
         (30 * 1.0 + 10 * 0.5) / 40
     )

@@ -1,5 +1,6 @@
 """The programs in examples/, as a user starts them."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_offline_answers_in_each_mode_and_tells_how() -> None:
         name, text = part.split("\n", 1)
         assert f"'spec_smc_mode': '{name}'" in text
         assert "'spec_smc_rounds_ct': " in text and "'spec_smc_rounds_ct': 0" not in text
+
+
+@pytest.mark.nightly  # two engines of its own
+def test_grpo_samples_from_the_weights_that_it_has_sent(tmp_path: Path) -> None:
+    """Importance ratios of old weights would differ from 1, at this learning rate."""
+    sizes = ("--steps", "3", "--problems", "2", "--samples", "4", "--learning-rate", "1e-3")
+    run("grpo.py", "--out", str(tmp_path / "grpo"), "--methods", "AR", "exact", *sizes)
+    of_methods = json.loads((tmp_path / "grpo.json").read_text())["steps"]
+    ratios = [step["ratio"] for steps in of_methods.values() for step in steps]
+    assert ratios == pytest.approx([1.0] * 6, abs=1e-4)
+    assert (tmp_path / "grpo.png").exists()
 
 
 @pytest.mark.nightly  # an engine of its own, and a kernel

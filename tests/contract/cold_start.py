@@ -1,8 +1,9 @@
 """What a new process does that has imported SGLang's launcher, and no plugin yet.
 
 A script, since the answers are only true in a process of its own: `python cold_start.py MODEL`. It
-prints, each as a line of JSON, what `sglang serve` says of a setting out of range, in a copy of the
-process, and what loading the plugin imports.
+prints, each as a line of JSON, what `sglang serve` says of a setting out of range and what mode
+`ServerArgs` has behind `sglang_smc.load_plugins`, in copies of the process, and what loading the
+plugin imports.
 """
 
 import contextlib
@@ -13,8 +14,10 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import sglang.launch_server  # noqa: F401  what `python -m sglang.launch_server` imports
+from sglang.srt import server_args
 from sglang.srt.platforms import current_platform  # noqa: F401  resolved, with our `activate`
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -43,6 +46,14 @@ def refused(model: str) -> str:
     return "it started"
 
 
+def taken(model: str) -> str:
+    import sglang_smc.load_plugins  # noqa: F401  as trainers do
+
+    models = dict.fromkeys(("model_path", "speculative_draft_model_path"), model)
+    given: Any = {"speculative_algorithm": "SMC", "speculative_smc_mode": "exact", **models}
+    return getattr(server_args.ServerArgs(**given), "speculative_smc_mode")  # noqa: B009  SMC's
+
+
 def imported() -> dict[str, list[str]]:
     before = set(sys.modules)
     from sglang_smc import plugin
@@ -58,9 +69,10 @@ def imported() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    if process := os.fork():
-        os.waitpid(process, 0)
-        print(json.dumps(imported()))
-    else:
-        print(json.dumps(refused(sys.argv[1])), flush=True)
-        os._exit(0)
+    for said in (refused, taken):
+        if process := os.fork():
+            os.waitpid(process, 0)
+        else:
+            print(json.dumps(said(sys.argv[1])), flush=True)
+            os._exit(0)
+    print(json.dumps(imported()))

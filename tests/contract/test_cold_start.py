@@ -42,8 +42,11 @@ if IS_NEWER:
 def test_a_cold_process_loads_plugins_before_flags_and_nothing_heavy(model_path: str) -> None:
     script = Path(__file__).with_name("cold_start.py")
     told = printed(sys.executable, "-W", "ignore", script, model_path)
-    refused, found = [json.loads(line) for line in told.splitlines() if line[:1] in ("{", '"')]
+    refused, mode, found = [
+        json.loads(line) for line in told.splitlines() if line[:1] in ("{", '"')
+    ]
     assert "--speculative-smc-num-particles is 0; allowed: an integer from 1" in refused
+    assert mode == "exact"
     assert set(found["ours"]) == PLUGIN | PLATFORM
     assert set(found["others"]) <= REGISTRY
     assert found["with_torch"] == []

@@ -111,7 +111,7 @@ def server_args(**changed: Any) -> Any:
     """Arguments as `unmet` reads them, all of them as SMC wants them."""
     meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
     experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
-    own = {"speculative_smc_ngram_weight": None}
+    own = {"speculative_smc_ngram_weight": None, "enable_multimodal": None}
     return SimpleNamespace(**{**meeting, **experts, **own, **changed})
 
 
@@ -205,6 +205,15 @@ def test_flags_of_ngram_matches_act_with_a_weight_and_are_refused_without(smc: d
                 resolve(**smc, **{field: value})
         with pytest.raises(ValueError, match=f"{flag} is {bad!r}; allowed: {allowed}"):
             resolve(**smc, **WITH, **{field: bad})
+
+
+def test_images_are_for_models_that_take_them_in_rounds_and_without_matches(smc: dict) -> None:
+    asked = {**smc, "enable_multimodal": True}
+    with pytest.raises(ValueError, match=r"target of Llama\w+; allowed: .*Qwen3VL") as error:
+        resolve(**asked)
+    assert "ngram" not in str(error.value)
+    with pytest.raises(ValueError, match="-multimodal is True with --speculative-smc-ngram-weight"):
+        resolve(**asked, **WITH)
 
 
 @has_cache

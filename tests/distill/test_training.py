@@ -185,10 +185,9 @@ def test_products_are_in_what_the_processor_multiplies(
     stored, texts = tmp_path / "target", tmp_path / "texts.jsonl"
     AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(stored)
     write_texts(texts, [Text([2, 3, 4, 5, 6], 2)] * 4, 1.0)
-    words = ["--target", str(stored), "--new", "eagle3", "--texts", str(texts), "--held-out", "1"]
-    words += ["--steps", "2", "--batch", "2", "--depth", "2", "--out", str(tmp_path / "out")]
+    few = {"held-out": 1, "steps": 2, "batch": 2, "depth": 2}
     with Products() as seen:
-        assert main(words) == 0
+        assert main(words(stored, tmp_path, new="eagle3", texts=texts, **few)) == 0
     wanted = {torch.bfloat16, torch.float32} if has_units else {torch.float32}
     assert seen.types == wanted
     report = json.loads((tmp_path / "out" / "distill.json").read_text())

@@ -20,6 +20,7 @@ from adapters import make_adapter, merge
 from checkpoint_rounds import Answer, CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, Draft, MTPDraft, add_mtp_layer, make_head
 from model_families import make_family
+from seen_images import add_processor, check_images, with_names
 from tiny_models import make_tiny_model, smc_arguments
 
 from sglang_smc import upstream
@@ -77,7 +78,7 @@ CASES = {
     "windows and caps": Case("gemma2", "gemma3_text"),
     "latents": Case("deepseek_v3", "deepseek_v2"),
     "experts, on both sides": Case("mixtral", "glm4_moe"),
-    "text of images": Case("qwen2_5_vl", "mistral3"),
+    "images": Case("qwen3_vl", "mistral3", {"enable_multimodal": True}),
     "padding of the target": Case("padded", "llama"),
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
@@ -103,7 +104,7 @@ OTHERS = {
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
-    "images, in other places": Case("qwen3_vl", "qwen2_vl"),
+    "text of images": Case("qwen2_5_vl", "qwen2_vl"),
 }
 
 
@@ -173,6 +174,10 @@ def test_answers_are_those_of_rounds_over_transformers(
         pytest.skip("older releases are refused")
     target = make(tmp_path / "target", case.target, case.seed)
     draft = make(tmp_path / "draft", case.draft, 2, target)
+    sees = case.arguments.get("enable_multimodal") and upstream.IS_NEWER
+    if sees:
+        add_processor(target)
+        with_names().save_pretrained(draft)
     asked: list[Any] = ASKED
     known: dict[str, Any] = {}
     settings = {"num_particles": case.num_particles, "num_steps": NUM_STEPS, "max_lag": 16}
@@ -201,6 +206,8 @@ def test_answers_are_those_of_rounds_over_transformers(
     own = {name: rounds(target) for name, target in targets.items()}
     last = own[None].vocab_size - 1
     arguments = case.arguments | ({"lora_paths": paths} if paths else {})
+    if not sees:
+        arguments.pop("enable_multimodal", None)
     given = None if case.draft == MTP else draft
     running = engine(**smc_arguments(target, given, **settings, **ROOM, **arguments))
     prompts, params = requests(asked, last)
@@ -218,6 +225,8 @@ def test_answers_are_those_of_rounds_over_transformers(
     scored = {"return_logprob": True, "logprob_start_len": [0, -1] * len(NEXT)}
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
     compared += check(answers, expected)
+    if sees:
+        check_images(running, target)
     if paths:  # one adapter leaves and comes back under another name, beyond what fits a batch
         assert running.unload_lora_adapter("b").success
         for name in ("c", "d"):

@@ -205,4 +205,4 @@ def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delitem(sys.modules, "sglang_smc.tools.plan.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(plot) == 2
-    assert "pip install 'sglang-smc[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from sglang.srt.platforms.cuda import CudaSRTPlatform
 
 from sglang_smc.cpu import platform, threads
 from sglang_smc.cpu.platform import PlainCpuPlatform
-from sglang_smc.cpu.pool import CpuTokenAllocator
 
 
 @pytest.mark.parametrize(
@@ -97,12 +96,6 @@ def test_options_of_speculation_that_do_not_run_are_refused(make_args):
             make_args(**given)
         make_args(**given | {"speculative_algorithm": "SMC"})
         make_args(**given | {field: nothing})
-
-
-def test_allocator_refuses_pages():
-    no_cache: Any = None
-    with pytest.raises(ValueError, match="page-size 1"):
-        CpuTokenAllocator(8, 16, torch.float32, "cpu", no_cache, need_sort=False)
 
 
 def test_the_pool_moves_slots_without_a_kernel():

@@ -19,11 +19,11 @@ VOCAB = 8
 SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": False}
 
 
-def random_table(seed: int) -> Table:
+def random_table(seed: int, size: int = VOCAB, power: float = 1.25) -> Table:
     """Laws that differ much from token to token, and from seed to seed."""
     source = random.Random(seed)
     return [
-        normalized([source.expovariate(1.0) ** 1.25 for _ in range(VOCAB)]) for _ in range(VOCAB)
+        normalized([source.expovariate(1.0) ** power for _ in range(size)]) for _ in range(size)
     ]
 
 

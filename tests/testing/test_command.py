@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,17 +124,3 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
         prompts_in(file)
     with pytest.raises(ValueError, match="Give a text file"):
         prompts_in(tmp_path / "missing")
-
-
-def test_fewer_tokens_are_asked_for_where_the_vocabulary_has_fewer(model: MakeModel) -> None:
-    """64 are refused, until as many as there are."""
-    (top,) = model().following([(1, 2)])
-    assert len(top) == 8
-
-
-def test_the_last_token_of_a_vocabulary_is_scored_as_itself(
-    model: MakeModel, tables: tuple[Any, Any]
-) -> None:
-    ((position,),) = model().score([(1, 2)], [(7,)])
-    assert position.token == 7
-    assert position.logprob == pytest.approx(math.log(tables[0][2][7]))

@@ -73,11 +73,6 @@ def along(of: Grammar, chains: torch.Tensor) -> torch.Tensor:
     return of.allowed(chains, 0)[0]
 
 
-def after(of: Grammar, chains: torch.Tensor) -> torch.Tensor:
-    """What may follow all of them, ``[N, V]``."""
-    return of.allowed(chains, chains.shape[2])[0, :, 0]
-
-
 def drafted(*chains: list[int]) -> torch.Tensor:
     return torch.tensor([list(chains)])
 

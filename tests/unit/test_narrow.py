@@ -39,11 +39,11 @@ def of_group(
 
 def test_free_places_are_filled_by_splitting_the_heaviest() -> None:
     tails = [[1, 2], [1, 3], [4, 2], [4, 4], [5, 1]]
-    logs = [math.log(weight) for weight in (1.0, 5.0, 1.0, 1.0, 2.0)]
+    logs = [math.log(weight) for weight in (2.0, 5.0, 1.0, 1.0, 2.0)]
     found = of_group(tails, logs, 1, [0.0])
-    # In four parts the heavier is still heavier than the other.
-    assert found.ancestors.tolist() == [[0, 1, 1, 1, 1]]
-    expected = torch.tensor([1.0, *[5.0 / 4] * 4], dtype=torch.float64) * 10 / 6
+    # In two parts the heavier is still heavier than the other, and in three no more.
+    assert found.ancestors.tolist() == [[0, 1, 1, 1, 0]]
+    expected = torch.tensor([1.0, *[5.0 / 3] * 3, 1.0], dtype=torch.float64) * 11 / 7
     assert torch.allclose(found.log_weights.exp(), expected)
 
 

@@ -359,24 +359,14 @@ def test_a_server_records_and_says_what(
     assert server._additional_graph_time_usage["smc_round"] >= 0
 
 
-SHORT = left_free(CARDS["H100"]), 128_256, 0.6 * left_free(CARDS["H100"])
-
-
 def test_where_memory_runs_short_less_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(Card(*SHORT), SMCConfig())
+    free = left_free(CARDS["H100"])
+    server = Server(Card(free, 128_256, short_of=0.6 * free), SMCConfig())
     server.start(monkeypatch)
     assert server._recordings is not None
     assert server._recordings.of_budget[None][-1].sizes[-1] in (16, 32)
     launched = (server._most_launched or 0) * round_bytes(8, 8, 128_256, mixes=True)
     assert server.card.pool + launched <= server.card.total - server.card.short_of
-
-
-def test_one_rank_of_several_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would wait for it in the round that it has left."""
-    server = Server(Card(*SHORT), SMCConfig(), tp_size=2)
-    with pytest.raises(ValueError, match="--mem-fraction-static"):
-        server.start(monkeypatch)
-    assert server.card.num_played == 1
 
 
 FAILURES = {
@@ -418,3 +408,6 @@ def test_a_server_that_cannot_go_on_without_them_names_flags(
     with pytest.raises(ValueError, match="--speculative-smc-round-graph off") as told:
         server.start(monkeypatch)
     assert told.value.__cause__ is FAILURES[name]
+    assert ("--mem-fraction-static" in str(told.value)) == (name == "memory")
+    count = server._round.play.call_count
+    assert tp_size == 1 or count == 1, "the others would wait for it in the round that it has left"

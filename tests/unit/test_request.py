@@ -53,6 +53,11 @@ def test_what_is_refused_is_named_with_its_value() -> None:
     for name, value in fields.items():
         with pytest.raises(ValueError, match=f"does not support {name}="):
             check({}, **{name: value})
+    seen = request({}, image_data="image")
+    check_request(seen, SERVER, sees=True)
+    seen.video_data = "video"
+    with pytest.raises(ValueError, match="does not support video_data="):
+        check_request(seen, SERVER, sees=True)
 
 
 def nested(depth: int) -> str:

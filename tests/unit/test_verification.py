@@ -32,37 +32,17 @@ def one_chain_block(
     return accepted
 
 
-def test_one_chain_is_block_verification() -> None:
-    generator = torch.Generator().manual_seed(0)
-    size, num_steps = 300, 4
-    logits = torch.randn(2, size, num_steps + 1, VOCAB, generator=generator).double()
-    p, q = torch.softmax(logits, -1)
-    tokens = torch.randint(VOCAB, (size, num_steps), generator=generator)
-    uniforms = torch.rand(size, num_steps, generator=generator, dtype=torch.float64)
-    found = verify(
-        tokens.unsqueeze(1),
-        torch.zeros(size, 1, num_steps, dtype=torch.bool),
-        p.unsqueeze(1).log(),
-        q[:, :-1].unsqueeze(1).log(),
-        uniforms.unsqueeze(1),
-    )
-    wanted = [
-        one_chain_block(p[row], q[row], tokens[row].tolist(), uniforms[row].tolist())
-        for row in range(size)
-    ]
-    assert found.num_columns.tolist() == wanted
-
-
 @pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_one_chain_at_once_is_the_walk(spread: float) -> None:
-    """Whatever ends it, its number of columns, and the tokens that either law forbids."""
+def test_one_chain_is_block_verification(spread: float) -> None:
+    """By the walk and at once; whatever ends it, its number of columns, and what a law forbids."""
     generator = torch.Generator().manual_seed(0)
     size, num_steps = 400, 6
     logits = torch.randn(size, num_steps + 1, VOCAB, generator=generator)
     others = logits + spread * torch.randn(logits.shape, generator=generator)
     logits[::3, :, 0] = others[::3, :, 1] = -torch.inf if spread else 0.0
-    p = TokenDistribution.of_log_probs(logits.log_softmax(-1).flatten(0, 1))
-    q = [TokenDistribution.of_log_probs(of.log_softmax(-1)) for of in others.unbind(1)[:-1]]
+    log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
+    p = TokenDistribution.of_log_probs(log_p.flatten(0, 1))
+    q = [TokenDistribution.of_log_probs(of) for of in log_q.unbind(1)[:-1]]
     numbers = torch.rand(2, size, num_steps, generator=generator, dtype=torch.float64)
     drawn = [law.sample(u)[0] for law, u in zip(q, numbers[0].unbind(1), strict=True)]
     tokens = torch.stack(drawn, 1).unsqueeze(1)
@@ -77,6 +57,10 @@ def test_one_chain_at_once_is_the_walk(spread: float) -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     left = wanted.rejects
     assert torch.allclose(found.residuals[left], wanted.residuals[left], rtol=0, atol=1e-6)
+    for row, count in enumerate(columns.tolist()):
+        length = [*ends[row, 0, :count].tolist(), True].index(True) + 1  # up to the first end
+        block = tokens[row, 0, : min(length, count)].tolist(), numbers[1, row].tolist()
+        assert one_chain_block(log_p[row].exp(), log_q[row].exp(), *block) == found.num_columns[row]
 
 
 def expected_output(
@@ -140,14 +124,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     uniforms = torch.full(tokens.shape, 1 - 2.0**-53, dtype=torch.float64)
     found = verify(tokens, tokens < 0, log_p, log_p[:, :, :3], uniforms)
     assert (found.num_columns == 3).all()
-
-
-def test_the_walk_ends_with_an_end() -> None:
-    """Nothing is accepted behind a token that ends the text, however well it would fit."""
-    tokens = torch.tensor([[[2, 1, 3]]])
-    log_p = torch.full((1, 1, 4, VOCAB), 0.25).log()
-    found = verify(tokens, tokens == 1, log_p, log_p[:, :, :3], torch.zeros(1, 1, 3).double())
-    assert found.num_columns.tolist() == [2]
 
 
 # --- Trees of likely tokens

@@ -43,7 +43,7 @@ def findings() -> Iterator[Finding]:
         yield fail(
             "packages",
             f"{' and '.join(missing)} not installed in {sys.prefix}",
-            "pip install sglang-smc, without --no-deps.",
+            "install sglang-smc with pip, without --no-deps.",
         )
         return
     yield ok("torch", str(installed("torch")))
@@ -86,7 +86,7 @@ def _entry_point(group: str, name: str, variable: str | None) -> Finding:
         return fail(
             about,
             f"no {name}",
-            "pip install sglang-smc: SGLang does not find a folder that is on PYTHONPATH alone.",
+            "install sglang-smc with pip: SGLang finds no folder that is on PYTHONPATH alone.",
         )
     listed = os.environ.get(variable or "", "")
     if listed and name not in [one.strip() for one in listed.split(",")]:

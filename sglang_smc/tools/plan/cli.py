@@ -162,7 +162,7 @@ def _plot(plan: Plan, path: Path) -> None:
     try:
         from sglang_smc.tools.plan.plot import plot_plan
     except ModuleNotFoundError as error:
-        raise ValueError(f"--plot needs {error.name}: pip install 'sglang-smc[plot]'.") from error
+        raise ValueError(f"--plot needs {error.name}: pip install {error.name}.") from error
     plot_plan(plan, path)
 
 

@@ -145,9 +145,8 @@ def _imported(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"This needs {name.partition('.')[0]}: pip install 'sglang-smc[notebook]'"
-        ) from error
+        needed = name.partition(".")[0]
+        raise ImportError(f"This needs {needed}: pip install {needed}") from error
 
 
 def _draw(axes: "Axes", tree: Genealogy) -> None:
