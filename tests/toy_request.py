@@ -46,7 +46,7 @@ class ToyRequest:
         self.rid = str(row)
         self.custom_logit_processor = asked.get("custom_logit_processor")
         self.to_finish: Any = None
-        self.origin_input_ids = list(PROMPT)
+        self.origin_input_ids, self.multimodal_inputs = list(PROMPT), None
         self.output_ids: list[int] = []
         self.stream = False
         self.vocab_size = vocab_size

@@ -62,18 +62,18 @@ def _check_length(name: str, length: int, manager: TokenizerManager) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings within a value, stripped, as templates do."""
+    """Yield all strings within a value but images, stripped, as templates do."""
     pending = [value]
     while pending:  # no recursion: a client may nest values arbitrarily deep
         inner = pending.pop()
         if isinstance(inner, str):
             yield inner.strip()
         elif isinstance(inner, Mapping):
-            pending += [*inner, *inner.values()]
+            pending += [*inner, *(inner[name] for name in inner if name != "image_url")]
         elif isinstance(inner, (list, tuple)):
             pending += inner
         elif hasattr(inner, "__dict__"):
-            pending += vars(inner).values()
+            pending += [part for name, part in vars(inner).items() if name != "image_url"]
 
 
 @lru_cache(maxsize=4)

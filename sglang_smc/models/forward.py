@@ -1,13 +1,13 @@
 """Run models over particles, on SGLang's model runners."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import MultimodalInputs, Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -71,12 +71,19 @@ class ParticleForward:
 
     def init_from_prompt(self, batch: ScheduleBatch) -> None:
         """Start the particles of prefilled prompts, where a model keeps more of them than KV."""
-        if self._shifts is not None:
-            deltas = [
-                getattr(req.multimodal_inputs, "mrope_position_delta", None) for req in batch.reqs
-            ]
-            shifts = [0 if delta is None else int(delta) for delta in deltas]
-            self._shifts[batch.req_pool_indices] = torch.tensor(shifts, device=self._shifts.device)
+        self._shift(batch.req_pool_indices, batch.reqs)
+
+    def _shift(
+        self, rows: torch.Tensor, reqs: Sequence[Req], at: torch.Tensor | None = None
+    ) -> None:
+        """Set the shifts of requests at positions ``at``, ``[R]``; None: behind their prompts."""
+        if self._shifts is None:
+            return
+        places = [None] * len(reqs) if at is None else at.tolist()
+        shifts = [
+            _shift_at(req.multimodal_inputs, at) for req, at in zip(reqs, places, strict=True)
+        ]
+        self._shifts[rows] = torch.tensor(shifts, device=self._shifts.device)
 
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         is_last = mode == ForwardMode.EXTEND
@@ -162,3 +169,13 @@ class ParticleForward:
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
             capture_hidden_mode=self._captured,
         )
+
+
+def _shift_at(seen: MultimodalInputs | None, position: int | None) -> int:
+    """Return the rotary position less the position of a token; of an image's, in time."""
+    if seen is None or seen.mrope_position_delta is None:
+        return 0
+    known = seen.mrope_positions
+    if position is not None and known is not None and position < known.shape[1]:
+        return int(known[0, position]) - position
+    return int(seen.mrope_position_delta)

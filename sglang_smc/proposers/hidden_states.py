@@ -60,6 +60,7 @@ class ReadTarget(ParticleForward):
                 tokens: their own keys are there.
             reqs: see `Chains`.
         """
+        self._shift(locations.rows, reqs, positions)
         shown = tokens.view(-1, 1, 1)
         nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
         chains = Chains(shown, positions.unsqueeze(1), nowhere, locations, reqs)

@@ -170,7 +170,10 @@ class Potentials(Scorer):
         if cls not in state.kept:
             schedules = [spec.schedule for spec in state.potentials]
             decode = decoder_of(req, skip_special_tokens=True)
-            state.kept[cls] = PrefixTree(schedules, decode, tuple(req.origin_input_ids))
+            # Tokens of an image have ids of its content, which no tokenizer decodes.
+            sees = req.multimodal_inputs is not None
+            prompt = req.origin_input_ids_unpadded if sees else req.origin_input_ids
+            state.kept[cls] = PrefixTree(schedules, decode, tuple(prompt))
 
     def result(self) -> dict[int, GroupScores]:
         """Wait for the queries and return their values; see `Scorer.result`."""

@@ -80,8 +80,7 @@ def check_request(
     problems += _used(_SAMPLING, params.get)
     if problems:
         raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
-    if request.image_data and request.session_params:
-        raise ValueError("image_data is given in a session; allowed: text. Leave out one of both.")
+    _check_images(request)
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
     check_grammars(params)
     constrained = any(params.get(field) for field in GRAMMARS)
@@ -160,6 +159,20 @@ def _used(refusals: Iterable[_Refusal], read: Callable[[str], Any]) -> list[str]
         for refusal in refusals
         if refusal.is_used(read(refusal.field))
     ]
+
+
+def _check_images(request: GenerateReqInput) -> None:
+    """Raise ValueError for images in a session, and for features that SGLang would not check."""
+    if request.image_data and request.session_params:
+        raise ValueError("image_data is given in a session; allowed: text. Leave out one of both.")
+    pending: list[Any] = [request.image_data]
+    while pending:  # no recursion: a client may nest values arbitrarily deep
+        one = pending.pop()
+        if isinstance(one, list):
+            pending += one
+        elif isinstance(one, dict):
+            told = "image_data has what is processed already"
+            raise ValueError(f"{told}; allowed: an image, its URL, path or base64.")
 
 
 _HIGHEST_BIAS = 1e30  # does not overflow float32 at the lowest temperature

@@ -129,9 +129,12 @@ def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(sa
     rendered.assert_not_called()
 
 
-@pytest.mark.parametrize("content", ["a" * (MOST - 20), " \n" * MOST])
-def test_a_conversation_that_may_fit_is_rendered(content: str) -> None:
-    """Spaces may be trimmed."""
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * MOST}}]
+
+
+@pytest.mark.parametrize("content", ["a" * (MOST - 20), " \n" * MOST, IMAGE])
+def test_a_conversation_that_may_fit_is_rendered(content: Any) -> None:
+    """Spaces may be trimmed, and images are no text."""
     messages = [{"role": "user", "content": content}]
     request, rendered = ChatCompletionRequest(model="default", messages=messages), mock.Mock()
     serving: Any = SimpleNamespace(tokenizer_manager=STAND_IN)

@@ -55,6 +55,10 @@ def test_what_is_refused_is_named_with_its_value() -> None:
             check({}, **{name: value})
     seen = request({}, image_data="image")
     check_request(seen, SERVER, sees=True)
+    for processed in ({"format": "processor_output"}, [[{"format": "precomputed_embedding"}]]):
+        seen.image_data = processed
+        with pytest.raises(ValueError, match="image_data has what is processed already"):
+            check_request(seen, SERVER, sees=True)
     seen.video_data = "video"
     with pytest.raises(ValueError, match="does not support video_data="):
         check_request(seen, SERVER, sees=True)
