@@ -43,7 +43,7 @@ def findings() -> Iterator[Finding]:
         yield fail(
             "packages",
             f"{' and '.join(missing)} not installed in {sys.prefix}",
-            "install sglang-smc with pip, without --no-deps.",
+            "pip install . in a clone of sglang-smc, without --no-deps.",
         )
         return
     yield ok("torch", str(installed("torch")))
