@@ -105,19 +105,23 @@ class Training:
 
     def sample(self, problems: list[Problem]) -> Rollouts:
         """Sample answers to each problem at temperature 1."""
-        prompts = [self.prompt(one) for one in problems for _ in range(self.samples)]
+        prompts = [self.prompt(one) for one in problems]
         answers = self.engine.generate(
-            input_ids=prompts[:: self.samples],
+            input_ids=prompts,
             sampling_params={"temperature": 1.0, "max_new_tokens": 160, "n": self.samples},
             return_logprob=True,
         )
-        posed = (one for one in problems for _ in range(self.samples))
-        rewards = [check(found["text"], one) for found, one in zip(answers, posed, strict=True)]
+        asked = [i // self.samples for i in range(len(answers))]  # places of their problems
+        pairs = zip(answers, asked, strict=True)
+        rewards = [check(found["text"], problems[place]) for found, place in pairs]
         told = [found["meta_info"] for found in answers]
         tokens = sum(info["completion_tokens"] for info in told)
         passes = sum(info.get("spec_verify_ct", info["completion_tokens"]) for info in told)
         return Rollouts(
-            *padded(prompts, answers), torch.tensor(rewards).float(), tokens / passes, tilt_of(told)
+            *padded([prompts[place] for place in asked], answers),
+            torch.tensor(rewards).float(),
+            tokens / passes,
+            tilt_of(told),
         )
 
     def prompt(self, one: Problem) -> list[int]:

@@ -21,18 +21,16 @@ MODES = ("smc", "exact", "mixed", "auto")
 
 def add_processor(path: str) -> None:
     """Save a processor of images beside a target, with a tokenizer that has their tokens."""
-    tokenizer = with_names()
-    vision = CONFIGS["qwen3_vl"]["vision_config"]
-    names = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
-    sizes = {ours: vision[theirs] for ours, theirs in names.items()} | {"temporal_patch_size": 2}
+    tokenizer, vision = with_names(), CONFIGS["qwen3_vl"]["vision_config"]
+    sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    sizes["temporal_patch_size"] = 2
     pixels = (sizes["patch_size"] * sizes["merge_size"]) ** 2  # of a token
-    processor = transformers.Qwen3VLProcessor(
+    transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(**sizes, min_pixels=4 * pixels, max_pixels=64 * pixels),
         tokenizer,
         transformers.Qwen3VLVideoProcessor(**sizes),
         chat_template=tokenizer.chat_template,
-    )
-    processor.save_pretrained(path)
+    ).save_pretrained(path)
 
 
 def with_names() -> transformers.PreTrainedTokenizerFast:
@@ -44,16 +42,15 @@ def with_names() -> transformers.PreTrainedTokenizerFast:
 
 
 def picture(seed: int, height: int) -> Image.Image:
-    draw = np.random.default_rng(seed)
-    return Image.fromarray(draw.integers(0, 255, (height, 48, 3), dtype=np.uint8))
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, 48, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def check_images(engine: Any, path: str) -> None:
     """Hold log-probabilities of answers to images against transformers, in all modes."""
     one, other = picture(1, 48), picture(2, 80)
     asked = [
-        (f"t5 {IMAGE} t7", [one]),
-        (f"t5 {IMAGE} t7", [other]),
+        *((f"t5 {IMAGE} t7", [each]) for each in (one, other)),
         ("t5 t6 t7", []),
         (f"t5 {IMAGE} t7 t8 {IMAGE} t9", [other, one]),
     ]
@@ -71,9 +68,11 @@ def check_images(engine: Any, path: str) -> None:
     answers = engine.generate(
         texts, params, image_data=[of or None for of in images], return_logprob=True
     )
-    score = Scorer(path)
+    processor = transformers.AutoProcessor.from_pretrained(path)
+    auto = transformers.AutoModelForImageTextToText
+    model = auto.from_pretrained(path, dtype=torch.float32)
     for text, seen, given, answer in zip(texts, images, params, answers, strict=True):
-        log_p = score(text, seen, answer["output_ids"])
+        log_p = log_probs(model, processor, text, seen, answer["output_ids"])
         told = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
         chosen = log_p.gather(1, torch.tensor(answer["output_ids"]).unsqueeze(1)).squeeze(1)
         assert told == pytest.approx(chosen.tolist(), abs=2e-3)
@@ -86,24 +85,15 @@ def check_images(engine: Any, path: str) -> None:
         engine.generate(texts[0], image_data=[one], session_params={"id": "s"})
 
 
-class Scorer:
-    """A model of images in transformers."""
-
-    def __init__(self, path: str) -> None:
-        self._processor = transformers.AutoProcessor.from_pretrained(path)
-        auto = transformers.AutoModelForImageTextToText
-        self._model = auto.from_pretrained(path, dtype=torch.float32)
-
-    @torch.no_grad()
-    def __call__(self, text: str, images: list[Image.Image], output_ids: list[int]) -> Any:
-        """Return log p ``[T, V]`` of each token of an answer."""
-        given = dict(self._processor(text=[text], images=images or None, return_tensors="pt"))
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
-            if name in given:  # ids; ones; zeros, for text
-                more = (
-                    output_ids if name == "input_ids" else [int(name[0] == "a")] * len(output_ids)
-                )
-                given[name] = torch.cat([given[name], torch.tensor([more])], 1)
-        logits = self._model(**given).logits[0, -len(output_ids) - 1 : -1]
-        logits[:, list(map(int, SPECIAL))] -= 100.0
-        return logits.log_softmax(-1)
+@torch.no_grad()
+def log_probs(
+    model: Any, processor: Any, text: str, images: list[Image.Image], output_ids: list[int]
+) -> torch.Tensor:
+    """Return log p ``[T, V]`` of each token of an answer, by transformers."""
+    given = dict(processor(text=[text], images=images or None, return_tensors="pt"))
+    own = torch.tensor([output_ids])
+    text_of = {"input_ids": own, "attention_mask": own * 0 + 1, "mm_token_type_ids": own * 0}
+    given |= {name: torch.cat([given[name], text_of[name]], 1) for name in text_of}
+    logits = model(**given).logits[0, -own.shape[1] - 1 : -1]
+    logits[:, list(map(int, SPECIAL))] -= 100.0
+    return logits.log_softmax(-1)

@@ -80,9 +80,8 @@ class ParticleForward:
         if self._shifts is None:
             return
         places = [None] * len(reqs) if at is None else at.tolist()
-        shifts = [
-            _shift_at(req.multimodal_inputs, at) for req, at in zip(reqs, places, strict=True)
-        ]
+        pairs = zip(reqs, places, strict=True)
+        shifts = [_shift_at(req.multimodal_inputs, place) for req, place in pairs]
         self._shifts[rows] = torch.tensor(shifts, device=self._shifts.device)
 
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:

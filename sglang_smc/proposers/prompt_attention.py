@@ -28,7 +28,7 @@ class PromptAttention(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
-    # Latents (MLA) are written in the form that `LatentParticleAttention` reads.
+    # Latents (MLA) are written in the form that `ParticleAttention` reads.
     prefill_attention_backend_str = decode_attention_backend_str = LATENTS
 
     def __init__(self, runner: ModelRunner) -> None:
