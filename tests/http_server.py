@@ -87,7 +87,8 @@ def running_server(
     given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
     command = ["-m", "sglang.launch_server", "--port", str(port), *flags_of(given)]
     with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
-        variables = {**os.environ, **STRICT_CHECKS, **(environment or {})}
+        own = {"TORCHDYNAMO_DISABLE": "0"} if cold else {}
+        variables = {**os.environ, **STRICT_CHECKS, **own, **(environment or {})}
         process = warm.start(command, variables, sink.fileno())
         server = Server(process, port, log, given.get("api_key"))
         try:

@@ -22,7 +22,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 import zmq
 from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
 from sglang.srt.managers import scheduler as sglang_scheduler
@@ -342,8 +341,6 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
         context = create_context(server_args, role="scheduler", ranks=ranks)
         stack.enter_context(use_context(context))
         stack.callback(_clean_up)
-        # SGLang's penalties are compiled, for seconds; here each function is called as it stands.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield Server(SteppedScheduler(server_args, ports))
 
 

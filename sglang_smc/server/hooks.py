@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_smc import upstream
@@ -154,12 +155,18 @@ def install(group: Group) -> None:
 
     This works even for names that are imported already: the registry replaces those too.
     """
-    for patch in collect(group):
-        is_taken = patch.target in HookRegistry._patched and not _is_registered(patch)
-        register((patch,))
-        if is_taken:  # the registry skips what another plugin has hooked
-            HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
-    HookRegistry.apply_hooks()
+    search = hook_registry._propagate_patch
+    # It looks for copies in all modules, for 35 ms; of a method there is none.
+    hook_registry._propagate_patch = lambda *of: 0 if isinstance(of[2], type) else search(*of)
+    try:
+        for patch in collect(group):
+            is_taken = patch.target in HookRegistry._patched and not _is_registered(patch)
+            register((patch,))
+            if is_taken:  # the registry skips what another plugin has hooked
+                HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
+        HookRegistry.apply_hooks()
+    finally:
+        hook_registry._propagate_patch = search
     verify_installed(group)
 
 

@@ -76,10 +76,6 @@ class TailLogprobs(NamedTuple):
     top_ids: torch.Tensor  # [G, N, T, W] int64
     listed: torch.Tensor  # [G, N, T, M] float32
 
-    def descend(self, ancestors: torch.Tensor) -> "TailLogprobs":
-        """Copy the entries of ``ancestors[g, n]`` to particle n."""
-        return TailLogprobs(*(column.gather(1, _like(ancestors, column, 2)) for column in self))
-
     def write(self, place: torch.Tensor, new: "TailLogprobs") -> "TailLogprobs":
         """Write ``new``, ``[G, N, J, ...]``, to places ``[G, N, J]`` of the tails."""
         pairs = zip(self, new, strict=True)
@@ -215,20 +211,18 @@ def _like(index: torch.Tensor, column: torch.Tensor, num_dims: int) -> torch.Ten
 
 
 class Scores(NamedTuple):
-    """Potential values of G * N particles; methods return new ones."""
+    """Potential values of G * N particles."""
 
     log_values: torch.Tensor  # [G, N] float64: log phi; NaN, from the host, keeps the old value
     complete: torch.Tensor  # [G, N] bool: of the whole sequence, or of a request without potentials
     answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
 
-    def descend(self, ancestors: torch.Tensor) -> "Scores":
-        """Copy the values of ``ancestors[g, n]`` to particle n."""
-        return Scores(*(column.gather(1, ancestors) for column in self))
-
 
 # Columns of `Population.texts` beside the tail: two tokens before it, and one place that collects
 # the tokens that are not kept.
 _NO_TAIL = 3
+# Columns that a copy of a particle takes with it.
+_COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"
 
 
 class Population(NamedTuple):
@@ -287,8 +281,7 @@ class Population(NamedTuple):
 
         ``counts`` may be bool, as 0 and 1.
         """
-        # Tokens that are not kept are stale; those beyond the tail's room go to the last place,
-        # which is never part of a tail.
+        # Tokens beyond the tail's room go to the last place, which is never part of a tail.
         column = torch.arange(2, 2 + tokens.shape[2], device=tokens.device)
         place = (self.lengths.unsqueeze(2) + column).clamp_max(self.texts.shape[2] - 1)
         return self._replace(
@@ -299,15 +292,12 @@ class Population(NamedTuple):
         """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
         if ancestors.shape[1] == 1:
             return self
-        return self._replace(
-            texts=self.texts.gather(1, ancestors.unsqueeze(2).expand_as(self.texts)),
-            lengths=self.lengths.gather(1, ancestors),
-            ended=self.ended.gather(1, ancestors),
-            roots=self.roots.gather(1, ancestors),
-            fidelity=self.fidelity.gather(1, ancestors.unsqueeze(2).expand_as(self.fidelity)),
-            logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
-            scores=None if self.scores is None else self.scores.descend(ancestors),
+        copies = tree_map_only(
+            torch.Tensor,
+            lambda column: column.gather(1, _like(ancestors, column, 2)),
+            {name: getattr(self, name) for name in _COPIED},
         )
+        return self._replace(**copies)
 
     def resample(
         self, ancestors: torch.Tensor, log_weights: torch.Tensor, log_evidence: torch.Tensor

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 
 LOOP = [7, 30, 12, 45, 9, 22]
 PROMPTS = [[3, 2, 3], LOOP * 4, [5, 9, 5, 9, 5], [40]]
+TOKENS = 24
 CORPUS = {"speculative_ngram_capacity": 100_000, "speculative_ngram_max_trie_depth": 6}
 SIZES = {"num_particles": 8, "num_steps": 3, "max_lag": 16}
 Asked = tuple[dict[str, Any], dict[str, Any]]
@@ -39,16 +40,15 @@ ALONE: list[Asked] = [
 
 
 def params(asked: Asked, seed: int = 0) -> dict[str, Any]:
-    own = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True, "sampling_seed": seed}
+    own = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True, "sampling_seed": seed}
     return {**own, **asked[1], "custom_params": {"smc": asked[0]}}
 
 
 def one_by_one(asked: list[Asked]) -> list[tuple[list[int], dict[str, Any]]]:
-    """Each prompt twice: the second time matches are all of the first answer."""
+    """Each twice, for two of the prompts: the second time matches are all of the first answer."""
     return [
-        (prompt, params(each, seed))
-        for each in asked
-        for seed, prompt in enumerate(PROMPTS)
+        (PROMPTS[seed % len(PROMPTS)], params(asked[seed // 2], seed))
+        for seed in range(2 * len(asked))
         for _ in range(2)
     ]
 
@@ -103,7 +103,7 @@ def test_beside_a_draft_model(
     answers = running.generate(input_ids=prompts, sampling_params=asked)
     expected: list[Answer] = own.generate(prompts[::2], asked[::2])
     assert check(answers[::2], expected)
-    assert all(len(answer["output_ids"]) == 32 for answer in answers)
+    assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers)
     assert rounds_of_second(running, 0.9) < 0.5 * rounds_of_second(running, 0.0)
 

@@ -45,8 +45,7 @@ GPUS = {
 }
 #: Bytes of stack a thread, outside of attention: an address that ptxas stores to run more programs.
 MOST_STACK = 8
-# The most common, and of attention the newest, whose programs have the least shared memory.
-BY_DEFAULT = {90: "90", 120: "-120"}
+BY_DEFAULT = {90: "90"}
 AT_ALL_SIZES = "80", "-86", "-89", "90", "-100", "-120"
 
 

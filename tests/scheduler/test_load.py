@@ -104,7 +104,11 @@ def stock(start: Callable[..., Server], pair: tuple[str, str]) -> dict[str, list
     return texts
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one round late"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.nightly), True],
+    ids=["in turn", "one round late"],
+)
 def roomy(
     request: pytest.FixtureRequest,
     alone: Alone,

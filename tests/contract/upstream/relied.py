@@ -27,7 +27,8 @@ srt.entrypoints.engine.Engine._launch_subprocesses | calls load_plugins
         server_args.check_server_args
 srt.plugins.hook_registry.HookRegistry
     .register(target hook hook_type * source)
-    ._apply_target(target hooks)
+    ._apply_target(target hooks) | calls _propagate_patch
+srt.plugins.hook_registry._propagate_patch(original wrapped source_module)
 srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map(self device req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.speculative.spec_registry.CustomSpecAlgo(name factory * supports_overlap
