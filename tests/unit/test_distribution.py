@@ -111,12 +111,6 @@ def ordered(
     return ids, probs, probs.cumsum(0) - probs
 
 
-def spaced(size: int, step: float, generator: torch.Generator) -> torch.Tensor:
-    """Logits that are equal or lie further apart than ``step``, in any order."""
-    places = torch.randint(size, (size,), generator=generator)
-    return places * step * 1.5
-
-
 asked_of = st.tuples(
     st.sampled_from([0.1, 0.6, 1.0, 3.0, 40.0]),
     st.sampled_from([ALL, 2, 7, 50, 299, 300]),
@@ -133,7 +127,8 @@ def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
     """Exact ties among them, and as few as one of 300 tokens."""
     generator = torch.Generator().manual_seed(seed)
     temperature, of_row = asked[0], rules(*asked)
-    logits = spaced(300, temperature * EXTENT / NUM_KEYS * 2, generator)
+    places = torch.randint(300, (300,), generator=generator)
+    logits = places * (3 * temperature * EXTENT / NUM_KEYS)  # equal, or further apart than keys
     banned = torch.rand(300, generator=generator) < forbidden
     banned[int(torch.randint(300, (), generator=generator))] = False
     logits = logits.masked_fill(banned, -INF)

@@ -43,12 +43,8 @@ def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
     end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
     shown = r"\x1b]52;c;AA==\x07\n"
     message = f"The potential says {req.to_finish.message.split('says ')[1]}"
-    assert req.to_finish.to_json() == {
-        "type": "abort",
-        "message": message,
-        "status_code": 400,
-        "err_type": "BAD_REQUEST",
-    }
+    told = {"type": "abort", "message": message, "status_code": 400, "err_type": "BAD_REQUEST"}
+    assert req.to_finish.to_json() == told
     assert all(text.isprintable() and shown in text for text in (caplog.messages[0], message))
     assert req.skip_radix_cache_insert
 
@@ -118,10 +114,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     drafted = {place for place in every if place[1] < 2 and code(None, place)}
     assert drafted == {(0, 0), (1, 0), (1, 1)}
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
-    nobody = torch.zeros_like(live)
-    log_p = torch.full((1, 2, 3), NAN)
-    closed = torch.zeros_like(up_to_end)
-    assert int(failure_of_round(log_p, log_p[:, :, :2], closed, ends, nobody)) == 0
+    lost, closed, nobody = torch.full((1, 2, 3), NAN), up_to_end & False, live & False
+    assert int(failure_of_round(lost, lost[:, :, :2], closed, ends, nobody)) == 0
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:

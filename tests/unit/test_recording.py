@@ -21,15 +21,7 @@ from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
-from sglang_smc.round.graph import (
-    MOST,
-    Kinds,
-    Recordings,
-    RoundGraphs,
-    plan_sizes,
-    record_rounds,
-    thinned,
-)
+from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
 from sglang_smc.state.population import LogprobTable, recorded_logprobs
 from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
@@ -242,7 +234,7 @@ def tables(vocab_size: int) -> Any:
 def record(card: Card, config: SMCConfig) -> Recordings:
     known, model = Ranks(card.total), cast("Any", card)
     with card.in_place(), cuda_session("cuda") as session:
-        found = record_rounds(
+        found = graph.record_rounds(
             model.play, config, STOCK, tables(card.vocab_size), "cpu", session.record, known
         )
         recording = PassRecording(

@@ -124,10 +124,8 @@ def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> Non
 
 
 def test_a_particle_of_weight_0_is_json() -> None:
-    log_weights, each = torch.tensor([[0.0, -torch.inf]]), torch.ones(1, 2, dtype=torch.int64)
-    population: Any = SimpleNamespace(ended=each > 0, present=each > 0, lengths=each - 1)
-    population.log_weights, population.tokens = log_weights, each.unsqueeze(2)
-    population.last_emitted = each
+    ended, log_weights = torch.ones(1, 2).bool(), torch.tensor([[0.0, -torch.inf]])
+    population = population_of([[[], []]], ended=ended, log_weights=log_weights)
     told = particles_of(begun(output_ids=[]), population, 0)
     assert told == [as_particle([9], 1.0, 0.0), as_particle([9], 0.0, None)]
 

@@ -1,7 +1,6 @@
 """Weights at any scale, and laws of resampling; `trace_replay.py` weighs whole rounds."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -72,17 +71,6 @@ WEIGHTS = {
 }
 
 
-@cache
-def offspring(name: str, case: str) -> torch.Tensor:
-    """Offspring counts of many independent draws, ``[NUM_DRAWS, N]``."""
-    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    shape = (NUM_DRAWS, len(weights))
-    u = torch.rand(shape, generator=generator, dtype=torch.float64)
-    ancestors = SCHEMES[name](weights.expand(shape).contiguous(), u)
-    return torch.zeros(shape).scatter_add(1, ancestors, torch.ones(shape)).double()
-
-
 @pytest.mark.parametrize("case", list(WEIGHTS))
 @pytest.mark.parametrize("name", list(SCHEMES))
 def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> None:
@@ -90,8 +78,12 @@ def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> 
 
     Of one that is floor or ceil of N w, the mean is its whole law.
     """
-    expected = len(WEIGHTS[case]) * torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    counts = offspring(name, case)
+    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64).expand(NUM_DRAWS, -1).contiguous()
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(weights.shape, generator=generator, dtype=torch.float64)
+    ancestors = SCHEMES[name](weights, uniforms)
+    counts = torch.zeros_like(weights).scatter_add(1, ancestors, torch.ones_like(weights))
+    expected = len(WEIGHTS[case]) * weights[0]
     # Offspring that are 0 or 1 beyond the floor vary least; give the error that floor.
     fraction = expected - expected.floor()
     variance = torch.maximum(counts.var(0), fraction * (1 - fraction))
