@@ -329,7 +329,6 @@ def test_the_first_guess_weighs_what_it_says_and_no_scale_is_below_zero() -> Non
 
 
 def threshold(server: SMCConfig | None = None, **chosen: object) -> float:
-    """The evidence threshold that a request comes to have on a server that knows nothing yet."""
     asked = request_config(server or SMCConfig(), {"smc": chosen})
     return Dial().with_threshold(asked).effective_evidence_threshold
 

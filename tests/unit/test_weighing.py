@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.smc.weighing import (
-    SCHEMES,
-    accumulate,
-    effective_sample_size,
-    log_mean_exp,
-    normalized,
-)
+from sglang_smc.smc import weighing
+from sglang_smc.smc.weighing import SCHEMES, normalized
 
 INF = math.inf
 
@@ -23,7 +18,7 @@ def test_ess_of_equal_weights_is_exactly_n(level: float) -> None:
     """With any rounding, tau = 1 would resample equal weights."""
     for num_particles in (1, 2, 3, 7, 49, 4096):
         log_weights = torch.full((num_particles,), level, dtype=torch.float64)
-        assert effective_sample_size(log_weights) == num_particles
+        assert weighing.effective_sample_size(log_weights) == num_particles
 
 
 @pytest.mark.parametrize("shift", [-3000.0, 0.0, 3000.0, -INF])
@@ -32,16 +27,17 @@ def test_weights_at_any_scale(shift: float) -> None:
     log_weights = torch.tensor([6.0, 2.0, 0.0, 0.0], dtype=torch.float64).log() + shift
     is_dead = shift == -INF
     shares = [0.0] * 4 if is_dead else [0.75, 0.25, 0.0, 0.0]
-    assert effective_sample_size(log_weights).item() == pytest.approx(0 if is_dead else 64 / 40)
+    ess = 0 if is_dead else 64 / 40
+    assert weighing.effective_sample_size(log_weights).item() == pytest.approx(ess)
     assert normalized(log_weights).tolist() == pytest.approx(shares)
-    assert log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
+    assert weighing.log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
 
 
 def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
     """In float32, 1e8 + 1 is 1e8; `nan_to_num` by default would make a large number of -inf."""
     start = torch.tensor([1e8, -INF, 0.0], dtype=torch.float64)
     steps = torch.tensor([[1.0, 1.0, 1.0], [5.0, 700.0, INF], [-3e38, 3e38, -INF]])
-    running = accumulate(start, steps)
+    running = weighing.accumulate(start, steps)
     assert running.dtype == torch.float64
     assert running[:, -1].tolist() == [1e8 + 3, -INF, -INF]
     assert running[1].tolist() == [-INF] * 4
