@@ -17,7 +17,7 @@ from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
-from sglang_smc.options.request import OFF, Budget
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
@@ -46,15 +46,6 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
     plain = plan_sizes(STOCK, 2, 2).of_rounds
     ratios = [larger / (size + 1) for size, larger in itertools.pairwise(plain)]
     assert max(ratios) <= 1.25, "the padding that a batch may play, over itself"
-
-
-def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
-    kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2, adaptive=True), LOGPROBS)
-    rungs = [shape.budget for shape in kinds.most_used]
-    assert rungs == [(2, 2), (2, 1), (1, 2), (1, 1), OFF]
-    assert all(shape.filtered for shape in kinds.most_used)
-    assert kinds.any.budget == Budget(2, 2)
-    assert not any(kinds.any.lacks(shape) for shape in kinds.most_used)
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
