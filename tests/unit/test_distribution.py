@@ -70,9 +70,6 @@ def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(whole, part)
 
 
-# --- Draws
-
-
 @pytest.mark.parametrize("size", [6, 700])
 def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) -> None:
     """To one draw, which the law of random ones follows from."""
@@ -173,9 +170,6 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
         assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
 
 
-# --- Masks
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     logits, allowed = drawn(4, 9), torch.ones(4, 9, dtype=torch.bool)
@@ -191,9 +185,6 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
     scores = (law.score(torch.tensor([1, 1, 1, 1])) + log_mass).exp()
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
-
-
-# --- N-gram matches
 
 
 def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> None:

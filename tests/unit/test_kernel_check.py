@@ -158,9 +158,6 @@ def test_all_ranks_replace_what_fails_on_one() -> None:
     assert check.settle(kernels, "auto", "cpu", SIZES, group).watch is TORCH.watch
 
 
-# --- A server
-
-
 def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config: Any) -> Ops:
     """The operations of a server whose kernel of attention fails the check."""
     kernels = TORCH._replace(kind="triton")
@@ -180,9 +177,6 @@ def test_a_server_checks_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_without_its_attention_no_round_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^--speculative-smc-round-graph is 'on'"):
         of_a_server(monkeypatch, round_graph="on")
-
-
-# --- The doctor
 
 
 def test_a_doctor_without_a_gpu_says_what_it_would_check(

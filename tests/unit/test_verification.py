@@ -126,9 +126,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     assert (found.num_columns == 3).all()
 
 
-# --- Trees of likely tokens
-
-
 def seats(q: list[float], num_chains: int) -> list[int]:
     """Return the tokens of so many chains, each given to the largest quotient q / (1 + seats)."""
     given: list[int] = []
@@ -238,9 +235,6 @@ def test_laws_in_single_precision_are_laws() -> None:
     walk_law = law_of_bins(log_p.exp(), log_q.softmax(1), 8)
     assert walk_law.dtype == torch.float32
     assert (walk_law.double().sum(1) - 1).abs().max() < 1e-6
-
-
-# --- How much of a block its evidence keeps
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])

@@ -52,8 +52,6 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
 
 
-# --- Laws of the resampling schemes
-
 NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
 WEIGHTS = {
