@@ -17,7 +17,7 @@ from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
-from sglang_smc.options.request import Budget
+from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
@@ -50,7 +50,10 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
-    """On any budget of several particles; a single one is replayed with other requests."""
+    """On any budget of several particles; a single one is replayed with other requests.
+
+    Where N and K adapt, each budget has rounds of its own.
+    """
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
@@ -59,6 +62,7 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
     for recorded in kinds.most_used:
         own.setdefault(recorded.budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
     found = Recordings(own, trees, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
+    assert list(own) == (list(budgets(Budget(4, 4))) if is_adaptive else [None])
     for budget, graphs in own.items():
         n, k = budget or Budget(4, 4)
         if n > 1 and k:
