@@ -271,12 +271,10 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     inputs = RoundInputs.of(batch, "cpu")
     found = table.gather(rows).bounded(*inputs.known[1:])
     expected = [apply_budget(config, budget) for config in ASKED]
-    assert found.num_particles.tolist() == [config.num_particles for config in expected]
-    assert found.num_steps.tolist() == [config.num_steps for config in expected]
-    assert found.weighs.tolist() == [config.weighs for config in expected]
-    assert found.evidence_threshold.tolist() == [
-        config.effective_evidence_threshold for config in expected
-    ]
+    for name in ("num_particles", "num_steps", "weighs"):
+        assert getattr(found, name).tolist() == [getattr(config, name) for config in expected]
+    thresholds = [config.effective_evidence_threshold for config in expected]
+    assert found.evidence_threshold.tolist() == thresholds
 
 
 # --- The dial: thresholds that follow the tilt that is asked for
@@ -330,17 +328,14 @@ def test_the_first_guess_weighs_what_it_says_and_no_scale_is_below_zero() -> Non
     assert dial.threshold(0.0) == math.inf
 
 
-def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:
-    return Dial().with_threshold(request_config(server or SMCConfig(), {"smc": chosen}))
+def threshold(server: SMCConfig | None = None, **chosen: object) -> float:
+    asked = request_config(server or SMCConfig(), {"smc": chosen})
+    return Dial().with_threshold(asked).effective_evidence_threshold
 
 
 def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:
-    assert settled(tilt=SCALE / 3).effective_evidence_threshold == pytest.approx(2.0)
-    assert settled(tilt=0).effective_evidence_threshold == math.inf
-    assert settled(mode="auto").effective_evidence_threshold == 2.0
-    assert settled(
-        SMCConfig(mode="auto", tilt=SCALE / 5)
-    ).effective_evidence_threshold == pytest.approx(4.0)
-    assert (
-        settled(SMCConfig(mode="auto", tilt=0.1), mode="mixed").effective_evidence_threshold == 0.5
-    )
+    assert threshold(tilt=SCALE / 3) == pytest.approx(2.0)
+    assert threshold(tilt=0) == math.inf
+    assert threshold(mode="auto") == 2.0
+    assert threshold(SMCConfig(mode="auto", tilt=SCALE / 5)) == pytest.approx(4.0)
+    assert threshold(SMCConfig(mode="auto", tilt=0.1), mode="mixed") == 0.5

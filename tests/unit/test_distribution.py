@@ -70,9 +70,6 @@ def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(whole, part)
 
 
-# --- Draws
-
-
 @pytest.mark.parametrize("size", [6, 700])
 def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) -> None:
     """To one draw, which the law of random ones follows from."""
@@ -111,12 +108,6 @@ def ordered(
     return ids, probs, probs.cumsum(0) - probs
 
 
-def spaced(size: int, step: float, generator: torch.Generator) -> torch.Tensor:
-    """Logits that are equal or lie further apart than ``step``, in any order."""
-    places = torch.randint(size, (size,), generator=generator)
-    return places * step * 1.5
-
-
 asked_of = st.tuples(
     st.sampled_from([0.1, 0.6, 1.0, 3.0, 40.0]),
     st.sampled_from([ALL, 2, 7, 50, 299, 300]),
@@ -133,7 +124,8 @@ def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
     """Exact ties among them, and as few as one of 300 tokens."""
     generator = torch.Generator().manual_seed(seed)
     temperature, of_row = asked[0], rules(*asked)
-    logits = spaced(300, temperature * EXTENT / NUM_KEYS * 2, generator)
+    places = torch.randint(300, (300,), generator=generator)
+    logits = places * (3 * temperature * EXTENT / NUM_KEYS)  # equal, or further apart than keys
     banned = torch.rand(300, generator=generator) < forbidden
     banned[int(torch.randint(300, (), generator=generator))] = False
     logits = logits.masked_fill(banned, -INF)
@@ -178,9 +170,6 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
         assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
 
 
-# --- Masks
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     logits, allowed = drawn(4, 9), torch.ones(4, 9, dtype=torch.bool)
@@ -196,9 +185,6 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
     scores = (law.score(torch.tensor([1, 1, 1, 1])) + log_mass).exp()
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
-
-
-# --- N-gram matches
 
 
 def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> None:

@@ -14,15 +14,8 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.state.failures import (
-    Failure,
-    end_failed,
-    end_request,
-    failure_of_first,
-    failure_of_round,
-    mark_first,
-    take_mark,
-)
+from sglang_smc.state import failures
+from sglang_smc.state.failures import Failure
 from sglang_smc.state.metrics import Monitor
 
 NAN, INF = float("nan"), float("inf")
@@ -40,15 +33,11 @@ def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     req = request(rid=f"a{HOSTILE}")
-    end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
+    failures.end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
     shown = r"\x1b]52;c;AA==\x07\n"
     message = f"The potential says {req.to_finish.message.split('says ')[1]}"
-    assert req.to_finish.to_json() == {
-        "type": "abort",
-        "message": message,
-        "status_code": 400,
-        "err_type": "BAD_REQUEST",
-    }
+    told = {"type": "abort", "message": message, "status_code": 400, "err_type": "BAD_REQUEST"}
+    assert req.to_finish.to_json() == told
     assert all(text.isprintable() and shown in text for text in (caplog.messages[0], message))
     assert req.skip_radix_cache_insert
 
@@ -56,7 +45,7 @@ def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
 @pytest.mark.parametrize(("to_finish", "done"), [("abort", False), (None, True)])
 def test_who_ends_anyway_ends_as_it_would(to_finish: str | None, done: bool) -> None:
     req = request(to_finish=to_finish, finished=lambda: done)
-    end_request(req, "late", HTTPStatus.BAD_REQUEST)
+    failures.end_request(req, "late", HTTPStatus.BAD_REQUEST)
     assert req.to_finish == to_finish
 
 
@@ -73,21 +62,21 @@ def test_who_forbids_all_tokens_is_told_so_and_no_model_is_blamed(
 ) -> None:
     req = request(vocab_size=4, tokenizer=None, eos_token_ids={3})
     vars(req.sampling_params).update(changes)
-    assert end_failed(req, Failure.TARGET_LOGITS) is (status == 500)
+    assert failures.end_failed(req, Failure.TARGET_LOGITS) is (status == 500)
     assert req.to_finish.status_code == status
     assert ("forbids all tokens: each would end" in req.to_finish.message) is (status == 400)
 
 
 def test_a_mark_stands_for_the_first_token_and_goes_with_it() -> None:
-    tokens = mark_first(torch.tensor([7, 0, 9]), torch.tensor([0, 2, 0]))
+    tokens = failures.mark_first(torch.tensor([7, 0, 9]), torch.tensor([0, 2, 0]))
     assert tokens.tolist() == [7, -2, 9]
     marked = request((5, -2))
-    assert take_mark(marked) == Failure.DRAFT_LOGITS
+    assert failures.take_mark(marked) == Failure.DRAFT_LOGITS
     assert marked.output_ids == [5]
     assert not marked.return_logprob
     for whole in (request((5, 0)), request()):
         before = list(whole.output_ids)
-        assert take_mark(whole) == 0
+        assert failures.take_mark(whole) == 0
         assert whole.output_ids == before
 
 
@@ -96,7 +85,7 @@ def test_first_tokens(broken: list[float]) -> None:
     good = [0.5, -INF]
     target = torch.tensor([good, broken, good, broken]).log_softmax(1)
     draft = torch.tensor([good, good, broken, broken])
-    assert failure_of_first(target, draft).tolist() == [0, 1, 2, 1]
+    assert failures.failure_of_first(target, draft).tolist() == [0, 1, 2, 1]
 
 
 def test_only_laws_that_a_text_asks_for_matter() -> None:
@@ -110,7 +99,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
-        return int(failure_of_round(log_p, log_q, up_to_end, ends, live))
+        return int(failures.failure_of_round(log_p, log_q, up_to_end, ends, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -118,10 +107,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     drafted = {place for place in every if place[1] < 2 and code(None, place)}
     assert drafted == {(0, 0), (1, 0), (1, 1)}
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
-    nobody = torch.zeros_like(live)
-    log_p = torch.full((1, 2, 3), NAN)
-    closed = torch.zeros_like(up_to_end)
-    assert int(failure_of_round(log_p, log_p[:, :, :2], closed, ends, nobody)) == 0
+    lost, closed, nobody = torch.full((1, 2, 3), NAN), up_to_end & False, live & False
+    assert int(failures.failure_of_round(lost, lost[:, :, :2], closed, ends, nobody)) == 0
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:

@@ -64,7 +64,7 @@ def legal(masks: torch.Tensor) -> list[Any]:
     return masks.nonzero().flatten().tolist()
 
 
-def masks(req: Any, of: Population | None) -> Grammar:
+def masks(req: Any, of: Population | None = None) -> Grammar:
     return Grammar(BatchTexts([req], of, VOCAB, "cpu"))
 
 
@@ -134,21 +134,19 @@ def test_the_end_of_a_grammar_is_an_end() -> None:
     bound, thinks = request(grammar_of("ab?")), request(thinking("a"))
     tokens = drafted([A, EOS], [EOS, EOS], [A, B])
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
-    found = masks(bound, None).ends(nothing, tokens, population([], [A], [A]))
+    found = masks(bound).ends(nothing, tokens, population([], [A], [A]))
     assert found.tolist() == [[[False, True], [True, False], [False, False]]]
-    found = masks(thinks, None).ends(nothing, tokens, population([], [B, A, A], []))
+    found = masks(thinks).ends(nothing, tokens, population([], [B, A, A], []))
     assert found.tolist() == [[[False, False], [True, False], [False, False]]]
-    found = masks(bound, None).ends(nothing[:, :1], drafted([A, EOS]), None)
+    found = masks(bound).ends(nothing[:, :1], drafted([A, EOS]), None)
     assert found.tolist() == [[[False, True]]]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The thread's time, what each mask adds to it, and what a collection would add."""
-    found, fill = (
-        SimpleNamespace(now=0.0, each=0.0, per_collection=0.0),
-        XGrammarGrammar.fill_vocab_mask,
-    )
+    found = SimpleNamespace(now=0.0, each=0.0, per_collection=0.0)
+    fill = XGrammarGrammar.fill_vocab_mask
 
     def slow(grammar: XGrammarGrammar, *args: Any) -> None:
         found.now += found.each + found.per_collection * gc.isenabled()
@@ -166,8 +164,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_before_the_next_round(
     """Seven texts: 0.42 s are too long, 0.21 s are not. A round that has begun goes on."""
     req = request(grammar_of("(a|b)*"))
     for clock.each in (each, 0.0, 0.0):
-        of = Grammar(BatchTexts([req], population([], []), VOCAB, "cpu"))
-        of.allowed(drafted([A, A, B], [B, A, A]), 0)
+        masks(req, population([], [])).allowed(drafted([A, A, B], [B, A, A]), 0)
     assert (req.to_finish is not None) == ends == (req.grammar is None)
     if ends:
         assert req.to_finish.status_code == 400
@@ -179,7 +176,7 @@ def test_pythons_garbage_is_not_a_grammars_fault(clock: SimpleNamespace) -> None
     req = request(grammar_of("(a|b)*"))
     clock.per_collection = 0.6
     for _ in range(2):
-        Grammar(BatchTexts([req], None, VOCAB, "cpu"))
+        masks(req)
     assert req.to_finish is None and gc.isenabled()
 
 

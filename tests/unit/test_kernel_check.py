@@ -31,12 +31,10 @@ ALONE: Any = Mock(all_gather_object=lambda one: [one])
 
 def lie(value: Any) -> Any:
     """Change a result by little more than what is allowed, wherever it is a number."""
-    if isinstance(value, torch.Tensor):
-        return (
-            ~value if value.dtype == torch.bool else value + (value + 1).abs().clamp_max(1) * 3e-4
-        )
-    lies = [lie(part) for part in value]
-    return type(value)(*lies) if hasattr(value, "_fields") else tuple(lies)
+    if not isinstance(value, torch.Tensor):
+        lies = [lie(part) for part in value]
+        return type(value)(*lies) if hasattr(value, "_fields") else tuple(lies)
+    return ~value if value.dtype == torch.bool else value + (value + 1).abs().clamp_max(1) * 3e-4
 
 
 def lying(name: str) -> Callable[..., Any]:
@@ -160,9 +158,6 @@ def test_all_ranks_replace_what_fails_on_one() -> None:
     assert check.settle(kernels, "auto", "cpu", SIZES, group).watch is TORCH.watch
 
 
-# --- A server
-
-
 def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config: Any) -> Ops:
     """The operations of a server whose kernel of attention fails the check."""
     kernels = TORCH._replace(kind="triton")
@@ -182,9 +177,6 @@ def test_a_server_checks_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_without_its_attention_no_round_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^--speculative-smc-round-graph is 'on'"):
         of_a_server(monkeypatch, round_graph="on")
-
-
-# --- The doctor
 
 
 def test_a_doctor_without_a_gpu_says_what_it_would_check(

@@ -76,23 +76,17 @@ def test_requests_that_fit_are_as_many_as_fit(
     assert count * one <= num_slots < (count + 1) * one
 
 
-@pytest.mark.parametrize(
-    ("chosen", "max_new_tokens", "num_emitted", "expected"),
-    [
-        ({}, 50, 20, 4 * (30 + 3) + 4),
-        ({}, 500, 20, 4 * (100 + 3) + 4),
-        ({}, 10, 20, 4 * 3 + 4),  # overshoot counts as nothing left
-        ({"num_particles": 2, "num_steps": 1}, 50, 0, 2 * (50 + 1) + 2),
-        # K + 1 tokens each, from no tail
-        *(({"mode": mode}, 50, 0, 4 * (1 + 3) + 4) for mode in ("exact", "mixed", "auto")),
-    ],
-)
-def test_the_arena_follows_what_a_request_chose_and_has_emitted(
-    chosen: dict[str, Any], max_new_tokens: int, num_emitted: int, expected: int
-) -> None:
+def test_the_arena_follows_what_a_request_chose_and_has_emitted() -> None:
     server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
-    asked = req(max_new_tokens, num_emitted, **chosen)
-    assert arena.arena_of(server, asked) == expected
+    for asked, expected in (
+        (req(50, 20), 4 * (30 + 3) + 4),
+        (req(500, 20), 4 * (100 + 3) + 4),
+        (req(10, 20), 4 * 3 + 4),  # overshoot counts as nothing left
+        (req(50, num_particles=2, num_steps=1), 2 * (50 + 1) + 2),
+        # K + 1 tokens each, from no tail
+        *((req(50, mode=mode), 4 * (1 + 3) + 4) for mode in ("exact", "mixed", "auto")),
+    ):
+        assert arena.arena_of(server, asked) == expected
 
 
 def req(max_new_tokens: int = 500, num_emitted: int = 0, **chosen: Any) -> Any:

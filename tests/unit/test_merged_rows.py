@@ -32,21 +32,16 @@ def test_each_slot_is_run_once_and_each_row_has_the_result_of_its_slot(
 ) -> None:
     flat, num_columns = slots.flatten(), slots.shape[2]
     found = merge_rows(slots, last=last)
-    used = [
-        row
-        for row in range(len(flat))
-        if flat[row] or not last or row % num_columns == num_columns - 1
-    ]
-    wanted = [
-        row for row in used if not flat[row] or row == int((flat == flat[row]).int().argmax())
-    ]
+    rows = torch.arange(len(flat))
+    used = rows[(flat > 0) | (rows % num_columns == num_columns - 1) | (not last)]
+    first = (flat.unsqueeze(1) == flat).int().argmax(1)
+    wanted = used[(flat[used] == 0) | (first[used] == used)]
     if found is None:
-        assert wanted == list(range(len(flat)))
+        assert torch.equal(wanted, rows)
         return
-    assert found.kept.tolist() == wanted
-    for row in used:
-        kept = int(found.kept[found.results[row]])
-        assert kept == row or flat[kept] == flat[row] != 0
+    assert torch.equal(found.kept, wanted)
+    kept = found.kept[found.results[used]]
+    assert ((kept == used) | ((flat[kept] == flat[used]) & (flat[used] > 0))).all()
     # Sequences are the kept rows of each particle, in order.
     owners = found.kept // num_columns
     assert torch.equal(found.particles.repeat_interleave(found.lengths), owners)

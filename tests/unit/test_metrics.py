@@ -23,31 +23,9 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.ingress import add_meta_info, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.state.fidelity import (
-    ALL,
-    FAULT,
-    INFORMATION,
-    WARNING_SECONDS,
-    AnswerFidelity,
-    FidelityWindows,
-    Sums,
-    Window,
-    warning_of,
-)
-from sglang_smc.state.metrics import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
-    LOW_ESS,
-    LOW_ESS_ROUNDS,
-    LOW_ESS_SECONDS,
-    PREFIX,
-    Counters,
-    Monitor,
-    Played,
-    meta_info,
-    zero_counters,
-)
+from sglang_smc.state import fidelity, metrics
+from sglang_smc.state.fidelity import ALL, AnswerFidelity, FidelityWindows, Sums, Window
+from sglang_smc.state.metrics import LOW_ESS_ROUNDS, LOW_ESS_SECONDS, Counters, Monitor, Played
 from sglang_smc.state.request import RequestState
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
@@ -83,7 +61,7 @@ def test_what_a_mode_leaves_out(
     config: RequestConfig, log_evidence: float | None, threshold: float | None, all_zero_ct: int
 ) -> None:
     """Where blocks are kept by evidence a text has none; all of greedy drafts die at one error."""
-    found = meta_info(list(OF_REQUEST), config, 0)
+    found = metrics.meta_info(list(OF_REQUEST), config, 0)
     assert found["spec_smc_mode"] == config.mode
     assert found["spec_smc_log_evidence"] == log_evidence
     assert found["spec_smc_evidence_threshold"] == threshold
@@ -93,7 +71,7 @@ def test_what_a_mode_leaves_out(
 
 def test_before_the_first_round_all_particles_count() -> None:
     """A text of one token ends in prefill: no round, no division by zero."""
-    found = meta_info(zero_counters(5), RequestConfig(num_particles=5), 0)
+    found = metrics.meta_info(metrics.zero_counters(5), RequestConfig(num_particles=5), 0)
     assert found["spec_smc_ess_mean"] == found["spec_smc_ess_min"] == 5.0
     assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
     assert found["spec_smc_steps_mean"] == 8
@@ -127,12 +105,11 @@ def given(finish: dict | None, tokenizer: Any = None, **info: list[list[Any]]) -
     """What meta_info has of the second request of an output batch."""
     found: dict[str, Any] = {}
 
-    def accumulate(
-        _: Any, meta_info: dict, state: Any, info: dict, index: int, reason: Any
-    ) -> None:
-        meta_info.update({name: values[index] for name, values in info.items()})
+    def accumulate(_: Any, meta_info: dict, state: Any, own: dict, index: int, *__: Any) -> None:
+        meta_info.update({name: values[index] for name, values in own.items()})
 
-    update_meta_info(accumulate, SimpleNamespace(tokenizer=tokenizer), found, None, info, 1, finish)  # type: ignore[arg-type]
+    manager: Any = SimpleNamespace(tokenizer=tokenizer)
+    update_meta_info(accumulate, manager, found, None, info, 1, finish)
     return found
 
 
@@ -181,10 +158,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """Where metrics of the test go, in place of the process's one registry."""
     fresh = CollectorRegistry()
     for name in ("Counter", "Gauge", "Histogram"):
-        kind = getattr(prometheus_client, name)
-        monkeypatch.setattr(
-            prometheus_client, name, lambda kind=kind, **given: kind(registry=fresh, **given)
-        )
+        kind = functools.partial(getattr(prometheus_client, name), registry=fresh)
+        monkeypatch.setattr(prometheus_client, name, kind)
     return fresh
 
 
@@ -227,13 +202,13 @@ def test_a_low_ess_of_weighed_rounds_is_warned_of_by_one_rank(
 ) -> None:
     """For two particles, too, whose ESS / N is never below a half."""
     interval = 2 * LOW_ESS_ROUNDS
-    play(Monitor(interval), LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
+    play(Monitor(interval), metrics.LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
     quiet: dict[str, Any] = {"interval": interval, "exports": False}
     for kind in ({"weighs": False}, {"greedy": True}):
         monitor(*[[played(**kind, ess_sum=1.0)]] * LOW_ESS_ROUNDS, **quiet)
     play(monitor(**quiet, logs=False), 0.0, LOW_ESS_ROUNDS, num_particles)
     assert not caplog.records
-    play(Monitor(interval), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
+    play(Monitor(interval), metrics.LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
     told = rf"{ess} of {num_particles}\.0 particles, with 6\.0 tokens.*--speculative-smc-mode"
     assert re.search(told, caplog.text)
 
@@ -243,15 +218,14 @@ def test_a_warning_waits_for_its_rounds_and_for_its_interval(
 ) -> None:
     seconds = [0.0]
     found = Monitor(100 * LOW_ESS_ROUNDS, lambda: seconds[0])
-    for share, num_rounds, now, num_warnings in (
+    for share, num_rounds, seconds[0], num_warnings in (
         (0.0, LOW_ESS_ROUNDS - 1, 0.0, 0),
         (1.0, 1, 0.0, 1),  # the mean, not the last round
         (0.0, 3 * LOW_ESS_ROUNDS, LOW_ESS_SECONDS - 1, 1),
         (0.0, LOW_ESS_ROUNDS, LOW_ESS_SECONDS, 2),
-        (LOW_ESS * 1.1, LOW_ESS_ROUNDS, 9 * LOW_ESS_SECONDS, 2),
+        (metrics.LOW_ESS * 1.1, LOW_ESS_ROUNDS, 9 * LOW_ESS_SECONDS, 2),
         (0.0, LOW_ESS_ROUNDS - 1, 9 * LOW_ESS_SECONDS, 2),
     ):
-        seconds[0] = now
         play(found, share, num_rounds)
         assert len(caplog.messages) == num_warnings
 
@@ -262,7 +236,8 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
     for sample in (sample for family in families for sample in family.samples):
         bound = sample.labels.pop("le", "")
         assert sample.labels == LABELS
-        found[sample.name.removeprefix(PREFIX) + (f" {bound}" if bound else "")] = sample.value
+        name = sample.name.removeprefix(metrics.PREFIX)
+        found[f"{name} {bound}".strip()] = sample.value
     return found
 
 
@@ -303,7 +278,7 @@ def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegis
     monitor(*EVERYTHING)
     found = samples(registry)
     assert {name: found[f"{name}_total"] for name in EXPECTED} == EXPECTED
-    assert {total.name for total in COUNTERS} == set(EXPECTED)
+    assert {total.name for total in metrics.COUNTERS} == set(EXPECTED)
 
 
 def test_the_ess_is_observed_where_weights_can_be_uneven(registry: CollectorRegistry) -> None:
@@ -320,10 +295,10 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
     """Else the first events are lost to `rate`, which sees no increase from nothing."""
     monitor()
     found = samples(registry)
-    assert {f"{total.name}_total" for total in COUNTERS} <= set(found)
-    assert {f"{measure.name}_bucket +Inf" for measure in HISTOGRAMS} <= set(found)
+    assert {f"{total.name}_total" for total in metrics.COUNTERS} <= set(found)
+    assert {f"{measure.name}_bucket +Inf" for measure in metrics.HISTOGRAMS} <= set(found)
     assert not any(value for name, value in found.items() if not name.endswith("_created"))
-    assert ":" not in PREFIX, "Prometheus 2 and 3 would read names in two ways"
+    assert ":" not in metrics.PREFIX, "Prometheus 2 and 3 would read names in two ways"
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])
@@ -369,10 +344,10 @@ def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> 
     """A gauge that shows 0 before would say that answers are the target's own."""
     found = monitor()
     found.end_answer(answer(information=0.0)._replace(watched_ct=0.0))
-    assert not {gauge.name for gauge in GAUGES} & set(samples(registry))
+    assert not {gauge.name for gauge in metrics.GAUGES} & set(samples(registry))
     found.end_answer(answer(tilt=0.5, count=3))
     shown = samples(registry)
-    assert [shown[gauge.name] for gauge in GAUGES] == [0.5, 0.5, 0.25]
+    assert [shown[gauge.name] for gauge in metrics.GAUGES] == [0.5, 0.5, 0.25]
     found.end_answer(answer("mixed", tilt=-0.5, count=3))
     assert samples(registry)["tilt"] == 0.0
     tilts = {name: of["tilt"] for name, of in found.fidelity().items()}
@@ -438,7 +413,7 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
     given, made = reporter(), mock.Mock()
     given.metrics_collector._counter_cls = given.metrics_collector._histogram_cls = made
     Monitor(interval=1).report_as(given)
-    assert made.call_count == len(COUNTERS) + len(HISTOGRAMS)
+    assert made.call_count == len(metrics.COUNTERS) + len(metrics.HISTOGRAMS)
 
 
 # --- How far answers were watched to be from the target
@@ -509,8 +484,8 @@ def test_a_window_lets_the_oldest_half_go() -> None:
 @pytest.mark.parametrize(
     ("mode", "zero", "errors", "advice"),
     [
-        ("exact", 0.0, FAULT, ("report", "/server_info")),
-        ("exact", 0.0, -FAULT, ("report", "/server_info")),
+        ("exact", 0.0, fidelity.FAULT, ("report", "/server_info")),
+        ("exact", 0.0, -fidelity.FAULT, ("report", "/server_info")),
         ("smc", 0.5, 2.0, ("-mode auto", "exact", "evidence-threshold", "draft-model")),
     ],
 )
@@ -518,12 +493,12 @@ def test_tilts_are_told_where_they_are_surely_wrong(
     mode: str, zero: float, errors: float, advice: tuple[str, ...]
 ) -> None:
     """Exact answers five standard errors from zero, others where they are more than half way."""
-    tilts = [zero + errors * by * INFORMATION**-0.5 for by in (0.98, 1.02)]
+    tilts = [zero + errors * by * fidelity.INFORMATION**-0.5 for by in (0.98, 1.02)]
     near, far = (sums_of(*[answer(mode, tilt)] * 250) for tilt in tilts)
-    assert warning_of(mode, near) is None
-    text = warning_of(mode, far) or ""
+    assert fidelity.warning_of(mode, near) is None
+    text = fidelity.warning_of(mode, far) or ""
     assert all(word in text for word in advice) and (mode == "smc" or str(far) in text)
-    assert warning_of("smc", sums_of(*[answer(tilt=-2.0)] * 250)) is None
+    assert fidelity.warning_of("smc", sums_of(*[answer(tilt=-2.0)] * 250)) is None
 
 
 def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
@@ -536,7 +511,7 @@ def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
 
     assert told() == [False, False, True, False]
     assert told() == [False] * 4, "but not so soon again"
-    clock[0] += WARNING_SECONDS
+    clock[0] += fidelity.WARNING_SECONDS
     assert told() == [False, False, True, False]
     found = watched.as_dict()
     assert set(found) == {ALL, "smc", "mixed"}

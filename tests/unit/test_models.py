@@ -14,7 +14,6 @@ from transformers import LlamaConfig, Qwen3Config
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
-from sglang_smc.models.chains import Chains
 from sglang_smc.models.supported import check_layers
 from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops.interface import TORCH
@@ -283,21 +282,6 @@ def of(width: int, **other: int) -> Vocabulary:
     return Vocabulary({**TOKENS, **other}, width)
 
 
-class Draft:
-    """Stands for a draft over particles, with an embedding of each of its ids alone."""
-
-    attn_backend: Any = "its own"
-
-    def __init__(self, width: int) -> None:
-        self._table = torch.arange(width * width).float().view(width, width)
-
-    def next_logits(self, chains: Chains) -> torch.Tensor:
-        return self.chain_logits(chains)[:, :, -1]
-
-    def chain_logits(self, chains: Chains) -> torch.Tensor:
-        return self._table[chains.tokens]
-
-
 MARKED = {**TOKENS, "<image>": 4}
 
 
@@ -347,8 +331,14 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
 
 def padded(width: int, num_missing: int) -> LanguageModel:
     """A draft with logits of a width, behind which, or within, the target's end."""
+    table = torch.arange(width * width).float().view(width, width)  # no row of an id beyond it
+    draft: Any = SimpleNamespace(
+        attn_backend="its own",
+        next_logits=lambda chains: table[chains.tokens[:, :, -1]],
+        chain_logits=lambda chains: table[chains.tokens],
+    )
     runner: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=width))
-    return LanguageModel(cast("Any", Draft(width)), runner, num_missing)
+    return LanguageModel(draft, runner, num_missing)
 
 
 def slots(num_steps: int) -> DraftSlots:

@@ -27,7 +27,7 @@ def of_group(
     present = other.get("present", [True] * len(tails))
     found = narrow(
         torch.tensor(log_weights, dtype=torch.float64).expand(size, -1),
-        torch.tensor(other.get("texts", padded)).expand(size, -1, -1),
+        torch.tensor(padded).expand(size, -1, -1),
         torch.tensor([len(tail) for tail in tails]).expand(size, -1),
         torch.full((size,), count),
         torch.tensor(present).expand(size, -1),
@@ -52,12 +52,6 @@ def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:
     for uniform, ancestors in ((0.1, [0, 0, 2]), (0.5, [1, 1, 1])):
         found = of_group([[1], [1, 2, 3], [1]], [0.0] * 3, 2, [uniform])
         assert found.ancestors.tolist() == [ancestors]
-
-
-def test_the_token_before_counts_where_particles_differ_in_it() -> None:
-    texts = [[8, 1, 2, 0], [9, 1, 3, 0], [8, 1, 4, 0]]
-    found = of_group([text[1:3] for text in texts], [0.0] * 3, 1, [0.0], texts=texts)
-    assert found.ancestors.tolist() == [[0, 0, 2]]
 
 
 def test_whatever_the_uniform_the_dead_and_the_absent_are_not_drawn() -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -26,7 +26,6 @@ from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.library import EndpointError, Http, Length, RegexCount, exponent, product
 from sglang_smc.potentials.runner import (
     COOL_DOWN,
-    MOST_LATE,
     MissingValue,
     PotentialRunner,
     Query,
@@ -103,16 +102,14 @@ def test_a_request_names_potentials_as_objects_or_as_json() -> None:
     assert PotentialSpec("count").resolve(KNOWN).schedule == Schedule(is_each_round=True)
 
 
-WHEN = (
-    {"tokens": 0},
-    {"tokens": True},
-    {"delimiter": ""},
-    {"delimiter": -1},
-    {"delimiter": "a" * 513},
-)
+WHEN = [
+    *({"tokens": it} for it in (0, True)),
+    *({"delimiter": it} for it in ("", -1, "a" * 513)),
+    {"tokens": 1, "delimiter": "a"},
+]
 BESIDE_A_NAME: list[dict[str, Any]] = [
     *({"exponent": exponent} for exponent in (math.nan, "1")),
-    *({"when": when} for when in (*WHEN, {"tokens": 1, "delimiter": "a"})),
+    *({"when": when} for when in WHEN),
     {"color": 1},
 ]
 
@@ -198,76 +195,47 @@ def test_who_is_at_fault_fails_alone() -> None:
         assert isinstance(failed, MissingValue) and sentence in failed.message
 
 
-class Gated(Potential):
-    """Answers once its gate is open; it opens and shuts while no call waits there."""
-
-    def __init__(self) -> None:
-        self.gate, self.entered = threading.Event(), threading.Event()
-
-    def shut(self) -> None:
-        self.gate.clear()
-        self.entered.clear()
-
-    def complete(self, texts: Sequence[Text]) -> list[float]:
-        self.entered.set()
-        self.gate.wait()
-        return [0.0] * len(texts)
+def begun() -> Future[Any]:
+    """A call that the thread of its potential is in."""
+    call: Future[Any] = Future()
+    call.set_running_or_notify_cancel()
+    return call
 
 
 def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A circuit breaker: open behind three, half open when it has cooled down and the late call is
-    back, closed by one in time. With no seconds at all every call that waits at its gate is late,
-    and so is one that waits behind it.
+    back, closed by one in time. Calls behind one that hangs are late, too, and never begin.
     """
-    gated, now, whole = Gated(), [0.0], [Query(text("a"), True, 0)]
-    waits: list[float] = []
-    runner = PotentialRunner("gated", gated, 0.0, waits.append, now=lambda: now[0])
+    now, waits = [0.0], list[float]()
+    runner = PotentialRunner("gated", Never(), 0.0, waits.append, now=lambda: now[0])
+    in_time, queued, hung, trial = Future[Any](), Future[Any](), begun(), begun()
+    in_time.set_result([0.0])
 
-    def is_late() -> bool:
+    def is_late(call: Future[Any]) -> bool:
         assert runner.refusal() is None
-        call = runner.submit(whole)
-        if gated.gate.is_set():
-            wait([call.future])
-        else:
-            gated.entered.wait()
-        (answer,) = call.result()
-        assert answer == 0.0 or (isinstance(answer, MissingValue) and answer.is_late)
+        answer = runner.wait(call, 0.0)
+        assert answer == [0.0] or (isinstance(answer, MissingValue) and answer.is_late)
         return isinstance(answer, MissingValue)
 
-    assert is_late() and is_late()
-    come_back(runner)
-    gated.gate.set()
-    assert not is_late(), "which starts the count anew"
-    gated.shut()
-    assert all(is_late() for _ in range(MOST_LATE))
+    assert is_late(begun()) and is_late(begun())
+    assert not is_late(in_time), "which starts the count anew"
+    assert is_late(hung) and is_late(queued) and is_late(Future()) and queued.cancelled()
     refused = runner.refusal()
     assert refused is not None and refused.is_late
     assert "'gated' is not asked: its last 3 calls took more than 0 s" in refused.message
     now[0] += COOL_DOWN
     assert runner.refusal() == refused, "the late call still hangs"
-    come_back(runner)
-    assert is_late() and runner.refusal() is not None, "one call tries, and no more"
-    come_back(runner)
+    hung.set_result([0.0])
+    assert is_late(trial) and runner.refusal() is not None, "one call tries, and no more"
+    trial.set_result([0.0])
     assert runner.refusal() is not None
     now[0] += COOL_DOWN
-    gated.gate.set()
-    assert not is_late() and runner.refusal() is None
-    gated.shut()
-    assert is_late() and runner.refusal() is None, "closed: one late call is one"
-    come_back(runner)
+    assert not is_late(in_time) and runner.refusal() is None
+    assert is_late(begun()) and runner.refusal() is None, "closed: one late call is one"
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert len(waits) == 9
-
-
-def come_back(runner: PotentialRunner) -> None:
-    """Let the late call end, and the next one wait at the gate again."""
-    gated = runner.potential
-    assert isinstance(gated, Gated) and runner._hung is not None
-    gated.gate.set()
-    wait([runner._hung])
-    gated.shut()
 
 
 SCHEDULES: list[Any] = ["round", "end", {"tokens": 3}, {"delimiter": 1}, {"delimiter": "ab"}]

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from sglang_smc.rules.potentials import Potentials, Votes
 from sglang_smc.state.ranks import INTERVAL, RankCheck
 
 CLOCKS = ("monotonic", "perf_counter", "thread_time")
+ENDED = object()
 
 
 class FakeRanks:
@@ -37,10 +39,7 @@ class FakeRanks:
         self.cpu_group = self
         self.rank_seconds = rank_seconds
         self._own = threading.local()
-        self._lock = threading.Condition()
-        self._box: dict[int, Any] = {}
-        self._exchanges: list[list[Any]] = []
-        self._num_done = 0
+        self._boxes: list[list[SimpleQueue[Any]]]  # by sender and receiver
         patch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
         patch.setattr(parallel_state, "get_tp_group", lambda: self)
         patch.setattr(torch.distributed, "all_reduce", self._all_reduce)
@@ -53,7 +52,8 @@ class FakeRanks:
         return self._own.rank
 
     def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
-        self._num_done = 0
+        ranks = range(self.world_size)
+        self._boxes = [[SimpleQueue() for _ in ranks] for _ in ranks]
 
         def play(rank: int) -> Any:
             self._own.rank = rank
@@ -62,27 +62,23 @@ class FakeRanks:
             except Exception as error:
                 return error
             finally:
-                with self._lock:
-                    self._num_done += 1
-                    self._lock.notify_all()
+                self._send(ENDED)
 
         with ThreadPoolExecutor(self.world_size) as threads:
-            started = [threads.submit(play, rank) for rank in range(self.world_size)]
-            return [future.result() for future in started]
+            return list(threads.map(play, ranks))
 
     def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
         return self._exchange(value)[src]
 
+    def _send(self, value: Any) -> None:
+        for box in self._boxes[self.rank_in_group]:
+            box.put(value)
+
     def _exchange(self, value: Any) -> list[Any]:
-        with self._lock:
-            index = len(self._exchanges)
-            self._box[self.rank_in_group] = value
-            if len(self._box) == self.world_size:
-                self._exchanges.append([self._box.pop(rank) for rank in range(self.world_size)])
-                self._lock.notify_all()
-            self._lock.wait_for(lambda: len(self._exchanges) > index or self._num_done)
-            assert len(self._exchanges) > index, "another rank has ended without this exchange"
-            return self._exchanges[index]
+        self._send(value)
+        found = [boxes[self.rank_in_group].get() for boxes in self._boxes]
+        assert all(one is not ENDED for one in found), "another rank ended without this exchange"
+        return found
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any, group: Any) -> None:
         assert op == torch.distributed.ReduceOp.MAX and group is self

@@ -17,19 +17,11 @@ from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
-from sglang_smc.options.request import OFF, Budget
+from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
-from sglang_smc.round.graph import (
-    MOST,
-    Kinds,
-    Recordings,
-    RoundGraphs,
-    plan_sizes,
-    record_rounds,
-    thinned,
-)
+from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
 from sglang_smc.state.population import LogprobTable, recorded_logprobs
 from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
@@ -56,18 +48,12 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
     assert max(ratios) <= 1.25, "the padding that a batch may play, over itself"
 
 
-def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
-    kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2, adaptive=True), LOGPROBS)
-    rungs = [shape.budget for shape in kinds.most_used]
-    assert rungs == [(2, 2), (2, 1), (1, 2), (1, 1), OFF]
-    assert all(shape.filtered for shape in kinds.most_used)
-    assert kinds.any.budget == Budget(2, 2)
-    assert not any(kinds.any.lacks(shape) for shape in kinds.most_used)
-
-
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
-    """On any budget of several particles; a single one is replayed with other requests."""
+    """On any budget of several particles; a single one is replayed with other requests.
+
+    Where N and K adapt, each budget has rounds of its own.
+    """
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
@@ -76,6 +62,7 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
     for recorded in kinds.most_used:
         own.setdefault(recorded.budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
     found = Recordings(own, trees, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
+    assert list(own) == (list(budgets(Budget(4, 4))) if is_adaptive else [None])
     for budget, graphs in own.items():
         n, k = budget or Budget(4, 4)
         if n > 1 and k:
@@ -242,7 +229,7 @@ def tables(vocab_size: int) -> Any:
 def record(card: Card, config: SMCConfig) -> Recordings:
     known, model = Ranks(card.total), cast("Any", card)
     with card.in_place(), cuda_session("cuda") as session:
-        found = record_rounds(
+        found = graph.record_rounds(
             model.play, config, STOCK, tables(card.vocab_size), "cpu", session.record, known
         )
         recording = PassRecording(

@@ -8,13 +8,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.server.refusals import (
-    MOST_TRACED,
-    check_logprobs,
-    check_request,
-    check_session,
-    check_trace,
-)
+from sglang_smc.server import refusals
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 SECRET = {"key": "0x5ec7e7"}
@@ -33,7 +27,7 @@ REFUSED_PARAMS: dict[str, Any] = {"beam_width": 4, "watermark": SECRET}
 
 
 def check(params: dict[str, Any] | None = None, **fields: Any) -> None:
-    check_request(request(params, **fields), SERVER)
+    refusals.check_request(request(params, **fields), SERVER)
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqInput:
@@ -54,14 +48,14 @@ def test_what_is_refused_is_named_with_its_value() -> None:
         with pytest.raises(ValueError, match=f"does not support {name}="):
             check({}, **{name: value})
     seen = request({}, image_data="image")
-    check_request(seen, SERVER, sees=True)
+    refusals.check_request(seen, SERVER, sees=True)
     for processed in ({"format": "processor_output"}, [[{"format": "precomputed_embedding"}]]):
         seen.image_data = processed
         with pytest.raises(ValueError, match="image_data has what is processed already"):
-            check_request(seen, SERVER, sees=True)
+            refusals.check_request(seen, SERVER, sees=True)
     seen.video_data = "video"
     with pytest.raises(ValueError, match="does not support video_data="):
-        check_request(seen, SERVER, sees=True)
+        refusals.check_request(seen, SERVER, sees=True)
 
 
 def nested(depth: int) -> str:
@@ -147,7 +141,7 @@ SCORES = {"max_new_tokens": 0, "top_logprobs_num": VOCAB_SIZE}
 
 def ask_logprobs(max_new_tokens: int = 4, vocab_size: int = VOCAB_SIZE, **fields: Any) -> None:
     given = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **fields}
-    check_logprobs(request({"max_new_tokens": max_new_tokens}, **given), vocab_size)
+    refusals.check_logprobs(request({"max_new_tokens": max_new_tokens}, **given), vocab_size)
 
 
 def test_log_probabilities_within_bounds_pass() -> None:
@@ -174,21 +168,21 @@ def test_log_probabilities_out_of_bounds_are_refused(fields: dict, message: str)
 
 def test_a_turn_that_replaces_says_which() -> None:
     """Without a rid SGLang's scheduler would end."""
-    check_session(request({}))
-    check_session(request({}, session_params={"id": "s", "replace": False}))
-    check_session(request({}, session_params={"id": "s", "replace": True, "rid": "turn"}))
+    refusals.check_session(request({}))
+    refusals.check_session(request({}, session_params={"id": "s", "replace": False}))
+    refusals.check_session(request({}, session_params={"id": "s", "replace": True, "rid": "turn"}))
     with pytest.raises(ValueError, match="replace=True without a rid; allowed: the rid"):
-        check_session(request({}, session_params={"id": "s", "replace": True}))
+        refusals.check_session(request({}, session_params={"id": "s", "replace": True}))
 
 
 def traced(params: dict[str, Any], room: int = 10**6, **preferred: Any) -> None:
     """Check that a request with these parameters may have a trace, on N = 4 and K = 7."""
     server = SMCConfig(num_particles=4, num_steps=7)
     asked = request({"custom_params": {"smc": {"trace": True}}, **params})
-    check_trace(asked, check_request(asked, server), room, preferred)
+    refusals.check_trace(asked, refusals.check_request(asked, server), room, preferred)
 
 
-FITS = MOST_TRACED // 32
+FITS = refusals.MOST_TRACED // 32
 
 
 def test_a_trace_within_bounds_passes() -> None:
@@ -216,5 +210,6 @@ def test_a_trace_that_may_grow_too_large_is_refused(
 ) -> None:
     with pytest.raises(ValueError) as error:
         traced(params, **preferred)
-    for part in (given, f"num_steps=7 and {given};", f"<= {MOST_TRACED}", f"at most {FITS} new"):
+    most = f"<= {refusals.MOST_TRACED}"
+    for part in (given, f"num_steps=7 and {given};", most, f"at most {FITS} new"):
         assert part in str(error.value)

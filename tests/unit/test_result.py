@@ -1,10 +1,10 @@
 """Requests' seeds, counts and particles after SMC rounds, and what the streamer gets of them."""
 
-import asyncio
-import copy
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from populations import outcome_of, population_of
@@ -62,40 +62,31 @@ def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
 
 @pytest.mark.parametrize(
     ("num_samples", "given", "expected"),
-    [(3, (0, 100, 0), [[0, 1, 2], [100, 101, 102], [0, 1, 2]]), (1, (3, None), [[3], [None]])],
+    [(3, (0, 100, 0), [0, 100, 0, 1, 101, 1, 2, 102, 2]), (1, (3, None), [3, None])],
 )
 def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds(
     num_samples: int, given: tuple, expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang sends a copy for each sample, which share one `sampling_params`.
+    """SGLang sends a copy for each sample, which share one `sampling_params`, in a task.
 
     Before them it sends a request of no tokens, so that all find the prompt cached: it takes none.
     """
     monkeypatch.setattr(ingress, "TokenizedGenerateReqInput", SimpleNamespace)
     manager: Any = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="SMC"))
+    seeds: list[int | None] = []
 
-    async def sent(seed: int | None) -> list[int | None]:
-        seeds: list[int | None] = []
+    def send(params: SamplingParams) -> None:
+        tokenized = SimpleNamespace(sampling_params=params)
+        ingress.send_request(lambda *_: None, manager, tokenized)
+        seeds.append(tokenized.sampling_params.sampling_seed)
 
-        def send(request: Any) -> None:
-            ingress.send_request(
-                lambda _, one: seeds.append(one.sampling_params.sampling_seed), manager, request
-            )
-
-        params = SamplingParams(n=num_samples, sampling_seed=seed)
-        ahead = copy.copy(params)
-        ahead.max_new_tokens = 0
-        send(SimpleNamespace(sampling_params=ahead))
-        assert seeds.pop() == seed
-        for _ in range(num_samples):
-            send(SimpleNamespace(sampling_params=params))
-            await asyncio.sleep(0)  # others are sent in between
-        return seeds
-
-    async def crowd() -> list[list[int | None]]:
-        return await asyncio.gather(*map(sent, given))
-
-    assert asyncio.run(crowd()) == expected
+    asked = [SamplingParams(n=num_samples, sampling_seed=seed) for seed in given]
+    tasks = [copy_context() for _ in asked]
+    for task, params in zip(tasks, asked, strict=True):
+        task.run(send, msgspec.structs.replace(params, max_new_tokens=0))
+    for task, params in [*zip(tasks, asked, strict=True)] * num_samples:
+        task.run(send, params)
+    assert seeds == [*given, *expected]
 
 
 def published(req: Any) -> dict[str, Any]:
@@ -124,10 +115,8 @@ def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> Non
 
 
 def test_a_particle_of_weight_0_is_json() -> None:
-    log_weights, each = torch.tensor([[0.0, -torch.inf]]), torch.ones(1, 2, dtype=torch.int64)
-    population: Any = SimpleNamespace(ended=each > 0, present=each > 0, lengths=each - 1)
-    population.log_weights, population.tokens = log_weights, each.unsqueeze(2)
-    population.last_emitted = each
+    ended, log_weights = torch.ones(1, 2).bool(), torch.tensor([[0.0, -torch.inf]])
+    population = population_of([[[], []]], ended=ended, log_weights=log_weights)
     told = particles_of(begun(output_ids=[]), population, 0)
     assert told == [as_particle([9], 1.0, 0.0), as_particle([9], 0.0, None)]
 

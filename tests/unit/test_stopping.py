@@ -16,19 +16,18 @@ from sglang.srt.managers.schedule_batch import (
     FINISH_MATCHED_STR,
     FINISH_MATCHED_TOKEN,
 )
-from toy_request import ToyRequest, begun, ended
+from toy_request import begun, ended
 
 from sglang_smc.guard import pattern
 from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, num_places
 from sglang_smc.options.answers import AnswerPattern, answer_pattern
-from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.rules import potentials
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.potentials import Votes
 from sglang_smc.rules.stopping import CONTEXT, StopTexts, first_match
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import RequestState
 
 
 class Words:
@@ -64,18 +63,17 @@ def make_req(
     output_ids: tuple[int, ...] = (),
 ) -> Any:
     """``span``: tokens that a stop text may take, as SGLang computes it from the tokenizer."""
-    asked = {
-        "stop_strs": list(stops),
-        "stop_regex_strs": [regex] if regex else [],
-        "stop_str_max_len": span if stops else 0,
-        "stop_regex_max_len": span if regex else 0,
-    }
-    req: Any = ToyRequest(0, 8, 99, asked, None)
-    req.tokenizer, req.output_ids = Words(), list(output_ids)
-    req.smc_state = RequestState.of(0, RequestConfig())
-    req.finished_reason = req.finished_len = None
+    req = begun(
+        {},
+        output_ids,
+        stop_strs=list(stops),
+        stop_regex_strs=[regex] if regex else [],
+        stop_str_max_len=span if stops else 0,
+        stop_regex_max_len=span if regex else 0,
+    )
+    req.tokenizer, req.finished_reason, req.finished_len = Words(), None, None
     req.finished = lambda: req.finished_reason is not None
-    StopTexts.begin(req)  # type: ignore[arg-type]
+    StopTexts.begin(req)
     return req
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from fake_gpu import FakeGPU, fake_gpu
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.managers.utils import GenerationBatchResult
 from table_entries import entry
 from toy_laws import languages, toy
@@ -24,20 +23,14 @@ from toy_logprobs import AskingWorker
 from toy_request import ToyRequest
 
 from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import decode_memory
 from sglang_smc.round import prefill
-from sglang_smc.round.batch import Tables
-from sglang_smc.round.prefill import Prefill
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
-from sglang_smc.state.request import RequestStates
 from sglang_smc.state.settings import RequestTable
 from sglang_smc.worker import SMCWorker
 
 ROOT = Path(__file__).parents[2]
-CONFIG = SMCConfig(num_particles=3, num_steps=2)
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "with particles": {"return_particles": True},
@@ -133,59 +126,34 @@ def check_all_is_copied(gpu: FakeGPU, result: GenerationBatchResult) -> None:
     assert left <= READ_ON_DEVICE
 
 
-@pytest.mark.parametrize("return_logprob", [False, True])
+@pytest.mark.parametrize("asking", [{}, {"kind": AskingWorker, "shown": ((2, None), (0, [1]))}])
 @pytest.mark.parametrize("choice", [{}, {"power": 2.0}])
 def test_what_a_prefill_carries_is_marked_too(
-    choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
+    choice: dict[str, Any], asking: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a stock result, with tensors of ours in its fields."""
+    monkeypatch.setattr(prefill.ForwardBatch, "init_new", mock.Mock())
     with fake_gpu() as gpu:
-        result = prefilled(choice, return_logprob, monkeypatch)
-        copy(gpu, result, return_logprob=return_logprob)
+        result = prefilled(chosen=(choice,), **asking)
+        copy(gpu, result, return_logprob=bool(asking))
         assert result.logits_output is not None
         result.logits_output.next_token_logits = None  # stays there: nobody reads it
         check_all_is_copied(gpu, result)
 
 
-def prefilled(
-    choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
-) -> GenerationBatchResult:
-    init_new = mock.Mock(return_value=SimpleNamespace(input_ids=None))
-    monkeypatch.setattr(prefill.ForwardBatch, "init_new", init_new)
-    vocab_size, rows = 5, [1, 2]
-    cuda: dict[str, Any] = {"device": "cuda"}
-    table = torch.zeros(3, 50, dtype=torch.int32, **cuda)
-    tables = Tables.of(CONFIG, TORCH, table, num_slots=99, vocab_size=vocab_size, **cuda)
-
-    def forward(*_: Any, **__: Any) -> Any:
-        output = LogitsProcessorOutput(torch.zeros(len(rows), vocab_size, **cuda))
-        return GenerationBatchResult(logits_output=output)
-
-    worker: Any = mock.Mock(forward_batch_generation=forward)
-    worker.model_runner.forward = forward
-    batch: Any = SimpleNamespace(
-        reqs=[prompted(row, choice, vocab_size, return_logprob) for row in rows],
-        req_pool_indices=torch.tensor(rows, **cuda),
-        seq_lens=torch.tensor([4, 4], **cuda),
-        is_prefill_only=False,
-        hicache_consumer_index=-1,
-        return_logprob=return_logprob,
-        top_logprobs_nums=[2, 0],
-        token_ids_logprobs=[None, [1]],
-    )
-    draft: Any = SimpleNamespace(
-        wants_states=False, read_prompts=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
-    )
-    states, begin = RequestStates(CONFIG, 0), mock.Mock()
-    return Prefill(worker, draft, states, tables, 3, begin).run(batch, None)
-
-
-def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
-    asked = {"sampling_seed": row, "custom_params": {"smc": choice}}
-    req: Any = ToyRequest(row, vocab_size, 9, asked, None)
-    req.return_logprob = return_logprob
-    req.logprob = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
-    return req
+def prefilled(**options: Any) -> GenerationBatchResult:
+    """A prefill of two requests, by models of which all logits are 0."""
+    worker = toy(2, languages(device="cuda"), num_particles=3, num_steps=2, **options)
+    logits = torch.zeros(2, worker.vocab_size, device="cuda")
+    output = LogitsProcessorOutput(logits, hidden_states=None)
+    target, draft = mock.Mock(), mock.Mock(wants_states=False)
+    target.forward_batch_generation.return_value = GenerationBatchResult(logits_output=output)
+    draft.read_prompts.return_value = logits
+    own = worker.worker._prefill
+    own._target, own._draft, own._init_from_prompt = target, draft, mock.Mock()
+    batch = worker.batch([worker.make_request(row) for row in (1, 2)])
+    batch.is_prefill_only, batch.hicache_consumer_index = False, -1
+    return own.run(batch, None)
 
 
 COMING: list[Callable[[], torch.Tensor]] = [

@@ -126,9 +126,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     assert (found.num_columns == 3).all()
 
 
-# --- Trees of likely tokens
-
-
 def seats(q: list[float], num_chains: int) -> list[int]:
     """Return the tokens of so many chains, each given to the largest quotient q / (1 + seats)."""
     given: list[int] = []
@@ -153,17 +150,6 @@ def test_chains_of_one_text_divide_its_likeliest_tokens(num_chains: int, vocab_s
 
 
 # --- How near the selection of one of several siblings is to the best
-
-
-def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets ``[size, V]`` of masses up to 1, half of them 1, and drafts of mass 1."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, size, num_tokens, generator=generator, dtype=torch.float64)
-    p, q = torch.softmax(2 * logits, -1)
-    q[:, 0] = 0  # a token that is never drafted
-    mass = torch.rand(size, generator=generator, dtype=torch.float64)
-    mass[::2] = 1
-    return mass.unsqueeze(1) * p, q / q.sum(1, keepdim=True)
 
 
 def law_of_tokens(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
@@ -194,40 +180,35 @@ def law_of_bins(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) ->
 
 
 @pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])
-def test_the_selection_is_near_the_best(num_siblings: int) -> None:
-    """Against the bound of optimal transport, and against SpecInfer's one after another."""
-    target, q = random_targets(2, 300, 64)
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+def test_the_selection_is_near_the_best(noise: float, num_siblings: int) -> None:
+    """Against the bound of optimal transport, and a bin for each token, which gains 0.001 at most.
+
+    A draft like the target, and one that has little to do with it, where SpecInfer's selection of
+    one after another accepts less; one token is never drafted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(40, 2000, generator=generator, dtype=torch.float64)
+    of_draft = logits + noise * torch.randn(logits.shape, generator=generator)
+    of_draft[:, 0] = -torch.inf
+    q = of_draft.softmax(1)
+    mass = torch.linspace(0.1, 1.0, 40, dtype=torch.float64).sqrt().unsqueeze(1)
+    target = mass * torch.softmax(logits, 1)
     law = law_of_bins(target, q, num_siblings)
-    assert torch.allclose(law.sum(1), torch.ones(300).double())
-    accepted = torch.minimum(target, law).sum(1)
+    assert torch.allclose(law.sum(1), torch.ones(40).double())
+    of_tokens = law_of_tokens(target, q, num_siblings)
+    accepted, finest = (torch.minimum(target, one).sum(1) for one in (law, of_tokens))
     bound = best(target, q, num_siblings)
     assert (accepted <= bound + 1e-9).all()
     assert (bound - accepted).mean() < 0.01
-    left, rejected = target, torch.ones(300).double()
+    assert (finest - accepted).mean() < 0.0012
+    left, rejected = target, torch.ones(40).double()
     for _ in range(num_siblings):
         taken_now = torch.minimum(left, q).sum(1)
         left = (left - q).clamp_min(0) / (1 - taken_now).unsqueeze(1)
         rejected = rejected * (1 - taken_now)
     gain = (accepted - (1 - rejected)).mean()
-    assert gain > 0.005 if num_siblings > 1 else gain.abs() < 1e-9
-
-
-@pytest.mark.parametrize("noise", [0.3, 3.0])
-def test_bins_lose_next_to_nothing(noise: float) -> None:
-    """Against a bin for each token: 0.001 of the target at most, where 0.6 to 0.7 are accepted.
-
-    A draft like the target, and one that has little to do with it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(40, 2000, generator=generator, dtype=torch.float64)
-    q = torch.softmax(logits + noise * torch.randn(logits.shape, generator=generator), 1)
-    mass = torch.linspace(0.1, 1.0, 40, dtype=torch.float64).sqrt().unsqueeze(1)
-    target = mass * torch.softmax(logits, 1)
-    for num_siblings in (2, 8):
-        of_bins = law_of_bins(target, q, num_siblings)
-        of_tokens = law_of_tokens(target, q, num_siblings)
-        accepted, finest = (torch.minimum(target, law).sum(1) for law in (of_bins, of_tokens))
-        assert (finest - accepted).mean() < 0.0012
+    assert gain.abs() < 1e-9 if num_siblings == 1 else gain > 0.003 or noise < 1
 
 
 def test_laws_in_single_precision_are_laws() -> None:
@@ -238,9 +219,6 @@ def test_laws_in_single_precision_are_laws() -> None:
     walk_law = law_of_bins(log_p.exp(), log_q.softmax(1), 8)
     assert walk_law.dtype == torch.float32
     assert (walk_law.double().sum(1) - 1).abs().max() < 1e-6
-
-
-# --- How much of a block its evidence keeps
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])

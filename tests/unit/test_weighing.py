@@ -1,20 +1,14 @@
 """Weights at any scale, and laws of resampling; `trace_replay.py` weighs whole rounds."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.smc.weighing import (
-    SCHEMES,
-    accumulate,
-    effective_sample_size,
-    log_mean_exp,
-    normalized,
-)
+from sglang_smc.smc import weighing
+from sglang_smc.smc.weighing import SCHEMES, normalized
 
 INF = math.inf
 
@@ -24,7 +18,7 @@ def test_ess_of_equal_weights_is_exactly_n(level: float) -> None:
     """With any rounding, tau = 1 would resample equal weights."""
     for num_particles in (1, 2, 3, 7, 49, 4096):
         log_weights = torch.full((num_particles,), level, dtype=torch.float64)
-        assert effective_sample_size(log_weights) == num_particles
+        assert weighing.effective_sample_size(log_weights) == num_particles
 
 
 @pytest.mark.parametrize("shift", [-3000.0, 0.0, 3000.0, -INF])
@@ -33,16 +27,17 @@ def test_weights_at_any_scale(shift: float) -> None:
     log_weights = torch.tensor([6.0, 2.0, 0.0, 0.0], dtype=torch.float64).log() + shift
     is_dead = shift == -INF
     shares = [0.0] * 4 if is_dead else [0.75, 0.25, 0.0, 0.0]
-    assert effective_sample_size(log_weights).item() == pytest.approx(0 if is_dead else 64 / 40)
+    ess = 0 if is_dead else 64 / 40
+    assert weighing.effective_sample_size(log_weights).item() == pytest.approx(ess)
     assert normalized(log_weights).tolist() == pytest.approx(shares)
-    assert log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
+    assert weighing.log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
 
 
 def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
     """In float32, 1e8 + 1 is 1e8; `nan_to_num` by default would make a large number of -inf."""
     start = torch.tensor([1e8, -INF, 0.0], dtype=torch.float64)
     steps = torch.tensor([[1.0, 1.0, 1.0], [5.0, 700.0, INF], [-3e38, 3e38, -INF]])
-    running = accumulate(start, steps)
+    running = weighing.accumulate(start, steps)
     assert running.dtype == torch.float64
     assert running[:, -1].tolist() == [1e8 + 3, -INF, -INF]
     assert running[1].tolist() == [-INF] * 4
@@ -57,8 +52,6 @@ def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -
     assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
 
 
-# --- Laws of the resampling schemes
-
 NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
 WEIGHTS = {
@@ -72,17 +65,6 @@ WEIGHTS = {
 }
 
 
-@cache
-def offspring(name: str, case: str) -> torch.Tensor:
-    """Offspring counts of many independent draws, ``[NUM_DRAWS, N]``."""
-    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    shape = (NUM_DRAWS, len(weights))
-    u = torch.rand(shape, generator=generator, dtype=torch.float64)
-    ancestors = SCHEMES[name](weights.expand(shape).contiguous(), u)
-    return torch.zeros(shape).scatter_add(1, ancestors, torch.ones(shape)).double()
-
-
 @pytest.mark.parametrize("case", list(WEIGHTS))
 @pytest.mark.parametrize("name", list(SCHEMES))
 def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> None:
@@ -90,8 +72,12 @@ def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> 
 
     Of one that is floor or ceil of N w, the mean is its whole law.
     """
-    expected = len(WEIGHTS[case]) * torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    counts = offspring(name, case)
+    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64).expand(NUM_DRAWS, -1).contiguous()
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(weights.shape, generator=generator, dtype=torch.float64)
+    ancestors = SCHEMES[name](weights, uniforms)
+    counts = torch.zeros_like(weights).scatter_add(1, ancestors, torch.ones_like(weights))
+    expected = len(WEIGHTS[case]) * weights[0]
     # Offspring that are 0 or 1 beyond the floor vary least; give the error that floor.
     fraction = expected - expected.floor()
     variance = torch.maximum(counts.var(0), fraction * (1 - fraction))
