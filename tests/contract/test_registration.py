@@ -202,11 +202,6 @@ def test_the_catalogue_has_every_hook_and_what_it_says() -> None:
         assert patch.why in text and patch.retire_when in text
 
 
-def test_launching_smc_puts_its_hooks_in_force(smc: dict) -> None:
-    resolve(**smc).check_server_args()
-    assert hooks.missing(hooks.SMC) == []
-
-
 def launch(smc: dict) -> None:
     resolve(**smc).check_server_args()
 

@@ -54,9 +54,7 @@ AGREED: Listed = {
     },
     "potentials/library.py": {"Http._client: timeout=", "RegexCount._count: timeout="},
     # A request ends on all ranks where it was slow on any (all_reduce).
-    "rules/grammar.py": {
-        "_Cost.counted: time.thread_time",
-    },
+    "rules/grammar.py": {"_Cost.counted: time.thread_time"},
     # The first is told to people; the first rank's measurements are broadcast at start.
     "round/costs.py": {"costs_of: time.perf_counter", "_seconds_of: time.perf_counter"},
 }

@@ -20,12 +20,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
 from sglang_smc.options import server
-from sglang_smc.options.server import (
-    FIELDS,
-    SETTINGS,
-    Range,
-    SMCConfig,
-)
+from sglang_smc.options.server import FIELDS, SETTINGS, Range, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
@@ -203,10 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 #: graphs that are measured, and there are none.
 REFUSED += [
     ({"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER is set; allowed: "),
-    (
-        {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
-        "SIZING is set; allowed: false.* Unset it",
-    ),
+    ({"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, "SIZING is set; allowed: false.* Unset it"),
 ]
 
 

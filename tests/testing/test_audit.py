@@ -283,9 +283,8 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Callable[..., None]) -> N
     server = Server(rightly)
     serve(server)
     found = open_endpoint(URL)
-    assert found.score
-    prompts, texts = [(1, 2), (3,)], [(4, 5, 6), (0,)]
-    assert found.score(prompts, texts) == server.score(prompts, texts)
+    given = [(1, 2), (3,)], [(4, 5, 6), (0,)]
+    assert found.score and found.score(*given) == server.score(*given)
 
 
 @pytest.mark.parametrize(("tells", "chat"), [("ids", False), ("ids", True), ("texts", True)])

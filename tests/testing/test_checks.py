@@ -27,10 +27,10 @@ from sglang_smc.tools.testing import (
 )
 from sglang_smc.tools.testing.checks import ALPHA, short_law
 from sglang_smc.tools.testing.report import Result
+from tests.testing.conftest import Table, warmed
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]
-Table = list[list[float]]
 
 
 def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
@@ -78,9 +78,8 @@ def test_a_check_turns_red_where_a_share_is_the_other_models(
 def test_log_probabilities_turn_red_on_a_sharpened_target(
     model: MakeModel, tables: tuple[Table, Table]
 ) -> None:
-    sharp = [[mass**1.15 for mass in row] for row in tables[0]]
-    drawn = [[mass / math.fsum(row) for mass in row] for row in sharp]
-    result = check_mode(model(drawn=drawn), "exact", PROMPTS, num_answers=600)
+    sharp = warmed(tables[0], 1 / 1.15)
+    result = check_mode(model(drawn=sharp), "exact", PROMPTS, num_answers=600)
     assert result.failed
     assert "sharper" in result.note
 
@@ -150,8 +149,6 @@ def test_false_alarms_of_log_probabilities_are_as_rare_as_stated(
 
 Values = Callable[[Sequence[Text]], Sequence[float]]
 CHECKS = ("values", "batched", "repeated", "forbidden", "whole")
-
-
 TEXTS = [text("abca"), text("bb"), text("")]
 
 
@@ -168,12 +165,6 @@ class Made(Potential):
 
 def lengths(texts: Sequence[Text]) -> list[float]:
     return [-float(len(text.output_ids)) for text in texts]
-
-
-def failed(potential: Potential, **options: int) -> set[str]:
-    results = check_potential(potential, TEXTS, **options)
-    assert [result.check for result in results] == [f"potential-{name}" for name in CHECKS]
-    return {result.check.removeprefix("potential-") for result in results if result.failed}
 
 
 def each(value: Callable[[str], float]) -> Values:
@@ -218,15 +209,13 @@ FOUND: dict[str, tuple[Potential, set[str]]] = {
 @pytest.mark.parametrize(("potential", "expected"), FOUND.values(), ids=FOUND.keys())
 def test_each_inconsistency_is_found(potential: Potential, expected: set[str]) -> None:
     """Without values or a claim the checks of these cannot say a thing."""
-    assert failed(potential) == expected
-    results = {
-        one.check.removeprefix("potential-"): one for one in check_potential(potential, TEXTS)
-    }
-    silent = {name for name, one in results.items() if one.verdict is Verdict.NOT_APPLICABLE}
-    if expected == {"values"}:
-        assert silent == results.keys() - expected
-    else:
-        assert silent == (set() if potential.prefix_is_complete else {"whole"})
+    results = check_potential(potential, TEXTS)
+    found = {result.check.removeprefix("potential-"): result for result in results}
+    assert tuple(found) == CHECKS
+    assert {name for name, result in found.items() if result.failed} == expected
+    silent = {name for name, one in found.items() if one.verdict is Verdict.NOT_APPLICABLE}
+    without_claim = set() if potential.prefix_is_complete else {"whole"}
+    assert silent == (found.keys() - expected if expected == {"values"} else without_claim)
 
 
 def test_few_beginnings_of_a_long_text() -> None:
