@@ -48,8 +48,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 """
 
 
+LaunchOf = Callable[[str], Launch]
+
+
 @pytest.fixture
-def launch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Launch]:
+def launch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchOf:
     """Make `running` start a Python program in place of SGLang."""
 
     def of(program: str) -> Launch:
@@ -59,7 +62,7 @@ def launch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
     return of
 
 
-def test_an_answer_is_streamed_and_checked(launch_of: Callable[[str], Launch]) -> None:
+def test_an_answer_is_streamed_and_checked(launch_of: LaunchOf) -> None:
     """Red where pieces are shown twice, or a seed or a mode does not arrive."""
     item, launch = held_out(7), launch_of(SERVER)
     asked = cli.parser().parse_args(["--seed", str(item.number - 7)])
@@ -83,9 +86,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt], ids=["end", "ctrl-c"])
-def test_no_process_is_left(
-    launch_of: Callable[[str], Launch], error: type[BaseException] | None
-) -> None:
+def test_no_process_is_left(launch_of: LaunchOf, error: type[BaseException] | None) -> None:
     with suppress(KeyboardInterrupt), running(launch_of(SERVER)) as (url,):
         child = int(httpx.get(f"{url}/health", trust_env=False).text)
         assert is_alive(child)
@@ -97,7 +98,7 @@ def test_no_process_is_left(
     assert not is_alive(child)
 
 
-def test_a_server_that_dies_shows_its_log(launch_of: Callable[[str], Launch]) -> None:
+def test_a_server_that_dies_shows_its_log(launch_of: LaunchOf) -> None:
     died = pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model")
     with died, running(launch_of("raise SystemExit('no such model')")):
         pytest.fail("it never came up")

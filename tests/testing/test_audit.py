@@ -360,9 +360,7 @@ rules = st.one_of(
 
 
 @given(laws, rules, st.integers(1, 9))
-def test_rules_are_those_of_the_whole_distribution_where_a_part_tells(
-    law: list[float], rule: Rules, told: int
-) -> None:
+def test_a_part_tells_the_rules_of_the_whole(law: list[float], rule: Rules, told: int) -> None:
     found = limited({token: math.log(mass) for token, mass in enumerate(law[:told])}, rule, 1e-3)
     if found is None:
         return
