@@ -6,6 +6,7 @@ python tests/house_measures.py      prints the measures
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -34,14 +35,18 @@ def measured() -> dict[str, int | list[str]]:
         "file_changes": sum(here != there for here, there in pairwise(files)),
         "types": sorted(types_named(functions)),
         "worker_imports": sorted(set(own_imports(PACKAGE / "worker.py"))),
-        "grammar_files": list(mentions("grammar")),
+        "grammar_files": [
+            str(path.relative_to(ROOT))
+            for path in sources()
+            if "grammar" in path.read_text().lower()
+        ],
         "package_lines": package,
         "core_lines": package - beside,
         "kernel_and_hook_lines": lines_in("kernels") + lines_in("patches"),
         "bench_lines": lines_in("bench"),
         "test_lines": lines_in("tests"),
         "page_words": sum(len(path.read_text().split()) for path in pages),
-        "glossary": list(glossary()),  # words of our own
+        "glossary": glossary(),  # words of our own
     }
 
 
@@ -51,12 +56,11 @@ def lines_in(folder: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
-def glossary() -> Iterator[str]:
-    """Yield first cells of the table of words in docs/algorithm.md."""
+def glossary() -> list[str]:
+    """Return first cells of the table of words in docs/algorithm.md."""
     page = (ROOT / "docs" / "algorithm.md").read_text()
     section = page.partition("\n## Words\n")[2].partition("\n## ")[0]
-    rows = (row for row in section.splitlines() if row.startswith("| "))
-    yield from (row.split(" | ")[0].removeprefix("| ") for row in list(rows)[2:])
+    return re.findall(r"^\| (.*?) \| ", section, re.M)[2:]
 
 
 def sources() -> Iterator[Path]:
@@ -79,12 +83,6 @@ def own_imports(path: Path) -> Iterator[str]:
                 yield f"{node.module}.{alias.name}" if inner.exists() else node.module or ""
 
 
-def mentions(word: str) -> Iterator[str]:
-    for path in sources():
-        if word in path.read_text().lower():
-            yield str(path.relative_to(ROOT))
-
-
 def calls_of_a_round() -> list[CodeType]:
     """The functions of the package that one default round of two requests calls, in order."""
     from toy_laws import toy
@@ -96,9 +94,10 @@ def calls_of_a_round() -> list[CodeType]:
     own.reserve(reqs)
     inputs, shape = RoundInputs.of(own.batch(reqs), own.device), shape_of(reqs)
     calls: list[CodeType] = []
+    folders = tuple(f"{ROOT / folder}/" for folder in OWN)
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and _is_own(frame.f_code):
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
             calls.append(frame.f_code)
 
     sys.setprofile(note)
@@ -107,11 +106,6 @@ def calls_of_a_round() -> list[CodeType]:
     finally:
         sys.setprofile(None)
     return calls
-
-
-def _is_own(code: CodeType) -> bool:
-    path = Path(code.co_filename)
-    return any(path.is_relative_to(ROOT / folder) for folder in OWN)
 
 
 def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
@@ -129,13 +123,9 @@ def types_named(functions: list[ast.FunctionDef]) -> set[str]:
     """Return classes of the package that functions name, in signatures and in code."""
     nodes = (node for path in sources() for node in ast.walk(tree_of(path)))
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    return classes & {name for one in functions for name in _names(one)}
-
-
-def _names(function: ast.FunctionDef) -> Iterator[str]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield node.id if isinstance(node, ast.Name) else node.attr
+    named = [node for function in functions for node in ast.walk(function)]
+    names = {node.id for node in named if isinstance(node, ast.Name)}
+    return classes & (names | {node.attr for node in named if isinstance(node, ast.Attribute)})
 
 
 def main() -> None:

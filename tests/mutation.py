@@ -186,11 +186,8 @@ class Recorder:
         for file in files():
             lines = data.contexts_by_lineno(str(ROOT / file))
             of_lines[file] = {str(line): sorted(filter(None, of)) for line, of in lines.items()}
-        outside = [
-            name
-            for name, module in sys.modules.items()
-            if "site-packages" in (getattr(module, "__file__", None) or "")
-        ]
+        files_of = {name: getattr(module, "__file__", "") for name, module in sys.modules.items()}
+        outside = [name for name, file in files_of.items() if "site-packages" in (file or "")]
         return Coverage(of_lines, self.seconds, outside)
 
 

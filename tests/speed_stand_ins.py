@@ -29,13 +29,7 @@ ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions
 
 
 class Caller:
-    """Calls a benchmark, and remembers its requests, engines and messages.
-
-    Args:
-        main: takes the words of a command line.
-        folder: the folder of its files.
-        common: words of every command line.
-    """
+    """Calls a benchmark, with the same ``common`` words each time; remembers what it asks."""
 
     def __init__(self, main: Callable[..., int], folder: Path, common: Sequence[str] = ()) -> None:
         self.main, self.folder, self.common = main, folder, common

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 from pair.task import held_out
@@ -20,12 +22,15 @@ def test_flags_of_smc_exist(tmp_path: Path) -> None:
     assert flags - known == {"--speculative-algorithm", "--speculative-draft-model-path"}
 
 
-STREAM = """
-import http.server, json, sys
+#: It has a process of its own, as SGLang has, and streams an answer in two pieces.
+SERVER = """
+import http.server, json, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
+        self.wfile.write(str(child.pid).encode())
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
@@ -43,13 +48,25 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 """
 
 
-def test_an_answer_is_streamed_and_checked(stand_in: Callable[[str], None], tmp_path: Path) -> None:
+LaunchOf = Callable[[str], Launch]
+
+
+@pytest.fixture
+def launch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LaunchOf:
+    """Make `running` start a Python program in place of SGLang."""
+
+    def of(program: str) -> Launch:
+        monkeypatch.setattr(serving, "server_command", lambda _: ["-c", program])
+        return Launch({}, label="it", log=tmp_path / "log")
+
+    return of
+
+
+def test_an_answer_is_streamed_and_checked(launch_of: LaunchOf) -> None:
     """Red where pieces are shown twice, or a seed or a mode does not arrive."""
-    stand_in(STREAM)
-    item = held_out(7)
+    item, launch = held_out(7), launch_of(SERVER)
     asked = cli.parser().parse_args(["--seed", str(item.number - 7)])
-    launch, tokenizer = Launch({}, label="it", log=tmp_path / "log"), SimpleNamespace()
-    tokenizer.apply_chat_template = lambda chat, **_: chat[0]["content"]
+    tokenizer = SimpleNamespace(apply_chat_template=lambda chat, **_: chat[0]["content"])
     pieces: list[str] = []
     with running(launch) as (url,):
         party = cli.Party(launch, url, asked, tokenizer)
@@ -61,28 +78,6 @@ def test_an_answer_is_streamed_and_checked(stand_in: Callable[[str], None], tmp_
     assert answer.info["asked"]["custom_params"] == {"smc": {"mode": "auto"}}
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make `running` start a Python program in place of SGLang."""
-
-    def use(program: str) -> None:
-        monkeypatch.setattr(serving, "server_command", lambda _: ["-c", program])
-
-    return use
-
-
-SERVE = """
-import http.server, os, subprocess, sys
-child = subprocess.Popen(["sleep", "600"])
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-        self.wfile.write(str(child.pid).encode())
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
-"""
-
-
 def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -91,30 +86,19 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt], ids=["end", "ctrl-c"])
-def test_no_process_is_left(
-    stand_in: Callable[[str], None], tmp_path: Path, error: type[BaseException] | None
-) -> None:
-    import httpx
-
-    stand_in(SERVE)
-    try:
-        with running(Launch({}, label="it", log=tmp_path / "log")) as (url,):
-            child = int(httpx.get(f"{url}/health", trust_env=False).text)
-            assert is_alive(child)
-            if error:
-                raise error
-    except KeyboardInterrupt:
-        pass
+def test_no_process_is_left(launch_of: LaunchOf, error: type[BaseException] | None) -> None:
+    with suppress(KeyboardInterrupt), running(launch_of(SERVER)) as (url,):
+        child = int(httpx.get(f"{url}/health", trust_env=False).text)
+        assert is_alive(child)
+        if error:
+            raise error
     deadline = time.monotonic() + 600  # against hanging: the kernel ends what is killed
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)
 
 
-def test_a_server_that_dies_shows_its_log(stand_in: Callable[[str], None], tmp_path: Path) -> None:
-    stand_in("raise SystemExit('no such model')")
-    with (
-        pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model"),
-        running(Launch({}, label="it", log=tmp_path / "log")),
-    ):
+def test_a_server_that_dies_shows_its_log(launch_of: LaunchOf) -> None:
+    died = pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model")
+    with died, running(launch_of("raise SystemExit('no such model')")):
         pytest.fail("it never came up")

@@ -19,17 +19,7 @@ from contract.upstream import release
 from gpu import engines, report, run, smoke
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from programs import printed
-from speed.grid import (
-    AR,
-    BLOCK,
-    EXACT,
-    HEAD,
-    HOT_TOKENS,
-    Cell,
-    System,
-    launch_of,
-    write_models,
-)
+from speed.grid import AR, BLOCK, EXACT, HEAD, HOT_TOKENS, Cell, System, launch_of, write_models
 from speed.measure import preset_of, sampled
 from speed.remote import RefusedError
 from speed.runner import (

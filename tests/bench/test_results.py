@@ -97,10 +97,7 @@ def test_a_refusal_is_read_by_its_flag() -> None:
     ],
 )
 def test_what_becomes_of_a_family(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    outcomes: list[str | None],
-    told: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[str | None], told: tuple
 ) -> None:
     """Engines answer, or end with an error in their log."""
     left = iter(outcomes)

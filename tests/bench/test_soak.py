@@ -98,9 +98,7 @@ def test_an_answer_alone_has_its_own_seed() -> None:
         ({"options": TOLD}, answer([1, 2], **told([1, 2], 1)), "has [1, 1] output_top_logprobs"),
     ],
 )
-def test_what_is_wrong_with_an_answer(
-    fields: dict[str, Any], came: dict[str, Any], says: str
-) -> None:
+def test_faults_of_an_answer(fields: dict[str, Any], came: dict[str, Any], says: str) -> None:
     found = ending(request(**fields), 0, came)
     assert says in found.problem
     assert bool(found.problem) == bool(says)
@@ -121,9 +119,10 @@ def test_a_retracted_text_is_drawn_anew() -> None:
     assert ending(request(leaves="abort"), 0, queued([])).retractions == 0
 
 
-def asked(
-    one: traffic.Request, reply: Callable[[httpx.Request], httpx.Response]
-) -> tuple[list[Ending], list[str]]:
+Reply = Callable[[httpx.Request], httpx.Response]
+
+
+def asked(one: traffic.Request, reply: Reply) -> tuple[list[Ending], list[str]]:
     """What a client makes of a server's replies, and the routes that it used."""
     routes: list[str] = []
 
@@ -139,11 +138,11 @@ def asked(
     return asyncio.run(run()), routes
 
 
-def json_of(content: Any, status: int = 200) -> Callable[[httpx.Request], httpx.Response]:
+def json_of(content: Any, status: int = 200) -> Reply:
     return lambda _: httpx.Response(status, json=content)
 
 
-def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Response]:
+def stream_of(*chunks: dict[str, Any]) -> Reply:
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
     return lambda _: httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
 
@@ -165,9 +164,7 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
         ),
     ],
 )
-def test_a_lost_answer(
-    one: traffic.Request, reply: Callable[..., httpx.Response], says: str
-) -> None:
+def test_a_lost_answer(one: traffic.Request, reply: Reply, says: str) -> None:
     found, _ = asked(one, reply)
     assert any(says in e.problem for e in found), found
 

@@ -100,9 +100,7 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_p
     assert bench.started == ["standalone-chain-beside", "standalone-chain"]
 
 
-def test_an_interrupted_run_goes_on_and_mixes_no_two_measurements(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_go_on_and_mix_no_measurements(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench(*QUICK, "--only", "smc-*", last=7) == 130
     assert "goes on from here" in bench.said
     first = bench.counted()
@@ -127,9 +125,7 @@ def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
     assert [len(w.prompts) for slug, w in bench.counted() if slug != "ar"] == [8, 8, 8]
 
 
-def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_decoding_blames_no_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(self: FakeEngine, _: Work) -> Any:
         raise EngineError("it died")
 

@@ -51,9 +51,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("kind", [Steps, Judge])
-def test_both_are_consistent_and_prefer_right_answers(
-    kind: type[Potential], tokenizer: Any
-) -> None:
+def test_both_are_sound_and_prefer_right_answers(kind: type[Potential], tokenizer: Any) -> None:
     """Red where padding changes what the model says, or a rule forgets a mistake."""
     potential = kind()
     potential.open()

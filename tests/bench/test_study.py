@@ -75,9 +75,7 @@ def test_a_line_that_a_kill_cut_is_measured_again(run: Runner, num_bytes: int) -
     assert numbers(run, "exact-t0.7") == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_was_measured_otherwise_is_refused(
-    run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_measurements_are_refused(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     run("--only", "ar-*")
     monkeypatch.setattr(Fidelity, "fingerprint", code("other"))
     assert run("--only", "ar-target*") == 1
@@ -142,9 +140,7 @@ def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["kernels/a.py", "sglang_smc/round/deep/a.py"])
-def test_any_change_of_the_code_is_another_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_changed_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(study, "REPOSITORY", tmp_path)
     path, seen = tmp_path / place, []
     path.parent.mkdir(parents=True)

@@ -49,9 +49,7 @@ def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_as_ctrl_c_does(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_it_as_ctrl_c_does(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Red where servers would outlive their command; the handler before is in force again."""
     outside = signal.signal(number, signal.SIG_DFL)  # ignored under nohup
 

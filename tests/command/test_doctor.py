@@ -243,9 +243,7 @@ def test_devices_share_a_large_target() -> None:
     assert {one.level for one in findings_of("h100", *BIG, "--tp", "4").values()} == {OK}
 
 
-def test_a_head_is_not_asked_for_a_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the target's tokens; a folder that is no head is asked."""
     config = json.loads((PAIR / "target" / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
@@ -256,9 +254,7 @@ def test_a_head_is_not_asked_for_a_tokenizer(
         assert "memory" in found and ("vocabulary" in found) == expected
 
 
-def test_what_a_configuration_says_of_its_model(
-    draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_configurations_say(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 bits it is computed as the device does; of an unknown shape there is no arithmetic."""
     given = "--device", "h100", "--target", str(draft)
     monkeypatch.setattr(pair, "_misfit", lambda *_: None)

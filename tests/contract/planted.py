@@ -7,6 +7,7 @@ from contract.upstream.check import SERVER_ARGS, Asked, Finding, findings
 from contract.upstream.relied import read
 from contract.upstream.sglang import Tree
 
+Files = dict[str, str]  # their texts, by path
 OWNER = """
 from dataclasses import dataclass
 
@@ -188,7 +189,7 @@ PROJECT = {
 JUDGED = (SERVER_ARGS,), ("sglang.srt.pool.Pool",)
 
 
-def write(root: Path, files: dict[str, str]) -> None:
+def write(root: Path, files: Files) -> None:
     """Put files into a folder, each with the indentation of its first line taken away."""
     for name, text in files.items():
         lines = text.strip("\n").split("\n")
@@ -198,9 +199,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text("\n".join(line[margin:] for line in lines) + "\n")
 
 
-def found_in(
-    folder: Path, sglang: dict[str, str], project: dict[str, str], known: bool = False
-) -> list[Finding]:
+def found_in(folder: Path, sglang: Files, project: Files, known: bool = False) -> list[Finding]:
     """What differs between a project and an SGLang, which the project may not know yet."""
     write(folder / "release" / "sglang", {"__init__.py": "", **sglang})
     write(folder / "known" / "sglang", {"__init__.py": "", **NEWER})
@@ -286,7 +285,7 @@ BRANCHES = {
 }
 
 
-def broken(files: dict[str, str], file: str, old: str | None, new: str) -> dict[str, str]:
+def broken(files: Files, file: str, old: str | None, new: str) -> Files:
     if old is None:
         return {other: text for other, text in files.items() if other != file}
     assert files[file].count(old) == 1

@@ -31,10 +31,7 @@ PLATFORM = {
 }
 # Where algorithms are registered, and where one is refused beside adapters; SGLang imports them
 # itself once one is selected.
-REGISTRY = {
-    "sglang.srt.speculative.spec_info",
-    "sglang.srt.speculative.spec_registry",
-}
+REGISTRY = {"sglang.srt.speculative.spec_info", "sglang.srt.speculative.spec_registry"}
 if IS_NEWER:
     REGISTRY.add("sglang.srt.arg_groups.lora_hook")
 

@@ -142,13 +142,9 @@ def test_following_one_round_leads_through_few_files() -> None:
     assert [(name, known[path].get(name)) for name, path, _ in links] == [
         (name, int(line)) for name, _, line in links
     ]
-    names = {
-        name
-        for lines in known.values()
-        for full in lines
-        for name in (full, full[full.find(".") + 1 :])
-    }
-    assert set(re.findall(r"`([\w.]+)`", section)) <= names | {"smc"}
+    full = [name for lines in known.values() for name in lines]
+    names = {*full, *(name.rpartition(".")[2] for name in full), "smc"}
+    assert set(re.findall(r"`([\w.]+)`", section)) <= names
 
 
 def lines_of(path: str) -> dict[str, int]:
@@ -157,10 +153,9 @@ def lines_of(path: str) -> dict[str, int]:
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node.lineno
-        inner = node.body if isinstance(node, ast.ClassDef) else ()
-        found |= {
-            f"{node.name}.{x.name}": x.lineno for x in inner if isinstance(x, ast.FunctionDef)
-        }
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef):
+                found[f"{node.name}.{inner.name}"] = inner.lineno
     return found
 
 
@@ -234,19 +229,15 @@ def referring(path: Path) -> list[str]:
 def test_every_answer_field_has_a_row() -> None:
     config = request.RequestConfig()
     told = metrics.meta_info(metrics.zero_counters(1), config, 0)
-    rows = "".join(rows_below("Answer fields"))
-    named = set(re.findall(r"`(\w+)`", rows))
-    assert named - {"return_particles"} == {
-        *told,
-        *(metrics.META_PREFIX + name for name in ("particles", "trace")),
-    }
+    asked_for = {metrics.META_PREFIX + name for name in ("particles", "trace")}
+    named = set(re.findall(r"`(\w+)`", "".join(rows_below("Answer fields"))))
+    assert named - {"return_particles"} == {*told, *asked_for}
 
 
 def test_every_environment_variable_is_listed() -> None:
     sources = [*(ROOT / "sglang_smc").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
-    read = {
-        name for path in sources for name in re.findall(r'"(SGLANG_SMC_\w+)"', path.read_text())
-    }
+    text = "".join(path.read_text() for path in sources)
+    read = set(re.findall(r'"(SGLANG_SMC_\w+)"', text))
     named = set(re.findall(r"`(SGLANG_SMC_\w+)", "".join(rows_below("Environment variables"))))
     assert named == read
 
@@ -254,17 +245,14 @@ def test_every_environment_variable_is_listed() -> None:
 def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "performance.md"
     commands = [words for words in commands_of(page) if "sglang_smc.tools.plan" in words]
-    sections = [
-        shown.partition("\n## ")[0]
-        for shown in page.read_text().split("python -m sglang_smc.tools.plan")
-    ]
-    for command, shown, count in zip(commands, sections[1:], (3, 4), strict=True):
+    _, *behind = page.read_text().split("python -m sglang_smc.tools.plan")
+    for command, shown, count in zip(commands, behind, (3, 4), strict=True):
         end = command.index("--plot") if "--plot" in command else None
         assert plan.main(command[3:end]) == 0
         printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
         rows = [
             row.strip("|").split("|")
-            for row in shown.splitlines()
+            for row in shown.partition("\n## ")[0].splitlines()
             if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
         ]
         assert len(rows) == count

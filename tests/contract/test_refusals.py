@@ -97,16 +97,6 @@ def test_every_field_is_declared_as_a_setting() -> None:
     assert set(SERVER_ARGS_FIELDS) | {"drafts_all"} == set(SMCConfig.__struct_fields__)
 
 
-def test_flags_not_given_take_the_defaults() -> None:
-    flags = dict.fromkeys(SERVER_ARGS_FIELDS.values())
-    assert SMCConfig.from_server_args(SimpleNamespace(**flags)) == SMCConfig()
-    given = flags | {"speculative_num_steps": 4, "speculative_smc_ess_threshold": 0.0}
-    config = SMCConfig.from_server_args(SimpleNamespace(**given))
-    assert config == SMCConfig(num_steps=4, ess_threshold=0.0)
-    tilted = flags | {"speculative_smc_tilt": 0.2}
-    assert SMCConfig.from_server_args(SimpleNamespace(**tilted)).mode == "auto"
-
-
 def server_args(**changed: Any) -> Any:
     """Arguments as `unmet` reads them, all of them as SMC wants them."""
     meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
@@ -270,11 +260,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": {"model_type": "starcoder2", "sliding_window": 4096},
     "Qwen2ForCausalLM": {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": False},
     "Qwen3ForCausalLM": {
-        "model_type": "qwen3",
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "max_window_layers": 2,
-        "head_dim": 128,
+        "model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": True,
+        "max_window_layers": 2, "head_dim": 128,
     },
     "GemmaForCausalLM": {"model_type": "gemma", "head_dim": 256},
     "CohereForCausalLM": {"model_type": "cohere"},
@@ -285,7 +272,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"},
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"},
     "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"},
-}
+}  # fmt: skip
 
 if "minicpm3" in CONFIG_MAPPING:  # 0.5.17 comes with a transformers that lacks it
     ATTENTION["MiniCPM3ForCausalLM"] = {**LATENT, "model_type": "minicpm3"}
@@ -314,9 +301,7 @@ def test_unsupported_model_is_refused(
 
 
 @pytest.mark.parametrize("arch", ATTENTION)
-def test_a_model_whose_layers_attend_to_all_or_to_a_window_is_not_refused(
-    smc: dict, tmp_path: Path, arch: str
-) -> None:
+def test_attention_to_all_or_a_window_is_not_refused(smc: dict, tmp_path: Path, arch: str) -> None:
     resolve(**smc | saved(tmp_path, arch, **ATTENTION[arch]))
 
 
@@ -335,9 +320,7 @@ def test_heads_that_kernels_do_not_take_are_refused(head_dim: int | None, refuse
     ("kernels", "device", "widest"),
     [(None, "cuda", 256), ("torch", "cuda", None), (None, "cpu", None), ("triton", "cpu", None)],
 )
-def test_heads_are_bounded_where_kernels_run(
-    kernels: str | None, device: str, widest: int | None
-) -> None:
+def test_kernels_bound_the_heads(kernels: str | None, device: str, widest: int | None) -> None:
     given = SimpleNamespace(speculative_smc_kernels=kernels, device=device)
     assert arguments._widest_heads(given) == widest
 
@@ -363,9 +346,7 @@ def test_a_draft_is_not_taken_for_extra_layers(smc: dict, tmp_path: Path, arch: 
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 2])
-def test_a_target_with_one_mtp_layer_needs_no_draft(
-    smc: dict, tmp_path: Path, num_layers: int
-) -> None:
+def test_one_mtp_layer_needs_no_draft(smc: dict, tmp_path: Path, num_layers: int) -> None:
     """It is its own draft then, and read for that layer, by a head's rules."""
     config = WITH_EXTRA_LAYERS["MiMoForCausalLM"] | {"num_nextn_predict_layers": num_layers}
     saved(tmp_path, "MiMoForCausalLM", **config)

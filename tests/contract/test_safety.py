@@ -10,18 +10,15 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from house_measures import ROOT, sources, tree_of
 
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT)).removeprefix("sglang_smc/")
-
-
-TREES = {name_of(path): tree_of(path) for path in sources()}
+TREES = {
+    str(path.relative_to(ROOT)).removeprefix("sglang_smc/"): tree_of(path) for path in sources()
+}
 Listed = dict[str, set[str]]
+Search = Callable[[ast.Module], Iterator[str]]
 
 
 def dotted(node: ast.expr) -> str:
@@ -54,9 +51,7 @@ AGREED: Listed = {
     },
     "potentials/library.py": {"Http._client: timeout=", "RegexCount._count: timeout="},
     # A request ends on all ranks where it was slow on any (all_reduce).
-    "rules/grammar.py": {
-        "_Cost.counted: time.thread_time",
-    },
+    "rules/grammar.py": {"_Cost.counted: time.thread_time"},
     # The first is told to people; the first rank's measurements are broadcast at start.
     "round/costs.py": {"costs_of: time.perf_counter", "_seconds_of: time.perf_counter"},
 }
@@ -183,9 +178,7 @@ def logged(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("search", "listed"), [(timed, AGREED), (risks, LISTED), (logged, OWN_TEXTS)]
 )
-def test_it_is_found_only_where_it_is_listed(
-    search: Callable[[ast.Module], Iterator[str]], listed: Listed
-) -> None:
+def test_it_is_found_only_where_it_is_listed(search: Search, listed: Listed) -> None:
     """List what is new if ranks agree on what it decides, or if no request can choose it."""
     tools = TOOLS if search is timed else set()
     parsed = {name: tree for name, tree in TREES.items() if name.split("/")[0] not in tools}
@@ -221,8 +214,6 @@ def test_it_is_found_only_where_it_is_listed(
         (logged, "logger.info('%.2f %s', share, printable(rid))", None),
     ],
 )
-def test_the_search_finds_what_it_looks_for(
-    search: Callable[[ast.Module], Iterator[str]], line: str, found: str | None
-) -> None:
+def test_the_search_finds_what_it_looks_for(search: Search, line: str, found: str | None) -> None:
     said = {one.removeprefix(": ") for one in search(ast.parse(line))}
     assert found in said if found else not said

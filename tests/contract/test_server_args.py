@@ -20,12 +20,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
 from sglang_smc.options import server
-from sglang_smc.options.server import (
-    FIELDS,
-    SETTINGS,
-    Range,
-    SMCConfig,
-)
+from sglang_smc.options.server import FIELDS, SETTINGS, Range, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
@@ -118,9 +113,7 @@ def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> Non
     ("given", "resolved"),
     [({}, (8, 9, 48)), ({"speculative_num_steps": 3, "max_running_requests": 5}, (3, 4, 5))],
 )
-def test_settings_are_resolved_and_those_of_users_win(
-    smc: dict, given: dict[str, int], resolved: tuple[int, ...]
-) -> None:
+def test_settings_are_resolved_and_users_win(smc: dict, given: dict, resolved: tuple) -> None:
     args = resolve(**smc, **given)
     expected = DEFAULTS | {"speculative_smc_round_graph": "off"}  # there is no GPU
     assert ours(args) == {name: expected[name] for name in FLAG_FIELDS}
@@ -198,15 +191,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
     ({"speculative_smc_round_graph": "on", "enable_lora": True}, "is 'on' with LoRA adapters"),
-]
-#: Environment variables likewise: no plugins would be loaded; SGLang would reserve 1.7 GB for
-#: graphs that are measured, and there are none.
-REFUSED += [
+    # Variables: no plugins would be loaded; 1.7 GB would be reserved for graphs that there are not.
     ({"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER is set; allowed: "),
-    (
-        {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
-        "SIZING is set; allowed: false.* Unset it",
-    ),
+    ({"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}, "SIZING is set; allowed: false.* Unset it"),
 ]
 
 

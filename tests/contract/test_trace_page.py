@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -19,11 +18,6 @@ PAGE = (DOCS / "trace.md").read_text()
 SCHEMA = json.loads((DOCS / "trace.schema.json").read_text())
 
 
-def example() -> dict[str, Any]:
-    (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
-    return json.loads(block)
-
-
 def test_the_schema_is_what_the_records_give() -> None:
     """Red where these have changed and `python docs/write_trace_schema.py` was not run."""
     written = runpy.run_path(str(DOCS / "write_trace_schema.py"))["text"]()
@@ -31,7 +25,8 @@ def test_the_schema_is_what_the_records_give() -> None:
 
 
 def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
-    found = example()
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
+    found = json.loads(block)
     jsonschema.validate(found, SCHEMA)
     trace = msgspec.convert(found, Trace)
     text = replay(trace, tolerance=2e-4).output_ids  # the page has four digits behind the point

@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.planted import (
-    BRANCHES,
-    BREAKS,
-    CHANGES,
-    NEWER,
-    OLDER,
-    OWNER,
-    PROJECT,
-    RELEASES,
-    broken,
-    found_in,
-    write,
-)
+from contract import planted
+from contract.planted import NEWER, OLDER, PROJECT, broken, found_in, write
 from contract.upstream import __main__ as command
 from contract.upstream import ours, release
 from contract.upstream.__main__ import everything, report
@@ -66,20 +55,20 @@ def test_what_is_read_is_what_python_sees(installed: Tree) -> None:
     assert fields == set(field_names()) - set(FLAG_FIELDS)
 
 
-@pytest.mark.parametrize("sglang", RELEASES.values(), ids=RELEASES.keys())
+@pytest.mark.parametrize("sglang", planted.RELEASES.values(), ids=planted.RELEASES)
 def test_nothing_differs(tmp_path: Path, sglang: dict[str, str]) -> None:
     """Nor where parameters come behind those that we count on."""
     assert found_in(tmp_path / "same", sglang, PROJECT) == []
-    more = OWNER.replace("plain(self, obj,", "plain(self, obj, more=0,")
+    more = planted.OWNER.replace("plain(self, obj,", "plain(self, obj, more=0,")
     more = more.replace("self.kv = None", "self.kv = None\n        self.kv.extra = 1")
     assert found_in(tmp_path / "more", {**sglang, "owner.py": more}, PROJECT) == []
 
 
-@pytest.mark.parametrize("file, old, new, group, expected", BREAKS)
+@pytest.mark.parametrize("file, old, new, group, expected", planted.BREAKS)
 def test_break_is_found(
     tmp_path: Path, file: str, old: str | None, new: str, group: str, expected: Any
 ) -> None:
-    for which, (name, sglang) in enumerate(RELEASES.items()):
+    for which, (name, sglang) in enumerate(planted.RELEASES.items()):
         if isinstance(expected, str):
             wanted, project, sglang = expected, PROJECT, broken(sglang, file, old, new)
         else:
@@ -89,7 +78,7 @@ def test_break_is_found(
         assert any(wanted in what for what in said) if wanted else found == [], found
 
 
-@pytest.mark.parametrize("file, old, new, group, expected", CHANGES)
+@pytest.mark.parametrize("file, old, new, group, expected", planted.CHANGES)
 def test_change_since_the_newest_release_is_found(
     tmp_path: Path, file: str, old: str, new: str, group: str, expected: str
 ) -> None:
@@ -101,9 +90,9 @@ def test_change_since_the_newest_release_is_found(
     assert places and all(here[:12] in ours_of and there for here, there in places)
 
 
-@pytest.mark.parametrize("code", BRANCHES)
+@pytest.mark.parametrize("code", planted.BRANCHES)
 def test_a_file_is_read_as_it_runs(code: str) -> None:
-    for family, expected in zip(("OLDER", "NEWER"), BRANCHES[code], strict=True):
+    for family, expected in zip(("OLDER", "NEWER"), planted.BRANCHES[code], strict=True):
         nodes = ours.read("", code, frozenset({family})).nodes
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert "".join(sorted(name for name in used if len(name) == 1)) == expected
@@ -125,7 +114,7 @@ def test_finding_says_where_and_what_to_do(tmp_path: Path) -> None:
     shown = "\n".join(report([found, found._replace(ours="sglang_smc/other.py:1")]))
     assert "Attributes that our files read: find where they are now: 2" in shown
     assert "sglang/owner.py:11 <- sglang_smc/other.py:1, sglang_smc/worker.py:9" in shown
-    groups = {group for *_, group, _ in [*BREAKS, *CHANGES]}
+    groups = {group for *_, group, _ in [*planted.BREAKS, *planted.CHANGES]}
     assert groups == command.HEADINGS.keys()
 
 

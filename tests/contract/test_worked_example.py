@@ -1,9 +1,9 @@
 """Round and example of docs/algorithm.md: the functions that rounds use give the numbers shown."""
 
-import importlib.util
 import math
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -112,21 +112,17 @@ def test_the_bonus() -> None:
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_round", DOCS / "draw_round.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(DOCS / "draw_round.py")))
 
 
-def test_the_picture_is_what_its_script_draws(script: ModuleType) -> None:
+def test_the_picture_is_what_its_script_draws(script: SimpleNamespace) -> None:
     drawn = (DOCS / "round.svg").read_text(encoding="utf-8")
     assert script.draw() == drawn
     ElementTree.fromstring(drawn)
 
 
-def test_the_picture_computes_as_rounds_do(script: ModuleType) -> None:
+def test_the_picture_computes_as_rounds_do(script: SimpleNamespace) -> None:
     p, q = (uniforms(*(v for draft in script.DRAFTS for v in draft[at])) for at in (1, 2))
     log_weights = (p / q).log().view(4, 3).sum(1)
     assert script.weights() == pytest.approx(log_weights.exp().tolist())

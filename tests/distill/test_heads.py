@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ CPU = torch.device("cpu")
 DEPTH = 3
 ANCHORS = torch.tensor([[4, 7]])
 WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
-KINDS = ("eagle3", "dflash")
 
 
-def head(kind: str, target: Path, folder: Path) -> Draft:
-    new_head(kind, target, folder, layer_ids=(0, 2), dtype=torch.float32)
-    return load_draft(folder, target, CPU)
+@pytest.fixture(params=["eagle3", "dflash"])
+def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Draft:
+    new_head(request.param, target, tmp_path, layer_ids=(0, 2), dtype=torch.float32)
+    return load_draft(tmp_path, target, CPU)
 
 
 def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> Lesson:
@@ -33,29 +32,22 @@ def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> 
 TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_before_an_anchor_are_read_and_no_others(
-    kind: str, target: Path, teacher: Teacher, tmp_path: Path
-) -> None:
+def test_states_before_an_anchor_are_read_and_no_others(head: Draft, teacher: Teacher) -> None:
     """The first of them, too, and for the first anchor none that only the second one has."""
-    draft, given = head(kind, target, tmp_path), lesson(teacher, TEXT)
-    before = draft.logits(teacher, given, ANCHORS, DEPTH)[:, 0]
+    given = lesson(teacher, TEXT)
+    before = head.logits(teacher, given, ANCHORS, DEPTH)[:, 0]
     for place, is_read in ((0, True), (3, True), (4, False), (6, False), (11, False)):
         features = given.features.clone()
         features[:, place] += 5.0
-        after = draft.logits(teacher, given._replace(features=features), ANCHORS, DEPTH)[:, 0]
+        after = head.logits(teacher, given._replace(features=features), ANCHORS, DEPTH)[:, 0]
         assert torch.allclose(before, after, atol=1e-6) != is_read
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_beside_a_text_changes_nothing(
-    kind: str, target: Path, teacher: Teacher, tmp_path: Path
-) -> None:
+def test_what_stands_beside_a_text_changes_nothing(head: Draft, teacher: Teacher) -> None:
     """Neither padding nor another text nor another anchor."""
-    draft = head(kind, target, tmp_path)
     beside = lesson(teacher, TEXT, [2] * 20)
-    alone = draft.logits(teacher, lesson(teacher, TEXT), ANCHORS[:, :1], DEPTH)
-    both = draft.logits(teacher, beside, ANCHORS.expand(2, -1), DEPTH)
+    alone = head.logits(teacher, lesson(teacher, TEXT), ANCHORS[:, :1], DEPTH)
+    both = head.logits(teacher, beside, ANCHORS.expand(2, -1), DEPTH)
     assert torch.allclose(alone[0, 0], both[0, 0], atol=1e-5)
 
 
@@ -68,20 +60,14 @@ def test_a_head_of_some_tokens(target: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path, target).hot.tolist() == hot
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
+def test_weights_come_back(head: Draft, target: Path, tmp_path: Path) -> None:
     """Under the names of public checkpoints, which may begin with `model.`; others are left."""
-    draft = head(kind, target, tmp_path)
-    assert kind_of(tmp_path) == kind
-    stored = load_file(tmp_path / "model.safetensors")
-    assert set(stored) == {name for name, _ in draft.module.named_parameters()}
-    renamed = {
-        f"model.{name.replace('midlayer', 'layers.0')}": weight + 1
-        for name, weight in stored.items()
-    }
-    save_file(
-        {**renamed, "model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "model.safetensors"
-    )
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    assert set(stored) == {name for name, _ in head.module.named_parameters()}
+    new_names = {name: f"model.{name.replace('midlayer', 'layers.0')}" for name in stored}
+    renamed = {new_names[name]: weight + 1 for name, weight in stored.items()}
+    save_file({**renamed, "model.embed_tokens.weight": torch.zeros(1)}, file)
     again = load_draft(tmp_path, target, CPU)
     for name, weight in again.module.named_parameters():
         assert torch.equal(weight, stored[name] + 1)
@@ -97,9 +83,7 @@ def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
         ("eagle3", {"num_kv_heads": 3}, "4 heads cannot share 3"),
     ],
 )
-def test_refusals_of_sizes(
-    kind: str, given: dict[str, Any], said: str, target: Path, tmp_path: Path
-) -> None:
+def test_refusals_of_sizes(kind: str, given: dict, said: str, target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         new_head(kind, target, tmp_path, **given)
 

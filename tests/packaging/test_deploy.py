@@ -73,10 +73,8 @@ def test_docker_compose_reads_them() -> None:
 @pytest.mark.nightly
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / UNIT.name
-    # It looks for the program.
     copy.write_text(UNIT.read_text().replace("/opt/sglang-smc/bin/python", sys.executable))
-    # It ends well where it only warns.
-    words = [tool("systemd-analyze"), "verify", str(copy)]
+    words = [tool("systemd-analyze"), "verify", str(copy)]  # it ends well where it only warns
     assert not subprocess.run(words, capture_output=True, check=True).stderr
 
 

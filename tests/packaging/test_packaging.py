@@ -158,9 +158,7 @@ def test_the_wheels_files_work_from_an_empty_directory(site: Path, tmp_path: Pat
             assert f"def {function}(" in source
 
 
-def test_the_installed_doctor_finds_the_wheel_and_its_pair_sound(
-    site: Path, tmp_path: Path
-) -> None:
+def test_the_installed_doctor_finds_wheel_and_pair_sound(site: Path, tmp_path: Path) -> None:
     """As a user runs it: in a process of its own, which has the hooks put in force."""
     words = [sys.executable, "-m", "sglang_smc.tools.command", "doctor", "--json"]
     words += [f"--{name}={site}/sglang_smc/pair/{name}" for name in ("target", "draft")]

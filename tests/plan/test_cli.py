@@ -78,9 +78,7 @@ def test_json_has_what_the_table_has(capsys: Capture) -> None:
         (("--kept", "6.5"), False),
     ],
 )
-def test_every_option_reaches_the_bound(
-    capsys: Capture, more: tuple[str, ...], faster: bool
-) -> None:
+def test_options_reach_the_bound(capsys: Capture, more: tuple[str, ...], faster: bool) -> None:
     plain, other = (
         as_json(capsys, *H200, *ONE, *given)["settings"][-1]["tokens_per_second"]
         for given in ((), more)
@@ -183,9 +181,7 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
         ((*H200, "--kept", "nan"), "not finite"),
     ],
 )
-def test_arguments_that_make_no_plan(
-    capsys: Capture, arguments: tuple[str, ...], said: str
-) -> None:
+def test_what_makes_no_plan(capsys: Capture, arguments: tuple[str, ...], said: str) -> None:
     try:
         status = main(arguments)
     except SystemExit as stop:  # of argparse

@@ -55,9 +55,7 @@ def test_measures_a_gpu() -> None:
         ("llama-3.1-70b", "llama-3.2-1b", 80e9, None),
     ],
 )
-def test_requests_that_a_card_holds(
-    target: str, draft: str, capacity: float, fits: int | None
-) -> None:
+def test_requests_on_a_card(target: str, draft: str, capacity: float, fits: int | None) -> None:
     table = memory_table(BUILT_IN[target], DRAFTS[draft], capacity, SMCConfig())
     assert (table is None) == (fits is None), "without memory beside the models there is none"
     if table is not None:

@@ -25,6 +25,7 @@ NAMES = ("ngram", "dflash-8b", "eagle3-8b", "llama-3.2-1b", "ngram+llama-3.2-1b"
 OF_8B = {name: draft_of(name) for name in NAMES}
 
 lengths = st.integers(0, 50_000)
+Sizes = tuple[int, int, int, int]  # requests, particles, steps, context
 sizes = st.tuples(st.integers(1, 32), st.integers(1, 32), st.integers(1, 14), lengths)
 
 
@@ -112,7 +113,7 @@ def test_passes_differ_in_what_bounds_them() -> None:
 
 
 @given(sizes, st.sampled_from(NAMES))
-def test_more_of_anything_is_never_faster(of: tuple[int, int, int, int], name: str) -> None:
+def test_more_of_anything_is_never_faster(of: Sizes, name: str) -> None:
     def seconds(batch: int, n: int, k: int, context: int) -> float:
         return Scenario(LLAMA[0], OF_8B[name], H200, context).smc(batch, n, k).seconds
 
@@ -122,9 +123,7 @@ def test_more_of_anything_is_never_faster(of: tuple[int, int, int, int], name: s
 
 
 @given(sizes, st.integers(0, 256))
-def test_a_shared_prefix_never_costs_more_and_one_particle_what_speculation_costs(
-    of: tuple[int, int, int, int], tail: int
-) -> None:
+def test_sharing_never_costs_more_and_one_particle_is_speculation(of: Sizes, tail: int) -> None:
     batch, n, k, context = of
     shared, apart = (smc_round(*LLAMA, *of, tail, is_shared) for is_shared in (True, False))
     assert shared.bytes <= apart.bytes

@@ -307,9 +307,7 @@ DOMINO = {"projector_type": "domino"}
         (from_config, "{", r"config\.json is not JSON"),
     ],
 )
-def test_what_it_does_not_know_it_refuses(
-    read: Any, source: Any, said: str, tmp_path: Path
-) -> None:
+def test_what_it_cannot_read_it_refuses(read: Any, source: Any, said: str, tmp_path: Path) -> None:
     if source == "{":
         source = tmp_path / "config.json"
         source.write_text("{")

@@ -28,16 +28,9 @@ class Harness:
     """A backend over a real KV pool, with rows laid out at random slots."""
 
     def __init__(
-        self,
-        prefix_lens,
-        query_lens,
-        *,
-        q_heads=4,
-        kv_heads=2,
-        dtype=torch.float32,
-        share=0,
-        kv_dtype=None,
+        self, prefix_lens, query_lens, *, heads=(4, 2), dtype=torch.float32, share=0, kv_dtype=None
     ):
+        q_heads, kv_heads = heads
         generator = torch.Generator().manual_seed(0)
         self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
         self.layer = RadixAttention(q_heads, HEAD_DIM, 0.3, kv_heads, layer_id=0)
@@ -56,7 +49,7 @@ class Harness:
             torch.randn(sum(self.query_lens), heads, HEAD_DIM, generator=generator).to(dtype)
             for heads in (q_heads, kv_heads, kv_heads)
         )
-        self.runner = runner_of(self.table, self.pool, dtype, (q_heads, kv_heads))
+        self.runner = runner_of(self.table, self.pool, dtype, heads)
         self.backend = CpuAttentionBackend(self.runner)
 
     def _layout(self, share, generator):
@@ -122,7 +115,7 @@ class Harness:
 
 @pytest.fixture(params=[(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 def heads(request):
-    return dict(zip(("q_heads", "kv_heads"), request.param, strict=True))
+    return request.param
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -155,13 +148,11 @@ BATCHES: dict[str, tuple[ForwardMode, list[int], list[int]]] = {
 def test_attention_is_softmax_of_each_query(name, heads, dtype):
     """Of a stock verify batch ``seq_lens`` is what is cached, and the batch says the width."""
     mode, prefix_lens, query_lens = BATCHES[name]
-    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype, share=28 * ("share" in name))
+    h = Harness(prefix_lens, query_lens, heads=heads, dtype=dtype, share=28 * ("share" in name))
     stock = name == "verify as stock"
-    fields = (
-        {"extend_prefix_lens": None, "extend_seq_lens": None} if stock or mode == DECODE else {}
-    )
-    fields |= {"seq_lens": torch.tensor(prefix_lens)} if stock else {}
-    h.assert_matches(h.run(mode, **fields))
+    absent = ("extend_prefix_lens", "extend_seq_lens") if stock or mode == DECODE else ()
+    cached = {"seq_lens": torch.tensor(prefix_lens)} if stock else {}
+    h.assert_matches(h.run(mode, **dict.fromkeys(absent), **cached))
 
 
 def test_read_without_write():
@@ -210,17 +201,17 @@ def test_unknown_arguments_are_refused():
 @pytest.mark.parametrize("batch", ["decode ragged", "extend ragged", "extend long beside short"])
 @pytest.mark.parametrize("window", [1, 8, 50, 1000, -1])
 def test_windows_caps_and_sinks(batch, window, heads):
-    h = Harness(*BATCHES[batch][1:], **heads)
+    h = Harness(*BATCHES[batch][1:], heads=heads)
     h.layer.sliding_window_size = window
     if window == -1:
-        h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads["q_heads"])
+        h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads[0])
     h.assert_matches(h.run(EXTEND))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_keys_and_values_in_8_bits(heads, kv_dtype):
     """They are divided by the layer's scales where they are stored, and multiplied when read."""
-    h = Harness([3, 40], [2, LONG], **heads, kv_dtype=kv_dtype)
+    h = Harness([3, 40], [2, LONG], heads=heads, kv_dtype=kv_dtype)
     h.layer.k_scale, h.layer.v_scale = torch.tensor(0.5), torch.tensor(0.25)
     h.layer.k_scale_float, h.layer.v_scale_float = 0.5, 0.25
     key, stored = h.k.clone(), h.table[h.rows[0], 3].long()
@@ -241,7 +232,7 @@ def test_a_tree_s_tokens_see_their_ancestors(heads):
     lines = [torch.cat([torch.ones(width, p, dtype=torch.bool), sees], 1) for p in prefix_lens]
     mask = torch.cat([line.flatten() for line in lines])
     tree = SimpleNamespace(custom_mask=mask, tree_topk=2, draft_token_num=width)
-    h = Harness(prefix_lens, [width] * 3, **heads)
+    h = Harness(prefix_lens, [width] * 3, heads=heads)
     cached = {"seq_lens": torch.tensor(prefix_lens), "extend_seq_lens": None}
     found = h.run(VERIFY, spec_info=tree, **cached)
     for node, ancestors in enumerate(sees):
@@ -255,7 +246,7 @@ def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
     """Rows of another table, where branches stand behind the text as SGLang lays them out."""
     num_steps, texts = 3, [5, 1, 40]
     lengths = [text + step for text in texts for _ in range(topk)]
-    h = Harness(lengths, [1] * len(lengths), **heads)
+    h = Harness(lengths, [1] * len(lengths), heads=heads)
     table = torch.full((3, 40 + topk * num_steps), 10**8, dtype=torch.int32)
     for row, text in enumerate(texts):
         for branch in range(topk):

@@ -24,9 +24,7 @@ from sglang_smc.cpu.platform import PlainCpuPlatform
         (False, {"SGLANG_USE_CPU_ENGINE": "1"}, CpuSRTPlatform),
     ],
 )
-def test_sglang_chooses_it_where_nothing_else_serves(
-    monkeypatch, accelerator, environment, expected
-):
+def test_sglang_chooses_it_where_no_other_serves(monkeypatch, accelerator, environment, expected):
     """By SGLang's own resolution, through the installed entry point, with a CUDA device or none."""
     for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.delenv(name, raising=False)
@@ -45,12 +43,8 @@ def make_args(monkeypatch):
     def make(**changes):
         absent = ("page_size", "max_total_tokens", "mem_fraction_static", "speculative_algorithm")
         given = {"device": "cpu", "attention_backend": "intel_amx", "dtype": "auto"}
-        given |= {
-            "enable_torch_compile": False,
-            "tp_size": 1,
-            "dp_size": 1,
-            "lora_backend": "csgmv",
-        }
+        given |= {"enable_torch_compile": False, "lora_backend": "csgmv"}
+        given |= {"tp_size": 1, "dp_size": 1}
         args: Any = SimpleNamespace(**{**dict.fromkeys(absent), **given, **changes})
         PlainCpuPlatform().apply_server_args_defaults(args)
         return args

@@ -15,6 +15,7 @@ from sglang_smc.tools.testing import Model
 from sglang_smc.tools.testing.client import Client, RefusedError
 
 Table = list[list[float]]  # last token -> law of the next
+Tables = tuple[Table, Table]
 VOCAB = 8
 SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": False}
 
@@ -126,13 +127,13 @@ def warmed(table: Table, temperature: float) -> Table:
 
 
 @pytest.fixture
-def tables() -> tuple[Table, Table]:
+def tables() -> Tables:
     """A target and a draft that overlap, and differ."""
     return random_table(1), mixed(random_table(2), random_table(1), 0.4)
 
 
 @pytest.fixture
-def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
+def model(tables: Tables) -> Callable[..., Model]:
     """Makes the model of a toy; keywords say what is wrong with it, or how much of the other."""
 
     def make(

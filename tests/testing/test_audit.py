@@ -37,6 +37,8 @@ from tests.testing.conftest import VOCAB, Table, random_table
 
 URL = "http://audited:30000"
 WIDE = 20  # tokens, so that top_k 10 leaves some out
+Handler = Callable[[httpx.Request], httpx.Response]
+Serve = Callable[[Handler], None]
 
 
 @cache
@@ -252,10 +254,10 @@ def second(row: list[float], body: dict[str, Any], source: random.Random) -> int
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Let a handler answer at `URL`."""
 
-    def at(handler: Callable[[httpx.Request], httpx.Response]) -> None:
+    def at(handler: Handler) -> None:
         def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
             return httpx.Client(base_url=url, transport=httpx.MockTransport(handler))
 
@@ -265,9 +267,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return at
 
 
-def audited(
-    serve: Callable[..., None], server: Server, num_answers: int = 400, chat: bool = False
-) -> Audit:
+def audited(serve: Serve, server: Server, num_answers: int = 400, chat: bool = False) -> Audit:
     serve(server)
     found = open_endpoint(URL, chat=chat)
     if server.tells == "ids":
@@ -279,17 +279,16 @@ def failed(found: Audit) -> set[str]:
     return {result.check for result in found.results if result.failed}
 
 
-def test_prompt_logprobs_are_those_of_the_table(serve: Callable[..., None]) -> None:
+def test_prompt_logprobs_are_those_of_the_table(serve: Serve) -> None:
     server = Server(rightly)
     serve(server)
     found = open_endpoint(URL)
-    assert found.score
-    prompts, texts = [(1, 2), (3,)], [(4, 5, 6), (0,)]
-    assert found.score(prompts, texts) == server.score(prompts, texts)
+    given = [(1, 2), (3,)], [(4, 5, 6), (0,)]
+    assert found.score and found.score(*given) == server.score(*given)
 
 
 @pytest.mark.parametrize(("tells", "chat"), [("ids", False), ("ids", True), ("texts", True)])
-def test_a_correct_server_passes(serve: Callable[..., None], tells: str, chat: bool) -> None:
+def test_a_correct_server_passes(serve: Serve, tells: str, chat: bool) -> None:
     found = audited(serve, Server(rightly, tells), chat=chat)
     verdicts = [result.verdict for result in found.results]
     assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED]
@@ -300,28 +299,27 @@ def test_a_correct_server_passes(serve: Callable[..., None], tells: str, chat: b
 SAMPLED = {check.name for check in CHECKS}
 
 
-@pytest.mark.parametrize(
-    ("server", "least"),
-    [
-        pytest.param(Server(greedily(1.0)), {"sampled", "temperature", "seeds"}, id="greedy"),
-        pytest.param(Server(greedily(0.05)), {"sampled"}, id="now and then greedy"),
-        pytest.param(Server(towards_draft(0.2)), {"sampled"}, id="a fifth of the draft"),
-        pytest.param(Server(without("temperature")), {"temperature", "greedy"}, id="temperature"),
-        pytest.param(Server(without("top_k")), {"top-k"}, id="top-k"),
-        pytest.param(Server(without("top_p")), {"top-p"}, id="top-p"),
-        pytest.param(Server(without("min_p")), {"min-p"}, id="min-p"),
-        pytest.param(Server(rightly, penalizes=0.0), {"penalty"}, id="penalty"),
-        pytest.param(Server(second), {"greedy"}, id="not the likeliest"),
-        pytest.param(
-            Server(rightly, alone=lambda token: (token + 1) % WIDE), {"repeats"}, id="alone"
-        ),
-        pytest.param(Server(rightly, streams=str.upper), {"repeats"}, id="streamed"),
-        pytest.param(Server(rightly, bonus=True), {"together"}, id="bonus"),
-        pytest.param(Server(rightly, "texts", bonus=True), {"together"}, id="bonus, by texts"),
-        pytest.param(Server(by_ratio), {"temperature"}, id="q of temperature 1"),
-    ],
-)
-def test_a_fault_is_found(serve: Callable[..., None], server: Server, least: set[str]) -> None:
+#: By what is wrong: a server, and the least that is to be found of it.
+FAULTS: dict[str, tuple[Server, set[str]]] = {
+    "greedy": (Server(greedily(1.0)), {"sampled", "temperature", "seeds"}),
+    "now and then greedy": (Server(greedily(0.05)), {"sampled"}),
+    "a fifth of the draft": (Server(towards_draft(0.2)), {"sampled"}),
+    "temperature": (Server(without("temperature")), {"temperature", "greedy"}),
+    "top-k": (Server(without("top_k")), {"top-k"}),
+    "top-p": (Server(without("top_p")), {"top-p"}),
+    "min-p": (Server(without("min_p")), {"min-p"}),
+    "penalty": (Server(rightly, penalizes=0.0), {"penalty"}),
+    "not the likeliest": (Server(second), {"greedy"}),
+    "alone": (Server(rightly, alone=lambda token: (token + 1) % WIDE), {"repeats"}),
+    "streamed": (Server(rightly, streams=str.upper), {"repeats"}),
+    "bonus": (Server(rightly, bonus=True), {"together"}),
+    "bonus, by texts": (Server(rightly, "texts", bonus=True), {"together"}),
+    "q of temperature 1": (Server(by_ratio), {"temperature"}),
+}
+
+
+@pytest.mark.parametrize(("server", "least"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found(serve: Serve, server: Server, least: set[str]) -> None:
     """Within 400 answers, at 1 % false alarms; a fault of one parameter leaves the others alone."""
     found = failed(audited(serve, server))
     assert found >= least
@@ -361,9 +359,7 @@ rules = st.one_of(
 
 
 @given(laws, rules, st.integers(1, 9))
-def test_rules_are_those_of_the_whole_distribution_where_a_part_tells(
-    law: list[float], rule: Rules, told: int
-) -> None:
+def test_a_part_tells_the_rules_of_the_whole(law: list[float], rule: Rules, told: int) -> None:
     found = limited({token: math.log(mass) for token, mass in enumerate(law[:told])}, rule, 1e-3)
     if found is None:
         return
@@ -381,7 +377,7 @@ def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None
     assert limited(told, rule, 1e-3, {7: 1}) is None
 
 
-def test_too_few_answers_are_no_verdict(serve: Callable[..., None]) -> None:
+def test_too_few_answers_are_no_verdict(serve: Serve) -> None:
     found = audited(serve, Server(rightly), num_answers=10)
     results = {result.check: result for result in found.results}
     assert results["top-k"].verdict is Verdict.NOT_ENOUGH_DATA
@@ -392,7 +388,7 @@ def hanging(request: httpx.Request) -> httpx.Response:
     raise httpx.ReadTimeout("", request=request)
 
 
-def models_then(**reply: Any) -> Callable[[httpx.Request], httpx.Response]:
+def models_then(**reply: Any) -> Handler:
     def handler(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "toy"}]})
@@ -404,33 +400,29 @@ def models_then(**reply: Any) -> Callable[[httpx.Request], httpx.Response]:
 TWENTY = [{"index": index, "text": "a"} for index in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("handler", "words"),
-    [
-        pytest.param(hanging, "no server with OpenAI's routes", id="hangs"),
-        pytest.param(lambda _: httpx.Response(200, text="<html>"), "OpenAI's routes", id="HTML"),
-        pytest.param(lambda _: httpx.Response(200, json=[]), "OpenAI's routes", id="a list"),
-        pytest.param(models_then(status_code=500, text="oops"), "HTTP 500: 'oops'", id="500"),
-        pytest.param(models_then(status_code=401), "--api-key", id="a key"),
-        pytest.param(models_then(status_code=200, text="{"), "needed: the JSON", id="no JSON"),
-        pytest.param(models_then(status_code=200, json={}), "no answer: {}", id="no choices"),
-        pytest.param(models_then(status_code=400, text="no logprobs"), "no logprobs", id="400"),
-        pytest.param(
-            models_then(status_code=200, json={"choices": TWENTY}), "no log-prob", id="bare"
-        ),
-    ],
-)
+BROKEN: dict[str, tuple[Handler, str]] = {
+    "hangs": (hanging, "no server with OpenAI's routes"),
+    "HTML": (lambda _: httpx.Response(200, text="<html>"), "OpenAI's routes"),
+    "a list": (lambda _: httpx.Response(200, json=[]), "OpenAI's routes"),
+    "500": (models_then(status_code=500, text="oops"), "HTTP 500: 'oops'"),
+    "a key": (models_then(status_code=401), "--api-key"),
+    "no JSON": (models_then(status_code=200, text="{"), "needed: the JSON"),
+    "no choices": (models_then(status_code=200, json={}), "no answer: {}"),
+    "400": (models_then(status_code=400, text="no logprobs"), "no logprobs"),
+    "bare": (models_then(status_code=200, json={"choices": TWENTY}), "no log-prob"),
+}
+
+
+@pytest.mark.parametrize(("handler", "words"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_server_gets_a_sentence(
-    serve: Callable[..., None], capsys: pytest.CaptureFixture[str], handler: Any, words: str
+    serve: Serve, capsys: pytest.CaptureFixture[str], handler: Handler, words: str
 ) -> None:
     serve(handler)
     assert audit_cli.main([URL, "--answers", "50"]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_command(
-    serve: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     serve(Server(towards_draft(0.3)))
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
     asked = ["--answers", "200", "--page", str(page), "--json", str(numbers)]
@@ -443,7 +435,7 @@ def test_command(
     assert text.count("<svg") == len(CHECKS)
 
 
-def test_a_reference_must_score(serve: Callable[..., None]) -> None:
+def test_a_reference_must_score(serve: Serve) -> None:
     serve(Server(rightly, "texts"))
     with pytest.raises(ValueError, match="does not score token ids"):
         audit_cli._score_by(Endpoint(client.Client(URL)), open_endpoint(URL))

@@ -27,10 +27,10 @@ from sglang_smc.tools.testing import (
 )
 from sglang_smc.tools.testing.checks import ALPHA, short_law
 from sglang_smc.tools.testing.report import Result
+from tests.testing.conftest import Tables, warmed
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]
-Table = list[list[float]]
 
 
 def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
@@ -62,11 +62,7 @@ WRONG: list[tuple[Callable[..., Result], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("check", "asked", "wrong"), WRONG)
 def test_a_check_turns_red_where_a_share_is_the_other_models(
-    model: MakeModel,
-    draft: Model,
-    check: Callable[..., Result],
-    asked: dict[str, Any],
-    wrong: dict[str, Any],
+    model: MakeModel, draft: Model, check: Callable[..., Result], asked: dict, wrong: dict
 ) -> None:
     """Or where weights are a tenth off."""
     asked = {**asked, "draft": draft} if "draft" in asked else asked
@@ -75,12 +71,9 @@ def test_a_check_turns_red_where_a_share_is_the_other_models(
     assert check is not check_exact_answers or "--speculative-smc-kernels torch" in result.note
 
 
-def test_log_probabilities_turn_red_on_a_sharpened_target(
-    model: MakeModel, tables: tuple[Table, Table]
-) -> None:
-    sharp = [[mass**1.15 for mass in row] for row in tables[0]]
-    drawn = [[mass / math.fsum(row) for mass in row] for row in sharp]
-    result = check_mode(model(drawn=drawn), "exact", PROMPTS, num_answers=600)
+def test_log_probabilities_turn_red_on_a_sharp_target(model: MakeModel, tables: Tables) -> None:
+    sharp = warmed(tables[0], 1 / 1.15)
+    result = check_mode(model(drawn=sharp), "exact", PROMPTS, num_answers=600)
     assert result.failed
     assert "sharper" in result.note
 
@@ -106,7 +99,7 @@ def test_an_approximate_mode_is_measured_towards_the_draft(model: MakeModel, dra
     assert "nearer to the draft" in result.note
 
 
-def test_equal_models_need_equal_weights(model: MakeModel, tables: tuple[Table, Table]) -> None:
+def test_equal_models_need_equal_weights(model: MakeModel, tables: Tables) -> None:
     assert check_equal_models(model(), PROMPTS).verdict is Verdict.NOT_APPLICABLE
     target = tables[0]
     for factor, verdict in ((1.0, Verdict.PASS), (1.01, Verdict.FAIL)):
@@ -120,10 +113,8 @@ def test_adaptive_servers_are_not_judged_by_their_weights(model: MakeModel) -> N
     assert check_draft_law(adaptive, PROMPTS).verdict is Verdict.NOT_APPLICABLE
 
 
-def test_short_law_is_the_product_of_its_models(
-    model: MakeModel, draft: Model, tables: tuple[Table, Table]
-) -> None:
-    """Whole without a smallest mass, and with one the rest stays with the prefix."""
+def test_short_law_is_a_product(model: MakeModel, draft: Model, tables: Tables) -> None:
+    """Of its models: whole without a smallest mass, and with one the rest stays with the prefix."""
     p, q = tables
     whole = short_law([model(), draft], (1, 2), 0.0)
     for first, second in itertools.product(range(8), repeat=2):
@@ -134,9 +125,7 @@ def test_short_law_is_the_product_of_its_models(
     assert 0 < cut[()] == pytest.approx(math.fsum(mass for mass in p[2] if mass < 0.02))
 
 
-def test_false_alarms_of_log_probabilities_are_as_rare_as_stated(
-    model: MakeModel, draft: Model
-) -> None:
+def test_false_alarms_of_log_probabilities_are_rare(model: MakeModel, draft: Model) -> None:
     """Of 200 right samplers 10 fail at 5 %; more than 22 would, with probability 1e-4."""
     few = {"draft": draft, "num_answers": 60, "length": 6, "alpha": 0.05}
     alarms = sum(
@@ -150,8 +139,6 @@ def test_false_alarms_of_log_probabilities_are_as_rare_as_stated(
 
 Values = Callable[[Sequence[Text]], Sequence[float]]
 CHECKS = ("values", "batched", "repeated", "forbidden", "whole")
-
-
 TEXTS = [text("abca"), text("bb"), text("")]
 
 
@@ -168,12 +155,6 @@ class Made(Potential):
 
 def lengths(texts: Sequence[Text]) -> list[float]:
     return [-float(len(text.output_ids)) for text in texts]
-
-
-def failed(potential: Potential, **options: int) -> set[str]:
-    results = check_potential(potential, TEXTS, **options)
-    assert [result.check for result in results] == [f"potential-{name}" for name in CHECKS]
-    return {result.check.removeprefix("potential-") for result in results if result.failed}
 
 
 def each(value: Callable[[str], float]) -> Values:
@@ -218,15 +199,13 @@ FOUND: dict[str, tuple[Potential, set[str]]] = {
 @pytest.mark.parametrize(("potential", "expected"), FOUND.values(), ids=FOUND.keys())
 def test_each_inconsistency_is_found(potential: Potential, expected: set[str]) -> None:
     """Without values or a claim the checks of these cannot say a thing."""
-    assert failed(potential) == expected
-    results = {
-        one.check.removeprefix("potential-"): one for one in check_potential(potential, TEXTS)
-    }
-    silent = {name for name, one in results.items() if one.verdict is Verdict.NOT_APPLICABLE}
-    if expected == {"values"}:
-        assert silent == results.keys() - expected
-    else:
-        assert silent == (set() if potential.prefix_is_complete else {"whole"})
+    results = check_potential(potential, TEXTS)
+    found = {result.check.removeprefix("potential-"): result for result in results}
+    assert tuple(found) == CHECKS
+    assert {name for name, result in found.items() if result.failed} == expected
+    silent = {name for name, one in found.items() if one.verdict is Verdict.NOT_APPLICABLE}
+    without_claim = set() if potential.prefix_is_complete else {"whole"}
+    assert silent == (found.keys() - expected if expected == {"values"} else without_claim)
 
 
 def test_few_beginnings_of_a_long_text() -> None:

@@ -36,9 +36,7 @@ def test_innovation_of_a_whole_law_is_log_p_plus_entropy() -> None:
 
 
 @pytest.mark.parametrize(("of_p", "of_q"), [(5, 5), (3, 4), (1, 5)])
-def test_tilt_has_mean_zero_under_the_target_and_is_above_it_under_the_draft(
-    of_p: int, of_q: int
-) -> None:
+def test_tilt_is_zero_under_the_target_and_above_under_the_draft(of_p: int, of_q: int) -> None:
     values = [statistics.tilt(token, top(P, of_p), top(Q, of_q)) for token in range(5)]
     assert math.fsum(p * v for p, v in zip(P, values, strict=True)) == pytest.approx(0, abs=1e-9)
     assert math.fsum(q * v for q, v in zip(Q, values, strict=True)) > 0.1

@@ -78,11 +78,7 @@ def test_a_trace_is_found_in_whatever_was_saved(saved: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_told(
-    saved: Path,
-    text: str | None,
-    arguments: list[str],
-    told: str,
-    capsys: pytest.CaptureFixture,
+    saved: Path, text: str | None, arguments: list[str], told: str, capsys: pytest.CaptureFixture
 ) -> None:
     if text is None:
         saved.unlink()

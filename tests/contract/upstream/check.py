@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from inspect import Parameter, Signature
+from inspect import Signature
 from typing import Any, NamedTuple
 
 from contract.upstream import ours
@@ -87,7 +87,7 @@ def _breaches(tree: Tree, symbol: Symbol, found: Thing) -> Iterator[str]:
         if positional(taken)[: len(expected)] != expected:
             yield f"takes {taken}, not first ({' '.join(expected)})"
         for name in behind.split():
-            if not takes_keyword(taken, name):
+            if refused(taken, (), [name], whole=False):
                 yield f"takes no keyword {name}"
     stores = tree.attributes(found) if symbol.attributes else {}
     for word in symbol.attributes.split():
@@ -128,12 +128,6 @@ def _of_body(symbol: Symbol, body: ast.AST) -> Iterator[str]:
 
 def positional(taken: Signature) -> list[str]:
     return [p.name for p in taken.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
-
-
-def takes_keyword(taken: Signature, name: str) -> bool:
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    each = taken.parameters.values()
-    return any(p.kind == p.VAR_KEYWORD or (p.name == name and p.kind in named) for p in each)
 
 
 def refused(taken: Signature, args: Iterable[Any], names: Iterable[str], whole: bool) -> str:
@@ -226,12 +220,8 @@ def _of_overrides(tree: Tree, heir: ours.Heir, known: Tree | None) -> Iterator[F
         found, place = _first(tree, paths), heir.source.use("", method).place
         before = known and _first(known, paths)
         if found is None and before:
-            yield Finding(
-                "overrides",
-                f"{before.path} is gone, and so is our method's caller",
-                place,
-                before.place,
-            )
+            line = f"{before.path} is gone, and so is our method's caller"
+            yield Finding("overrides", line, place, before.place)
         elif found is not None and found.is_a(Function):
             mine, theirs = signature(method), signature(found.node)
             if not takes_all(mine, theirs, by_name=True):

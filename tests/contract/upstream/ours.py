@@ -191,15 +191,12 @@ def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     for function in source.nodes:
         owners = dict(_annotated(function, source)) if isinstance(function, Function) else {}
         nodes = list(ast.walk(function)) if owners else []
-        asked = (
-            n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"
-        )
-        narrowed = {ast.unparse(call.args[0]) for call in asked}
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                name = node.value.id
-                if name in owners and name not in narrowed:
-                    yield owners[name], source.use(node.attr, node)
+        for call in nodes:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance":
+                owners.pop(ast.unparse(call.args[0]), None)  # it may be of another class
+        for node in (each for each in nodes if isinstance(each, ast.Attribute)):
+            if isinstance(node.value, ast.Name) and node.value.id in owners:
+                yield owners[node.value.id], source.use(node.attr, node)
 
 
 def _annotated(function: Any, source: Source) -> Iterator[tuple[str, str]]:
