@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from http_server import Server, running_server
-from routed import (
-    PRESETS,
-    ROUTES,
-    chat,
-    pair_arguments,
-    parts_of,
-    rounds_and_particles,
-)
+from routed import PRESETS, ROUTES, chat, pair_arguments, parts_of, rounds_and_particles
 
 from sglang_smc.tools.demo.serving import free_port
 

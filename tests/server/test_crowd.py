@@ -59,6 +59,7 @@ def test_meta_info_says_what_was_chosen_and_what_happened(crowd: Answers) -> Non
         rounds = info["spec_smc_rounds_ct"]
         assert rounds == info["spec_verify_ct"] > 0
         assert 0 <= info["spec_smc_resample_ct"] <= rounds
+        assert 1 <= info["spec_smc_distinct_ancestors"] <= chosen["num_particles"]
         if info["spec_smc_mode"] == "smc" and info["spec_smc_all_zero_ct"] == 0:
             assert 1.0 <= info["spec_smc_ess_min"] <= info["spec_smc_ess_mean"] <= 4.0, name
         assert info["spec_accept_length"] == info["completion_tokens"] / rounds

@@ -99,8 +99,8 @@ def retracted(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, 
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(server.generate, requests)
         while not answers.done():
-            assert server.post("/pause_generation", mode="retract").status_code == 200
-            assert server.post("/continue_generation").status_code == 200
+            server.pause("retract")
+            server.resume()
             server.get("/health_generate")  # until there is another token
         return answers.result()
 

@@ -4,7 +4,6 @@ import itertools
 import random
 import re
 
-import pytest
 from http_server import Server
 from spelling import tokenizer
 
@@ -111,22 +110,6 @@ def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> N
     assert texts[-1] == whole["text"]
     assert isinstance(last["meta_info"]["spec_smc_log_evidence"], float)
     assert not any(name.startswith("spec_smc_") for one in early for name in one["meta_info"])
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 17])
-def test_particles_come_back_with_their_weights(server: Server, max_new_tokens: int) -> None:
-    sizes = (1, 3, 4)
-    choices = [{"return_particles": True, "num_particles": n, "trace": True} for n in sizes]
-    requests = [asked(choice, max_new_tokens=max_new_tokens) for choice in choices]
-    for number, answer in zip(sizes, server.generate(requests), strict=True):
-        particles = answer["meta_info"]["spec_smc_particles"]
-        assert len(particles) == number
-        assert sum(particle["weight"] for particle in particles) == pytest.approx(1.0)
-        assert answer["output_ids"] in [particle["output_ids"] for particle in particles]
-        assert {len(particle["output_ids"]) for particle in particles} == {max_new_tokens}
-        assert 1 <= answer["meta_info"]["spec_smc_distinct_ancestors"] <= number
-        rounds = answer["meta_info"]["spec_smc_trace"]["rounds"]
-        assert bool(rounds) == (max_new_tokens > 1)
 
 
 def test_settings_that_mean_the_same_give_the_same_text(server: Server) -> None:
