@@ -9,7 +9,6 @@ import pytest
 import torch
 from in_process import Reply, Server
 from laws import enumerate_law, next_probs, p_value
-from sglang.srt.managers.io_struct import OpenSessionReqInput
 from transformers import LlamaForCausalLM
 
 from sglang_smc import upstream
@@ -92,16 +91,6 @@ def test_company_the_cache_and_grammars_change_no_text(plain: Server, answers: l
     assert all(set(reply.output_ids[:5]) <= {7, 8} for reply in bound)
 
 
-def test_a_session_remembers_its_turns(plain: Server) -> None:
-    session = plain.ask(OpenSessionReqInput(capacity_of_str_len=1000, session_id="s")).session_id
-    text, last = [], None
-    for tokens in PROMPTS[1:3]:
-        reply = plain.generate(**asked(tokens), session_params={"id": session, "rid": last})
-        text += tokens
-        assert reply.output_ids == plain.generate(**asked(text)).output_ids
-        text, last = text + reply.output_ids, reply.rid
-
-
 def chain(target: str, draft: str, steps: int = 3, topk: int = 1, nodes: int = 4) -> dict[str, Any]:
     return {
         "model_path": target,
@@ -125,12 +114,6 @@ def test_standalone_gives_the_text_of_its_target(
     again = server.generate(**asked(PROMPTS[-1]))
     assert again.meta["cached_tokens"] == len(PROMPTS[-1]) - 1
     assert again.output_ids == answers[-7][1].output_ids
-
-
-def test_a_draft_that_is_always_wrong_changes_no_text(
-    answers: list, start: Callable[..., Server], tiny: Callable[..., str], target: str
-) -> None:
-    same_answers(start(**chain(target, tiny(seed=4, vocab_size=64))), answers)
 
 
 def test_ngram_gives_the_text_of_its_target(
