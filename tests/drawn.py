@@ -36,6 +36,13 @@ class Case(SimpleNamespace):
     def flags(self, share: float, *shape: int) -> torch.Tensor:
         return self.uniforms(*shape) < share
 
+    def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:
+        """Rows ``[R, V]`` in which some tokens are forbidden, but one is left at the least."""
+        banned, kept = self.flags(forbidden, *shape), self.whole(0, shape[1], shape[0], 1)
+        return (spread * self.normal(*shape)).masked_fill(
+            banned.scatter(1, kept, False), -torch.inf
+        )
+
     def first_of(self, size: int, count: int) -> torch.Tensor:
         """``[size, count]`` bool: the first of each row, and some that follow it, or all."""
         return torch.arange(count) < self.whole(1, count + 1, size, 1)
@@ -85,10 +92,3 @@ def assert_same(
 def copied(values: Any, device: str) -> Any:
     """Copy all tensors to a device: kernels write over some that they are given."""
     return each_tensor(lambda tensor: tensor.to(device, copy=True), values)
-
-
-def some_banned(logits: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    """Forbid tokens of each row ``[R, V]``, but one at the least."""
-    banned = torch.rand(logits.shape, generator=generator) < share
-    kept = torch.randint(logits.shape[1], (len(logits), 1), generator=generator)
-    return logits.masked_fill(banned.scatter(1, kept, False), -torch.inf)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from toy_grammar import Letters, maker, runners
 from toy_laws import toy
 from toy_logprobs import AskingWorker
@@ -41,20 +42,14 @@ def in_place(played: list[int]) -> Record:
             if not running:  # a graph would run no code that could replay another
                 played.append(len(found.counts) if isinstance(found, Outcome) else 0)
             running.append(run)
-            overwrite(found, run())
+            for place, value in zip(tree_leaves(found), tree_leaves(run()), strict=True):
+                if place is not None:
+                    place.copy_(value)
             running.pop()
 
         return found, replay
 
     return record
-
-
-def overwrite(found: Any, new: Any) -> None:
-    if isinstance(found, torch.Tensor):
-        found.copy_(new)
-    elif found is not None:
-        for column, value in zip(found, new, strict=True):
-            overwrite(column, value)
 
 
 def serve(
