@@ -39,9 +39,8 @@ class Case(SimpleNamespace):
     def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:
         """Rows ``[R, V]`` in which some tokens are forbidden, but one is left at the least."""
         banned, kept = self.flags(forbidden, *shape), self.whole(0, shape[1], shape[0], 1)
-        return (spread * self.normal(*shape)).masked_fill(
-            banned.scatter(1, kept, False), -torch.inf
-        )
+        left = ~banned.scatter(1, kept, False)
+        return (spread * self.normal(*shape)).where(left, -torch.inf)
 
     def first_of(self, size: int, count: int) -> torch.Tensor:
         """``[size, count]`` bool: the first of each row, and some that follow it, or all."""
