@@ -1,6 +1,7 @@
 """Random cases, of kernels the same ones each time."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,46 @@ from sglang_smc.kv.transfer import each_tensor
 Test = Callable[..., None]
 
 
+class Case(SimpleNamespace):
+    """What is drawn for one run of a test: its choices, and random tensors by its ``seed``."""
+
+    seed: int
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Integers in ``low .. high - 1``."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def uniforms(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def flags(self, share: float, *shape: int) -> torch.Tensor:
+        return self.uniforms(*shape) < share
+
+    def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:
+        """Rows ``[R, V]`` in which some tokens are forbidden, but one is left at the least."""
+        banned, kept = self.flags(forbidden, *shape), self.whole(0, shape[1], shape[0], 1)
+        left = ~banned.scatter(1, kept, False)
+        return (spread * self.normal(*shape)).where(left, -torch.inf)
+
+    def first_of(self, size: int, count: int) -> torch.Tensor:
+        """``[size, count]`` bool: the first of each row, and some that follow it, or all."""
+        return torch.arange(count) < self.whole(1, count + 1, size, 1)
+
+
 def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
     """Have a test run over ``count`` cases ``c``, which have each of ``choices`` and a ``seed``.
 
     A choice is a strategy, or a list of values to choose from.
     """
     each = {name: st.sampled_from(c) if isinstance(c, list) else c for name, c in choices.items()}
-    cases = st.builds(SimpleNamespace, **each, seed=st.integers(0, 2**16))
+    cases = st.builds(Case, **each, seed=st.integers(0, 2**16))
     same = settings(max_examples=count)
     return lambda test: same(given(c=cases)(test))
 
@@ -57,10 +91,3 @@ def assert_same(
 def copied(values: Any, device: str) -> Any:
     """Copy all tensors to a device: kernels write over some that they are given."""
     return each_tensor(lambda tensor: tensor.to(device, copy=True), values)
-
-
-def some_banned(logits: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    """Forbid tokens of each row ``[R, V]``, but one at the least."""
-    banned = torch.rand(logits.shape, generator=generator) < share
-    kept = torch.randint(logits.shape[1], (len(logits), 1), generator=generator)
-    return logits.masked_fill(banned.scatter(1, kept, False), -torch.inf)

@@ -30,10 +30,7 @@ def make_req(output_ids: list[int], **params: Any) -> Any:
 
 
 def stock_edit(
-    logits: torch.Tensor,
-    output_ids: list[int],
-    params: dict[str, Any],
-    stop_tokens: frozenset[int],
+    logits: torch.Tensor, output_ids: list[int], params: dict[str, Any], stop_tokens: frozenset[int]
 ) -> torch.Tensor:
     """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
     asked = {**NEUTRAL, "stop_token_ids": set(stop_tokens), **params}

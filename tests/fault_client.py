@@ -12,7 +12,6 @@ import httpx
 from http_server import HANGS, Server
 
 Found = TypeVar("Found")
-TIMEOUT = HANGS
 
 
 def request(prompt: list[int], seed: int, *, tokens: int = 20, **params: Any) -> dict[str, Any]:
@@ -27,17 +26,19 @@ def text_of(answer: dict[str, Any]) -> list[int]:
     return answer["output_ids"]
 
 
-class FaultServer:
-    """A `Server`, asked many things at once."""
+def assert_says(answer: httpx.Response, text: list[int]) -> None:
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["meta_info"]["num_retractions"] or answer.json()["output_ids"] == text
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+
+class FaultServer(Server):
+    """A server that is asked many things at once."""
 
     def together(self, *asking: Coroutine[Any, Any, Found]) -> list[Found]:
         """Let them all run at once; none may take for ever."""
 
         async def everything() -> list[Found]:
-            return await asyncio.wait_for(asyncio.gather(*asking), timeout=4 * TIMEOUT)
+            return await asyncio.wait_for(asyncio.gather(*asking), timeout=4 * HANGS)
 
         # Not asyncio.run, which would leave other tests without an event loop.
         loop = asyncio.new_event_loop()
@@ -47,41 +48,31 @@ class FaultServer:
             loop.close()
 
     def alone(self, bodies: list[dict[str, Any]]) -> list[list[int]]:
-        return [text_of(self.server.post("/generate", **body).json()) for body in bodies]
+        return [text_of(self.post("/generate", **body).json()) for body in bodies]
 
     async def ask(self, body: dict[str, Any], route: str = "/generate") -> httpx.Response:
-        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
-            return await client.post(self.server.url + route, json=body)
+        async with httpx.AsyncClient(timeout=HANGS) as client:
+            return await client.post(self.url + route, json=body)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Chunks of an answer; leaving the loop early is leaving the server."""
-        url = self.server.url + "/generate"
+        url = self.url + "/generate"
         async with (
-            httpx.AsyncClient(timeout=TIMEOUT) as client,
+            httpx.AsyncClient(timeout=HANGS) as client,
             client.stream("POST", url, json={**body, "stream": True}) as lines,
         ):
             async for line in lines.aiter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))
 
-    async def abort(self, rid: str) -> None:
-        await self.ask({"rid": rid}, "/abort_request")
-
     def assert_nothing_is_lost(self) -> None:
         """It comes to rest, and then all of its pool is free; SGLang's own checks run, too."""
-        deadline = time.monotonic() + TIMEOUT
-        while self.server.post("/flush_cache").status_code != 200:
-            assert time.monotonic() < deadline, self.server.ending()
-            time.sleep(0.1)
-        while (load := self.load()) != {"running": 0, "waiting": 0, "used": 0}:
-            assert time.monotonic() < deadline, (load, self.server.ending())
+        deadline = time.monotonic() + HANGS
+        while self.post("/flush_cache").status_code != 200 or any(self.load()):
+            assert time.monotonic() < deadline, (self.load(), self.ending())
             time.sleep(0.1)
 
-    def load(self) -> dict[str, int]:
+    def load(self) -> tuple[int, int, int]:
         """Requests that run and that wait, and KV slots in use."""
-        load = self.server.get("/v1/loads").json()["loads"][0]
-        return {
-            "running": load["num_running_reqs"],
-            "waiting": load["num_waiting_reqs"],
-            "used": load["num_used_tokens"],
-        }
+        (load,) = self.get("/v1/loads").json()["loads"]
+        return load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]

@@ -66,20 +66,32 @@ class Server:
             lines = (line.removeprefix("data: ") for line in response.iter_lines())
             yield (json.loads(line) for line in lines if line.startswith("{"))
 
+    def pause(self, mode: str) -> None:
+        assert self.post("/pause_generation", mode=mode).status_code == 200
+
+    def resume(self) -> None:
+        assert self.post("/continue_generation").status_code == 200
+
     def ending(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, environment: dict[str, str] | None = None, *, cold: bool = False, **arguments: Any
-) -> Iterator[Server]:
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    *,
+    cold: bool = False,
+    kind: type[Any] = Server,
+    **arguments: Any,
+) -> Iterator[Any]:
     """A server for the ``with`` block, with SGLang's strict memory checks on.
 
     Args:
         folder: where its log goes.
         environment: added to ours.
         cold: start it as users do; else it is a copy of an interpreter that waits (`warm`).
+        kind: of the server's client, a `Server`.
         arguments: as `sgl.Engine` takes them, over the tests' defaults.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +102,7 @@ def running_server(
         own = {"TORCHDYNAMO_DISABLE": "0"} if cold else {}
         variables = {**os.environ, **STRICT_CHECKS, **own, **(environment or {})}
         process = warm.start(command, variables, sink.fileno())
-        server = Server(process, port, log, given.get("api_key"))
+        server = kind(process, port, log, given.get("api_key"))
         try:
             _wait_until_ready(server)
             yield server

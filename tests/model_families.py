@@ -44,9 +44,8 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
     if interval := config.get("full_attention_interval"):
         # As published checkpoints say it; transformers saves the layers' types alone.
         saved = path / "config.json"
-        saved.write_text(
-            json.dumps(json.loads(saved.read_text()) | {"full_attention_interval": interval})
-        )
+        told = json.loads(saved.read_text()) | {"full_attention_interval": interval}
+        saved.write_text(json.dumps(told))
     tokenizer = tiny_tokenizer(VOCAB, EOS)
     if takes_images:
         template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

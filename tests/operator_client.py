@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from http_server import HANGS, Server
+from http_server import Server
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from safetensors.torch import load_file
@@ -25,8 +25,6 @@ from sglang_smc import upstream
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.metrics import PREFIX
 from sglang_smc.tools.demo.serving import free_port
-
-Named = tuple[str, torch.Tensor]
 
 SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
 # As on a GPU: a round is in flight when the scheduler is told something.
@@ -62,38 +60,12 @@ class Fresh(NamedTuple):
 
 
 def body(seeds: Sequence[int], tokens: int, smc: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    params = {"max_new_tokens": tokens, "ignore_eos": True}
-    own = zip(seeds, smc, strict=True)
-    return {
-        "input_ids": [[3, 4, 5 + seed] for seed in seeds],
-        "sampling_params": [
-            {**params, "sampling_seed": seed, "custom_params": {"smc": chosen}}
-            for seed, chosen in own
-        ],
-    }
-
-
-def generate(server: Server) -> list[dict[str, Any]]:
-    """Answers that follow from seeds and weights alone, in all modes."""
-    answer = server.post("/generate", **body(range(len(MODES)), 40, MODES))
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def texts(server: Server) -> list[str]:
-    return [answer["text"] for answer in generate(server)]
-
-
-def assert_unharmed(server: Server, expected: list[str]) -> None:
-    assert texts(server) == expected
-    assert server.get("/flush_cache", params={"timeout": HANGS}).status_code == 200
-
-
-def greedy(server: Server) -> tuple[str, int]:
-    given = body([0], 40, [{"mode": "exact"}])
-    given["sampling_params"][0]["temperature"] = 0
-    (answer,) = server.post("/generate", **given).json()
-    return answer["text"], answer["meta_info"]["spec_smc_rounds_ct"]
+    own = {"max_new_tokens": tokens, "ignore_eos": True}
+    params = [
+        {**own, "sampling_seed": seed, "custom_params": {"smc": chosen}}
+        for seed, chosen in zip(seeds, smc, strict=True)
+    ]
+    return {"input_ids": [[3, 4, 5 + seed] for seed in seeds], "sampling_params": params}
 
 
 class Stream:
@@ -112,15 +84,105 @@ class Stream:
         return self.last
 
 
-@contextmanager
-def streaming(server: Server, seed: int = 9) -> Iterator[Stream]:
-    """A request whose first tokens have come, and most have not."""
-    # Never the same again: SGLang aborts a stream's rid once more, seconds after its end.
-    rid = f"stream-{next(NUMBERS)}"
-    with server.stream(**body([seed], LONG, [{}]), rid=[rid]) as chunks:
-        stream = Stream(chunks, rid)
-        assert stream.last["meta_info"]["completion_tokens"] < LONG
-        yield stream
+class Operator(Server):
+    """A running server, and what its operator asks of it."""
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Answers that follow from seeds and weights alone, in all modes."""
+        answer = self.post("/generate", **body(range(len(MODES)), 40, MODES))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def texts(self) -> list[str]:
+        return [answer["text"] for answer in self.answers()]
+
+    def greedy(self) -> tuple[str, int]:
+        """A text of the target, and how many rounds it took."""
+        given = body([0], 40, [{"mode": "exact"}])
+        given["sampling_params"][0]["temperature"] = 0
+        (answer,) = self.post("/generate", **given).json()
+        return answer["text"], answer["meta_info"]["spec_smc_rounds_ct"]
+
+    @contextmanager
+    def streaming(self, seed: int = 9) -> Iterator[Stream]:
+        """A request whose first tokens have come, and most have not."""
+        # Never the same again: SGLang aborts a stream's rid once more, seconds after its end.
+        rid = f"stream-{next(NUMBERS)}"
+        with self.stream(**body([seed], LONG, [{}]), rid=[rid]) as chunks:
+            stream = Stream(chunks, rid)
+            assert stream.last["meta_info"]["completion_tokens"] < LONG
+            yield stream
+
+    def smc_state(self) -> dict[str, Any]:
+        return self.get("/server_info").json()["internal_states"][0]["smc"]
+
+    def samples(self) -> list[Sample]:
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return [sample for family in families for sample in family.samples]
+
+    def metrics(self) -> dict[str, float]:
+        """SMC's metrics by name, buckets aside."""
+        return {
+            sample.name.removeprefix(PREFIX): sample.value
+            for sample in self.samples()
+            if sample.name.startswith(PREFIX) and "le" not in sample.labels
+        }
+
+    def assert_paused(self) -> None:
+        rounds = self.smc_state()["since_start"]["rounds"]
+        time.sleep(0.2)
+        assert self.smc_state()["since_start"]["rounds"] == rounds
+
+    def load(self, target: str, draft: str | None = None, **given: Any) -> httpx.Response:
+        manifest = {"draft_model_path": draft} if draft else None
+        own = {"model_path": target, "manifest": manifest}
+        return self.post("/update_weights_from_disk", **own, **given)
+
+    @contextmanager
+    def session(self, selector: str = "all") -> Iterator[None]:
+        """For new weights by any way but from disk, on SGLang that wants one."""
+        if not upstream.SELECTS_MODELS:
+            yield
+            return
+        assert self.post("/begin_weight_update", selector=selector).status_code == 200
+        try:
+            yield
+        finally:
+            assert self.post("/end_weight_update").status_code == 200
+
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]] | bytes, **given: Any
+    ) -> httpx.Response:
+        """Tensors by name, or serialized; a test that sends them shares them `by_file_name`."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        if not isinstance(tensors, bytes):
+            tensors = MultiprocessingSerializer.serialize(list(tensors))
+        sent = base64.b64encode(tensors).decode()
+        return self.post("/update_weights_from_tensor", serialized_named_tensors=[sent], **given)
+
+    def checksums(self) -> dict[str, str]:
+        """Of each tensor; the names of the draft's begin with ``draft.``."""
+        answer = self.post("/weights_checker", action="checksum")
+        assert answer.status_code == 200, answer.text
+        (rank,) = answer.json()["ranks"]
+        return rank["checksums"]
+
+    @contextmanager
+    def broadcasting(self) -> Iterator[Any]:
+        """A process group of this process, as rank 0, and the server."""
+        from sglang.srt.utils import init_custom_process_group
+
+        port, own = free_port(), {"world_size": 2, "group_name": GROUP, "backend": "gloo"}
+        theirs = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+        with ThreadPoolExecutor(1) as pool:
+            union = pool.submit(self.post, "/init_weights_update_group", **own, **theirs)
+            place = {"init_method": f"tcp://127.0.0.1:{port}", "rank": 0}
+            group = init_custom_process_group(**own, **place, timeout=timedelta(minutes=10))
+            assert union.result().status_code == 200, union.result().text
+        yield group
+        assert self.post("/destroy_weights_update_group", group_name=GROUP).status_code == 200
+        torch.distributed.destroy_process_group(group)
 
 
 def queries_of_dashboard() -> list[str]:
@@ -133,120 +195,6 @@ def queries_of_page() -> list[str]:
     """What the page on operation asks, remarks aside."""
     blocks = re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return [line.split(" # ")[0].strip() for block in blocks for line in block.splitlines()]
-
-
-def names_in(queries: Iterable[str]) -> set[str]:
-    return {name for query in queries for name in re.findall(r"\bsglang[:_]\w+", query)}
-
-
-def state(server: Server) -> dict[str, Any]:
-    return server.get("/server_info").json()["internal_states"][0]["smc"]
-
-
-def samples(server: Server) -> list[Sample]:
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return [sample for family in families for sample in family.samples]
-
-
-def values(server: Server) -> dict[str, float]:
-    """SMC's metrics by name, buckets aside."""
-    return {
-        sample.name.removeprefix(PREFIX): sample.value
-        for sample in samples(server)
-        if sample.name.startswith(PREFIX) and "le" not in sample.labels
-    }
-
-
-def pause(server: Server, mode: str) -> None:
-    assert server.post("/pause_generation", mode=mode).status_code == 200
-
-
-def resume(server: Server) -> None:
-    assert server.post("/continue_generation").status_code == 200
-
-
-def assert_paused(server: Server) -> None:
-    rounds = state(server)["since_start"]["rounds"]
-    time.sleep(0.2)
-    assert state(server)["since_start"]["rounds"] == rounds
-
-
-def status_of_health(server: Server) -> int:
-    """Return the status of /health once a signal has arrived."""
-    while (status := server.get("/health").status_code) == 200:
-        time.sleep(0.05)
-    return status
-
-
-def load(server: Server, target: str, draft: str | None = None, **given: Any) -> httpx.Response:
-    manifest = {"draft_model_path": draft} if draft else None
-    return server.post(
-        "/update_weights_from_disk", **{"model_path": target, "manifest": manifest, **given}
-    )
-
-
-@contextmanager
-def session(server: Server, selector: str = "all") -> Iterator[None]:
-    """For new weights by any way but from disk, on SGLang that wants one."""
-    if not upstream.SELECTS_MODELS:
-        yield
-        return
-    assert server.post("/begin_weight_update", selector=selector).status_code == 200
-    try:
-        yield
-    finally:
-        assert server.post("/end_weight_update").status_code == 200
-
-
-def send_tensors(server: Server, tensors: Iterable[Named], **given: Any) -> httpx.Response:
-    """Tensors by name; a test that sends them shares them `by_file_name`."""
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    return send(server, MultiprocessingSerializer.serialize(list(tensors)), **given)
-
-
-def send(server: Server, serialized: bytes, **given: Any) -> httpx.Response:
-    sent = base64.b64encode(serialized).decode()
-    return server.post("/update_weights_from_tensor", serialized_named_tensors=[sent], **given)
-
-
-def checksums(server: Server) -> dict[str, str]:
-    """Of each tensor; the names of the draft's begin with ``draft.``."""
-    answer = server.post("/weights_checker", action="checksum")
-    assert answer.status_code == 200, answer.text
-    (rank,) = answer.json()["ranks"]
-    return rank["checksums"]
-
-
-@contextmanager
-def broadcasting(server: Server) -> Iterator[Any]:
-    """A process group of this process, as rank 0, and the server."""
-    from sglang.srt.utils import init_custom_process_group
-
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        union = pool.submit(
-            server.post,
-            "/init_weights_update_group",
-            master_address="127.0.0.1",
-            master_port=port,
-            rank_offset=1,
-            world_size=2,
-            group_name=GROUP,
-            backend="gloo",
-        )
-        group = init_custom_process_group(
-            backend="gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            world_size=2,
-            rank=0,
-            group_name=GROUP,
-            timeout=timedelta(minutes=10),
-        )
-        assert union.result().status_code == 200, union.result().text
-    yield group
-    assert server.post("/destroy_weights_update_group", group_name=GROUP).status_code == 200
-    torch.distributed.destroy_process_group(group)
 
 
 def tensors_of(folder: str) -> dict[str, Any]:

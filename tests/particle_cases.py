@@ -219,8 +219,6 @@ def runner_of(
     """What attention asks of SGLang's model runner.
 
     Args:
-        table: slots of requests.
-        pool: of keys and values.
         heads: of queries, and of keys.
         latents: the widths of values and rotary parts, where attention is latent.
     """
@@ -247,11 +245,7 @@ def runner_of(
 def backend_of(
     case: Case, implementation: Any, pool: dict[str, Any], **needs: Any
 ) -> ParticleAttention:
-    """The backend of a model with the keys of a case in its pool, as it begins a pass.
-
-    Args:
-        pool: how a KV pool reads and writes.
-    """
+    """The backend of a model with a case's keys, as it begins a pass; ``pool`` reads and writes."""
     heads, width = case.query.shape[3:]
     kv_pool = SimpleNamespace(dtype=case.keys.dtype, start_layer=0, layer_num=1, **pool)
     latents = None if case.rank is None else (case.rank, width - case.rank)

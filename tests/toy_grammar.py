@@ -52,13 +52,6 @@ def potential(language: Language, regex: str) -> dict[Text, float]:
     return {text: mass * (text in legal) for text, mass in law(language).items()}
 
 
-def conditional_law(language: Language, regex: str) -> dict[Text, float]:
-    """p, given that the text is legal."""
-    masses = potential(language, regex)
-    total = sum(masses.values())
-    return {text: mass / total for text, mass in masses.items()}
-
-
 def _legal_texts(regex: str) -> set[Text]:
     """Whole texts, filled up with EOS, and those that the length limit cuts short."""
     pattern, longest = re.compile(regex), LENGTH + 3

@@ -14,11 +14,6 @@ from sglang_smc.proposers.hidden_states import StateTable
 from sglang_smc.round.play import Round, Steps
 
 
-def terms(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """What tokens add to the context of a text, see `Language.contexts`."""
-    return (tokens + 1) * ((places * 31 + 7) ** 2 % NUM_CONTEXTS)
-
-
 class ReadSlots:
     """A target whose states, the contexts of the texts so far, go to a head."""
 
@@ -26,17 +21,8 @@ class ReadSlots:
         self.model, self.head = model, head
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, _, locations = chains[:4]
         logits = self.model.chain_logits(chains)
-        texts = self.model.texts(locations)
-        states = torch.stack(
-            [
-                Language.contexts(texts.flatten(0, 1), (starts + 1 + j).flatten())
-                for j in range(tokens.shape[2])
-            ],
-            dim=1,
-        ).view(*tokens.shape, 1)
-        self.head.read_chains(chains, states.float())
+        self.head.read_chains(chains, self.model.contexts(chains).unsqueeze(3).float())
         return logits
 
 
@@ -51,7 +37,7 @@ class FromStates:
     def pair_logits(
         self, chains: Chains, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = states.long().squeeze(2) + terms(chains.tokens.squeeze(2), chains.starts)
+        own = states.long().squeeze(2) + Language.terms(chains.tokens.squeeze(2), chains.starts)
         own %= NUM_CONTEXTS
         return self.language.logits[own], own.unsqueeze(2).float()
 

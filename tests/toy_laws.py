@@ -124,18 +124,23 @@ def p_value(outcome: Outcome, expected: dict[Text, float]) -> float:
     return laws.p_value(map(tuple, outcome.outputs.tolist()), possible)
 
 
-def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:
-    """Distance of what came out to a law."""
+def total_variation(outcome: Outcome, masses: Mapping[Text, float], power: float = 1.0) -> float:
+    """Distance of what came out to the law of these masses to a power, normalised."""
     found, size = frequencies(outcome), len(outcome.outputs)
-    return 0.5 * sum(abs(found.get(text, 0) / size - mass) for text, mass in expected.items())
+    total = sum(mass**power for mass in masses.values())
+    each = masses.items()
+    return 0.5 * sum(abs(found.get(text, 0) / size - mass**power / total) for text, mass in each)
 
 
-def assert_properly_weighted(outcome: Outcome, masses: Mapping[Text, float]) -> None:
-    """E[Z-hat f(x)] is the sum of f over ``masses``, for f = 1 and each of the largest.
+def assert_properly_weighted(
+    outcome: Outcome, masses: Mapping[Text, float], power: float = 1.0
+) -> None:
+    """E[Z-hat f(x)] is the sum of f over ``masses`` to a power, for f = 1 and each of the largest.
 
     True for any N, unlike any law of the texts themselves. Within 4.5 standard errors, so that
     correct code fails at 1 in 10,000 draws; the error of a text is no less than that of its count.
     """
+    masses = {text: mass**power for text, mass in masses.items()}
     evidence, size = outcome.log_evidence.exp(), len(outcome.outputs)
     texts, which = outcome.outputs.unique(dim=0, return_inverse=True)
     is_possible = torch.tensor([masses[tuple(text)] > 0 for text in texts.tolist()])

@@ -43,9 +43,13 @@ class Language(NamedTuple):
     def contexts(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Contexts ``[R]`` of the first ``lengths`` tokens of ``texts`` ``[R, width]``."""
         place = torch.arange(texts.shape[1], device=texts.device)
-        factors = (place * 31 + 7) ** 2 % NUM_CONTEXTS
-        terms = torch.where(place < lengths.unsqueeze(1), (texts + 1) * factors, 0)
-        return terms.sum(1) % NUM_CONTEXTS
+        read = torch.where(place < lengths.unsqueeze(1), Language.terms(texts, place), 0)
+        return read.sum(1) % NUM_CONTEXTS
+
+    @staticmethod
+    def terms(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """What tokens add to the context of a text."""
+        return (tokens + 1) * ((places * 31 + 7) ** 2 % NUM_CONTEXTS)
 
     def after(self, output: tuple[int, ...]) -> torch.Tensor:
         text = torch.tensor([[*PROMPT, *output]], device=self.logits.device)
@@ -71,13 +75,15 @@ class SlotModel:
         return self.chain_logits(chains)[:, :, -1]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        tokens, starts, slots, locations = chains[:4]
-        self._tokens[slots] = tokens
-        read = self.texts(locations)
-        read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
-        ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
-        logits = self.language.logits[Language.contexts(read, ends.flatten())]
-        return logits.view(*tokens.shape, -1)
+        self._tokens[chains.slots] = chains.tokens
+        return self.language.logits[self.contexts(chains)]
+
+    def contexts(self, chains: Chains) -> torch.Tensor:
+        """Contexts ``[G, N, C]`` of the texts up to each token of a chain."""
+        num_columns, read = chains.tokens.shape[2], self.texts(chains.locations)
+        read = read.unsqueeze(2).expand(-1, -1, num_columns, -1).flatten(0, 2)
+        ends = chains.starts.unsqueeze(2) + torch.arange(1, 1 + num_columns, device=read.device)
+        return Language.contexts(read, ends.flatten()).view(chains.tokens.shape)
 
     def texts(self, locations: KVLocations) -> torch.Tensor:
         """The tokens in the slots of each particle, ``[G, N, width]``; none of a text is stale."""

@@ -72,66 +72,37 @@ def make_scripted_model(path: Path, certainty: float) -> str:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its draft is less sure of its words than the target is."""
     folder = tmp_path_factory.mktemp("scripted")
-    pair = [
-        make_scripted_model(folder / "target", 30.0),
-        make_scripted_model(folder / "draft", 4.0),
-    ]
-    parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    settings = {"num_particles": 4, "num_steps": 3, "enable_cache_report": True}
-    with running_server(folder, **smc_arguments(*pair, **settings, **parsers)) as running:
+    each = (("target", 30.0), ("draft", 4.0))
+    pair = [make_scripted_model(folder / name, certainty) for name, certainty in each]
+    own = {"num_particles": 4, "reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    with running_server(folder, **smc_arguments(*pair, **own)) as running:
         yield running
 
 
-def test_reasoning_and_calls_are_told_apart(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL], seed=1)
-    choice = answer.choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.reasoning_content.split() == REASONING  # type: ignore[attr-defined]
-    assert (choice.message.content or "").strip() == CONTENT
-    [call] = choice.message.tool_calls or []
-    assert call.function.name == "forecast"  # type: ignore[union-attr]
-    assert json.loads(call.function.arguments) == ARGUMENTS  # type: ignore[union-attr]
+Told = tuple[list[str], str, str, dict[str, Any], set[str]]
+TOLD: Told = (REASONING, CONTENT, "forecast", ARGUMENTS, {"tool_calls"})
 
 
-def test_streams_tell_them_apart(client: openai.OpenAI) -> None:
-    """A chunk may bring several tokens at once, and end within a marker's neighbourhood."""
-    stream = client.chat.completions.create(
-        model="m", messages=[QUESTION], tools=[TOOL], seed=1, stream=True
-    )
-    reasoning, content, names, arguments, reasons = "", "", "", "", set()
-    for chunk in stream:
-        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
-        reasoning += getattr(delta, "reasoning_content", None) or ""
-        content += delta.content or ""
-        for call in delta.tool_calls or []:
-            assert call.function is not None
-            names += call.function.name or ""
+def told_apart(choices: list[Any]) -> Told:
+    """Reasoning, content, a call's name and arguments, and why they end, of parts of a message."""
+    reasoning, content, name, arguments = "", "", "", ""
+    for choice in choices:
+        part = choice.delta if hasattr(choice, "delta") else choice.message
+        reasoning += getattr(part, "reasoning_content", None) or ""
+        content += part.content or ""
+        for call in part.tool_calls or []:
+            name += call.function.name or ""
             arguments += call.function.arguments or ""
-        reasons |= {reason} - {None}
-    assert reasoning.split() == REASONING
-    assert content.strip() == CONTENT
-    assert (names, json.loads(arguments)) == ("forecast", ARGUMENTS)
-    assert reasons == {"tool_calls"}
+    reasons = {choice.finish_reason for choice in choices} - {None}
+    return reasoning.split(), content.strip(), name, json.loads(arguments), reasons
 
 
-def test_without_tools_the_call_is_text(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="m", messages=[QUESTION], seed=1)
-    choice = answer.choices[0]
-    assert choice.finish_reason == "stop"
-    assert not choice.message.tool_calls
-    expected = f"{CONTENT} <tool_call> {' '.join(CALL)} </tool_call>"
-    assert (choice.message.content or "").strip() == expected
-
-
-def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
-    first = [{"role": "user", "content": " ".join(["weather"] * 20)}]
-    history = [*first, {"role": "assistant", "content": "out"}, {"role": "user", "content": "look"}]
-    for messages in (first, history):
-        answer = client.chat.completions.create(model="m", messages=messages, seed=1)  # type: ignore[arg-type]
-        assert answer.choices[0].message.reasoning_content.split() == REASONING  # type: ignore[attr-defined]
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 20
+def test_reasoning_and_calls_are_told_apart_whole_and_streamed(client: openai.OpenAI) -> None:
+    """A chunk may bring several tokens at once, and end within a marker's neighbourhood."""
+    asked: dict[str, Any] = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "seed": 1}
+    assert told_apart(client.chat.completions.create(**asked).choices) == TOLD
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert told_apart([chunk.choices[0] for chunk in chunks]) == TOLD
 
 
 def test_a_call_survives_chunks_of_any_length() -> None:

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from http_server import Server, running_server
-from routed import (
-    PRESETS,
-    ROUTES,
-    chat,
-    pair_arguments,
-    parts_of,
-    rounds_and_particles,
-)
+from routed import ROUTES, chat, pair_arguments, parts_of, rounds_and_particles
 
 from sglang_smc.tools.demo.serving import free_port
 
@@ -76,14 +69,6 @@ def test_presets_hold_on_every_replica(
         after = rounds_and_particles(replica)
         assert after[0] > rounds, "each replica had its share"
         assert after[1] - particles == 2 * (after[0] - rounds)
-
-
-@pytest.mark.parametrize("route", ROUTED)
-def test_an_unknown_preset_is_refused(router: Server, model: str, route: str) -> None:
-    for _ in range(2):
-        answer = router.post(route, **ROUTES[route](model, "exat"))
-        assert answer.status_code == 400
-        assert all(f"'{name}'" in answer.text for name in PRESETS)
 
 
 @pytest.mark.parametrize("route", SHOWS_PARTICLES)

@@ -49,5 +49,5 @@ def server(
         "export_metrics_to_file_dir": full_folder(folder / "records", *records),
     }
     arguments = smc_arguments(*fault_pair(folder), **SMALL, **written, chat_template=template)
-    with running_server(folder, schedule, **arguments) as running:
-        yield FaultServer(running)
+    with running_server(folder, schedule, kind=FaultServer, **arguments) as running:
+        yield running

@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 from bad_requests import bad_requests
-from fault_client import FaultServer, request, text_of
+from fault_client import FaultServer, assert_says, request, text_of
 from fault_models import DRAFT_INF, DRAFT_NAN, RARE, TARGET_INF, TARGET_NAN
-from http_server import HANGS, Server
+from http_server import HANGS
 from soak.dawdlers import KINDS, Dawdlers
 
 pytestmark = pytest.mark.engine
@@ -58,16 +58,9 @@ NEVER_RESAMPLED = {"smc": {"ess_threshold": 0.0, "evidence_threshold": 0.0}}
 AMBIGUOUS = r"((([t0-9 ]+)+)+)+§"
 NUM_SLOW = 24
 # Each chunk repeats all that was generated, so that no buffer of the kernel holds them all.
-UNREAD = {
-    "input_ids": [9, 8],
-    "sampling_params": {
-        "max_new_tokens": 100,
-        "ignore_eos": True,
-        "custom_params": {"smc": {"mode": "exact"}},
-    },
-    "return_logprob": True,
-    "top_logprobs_num": 20,
-}
+EXACTLY = {"max_new_tokens": 100, "ignore_eos": True, "custom_params": {"smc": {"mode": "exact"}}}
+UNREAD = {"input_ids": [9, 8], "sampling_params": EXACTLY}
+UNREAD |= {"return_logprob": True, "top_logprobs_num": 20}
 
 
 def healthy(number: int) -> list[dict[str, Any]]:
@@ -97,16 +90,14 @@ def test_broken_logits_end_their_request_with_a_sentence_and_no_other(server: Fa
     ]
 
     async def last_chunk(body: dict[str, Any]) -> dict[str, Any]:
-        return [chunk async for chunk in server.stream(body)][-1]
+        return [chunk async for chunk in server.chunks(body)][-1]
 
     in_turn = itertools.zip_longest(well, (body for body, _ in sick), hot)
     mixed = [body for some in in_turn for body in some if body]
     answers = server.together(*map(server.ask, mixed))
     found = dict(zip((body["rid"] for body in mixed), answers, strict=True))
     for body, text in zip(well, expected, strict=True):
-        assert found[body["rid"]].status_code == 200, found[body["rid"]].text
-        answer = found[body["rid"]].json()
-        assert answer["meta_info"]["num_retractions"] or answer["output_ids"] == text
+        assert_says(found[body["rid"]], text)
     for body, of in [*sick, *((body, (TARGET, DRAFT)) for body in hot)]:
         assert found[body["rid"]].status_code == 500
         assert found[body["rid"]].json()["message"].startswith(of)
@@ -119,8 +110,8 @@ def test_broken_logits_end_their_request_with_a_sentence_and_no_other(server: Fa
 
 def test_a_prompt_with_broken_logits_is_not_cached(server: FaultServer) -> None:
     prompt = [9, 8, 7, 6, 5, 4, 3, 2, TARGET_NAN]
-    assert server.server.post("/generate", **request(prompt, 1)).status_code == 500
-    healed = server.server.post("/generate", **request([*prompt[:-1], 2], 2)).json()
+    assert server.post("/generate", **request(prompt, 1)).status_code == 500
+    healed = server.post("/generate", **request([*prompt[:-1], 2], 2)).json()
     assert healed["meta_info"]["cached_tokens"] == 0
     server.assert_nothing_is_lost()
 
@@ -130,7 +121,7 @@ def test_a_bad_request_is_an_error_of_its_client_alone(server: FaultServer) -> N
     good = request([3, 4, 5], 7)
     expected = server.alone([good])
     wrong = []
-    with httpx.Client(base_url=server.server.url, timeout=HANGS) as client:
+    with httpx.Client(base_url=server.url, timeout=HANGS) as client:
         for bad in bad_requests(300):
             headers = {"content-type": bad.content_type}
             answer = client.post(bad.route, content=bad.body, headers=headers)
@@ -161,8 +152,8 @@ def test_slow_clients_hold_no_kv_and_nobody_up(server: FaultServer) -> None:
     (expected,) = server.alone([good])
 
     async def beside() -> list[int]:
-        async with Dawdlers(server.server.url, NUM_SLOW, UNREAD).at_work() as slow:
-            while not all(slow.moved[kind] for kind in KINDS) or server.load()["running"]:
+        async with Dawdlers(server.url, NUM_SLOW, UNREAD).at_work() as slow:
+            while not all(slow.moved[kind] for kind in KINDS) or server.load()[0]:
                 assert text_of((await server.ask(good)).json()) == expected
             assert not slow.ended
             assert slow.moved["reader"] < NUM_SLOW * 200, "the answers are still to be read"
@@ -172,20 +163,18 @@ def test_slow_clients_hold_no_kv_and_nobody_up(server: FaultServer) -> None:
     server.assert_nothing_is_lost()
 
 
-async def leave(server: FaultServer, body: dict[str, Any], moment: str, way: str) -> int:
-    """Abort or drop a stream at a moment; return the tokens that came by then."""
-    tokens, num, has_left = 0, 0, False
-    async with contextlib.aclosing(server.stream(body)) as chunks:
+async def leave(server: FaultServer, body: dict[str, Any], moment: str, way: str) -> None:
+    """Abort or drop a stream at a moment."""
+    num, has_left = 0, False
+    async with contextlib.aclosing(server.chunks(body)) as chunks:
         async for chunk in chunks:
             num, tokens = num + 1, chunk["meta_info"]["completion_tokens"]
             if not has_left and MOMENTS[moment](num, tokens):
                 has_left = True
                 if way == "disconnect":
-                    return tokens
-                await server.abort(body["rid"])
-    reason = chunk["meta_info"]["finish_reason"]["type"]
-    assert reason == "abort" or tokens == LIMIT
-    return tokens
+                    return
+                await server.ask({"rid": body["rid"]}, "/abort_request")
+    assert chunk["meta_info"]["finish_reason"]["type"] == "abort" or tokens == LIMIT
 
 
 @pytest.mark.parametrize("way", ["abort", "disconnect"])
@@ -198,18 +187,16 @@ def test_clients_that_leave_take_nothing_along(server: FaultServer, way: str) ->
         request([5, 6, 2 + i], base + i, tokens=LIMIT, custom_params=NEVER_RESAMPLED)
         for i in range(2 * len(MOMENTS))
     ]
-    moments = itertools.cycle(MOMENTS)
+    moments = zip(leaving, itertools.cycle(MOMENTS), strict=False)
     found = server.together(
-        *map(server.ask, staying),
-        *(leave(server, body, moment, way) for body, moment in zip(leaving, moments, strict=False)),
+        *map(server.ask, staying), *(leave(server, *each, way) for each in moments)
     )
     for answer, text in zip(found, expected, strict=False):
-        assert answer.status_code == 200
-        assert answer.json()["meta_info"]["num_retractions"] or answer.json()["output_ids"] == text
+        assert_says(answer, text)
     server.assert_nothing_is_lost()
 
 
-def let_the_log_end_here(server: Server) -> int:
+def let_the_log_end_here(server: FaultServer) -> int:
     """Let each process fail to write from now on; return the log's length at most, in bytes."""
     process = psutil.Process(server.process.pid)
     length = server.log.stat().st_size
@@ -223,29 +210,26 @@ def test_a_full_disk_costs_logs_and_no_answer(server: FaultServer) -> None:
     """Red for a line that is printed, or written, without being ready for this."""
     body = request([5, 6, 7], 11, tokens=40)
     (text,) = server.alone([body])
-    length = let_the_log_end_here(server.server)
+    length = let_the_log_end_here(server)
     bodies = [{**body, "rid": f"full-{i:03}"} for i in range(12)]
-    answers = server.together(*map(server.ask, bodies))
-    assert [answer.status_code for answer in answers] == [200] * len(bodies)
-    for answer in answers:
-        assert answer.json()["meta_info"]["num_retractions"] or answer.json()["output_ids"] == text
-    lines = server.server.post("/generate", **body, stream=True).text.split("\n\n")
+    for answer in server.together(*map(server.ask, bodies)):
+        assert_says(answer, text)
+    lines = server.post("/generate", **body, stream=True).text.split("\n\n")
     assert text_of(json.loads(lines[-3].removeprefix("data: "))) == text
     server.assert_nothing_is_lost()
-    assert server.server.log.stat().st_size <= length, "nothing was kept from being written"
-    assert "No space left on device" in server.server.log.read_text()  # of the first request
+    assert server.log.stat().st_size <= length, "nothing was kept from being written"
+    assert "No space left on device" in server.log.read_text()  # of the first request
 
 
 def test_a_killed_scheduler_ends_the_server_and_its_clients(server: FaultServer) -> None:
-    running = server.server
-    processes = psutil.Process(running.process.pid).children(recursive=True)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
     scheduler = max(processes, key=lambda one: one.cpu_times().user)  # it runs the models
 
     def outcome(stream: bool) -> str:
         params = {"max_new_tokens": 200, "ignore_eos": True}
         body = {"input_ids": [3, 4], "sampling_params": params, "stream": stream}
         try:
-            return str(running.post("/generate", **body).status_code)
+            return str(server.post("/generate", **body).status_code)
         except httpx.HTTPError as error:
             return type(error).__name__
 
@@ -253,7 +237,7 @@ def test_a_killed_scheduler_ends_the_server_and_its_clients(server: FaultServer)
         scheduler.suspend()  # so that none of them ends before
         clients = [pool.submit(outcome, stream=i % 2 == 0) for i in range(8)]
         os.kill(scheduler.pid, signal.SIGKILL)
-        assert running.process.wait(HANGS) != 0
+        assert server.process.wait(HANGS) != 0
         outcomes = {client.result(timeout=HANGS) for client in clients}
     # A stream that had begun has its status already; all others know that nobody answers.
     assert outcomes <= {"200", "500", "RemoteProtocolError", "ReadError", "ConnectError"}

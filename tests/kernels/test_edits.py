@@ -1,11 +1,10 @@
 """Penalties, biases and no early ends, kernel against reference."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from drawn import copied, drawn
+from drawn import Case, copied, drawn
 from hypothesis import strategies as st
 
 from sglang_smc.kernels import edits as kernel
@@ -22,45 +21,36 @@ EDITED = {
 }
 
 
-def columns_of(vocab_size: int, generator: torch.Generator) -> EditColumns:
-    """Tables whose wide rows say something of requests that asked for nothing, too."""
-    counts = torch.randint(4, (NUM_ROWS, vocab_size), generator=generator, dtype=torch.int32)
-    return EditColumns(
-        penalizes=torch.zeros(NUM_ROWS, dtype=torch.bool),
-        biases=torch.zeros(NUM_ROWS, dtype=torch.bool),
-        rates=torch.rand(NUM_ROWS, 3, generator=generator) + torch.tensor([-0.5, -0.5, 0.5]),
-        counts=counts * (counts > 1),
-        bias=torch.randn(NUM_ROWS, vocab_size, generator=generator),
-    )
-
-
-def edits_of(
-    names: list[str], num_particles: int, max_tail: int, vocab_size: int, seed: int
-) -> Edits:
+def edits_of(names: list[str], num_particles: int, max_tail: int, vocab: int, seed: int) -> Edits:
     """Requests in arbitrary rows, each with the edits of a name; few tokens, so that they recur.
 
-    Positions lie around the least length.
+    Positions lie around the least length. Wide rows of the tables say something of requests that
+    asked for nothing, too.
     """
-    generator = torch.Generator().manual_seed(seed)
-    size, columns = len(names), columns_of(vocab_size, generator)
-    rows = torch.randperm(NUM_ROWS - 1, generator=generator)[:size] + 1
+    c, size = Case(seed=seed), len(names)
+    rows = torch.randperm(NUM_ROWS - 1, generator=c.generator)[:size] + 1
     flags = torch.tensor([EDITED[name] for name in names])
-    columns.penalizes[rows], columns.biases[rows] = flags[:, 0].bool(), flags[:, 1].bool()
+    counts = c.whole(0, 4, NUM_ROWS, vocab).int()
+    columns = EditColumns(
+        penalizes=torch.zeros(NUM_ROWS).bool().index_fill(0, rows[flags[:, 0] > 0], True),
+        biases=torch.zeros(NUM_ROWS).bool().index_fill(0, rows[flags[:, 1] > 0], True),
+        rates=c.uniforms(NUM_ROWS, 3).float() + torch.tensor([-0.5, -0.5, 0.5]),
+        counts=counts * (counts > 1),
+        bias=c.normal(NUM_ROWS, vocab),
+    )
     shape = size, num_particles, 1 + max_tail
-    spread = torch.randint(vocab_size, shape, generator=generator)
-    few = torch.tensor([0, vocab_size // 2, vocab_size - 1])
-    recurring = few[torch.randint(3, shape, generator=generator)]
-    texts = torch.where(torch.rand(shape, generator=generator) < 0.5, spread, recurring)
+    recurring = torch.tensor([0, vocab // 2, vocab - 1])[c.whole(0, 3, *shape)]
+    texts = torch.where(c.flags(0.5, *shape), c.whole(0, vocab, *shape), recurring)
     return Edits(
         columns,
         range(size),
         rows,
         min_new_tokens=flags[:, 2],
-        stop_mask=torch.rand(size, vocab_size, generator=generator) < 0.2,
-        starts=torch.randint(4, 12, shape[:2], generator=generator),
+        stop_mask=c.flags(0.2, size, vocab),
+        starts=c.whole(4, 12, *shape[:2]),
         # A round hands on a part of what a population holds.
         texts=torch.cat([texts[:, :, :1], texts], dim=2)[:, :, 1:],
-        lengths=torch.randint(max_tail + 2, shape[:2], generator=generator),
+        lengths=c.whole(0, max_tail + 2, *shape[:2]),
     )
 
 
@@ -97,12 +87,12 @@ def check(
     vocab_size=[1, 5, 16, 33],
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_small_rows(c: Any, device: str) -> None:
+def test_small_rows(c: Case, device: str) -> None:
     """A step of drafting or all columns of a verification; several tiles, texts of many blocks."""
     of = edits_of(c.names, c.num_particles, c.max_tail, c.vocab_size, c.seed)
     num_columns = 1 if c.is_step else c.num_drafted + 1
     shape = len(c.names), c.num_particles, num_columns, c.vocab_size
-    logits = (torch.randn(shape, generator=torch.Generator().manual_seed(c.seed)) * 3).to(c.dtype)
+    logits = (c.normal(*shape) * 3).to(c.dtype)
     first = c.num_drafted if c.is_step else 0
     with mock.patch.multiple(kernel, _TILE=16, _BLOCK=4):
         check(logits, of, drafts_of(of, c.num_drafted), first, device)
@@ -112,14 +102,13 @@ def test_small_rows(c: Any, device: str) -> None:
 def test_rows_of_a_real_vocabulary_behind_the_longest_texts(vocab_size: int, device: str) -> None:
     of = edits_of(["all", "nothing"], 1, 256, vocab_size, seed=3)
     of = of._replace(lengths=torch.full_like(of.lengths, 257))
-    logits = torch.randn(2, 1, 3, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
-    check(logits, of, drafts_of(of, 2), 0, device)
+    check(Case(seed=4).normal(2, 1, 3, vocab_size) * 3, of, drafts_of(of, 2), 0, device)
 
 
 def test_logits_in_strides_of_their_own(device: str) -> None:
     """As where a step of drafting has read two tokens, or columns come first."""
     of = edits_of(["all", "penalties"], 3, 5, 33, seed=8)
-    wide = torch.randn(4, 2, 3, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    wide = Case(seed=1).normal(4, 2, 3, 40).to(device)
     around = wide.clone()
     logits = wide.permute(1, 2, 0, 3)[:, :, 1:3, :33]  # [G, N, 2, V]
     expected = check(logits.cpu(), of, drafts_of(of, 1), 0, device)
@@ -135,7 +124,7 @@ NAMES = st.lists(st.sampled_from(["penalties", "biases"]), min_size=1, max_size=
 
 
 @drawn(8, names=NAMES, max_tail=[0, 3, 40])
-def test_settled_tokens_are_counted(c: Any, device: str) -> None:
+def test_settled_tokens_are_counted(c: Case, device: str) -> None:
     """Some of a text, or none; the same token many times; nothing of a request that only biases."""
     of = edits_of(c.names, 2, c.max_tail, 9, c.seed)
     tokens = of.texts[:, 0]

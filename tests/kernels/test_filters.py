@@ -1,12 +1,11 @@
 """What filters keep, kernel against reference."""
 
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from drawn import drawn, some_banned
+from drawn import Case, drawn
 from hypothesis import strategies as st
 from laws import ALL, SamplingRules
 
@@ -56,13 +55,10 @@ asked_of = st.tuples(
     spread=[0.0, 1.0, 8.0, 60.0],
     forbidden=[0.0, 0.3, 0.95],
 )
-def test_small_rows(c: Any, device: str) -> None:
+def test_small_rows(c: Case, device: str) -> None:
     """Ties, forbidden tokens and tiles, peaks; 7 tiles at most, the last of them not full."""
-    generator = torch.Generator().manual_seed(c.seed)
-    logits = torch.randn(3, c.vocab_size, generator=generator) * c.spread
-    if c.seed % 2:
-        logits = logits.round()
-    logits = some_banned(logits, c.forbidden, generator).to(c.dtype)
+    logits = c.logits(3, c.vocab_size, spread=c.spread, forbidden=c.forbidden)
+    logits = (logits.round() if c.seed % 2 else logits).to(c.dtype)
     with mock.patch.object(kernel, "_TILE", 16):
         check_kept(logits, rules_of(*c.requests), device)
 
@@ -70,8 +66,7 @@ def test_small_rows(c: Any, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_real_vocabulary(dtype: torch.dtype, device: str) -> None:
     """Ties by the hundred at the cut, in bfloat16; every filter alone, and all together."""
-    generator = torch.Generator().manual_seed(1)
-    logits = (torch.randn(6, 9001, generator=generator) * 3).to(dtype)
+    logits = (Case(seed=1).normal(6, 9001) * 3).to(dtype)
     asked = (
         (1.0, 700, 1.0, 0.0),
         (0.6, ALL, 0.9, 0.0),
@@ -87,7 +82,7 @@ def test_rows_of_a_real_vocabulary(dtype: torch.dtype, device: str) -> None:
 
 def test_rows_without_a_law_are_not_cut_and_spoil_no_other(device: str) -> None:
     """NaN and infinities in the first, a middle and the last of three tiles."""
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
+    logits = Case(seed=2).normal(6, 40)
     logits[0, 0], logits[1, 20], logits[2, 39], logits[3] = math.nan, math.inf, math.nan, -math.inf
     with mock.patch.object(kernel, "_TILE", 16):
         found = check_kept(logits, rules_of((0.7, 5, 0.9, 0.1)), device)
@@ -96,7 +91,7 @@ def test_rows_without_a_law_are_not_cut_and_spoil_no_other(device: str) -> None:
 
 
 def test_rows_may_lie_apart_and_a_row_may_be_alone(device: str) -> None:
-    wide = torch.randn(3, 60, generator=torch.Generator().manual_seed(3)).to(device)
+    wide = Case(seed=3).normal(3, 60).to(device)
     rules = [rule.to(device) for rule in rules_of((1.0, 4, 1.0, 0.0))[:4]]
     view = wide[1:2, :37]
     assert view.stride(0) == 60

@@ -64,8 +64,7 @@ def serve(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name == NIGHTLY)) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == NIGHTLY)) for name in CASES]
 )
 def test_kernels_change_no_token(name: str, device: str, kernels: Ops) -> None:
     chosen, budgets, asked = CASES[name]

@@ -1,12 +1,11 @@
 """Exact verification, kernel against reference: masses, rule, residual, and where a walk goes."""
 
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from drawn import copied, drawn
+from drawn import Case, copied, drawn
 from exact_tables import verify
 
 from sglang_smc.kernels import verify as kernel
@@ -17,53 +16,50 @@ from sglang_smc.smc.verification import NUM_BINS, Chains, Walk, middle_ratios
 from sglang_smc.smc.verification import selection_rule as expected_rule
 
 
-def laws(size: int, vocab_size: int, generator: torch.Generator, spread: float) -> torch.Tensor:
+def laws(c: Case, size: int) -> torch.Tensor:
     """Log-probabilities of p and of a draft near it, some tokens forbidden: ``[2, size, V]``."""
-    p = torch.randn(size, vocab_size, generator=generator) * 2
-    q = p + torch.randn(size, vocab_size, generator=generator) * spread
-    both = torch.stack([p, q])
-    banned = torch.rand(both.shape, generator=generator) < 0.1
+    p = c.normal(size, c.vocab_size) * 2
+    both = torch.stack([p, p + c.normal(size, c.vocab_size) * c.spread])
+    banned = c.flags(0.1, *both.shape)
     banned[..., 0] = False
     return both.masked_fill(banned, -torch.inf).log_softmax(-1)
 
 
-def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generator) -> Walk:
+def a_walk(c: Case, size: int) -> Walk:
     """Somewhere on the way, wherever it may be; some groups have arrived. Room for kernels."""
     group = torch.arange(size)
-    follows = torch.rand(size, max_chains, generator=generator) < 0.6
-    follows[group, torch.randint(max_chains, (size,), generator=generator)] = True
-    chance = torch.rand(size, generator=generator, dtype=torch.float64)
+    follows = c.flags(0.6, size, c.max_chains)
+    follows[group, c.whole(0, c.max_chains, size)] = True
+    chance = c.uniforms(size)
     chance[::2] = 1.0
     return Walk(
         follows=follows,
         chance=chance,
-        walking=torch.rand(size, generator=generator) < 0.8,
+        walking=c.flags(0.8, size),
         p_row=group,
-        q_row=group * max_chains + follows.long().argmax(1),
+        q_row=group * c.max_chains + follows.long().argmax(1),
         found=verification.Verified(
             num_columns=torch.zeros_like(group),
             winner=torch.zeros_like(group),
-            rejects=torch.rand(size, generator=generator) < 0.5,
+            rejects=c.flags(0.5, size),
             left=group + size * (group % 2),
-            residuals=torch.rand(2 * size, vocab_size, generator=generator),
+            residuals=c.uniforms(2 * size, c.vocab_size).float(),
         ),
     )
 
 
 @drawn(
-    9, vocab_size=[2, 5, 64, 700], max_chains=[1, 2, 5, 8], spread=[0.0, 0.3, 2.0], step=[0, 1, 2]
+    9, step=[0, 1, 2], max_chains=[1, 2, 5, 8], vocab_size=[2, 5, 64, 700], spread=[0.0, 0.3, 2.0]
 )
-def test_a_column(c: Any, device: str) -> None:
+def test_a_column(c: Case, device: str) -> None:
     """From any state of the walk. What does not exist holds anything, and spoils nothing."""
-    generator, step = torch.Generator().manual_seed(c.seed), c.step
-    shape = size, max_chains, max_steps = 12, c.max_chains, 3
-    walk = a_walk(size, max_chains, c.vocab_size, generator)
-    log_p, log_q = laws(size, c.vocab_size, generator, c.spread)
-    drawn = torch.multinomial(log_q.exp(), max_chains, replacement=True, generator=generator)
+    shape = size, max_chains, _ = 12, c.max_chains, 3
+    walk, step = a_walk(c, size), c.step
+    log_p, log_q = laws(c, size)
+    drawn = torch.multinomial(log_q.exp(), max_chains, replacement=True, generator=c.generator)
     tokens = drawn.unsqueeze(2).expand(shape).clone()
-    num_steps = torch.randint(step + 1, max_steps + 1, (size,), generator=generator)
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
-    ends = torch.rand(shape, generator=generator) < 0.2
+    num_steps = c.whole(step + 1, shape[2] + 1, size)
+    uniforms, ends = c.uniforms(*shape), c.flags(0.2, *shape)
     tokens[~walk.follows] = 10**9
     uniforms[walk.follows.sum(1) == 1, 1:] = math.nan
     log_p[~walk.walking] = log_q[~walk.walking] = math.nan
@@ -92,15 +88,14 @@ def test_a_column(c: Any, device: str) -> None:
 @pytest.mark.parametrize("num_siblings", [1, 2, 8])
 def test_the_rule_of_given_masses(num_siblings: int, device: str) -> None:
     """Masses in many tiles, empty bins among them, in one bin, and of a path with any chance."""
-    generator = torch.Generator().manual_seed(num_siblings)
-    size, num_tiles = 16, 70
-    masses = torch.rand(size, num_tiles, 2, NUM_BINS, generator=generator)
+    c, size = Case(seed=num_siblings), 16
+    masses = c.uniforms(size, 70, 2, NUM_BINS).float()
     masses[:, :, 0] *= middle_ratios(torch.device("cpu")).float()
-    few = torch.rand(size, 1, 1, NUM_BINS, generator=generator) < 0.3
+    few = c.flags(0.3, size, 1, 1, NUM_BINS)
     few[0], few[0, ..., 64] = False, True
     masses = masses * few
     masses = masses / masses.sum((1, 3), keepdim=True)
-    chance = torch.rand(size, generator=generator, dtype=torch.float64)
+    chance = c.uniforms(size)
     chance[:4] = 1.0
     follows = (torch.arange(9) < num_siblings).expand(size, -1).contiguous()
     walking = torch.arange(size) != 5
@@ -121,11 +116,10 @@ def test_the_rule_of_given_masses(num_siblings: int, device: str) -> None:
 
 def test_a_broken_row_spoils_no_other(device: str, kernels: Ops) -> None:
     """Rows of NaN, as of a model that overflows: some token, some column, and nothing worse."""
-    generator = torch.Generator().manual_seed(1)
-    log_p, log_q = laws(6 * 3, 50, generator, 1.0).unflatten(1, (6, 1, 3))
+    c = Case(seed=1, vocab_size=50, spread=1.0)
+    log_p, log_q = laws(c, 6 * 3).unflatten(1, (6, 1, 3))
     log_p, log_q = (of.expand(-1, 4, -1, -1).clone() for of in (log_p, log_q[:, :, :2]))
-    tokens = torch.randint(50, (6, 4, 2), generator=generator)
-    uniforms = torch.rand(6, 4, 2, generator=generator, dtype=torch.float64)
+    tokens, uniforms = c.whole(0, 50, 6, 4, 2), c.uniforms(6, 4, 2)
     arguments = [tokens, torch.zeros_like(tokens).bool(), log_p, log_q, uniforms]
     whole = verify(*copied(arguments, device), walker=kernels)
     log_p[1], log_q[3] = math.nan, math.nan

@@ -3,46 +3,39 @@
 from typing import Any
 
 import torch
-from drawn import copied, drawn
+from drawn import Case, copied, drawn
 
 from sglang_smc.kernels import watch as kernel
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc.distribution import TokenDistribution
 
 
-def case(c: Any) -> tuple[Any, ...]:
+def case(c: Case) -> tuple[Any, ...]:
     """Groups with K from 0, with filters or without, some greedy, some with a target of no law."""
-    generator, size = torch.Generator().manual_seed(c.seed), 6
-    num_particles, max_steps, vocab = c.num_particles, c.max_steps, c.vocab
-    width = 2 * max_steps + 4
-
-    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
+    c.generator.manual_seed(c.seed)
+    size, num_particles, max_steps, vocab = 6, c.num_particles, c.max_steps, c.vocab
 
     def logits(num_rows: int) -> torch.Tensor:
-        return (3 * torch.randn(size * num_rows, vocab, generator=generator)).to(c.dtype)
+        return (3 * c.normal(size * num_rows, vocab)).to(c.dtype)
 
-    num_steps, greedy = whole(0, max_steps + 1, size), whole(0, 5, size) == 0
-    measured = (whole(0, 5, size) > 0) & ~greedy
-    coins = torch.rand(size, generator=generator, dtype=torch.float64)
-    starts = whole(0, max_steps, size, num_particles)
+    def or_else(filter_: Any, nothing: float) -> torch.Tensor:
+        return torch.where(c.flags(0.5, size), filter_, nothing)
+
+    num_steps, greedy = c.whole(0, max_steps + 1, size), c.flags(0.2, size)
+    of = c.uniforms(size), num_steps, c.flags(0.8, size) & ~greedy
+    starts = c.whole(0, max_steps, size, num_particles)
     path = (
-        whole(0, num_particles, size, num_particles),
+        c.whole(0, num_particles, size, num_particles),
         starts,
-        starts + whole(0, max_steps + 2, size, num_particles),
+        starts + c.whole(0, max_steps + 2, size, num_particles),
         # A view, as a population has its tails.
-        whole(0, vocab, size, num_particles, 2 + width)[:, :, 2:],
+        c.whole(0, vocab, size, num_particles, 2 * max_steps + 6)[:, :, 2:],
     )
-    filters = (
-        torch.where(whole(0, 2, size) > 0, whole(2, vocab, size), vocab),
-        torch.where(whole(0, 2, size) > 0, 0.7, 1.0),
-        torch.where(whole(0, 2, size) > 0, 0.05, 0.0),
-    )
-    rules = 0.5 + torch.rand(size, generator=generator), greedy, filters if c.filtered else None
+    filters = or_else(c.whole(2, vocab, size), vocab), or_else(0.7, 1.0), or_else(0.05, 0.0)
+    rules = 0.5 + c.uniforms(size).float(), greedy, filters if c.filtered else None
     p = TokenDistribution.of(logits(num_particles * (max_steps + 1)).view(size, -1, vocab), *rules)
     steps = [logits(num_particles) for _ in range(max_steps)]
-    sums = torch.randn(size, num_particles, 4, generator=generator, dtype=torch.float64)
-    return sums, (coins, num_steps, measured), path, p, steps, rules
+    return c.normal(size, num_particles, 4).double(), of, path, p, steps, rules
 
 
 def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
@@ -62,7 +55,7 @@ def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
     filtered=[False, True],
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_what_is_watched(c: Any, device: str) -> None:
+def test_what_is_watched(c: Case, device: str) -> None:
     """The same sums to rounding, and those of whom nothing is watched untouched to the last bit."""
     host, anew = case(c), case(c)
     there = copied(host, device)

@@ -7,10 +7,12 @@ mask or weight gives another text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kits.kit_prompts import FILLER, lessons
@@ -21,6 +23,7 @@ EOS = 2  # one of those that the matched-stop kit takes for an end
 # The logprob kit's prompts are the ids up to 1,999. Only the first of them are ever written.
 VOCAB_SIZE = 2048
 EPOCHS = 80
+IGNORED = -100
 NOISE = 0.2  # of the spread of each matrix: a few of the words then differ
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -37,7 +40,6 @@ def make_pair(folder: Path, max_positions: int) -> tuple[str, str]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = learn(tokenizer, max_positions)
-        pad_vocabulary(model)
         for name in ("target", "draft"):
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
@@ -68,23 +70,22 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def learn(tokenizer: PreTrainedTokenizerFast, max_positions: int) -> LlamaForCausalLM:
     """Train until every answer token is all but certain."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=max_positions,
-            bos_token_id=None,
-            eos_token_id=EOS,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-            initializer_range=0.1,
-        )
-    ).float()
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_positions,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    model = LlamaForCausalLM(config).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=EPOCHS)
     batches = make_batches(tokenizer)
@@ -102,7 +103,9 @@ def train(
     labels: torch.Tensor,
 ) -> float:
     """One step; the -log p of the answer token that was least expected."""
-    loss = loss_of(model, ids, labels)
+    asked = labels[:, 1:] != IGNORED
+    logits = model(ids).logits[:, :-1][asked]  # [A, V]
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:][asked], reduction="none")
     optimizer.zero_grad()
     loss.mean().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,40 +114,16 @@ def train(
 
 
 def make_batches(tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and labels ``[B, T]`` of lessons of about one length; label -100 is not asked for."""
+    """Ids and labels ``[B, T]`` of lessons of about one length; those of questions are ignored."""
     rows = []
     for question, answer in lessons():
         asked, said = tokenizer.encode(question), tokenizer.encode(answer)
         said += [] if answer.endswith("...") else [EOS]
-        rows.append((asked + said, [-100] * len(asked) + said))
+        rows.append((asked + said, [IGNORED] * len(asked) + said))
     rows.sort(key=lambda row: len(row[0]))
-    batches = []
-    for first in range(0, len(rows), 8):
-        some = rows[first : first + 8]
-        width = max(len(ids) for ids, _ in some)
-        ids = torch.tensor([i + [0] * (width - len(i)) for i, _ in some])
-        labels = torch.tensor([x + [-100] * (width - len(x)) for _, x in some])
-        batches.append((ids, labels))
-    return batches
 
+    def padded(columns: Sequence[list[int]], value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(one) for one in columns], True, value)
 
-def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """-log p of every answer token, ``[A]``."""
-    asked = labels[:, 1:] != -100
-    logits = model(ids).logits[:, :-1][asked]  # [A, V]
-    # Token 0 also stands in for all that `pad_vocabulary` adds with its weights.
-    extra = torch.zeros(logits.shape[-1])
-    extra[0] = torch.log(torch.tensor(1.0 + VOCAB_SIZE - len(extra)))
-    return torch.nn.functional.cross_entropy(logits + extra, labels[:, 1:][asked], reduction="none")
-
-
-def pad_vocabulary(model: LlamaForCausalLM) -> None:
-    """Give the model ids that it may read, and will not write."""
-    small = model.config.vocab_size
-    unwritten = model.lm_head.weight.data[:1].expand(VOCAB_SIZE - small, -1)
-    for layer, more in (
-        (model.model.embed_tokens, 0.1 * torch.randn_like(unwritten)),
-        (model.lm_head, unwritten),
-    ):
-        layer.weight = torch.nn.Parameter(torch.cat([layer.weight.data, more]))
-    model.config.vocab_size = VOCAB_SIZE
+    some = (zip(*rows[first : first + 8], strict=True) for first in range(0, len(rows), 8))
+    return [(padded(ids, 0), padded(labels, IGNORED)) for ids, labels in some]

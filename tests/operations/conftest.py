@@ -1,24 +1,14 @@
 """One server for all that an operator does, and one that has the new weights from the start."""
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 import torch
-from http_server import HANGS, Server, running_server
-from operator_client import (
-    OVERLAPPED,
-    SETTINGS,
-    Fresh,
-    Models,
-    assert_unharmed,
-    greedy,
-    load,
-    status_of_health,
-    streaming,
-    texts,
-)
+from http_server import HANGS, running_server
+from operator_client import OVERLAPPED, SETTINGS, Fresh, Models, Operator
 from tiny_models import smc_arguments
 
 
@@ -30,14 +20,16 @@ def models(tiny: Callable[..., str]) -> Models:
 
 @pytest.fixture(scope="package")
 def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    folder = tmp_path_factory.mktemp("fresh")
     arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
-    with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
-        found = texts(server), greedy(server)[0]
+    with running_server(folder, OVERLAPPED, kind=Operator, **arguments) as server:
+        found = server.texts(), server.greedy()[0]
         process = psutil.Process(server.process.pid)
         tree = [process, *process.children(recursive=True)]
-        with streaming(server) as stream:
+        with server.streaming() as stream:
             server.process.send_signal(signal.SIGTERM)
-            health = status_of_health(server)
+            while (health := server.get("/health").status_code) == 200:
+                time.sleep(0.05)
             last = stream.finish()["meta_info"]
         returncode = server.process.wait(timeout=600)
         processes = len(tree), len(psutil.wait_procs(tree, timeout=HANGS)[1])
@@ -48,32 +40,40 @@ def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 @pytest.fixture(scope="package")
 def server(
     fresh: Fresh, models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[Operator]:
     """After ``fresh``: one server at a time."""
     folder = tmp_path_factory.mktemp("server")
     arguments = smc_arguments(models.target, models.draft, enable_metrics=True, **SETTINGS)
-    with running_server(folder, OVERLAPPED, **arguments) as running:
+    with running_server(folder, OVERLAPPED, kind=Operator, **arguments) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
-def expected(server: Server) -> list[str]:
-    found = texts(server)
+def expected(server: Operator) -> list[str]:
+    found = server.texts()
     assert len(set(found)) == len(found)
     return found
 
 
+@pytest.fixture(scope="package")
+def undisturbed(server: Operator) -> str:
+    """The text of `Operator.streaming`, from the weights of the server's start."""
+    with server.streaming() as stream:
+        return stream.finish()["text"]
+
+
 @pytest.fixture(scope="module")
-def unharmed(server: Server, expected: list[str]) -> Iterator[None]:
+def unharmed(server: Operator, expected: list[str]) -> Iterator[None]:
     """Behind the module's tests the server gives the texts of its start, and holds nothing."""
     yield
-    assert_unharmed(server, expected)
+    assert server.texts() == expected
+    assert server.get("/flush_cache", params={"timeout": HANGS}).status_code == 200
 
 
 @pytest.fixture
-def loaded_back(server: Server, models: Models) -> Iterator[None]:
+def loaded_back(server: Operator, models: Models) -> Iterator[None]:
     yield
-    assert load(server, models.target, models.draft).status_code == 200
+    assert server.load(models.target, models.draft).status_code == 200
 
 
 @pytest.fixture

@@ -10,77 +10,56 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from http_server import Server
-from operator_client import (
-    GROUP,
-    LONG,
-    Fresh,
-    Models,
-    assert_paused,
-    broadcasting,
-    checksums,
-    greedy,
-    load,
-    pause,
-    resume,
-    send,
-    send_tensors,
-    session,
-    streaming,
-    tensors_of,
-    texts,
-)
+from operator_client import GROUP, LONG, Fresh, Models, Operator, tensors_of
 
 from sglang_smc import upstream
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unharmed")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.usefixtures("unharmed", "loaded_back", "by_file_name"),
+]
 
 selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
 names = pytest.mark.skipif(upstream.SELECTS_MODELS, reason="requests select the model")
 
 
 def test_new_weights_from_disk_are_those_of_a_fresh_server(
-    server: Server, expected: list[str], models: Models, fresh: Fresh, loaded_back: None
+    server: Operator, expected: list[str], models: Models, fresh: Fresh
 ) -> None:
-    answer = load(server, models.new_target, models.new_draft)
-    assert (answer.status_code, answer.json()["success"]) == (200, True)
-    assert texts(server) == fresh.texts != expected
-    assert load(server, models.target).status_code == 200
-    assert texts(server) != expected, "the draft keeps its weights where none are named"
+    assert server.load(models.new_target, models.new_draft).status_code == 200
+    assert server.texts() == fresh.texts != expected
+    assert server.load(models.target).status_code == 200
+    assert server.texts() != expected, "the draft keeps its weights where none are named"
 
 
 def test_new_weights_while_requests_are_retracted(
-    server: Server, models: Models, fresh: Fresh, loaded_back: None
+    server: Operator, models: Models, fresh: Fresh
 ) -> None:
-    with streaming(server) as stream:
-        pause(server, "retract")
-        assert load(server, models.new_target, models.new_draft).status_code == 200
-        assert_paused(server)
-        resume(server)
+    with server.streaming() as stream:
+        server.pause("retract")
+        assert server.load(models.new_target, models.new_draft).status_code == 200
+        server.assert_paused()
+        server.resume()
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
-    assert texts(server) == fresh.texts
+    assert server.texts() == fresh.texts
 
 
-def test_new_weights_while_requests_hold_kv(
-    server: Server, models: Models, loaded_back: None
-) -> None:
+def test_new_weights_while_requests_hold_kv(server: Operator, models: Models) -> None:
     """Refused if their KV is to be dropped; else they go on from it."""
-    with streaming(server) as stream:
-        pause(server, "in_place")
-        refused = load(server, models.new_target)
+    with server.streaming() as stream:
+        server.pause("in_place")
+        refused = server.load(models.new_target)
         assert (refused.status_code, "'retract'" in refused.text) == (400, True)
-        assert load(server, models.new_target, flush_cache=False).status_code == 200
-        resume(server)
+        assert server.load(models.new_target, flush_cache=False).status_code == 200
+        server.resume()
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
 
 
 def test_new_weights_wait_for_running_requests(
-    server: Server, models: Models, loaded_back: None
+    server: Operator, models: Models, undisturbed: str
 ) -> None:
-    with streaming(server) as stream:
-        undisturbed = stream.finish()["text"]
-    with streaming(server) as stream:
-        assert load(server, models.new_target).status_code == 200
+    with server.streaming() as stream:
+        assert server.load(models.new_target).status_code == 200
         assert stream.finish()["text"] == undisturbed
 
 
@@ -95,7 +74,7 @@ def test_new_weights_wait_for_running_requests(
     ],
 )
 def test_updates_that_cannot_be(
-    server: Server, models: Models, given: dict[str, Any], reason: str
+    server: Operator, models: Models, given: dict[str, Any], reason: str
 ) -> None:
     answer = server.post("/update_weights_from_disk", **{"model_path": models.target, **given})
     assert answer.status_code == 400
@@ -103,62 +82,56 @@ def test_updates_that_cannot_be(
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
-    server: Server, models: Models, tmp_path: Path
+    server: Operator, models: Models, tmp_path: Path
 ) -> None:
     """A draft of another size, beside a target that would fit; and a file that is cut off."""
-    answer = load(server, models.new_target, models.other_size)
+    answer = server.load(models.new_target, models.other_size)
     assert answer.status_code == 400
     assert "layers.1" in answer.json()["message"]
     (source,) = Path(models.new_target).glob("*.safetensors")
     (tmp_path / source.name).write_bytes(source.read_bytes()[:-64])
-    answer = load(server, str(tmp_path))
-    assert answer.status_code == 400
+    assert server.load(str(tmp_path)).status_code == 400
 
 
 def test_a_new_draft_changes_the_speed_of_a_greedy_text_alone(
-    server: Server, models: Models, fresh: Fresh, loaded_back: None
+    server: Operator, models: Models, fresh: Fresh
 ) -> None:
-    assert load(server, models.new_target).status_code == 200
-    text, rounds = greedy(server)
+    assert server.load(models.new_target).status_code == 200
+    text, rounds = server.greedy()
     assert text == fresh.greedy
-    assert load(server, models.new_target, models.new_target).status_code == 200
-    assert greedy(server) == (text, 10), "39 tokens, of which every round keeps 3 and adds one"
+    assert server.load(models.new_target, models.new_target).status_code == 200
+    assert server.greedy() == (text, 10), "39 tokens, of which every round keeps 3 and adds one"
     assert rounds > 20
 
 
 @names
 def test_new_weights_from_tensors_that_name_their_model(
-    server: Server, models: Models, fresh: Fresh, loaded_back: None, by_file_name: None
+    server: Operator, models: Models, fresh: Fresh
 ) -> None:
     """Those named `draft.` go to the draft, as /weights_checker names them."""
     own, draft = (tensors_of(path) for path in (models.new_target, models.new_draft))
-    named = [*own.items(), *((f"draft.{name}", tensor) for name, tensor in draft.items())]
-    answer = send_tensors(server, named)
+    named = own | {f"draft.{name}": tensor for name, tensor in draft.items()}
+    answer = server.send(named.items())
     assert answer.status_code == 200, answer.text
-    assert texts(server) == fresh.texts
+    assert server.texts() == fresh.texts
 
 
 @selects
 @pytest.mark.parametrize("mode", [None, "retract"])
 def test_new_weights_of_both_in_one_session(
-    server: Server,
-    models: Models,
-    fresh: Fresh,
-    loaded_back: None,
-    by_file_name: None,
-    mode: str | None,
+    server: Operator, models: Models, fresh: Fresh, mode: str | None
 ) -> None:
-    with streaming(server) as stream:
+    with server.streaming() as stream:
         if mode is not None:
-            pause(server, mode)
-        with session(server):
+            server.pause(mode)
+        with server.session():
             for path, given in ((models.new_target, {}), (models.new_draft, {"selector": "draft"})):
-                answer = send_tensors(server, tensors_of(path).items(), **given)
+                answer = server.send(tensors_of(path).items(), **given)
                 assert answer.status_code == 200, answer.text
         if mode is not None:
-            resume(server)
+            server.resume()
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
-    assert texts(server) == fresh.texts
+    assert server.texts() == fresh.texts
 
 
 @selects
@@ -171,59 +144,46 @@ def test_new_weights_of_both_in_one_session(
     ],
 )
 def test_a_selector_names_one_model(
-    server: Server,
-    models: Models,
-    loaded_back: None,
-    by_file_name: None,
-    opened: str,
-    given: dict[str, Any],
-    updated: str,
+    server: Operator, models: Models, opened: str, given: dict[str, Any], updated: str
 ) -> None:
-    before = checksums(server)
-    with session(server, opened):
-        answer = send_tensors(server, tensors_of(models.new_target).items(), **given)
+    before = server.checksums()
+    with server.session(opened):
+        answer = server.send(tensors_of(models.new_target).items(), **given)
         assert answer.status_code == 200, answer.text
-    changed = {name for name, value in checksums(server).items() if value != before[name]}
+    changed = {name for name, value in server.checksums().items() if value != before[name]}
     assert "lm_head.weight" in {name.removeprefix("draft.") for name in changed}
     assert {name.startswith("draft.") for name in changed} == {updated == "draft"}
 
 
 @selects
-def test_sessions_that_cannot_be(server: Server, models: Models, by_file_name: None) -> None:
+def test_sessions_that_cannot_be(server: Operator, models: Models) -> None:
     def refused(answer: httpx.Response, reason: str) -> bool:
         return answer.status_code == 400 and reason in answer.text
 
     named = tensors_of(models.target).items()
-    assert refused(send_tensors(server, named), "begin_weight_update")
+    assert refused(server.send(named), "begin_weight_update")
     assert refused(server.post("/end_weight_update"), "no weight-update session is open")
     assert refused(server.post("/begin_weight_update", selector="drafts"), "selector")
-    with session(server):
+    with server.session():
         assert refused(server.post("/begin_weight_update"), "already open")
-        assert refused(send_tensors(server, named, selector="drafts"), "selector")
+        assert refused(server.send(named, selector="drafts"), "selector")
         own_way = ((f"draft.{name}", tensor) for name, tensor in named)
-        assert refused(send_tensors(server, own_way), "selector='draft'")
+        assert refused(server.send(own_way), "selector='draft'")
 
 
-def test_tensors_that_do_not_fit_are_refused(
-    server: Server, models: Models, loaded_back: None, by_file_name: None
-) -> None:
+def test_tensors_that_do_not_fit_or_cannot_be_read_are_refused(server: Operator) -> None:
     draft = {"selector": "draft"} if upstream.SELECTS_MODELS else {}
-    with session(server):
-        for given in ({}, draft):
-            answer = send_tensors(server, [("lm_head.weight", torch.ones(3, 5))], **given)
+    too_small = [("lm_head.weight", torch.ones(3, 5))]
+    with server.session():
+        for sent, given in ((too_small, {}), (too_small, draft), (b"no pickle", {})):
+            answer = server.send(sent, **given)
             assert (answer.status_code, answer.json()["success"]) == (400, False)
 
 
-def test_tensors_that_cannot_be_read_are_refused(server: Server) -> None:
-    with session(server):
-        answer = send(server, b"no pickle")
-    assert (answer.status_code, answer.json()["success"]) == (400, False)
-
-
-def test_new_weights_by_broadcast(server: Server, models: Models, loaded_back: None) -> None:
+def test_new_weights_by_broadcast(server: Operator, models: Models) -> None:
     """Of the target alone."""
     tensors = tensors_of(models.new_target)
-    with session(server), broadcasting(server) as group, ThreadPoolExecutor(1) as pool:
+    with server.session(), server.broadcasting() as group, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(
             server.post,
             "/update_weights_from_distributed",
@@ -235,6 +195,6 @@ def test_new_weights_by_broadcast(server: Server, models: Models, loaded_back: N
         for tensor in tensors.values():
             torch.distributed.broadcast(tensor, src=0, group=group)
         assert answer.result().status_code == 200, answer.result().text
-    found = texts(server)
-    assert load(server, models.new_target, models.draft).status_code == 200
-    assert texts(server) == found
+    found = server.texts()
+    assert server.load(models.new_target, models.draft).status_code == 200
+    assert server.texts() == found

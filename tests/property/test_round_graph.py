@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from toy_grammar import Letters, maker, runners
 from toy_laws import toy
 from toy_logprobs import AskingWorker
@@ -17,9 +18,8 @@ from toy_worker import Outcome as Texts
 from sglang_smc.models.recorder import Ranks, Record
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import RoundInputs, shape_of_server
+from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
-from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.result import Outcome
 from sglang_smc.state.population import LogprobWidths
 
@@ -42,20 +42,14 @@ def in_place(played: list[int]) -> Record:
             if not running:  # a graph would run no code that could replay another
                 played.append(len(found.counts) if isinstance(found, Outcome) else 0)
             running.append(run)
-            overwrite(found, run())
+            for place, value in zip(tree_leaves(found), tree_leaves(run()), strict=True):
+                if place is not None:
+                    place.copy_(value)
             running.pop()
 
         return found, replay
 
     return record
-
-
-def overwrite(found: Any, new: Any) -> None:
-    if isinstance(found, torch.Tensor):
-        found.copy_(new)
-    elif found is not None:
-        for column, value in zip(found, new, strict=True):
-            overwrite(column, value)
 
 
 def serve(
@@ -166,22 +160,6 @@ def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     assert 0 not in replayed(1e-6, **server, **ORDINARY[name]), "no model's pass alone"
 
 
-def test_at_temperature_0_a_tree_is_replayed_and_gives_the_same_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shapes: set[tuple[int, bool, bool]] = set()
-    original = RoundGraphs.replay
-
-    def replay(graphs: RoundGraphs, inputs: RoundInputs) -> Outcome:
-        shapes.add((graphs.shape.num_particles, graphs.shape.walks, graphs.shape.branches))
-        return original(graphs, inputs)
-
-    monkeypatch.setattr(RoundGraphs, "replay", replay)
-    by_graph, eager = (serve(recorded, asked={"top_k": 1}) for recorded in ([], None))
-    assert torch.equal(by_graph.outputs, eager.outputs)
-    assert shapes == {(3, False, True)}
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -210,10 +188,7 @@ def test_a_batch_that_no_recording_holds_is_replayed_in_slices(
 
 LAUNCHED: dict[str, dict[str, Any]] = {
     **ORDINARY,
-    "smc": {},
-    "exact": {"chosen": ({"mode": "exact"},)},
-    "mixed": {"chosen": ({"mode": "mixed"},)},
-    "auto": {"chosen": ({"mode": "auto"},)},
+    **{mode: {"chosen": ({"mode": mode},)} for mode in ("smc", "exact", "mixed", "auto")},
     "a grammar": {"grammar": maker("(ab|b)*a?")},
     "traces": {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"}, {})},
     "potentials": {
@@ -236,19 +211,10 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
     assert not shape.lacks(shape)
     assert not shape._replace(edits=True).lacks(shape)
     assert not shape.lacks(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
-    for change in (
-        {"num_particles": 5},
-        {"num_steps": 4},
-        {"max_tail": shape.max_tail + 1},
-        {"max_arena": shape.max_arena + 1},
-        {"filtered": True},
-        {"edits": True},
-        {"powered": True},
-        {"walks": True},
-        {"shows_particles": True},
-        {"traces": True},
-        {"has_rules": True},
-        {"logprobs": LogprobWidths(1, 0, 0)},
-        {"methods": ("ssp",)},
-    ):
-        assert len(shape.lacks(shape._replace(**change))) == 1, change
+    kinds = "filtered", "edits", "powered", "walks", "shows_particles", "traces", "has_rules"
+    more: dict[str, Any] = dict.fromkeys(kinds, True)
+    more |= {"logprobs": LogprobWidths(1, 0, 0), "methods": ("ssp",)}
+    sizes = "num_particles", "num_steps", "max_tail", "max_arena"
+    more |= {name: getattr(shape, name) + 1 for name in sizes}
+    for name, value in more.items():
+        assert len(shape.lacks(shape._replace(**{name: value}))) == 1, name

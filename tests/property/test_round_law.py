@@ -38,7 +38,6 @@ from toy_worker import Language, Outcome
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import RESAMPLING_METHODS
-from sglang_smc.smc.distribution import TokenDistribution
 
 EQUAL = (TARGET, TARGET)
 
@@ -220,26 +219,6 @@ def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
 
 
-def test_the_law_of_the_next_token_and_its_sum_by_the_power_of_each_group() -> None:
-    """What p excludes stays excluded: 0 to a small power is no NaN."""
-    p = torch.tensor([0.5, 0.3, 0.0, 0.2], dtype=torch.float64).expand(4, -1)
-    power = torch.tensor([0.1, 0.5, 2.0, 40.0])
-    law = TokenDistribution((p * 7).log() * 0.6, torch.full((4,), 0.6))
-    raised, log_sum = law.to_power(power)
-    found, powers = raised.log_probs(), p ** power.unsqueeze(1)
-    sums = powers.sum(1, keepdim=True)
-    assert torch.allclose(found.double().exp(), powers / sums, atol=1e-6)
-    assert torch.allclose(log_sum.exp(), sums[:, 0], rtol=1e-5)
-    assert (found[:, 2] == -torch.inf).all()
-
-
-def distance_to_power(outcome: Outcome, power: float) -> float:
-    """How far texts are from p^power, normalised."""
-    masses = {text: mass**power for text, mass in P.items()}
-    total = sum(masses.values())
-    return total_variation(outcome, {text: mass / total for text, mass in masses.items()})
-
-
 @pytest.mark.parametrize(
     ("power", "num_particles", "distance"),
     [(2.0, 8, 0.09), (4.0, 8, 0.62), pytest.param(4.0, 64, 0.18, marks=pytest.mark.nightly)],
@@ -249,7 +228,7 @@ def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
 ) -> None:
     """Noise alone makes a TV of about .05 and .03."""
     outcome = run(num_particles=num_particles, num_steps=2, power=power, num_runs=600)
-    assert distance_to_power(outcome, power) == pytest.approx(distance, abs=0.04)
+    assert total_variation(outcome, P, power) == pytest.approx(distance, abs=0.04)
     assert f" {distance:.2f}" in PAGE.read_text()
 
 
@@ -268,23 +247,22 @@ def test_texts_are_weighed_by_the_power_of_p(
     """Without the sums at the first token, at every bonus or behind an end it would be far off."""
     names = "num_particles", "num_steps", "max_lag"
     outcome = run(**dict(zip(names, sizes, strict=True)), power=power, **advance)
-    assert_properly_weighted(outcome, {text: mass**power for text, mass in P.items()})
+    assert_properly_weighted(outcome, P, power)
 
 
 def test_texts_that_never_end_are_weighed_by_the_power_of_p() -> None:
     ends = torch.arange(VOCAB) == EOS
     target, draft = (Language(one.logits.masked_fill(ends, -torch.inf)) for one in PAIR)
     outcome = run((target, draft), num_particles=8, num_steps=2, power=4.0)
-    masses = {text: mass**4.0 for text, mass in law(target).items()}
-    assert_properly_weighted(outcome, masses)
+    assert_properly_weighted(outcome, law(target), 4.0)
 
 
 def test_a_power_keeps_its_particles() -> None:
     """With one particle left its texts would follow powers of next-token laws, which are far."""
     budgets = (OFF, Budget(1, 1))
     outcome = run(num_particles=16, power=2.0, **SELDOM, budgets=budgets, num_runs=800)
-    assert_properly_weighted(outcome, {text: mass**2 for text, mass in P.items()})
-    assert distance_to_power(outcome, 2.0) < 0.12
+    assert_properly_weighted(outcome, P, 2.0)
+    assert total_variation(outcome, P, 2.0) < 0.12
 
 
 # --- What the evidence threshold trades, on models that hardly agree; margins are several times
@@ -335,19 +313,14 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
 
     Going on with the result that has more tokens would lose early ends.
     """
-    target, draft = PAIR
-    logits = target.logits.clone()
-    logits[:, EOS] += 1.0
-    pair = Language(logits), Language(draft.logits + logits - target.logits)
-    of_texts = law(pair[0])
-    expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
+    sooner = torch.eye(VOCAB)[EOS]
+    pair = Language(TARGET.logits + sooner), Language(DRAFT.logits + sooner)
+    expected = sum(mass for text, mass in law(pair[0]).items() if EOS in text[1:4])
     sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1, "num_runs": 3000}
     error = math.sqrt(expected * (1 - expected) / 3000)
-    for chosen, margin in (
-        ({"mode": "exact"}, 5 * error),
-        ({"mode": "mixed", "evidence_threshold": 1.0}, 0.045),
-    ):
-        found = (run(pair, **sizes, **chosen).outputs[:, 1:4] == EOS).any(1).double().mean()
+    for mode, margin in (("exact", 5 * error), ("mixed", 0.045)):
+        outcome = run(pair, **sizes, mode=mode, evidence_threshold=1.0)
+        found = (outcome.outputs[:, 1:4] == EOS).any(1).double().mean()
         assert abs(float(found) - expected) < margin
 
 

@@ -94,28 +94,13 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> MemorySaver:
 
 
 def answers(server: Server) -> list[list[int]]:
-    replies = [
-        server.send(
-            input_ids=[5 + seed, *range(20, 31)],
-            sampling_params={
-                "max_new_tokens": 24,
-                "temperature": 0.8,
-                "sampling_seed": seed,
-                "custom_params": {"smc": smc},
-            },
-        )
-        for seed, smc in enumerate(KINDS)
-    ]
+    replies = []
+    for seed, smc in enumerate(KINDS):
+        own = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": seed}
+        params = {**own, "custom_params": {"smc": smc}}
+        replies.append(server.send(input_ids=[5 + seed, *range(20, 31)], sampling_params=params))
     server.finish()
     return [reply.output_ids for reply in replies]
-
-
-def sleep(server: Server, *tags: str) -> None:
-    server.ask(ReleaseMemoryOccupationReqInput(tags=list(tags)))
-
-
-def wake(server: Server, *tags: str) -> None:
-    server.ask(ResumeMemoryOccupationReqInput(tags=list(tags)))
 
 
 def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, str]) -> None:
@@ -128,16 +113,16 @@ def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, s
         models = server.scheduler.tp_worker.model_runner.model, draft.model_runner.model
         target, of_draft = (dict(model.named_parameters()) for model in models)
         for _ in range(2):
-            sleep(server, "kv_cache", "weights")
+            server.ask(ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"]))
             assert all(weight.isnan().all() for weight in (target | of_draft).values())
-            wake(server, "weights")
+            server.ask(ResumeMemoryOccupationReqInput(tags=["weights"]))
             assert all(weight.isnan().all() for weight in target.values())
             assert not any(weight.isnan().any() for weight in of_draft.values())
             loaded = server.ask(
                 UpdateWeightFromDiskReqInput(model_path=pair[0], load_format="auto")
             )
             assert loaded.success, loaded.message
-            wake(server, "kv_cache")
+            server.ask(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
             assert answers(server) == before
             server.flush()
 

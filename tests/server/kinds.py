@@ -93,10 +93,8 @@ def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
             hot = {"temperature": 1.5, "top_p": 0.95} if seed % 2 else {}
             yield f"{kind} in mode {mode}", constrained(kind, smc, sampling_seed=seed, **hot)
     for name, potential in POTENTIALS.items():
-        yield (
-            f"potential {name}",
-            asked({"potentials": [potential], "trace": True}, max_new_tokens=8),
-        )
+        smc = {"potentials": [potential], "trace": True}
+        yield f"potential {name}", asked(smc, max_new_tokens=8)
 
 
 KINDS = dict(kinds())

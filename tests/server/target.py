@@ -10,8 +10,8 @@ from edit_cases import stock_edit
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from transformers import AutoModelForCausalLM
 
-EDITED_BY = {"logit_bias", "min_new_tokens", *(f"{k}_penalty" for k in ("frequency", "presence"))}
-EDITED_BY |= {"repetition_penalty"}
+PENALTIES = "frequency_penalty", "presence_penalty", "repetition_penalty"
+EDITED_BY = {"logit_bias", "min_new_tokens", *PENALTIES}
 
 
 class Target:
@@ -40,8 +40,5 @@ class Target:
     def log_probs(self, request: dict[str, Any], output: list[int]) -> torch.Tensor:
         """Log-probabilities ``[L, V]`` at the request's temperature, as SGLang returns them."""
         temperature = request["sampling_params"]["temperature"] or 1.0
-        return (
-            (self.logits(request, output) / temperature)
-            .log_softmax(-1)
-            .clamp_min(torch.finfo(torch.float32).min)
-        )
+        log_p = (self.logits(request, output) / temperature).log_softmax(-1)
+        return log_p.clamp_min(torch.finfo(torch.float32).min)

@@ -43,8 +43,9 @@ def test_openai_seeds_samples_and_chooses(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("mode", ["smc", "exact", "auto"])
 def test_openai_streams_texts_usage_and_log_probabilities(client: openai.OpenAI, mode: str) -> None:
-    asked = {"logprobs": True, "top_logprobs": 4}
-    asked |= {"extra_body": {"custom_params": {"smc": {"mode": mode} | TILT.get(mode, {})}}}
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 4}
+    smc = {"mode": mode} | ({"tilt": 0} if mode == "auto" else {})
+    asked["extra_body"] = {"custom_params": {"smc": smc}}
     whole = ask(client, **asked)
     places = whole.choices[0].logprobs.content  # type: ignore[union-attr]
     assert places
@@ -61,19 +62,6 @@ def test_openai_streams_texts_usage_and_log_probabilities(client: openai.OpenAI,
     assert [place.token for place in streamed] == [place.token for place in places]
     values = [place.logprob for place in places]
     assert [place.logprob for place in streamed] == pytest.approx(values, abs=2e-4)
-
-
-TILT = {"auto": {"tilt": 0}}
-
-
-def test_openai_completions(client: openai.OpenAI) -> None:
-    own: dict[str, Any] = {"model": "default", "max_tokens": 9, "temperature": 0}
-    answer = client.completions.create(prompt=["Sam has", "How many"], logprobs=3, **own)
-    for choice in answer.choices:
-        found = choice.logprobs
-        assert found and found.token_logprobs and found.top_logprobs
-        for value, others in zip(found.token_logprobs, found.top_logprobs, strict=True):
-            assert value == pytest.approx(max(others.values())), "the likeliest"
 
 
 def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:
@@ -117,11 +105,10 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
     with server.stream(**asked, sampling_params={**sampling, "custom_params": custom}) as chunks:
         while next(chunks)["meta_info"]["completion_tokens"] < 40:
             pass
-        server.post("/pause_generation", mode="in_place")
+        server.pause("in_place")
         now = watch.snapshot(server.url, server.key)
-        server.post("/continue_generation")
-        for _ in chunks:
-            pass
+        server.resume()
+        list(chunks)
     shown = watch.rates(before[0], now[0])
     assert (shown["mode"], shown["N"], shown["K"]) == ("smc", 4, 4)
     (one,) = [request for request in now[0].smc["running"] if request["rid"] == "watched-one"]

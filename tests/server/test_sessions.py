@@ -99,8 +99,8 @@ def retracted(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, 
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(server.generate, requests)
         while not answers.done():
-            assert server.post("/pause_generation", mode="retract").status_code == 200
-            assert server.post("/continue_generation").status_code == 200
+            server.pause("retract")
+            server.resume()
             server.get("/health_generate")  # until there is another token
         return answers.result()
 
@@ -142,17 +142,15 @@ def test_the_more_important_take_the_place_of_others(server: Server) -> None:
             answers = pool.submit(server.generate, low)
             while not answers.done():
                 server.generate(high)
-            displaced = answers.result()
-        if any(answer["meta_info"]["num_retractions"] for answer in displaced):
+        pairs = zip(low, answers.result(), strict=True)
+        if displaced := [both for both in pairs if both[1]["meta_info"]["num_retractions"]]:
             break
-    else:
-        raise AssertionError("nothing was displaced")
-    for request, answer in zip(low, displaced, strict=True):
-        if answer["meta_info"]["num_retractions"]:
-            (calm,) = server.generate([request])
-            assert calm["output_ids"] == answer["output_ids"]
-            values, again = (
-                [value for value, *_ in one["meta_info"]["output_token_logprobs"]]
-                for one in (answer, calm)
-            )
-            assert values == pytest.approx(again, abs=2e-4)
+    assert displaced
+    for request, answer in displaced:
+        (calm,) = server.generate([request])
+        assert calm["output_ids"] == answer["output_ids"]
+        values, again = (
+            [value for value, *_ in one["meta_info"]["output_token_logprobs"]]
+            for one in (answer, calm)
+        )
+        assert values == pytest.approx(again, abs=2e-4)

@@ -21,12 +21,9 @@ def greedy() -> dict[str, dict[str, Any]]:
     cold: dict[str, Any] = {"temperature": 0.0}
     found = {f"choice {i}": asked(choice, **cold) for i, choice in enumerate(CHOICES)}
     for mode in MODES:
-        own = {
-            f"{name}, {mode}": edited(name, {"mode": mode}, max_new_tokens=48, **cold)
-            for name in EDITS
-        }
-        own |= {f"{kind}, {mode}": constrained(kind, {"mode": mode}, **cold) for kind in GRAMMARS}
-        found |= own
+        smc, long = {"mode": mode}, {"max_new_tokens": 48, **cold}
+        found |= {f"{name}, {mode}": edited(name, smc, **long) for name in EDITS}
+        found |= {f"{kind}, {mode}": constrained(kind, smc, **cold) for kind in GRAMMARS}
     return found
 
 
@@ -77,15 +74,13 @@ def test_at_temperature_0_texts_are_the_targets(server: Server, target: Target) 
         if name != f"choice {len(CHOICES) - 1}":
             assert info["spec_smc_exact_ct"] == info["spec_smc_rounds_ct"]
         assert info["spec_smc_all_zero_ct"] == 0, "wrong drafts are no alarm"
-    chosen = [answers[f"choice {i}"]["meta_info"] for i in range(len(CHOICES))]
+    chosen = [answers[f"choice {i}"] for i in range(len(CHOICES))]
     sizes = [choice.get("num_particles", 4) for choice in CHOICES[:-1]]
-    assert [info["spec_smc_num_particles"] for info in chosen] == [*sizes, 1]
-    plain = {str(answers[f"choice {i}"]["output_ids"]) for i in range(len(CHOICES))}
-    assert len(plain) == 1
-    (shown,) = plain
+    assert [one["meta_info"]["spec_smc_num_particles"] for one in chosen] == [*sizes, 1]
+    (shown,) = {str(answer["output_ids"]) for answer in chosen}
     for name in EDITS:
         assert not str(answers[f"{name}, smc"]["output_ids"]).startswith(shown[:-1]), name
-    last = answers[f"choice {len(CHOICES) - 1}"]
+    last = chosen[-1]
     (alone,) = last["meta_info"]["spec_smc_particles"]
     whole = {"output_ids": last["output_ids"], "text": last["text"].lstrip()}
     assert alone == {**whole, "weight": 1.0, "log_weight": 0.0}
@@ -93,11 +88,10 @@ def test_at_temperature_0_texts_are_the_targets(server: Server, target: Target) 
 
 def test_a_text_goes_on_to_the_end_of_the_context(server: Server, target: Target) -> None:
     """Drafts that would stand beyond the model's last position change nothing before it."""
-    prompts = [[2 + i % 60 for i in range(length)] for length in range(494, 506)]
-    requests = [
-        asked(temperature=0.0, max_new_tokens=512 - len(prompt)) | {"input_ids": prompt}
-        for prompt in prompts
-    ]
+    requests = []
+    for length in range(494, 506):
+        request = asked(temperature=0.0, max_new_tokens=512 - length)
+        requests.append(request | {"input_ids": [2 + i % 60 for i in range(length)]})
     for request, answer in zip(requests, server.generate(requests), strict=True):
         # SGLang leaves the last two positions of a context free.
         assert len(answer["output_ids"]) == 510 - len(request["input_ids"])
@@ -111,18 +105,14 @@ def assert_scored(target: Target, request: dict[str, Any], answer: dict[str, Any
     assert info["output_token_logprobs_length"] == len(output)
     token, top, listed = (info[f"output_{kind}_logprobs"] for kind in ("token", "top", "token_ids"))
     assert [one[1] for one in token] == output
-    own = wanted.gather(1, torch.tensor(output)[:, None])[:, 0]
-    assert [one[0] for one in token] == pytest.approx(own.tolist(), abs=NEAR)
+    assert all([one[1] for one in few] == LISTED for few in listed)
     likeliest = wanted.topk(TOP).values
-    for place, few in enumerate(top):
-        values = [value for value, *_ in few]
+    for place, few in enumerate(zip(token, top, listed, strict=True)):
+        told = [few[0], *few[1], *few[2]]
+        own = wanted[place, [one[1] for one in told]].tolist()
+        assert [one[0] for one in told] == pytest.approx(own, abs=NEAR)
+        values = [one[0] for one in few[1]]
         assert values == pytest.approx(likeliest[place].tolist(), abs=NEAR)
-        of_them = wanted[place, [one[1] for one in few]].tolist()
-        assert values == pytest.approx(of_them, abs=NEAR)
-    for place, few in enumerate(listed):
-        assert [one[1] for one in few] == LISTED
-        values = [value for value, *_ in few]
-        assert values == pytest.approx(wanted[place, LISTED].tolist(), abs=NEAR)
 
 
 def test_log_probabilities_are_the_targets(
@@ -161,10 +151,9 @@ def test_prompts_are_scored_with_and_without_generation(server: Server, target: 
 def test_constrained_texts_are_legal(crowd: dict[str, dict[str, Any]]) -> None:
     """In every mode, hot and filtered or not, beside requests without a grammar."""
     told = set()
-    for kind in GRAMMARS:
-        for mode in MODES:
-            answer = crowd[f"{kind} in mode {mode}"]
-            assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
-            assert IS_LEGAL[kind](answer["text"]), answer["text"]
-            told.add(answer["text"])
+    for kind, mode in itertools.product(GRAMMARS, MODES):
+        answer = crowd[f"{kind} in mode {mode}"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
+        assert IS_LEGAL[kind](answer["text"]), answer["text"]
+        told.add(answer["text"])
     assert len(told) > 10

@@ -4,7 +4,6 @@ import itertools
 import random
 import re
 
-import pytest
 from http_server import Server
 from spelling import tokenizer
 
@@ -13,11 +12,10 @@ from server.kinds import EOS, asked
 NUM_STEPS = 4
 
 
-def prompts(number: int, longest: int = 60) -> list[list[int]]:
+def prompts(number: int) -> list[list[int]]:
     draw = random.Random(number)
-    return [
-        [draw.randrange(2, 500) for _ in range(draw.randrange(1, longest))] for _ in range(number)
-    ]
+    lengths = [draw.randrange(1, 60) for _ in range(number)]
+    return [[draw.randrange(2, 500) for _ in range(length)] for length in lengths]
 
 
 def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
@@ -41,14 +39,11 @@ def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
         for seed in range(12)
     ]
     answers = iter(server.generate([*limited, *stopped, *late, *matched]))
-    for request, answer in zip(limited, answers, strict=False):
-        assert len(answer["output_ids"]) == request["sampling_params"]["max_new_tokens"]
+    for limit, answer in enumerate(itertools.islice(answers, len(limited)), 1):
+        assert len(answer["output_ids"]) == limit
         info = answer["meta_info"]
         assert info["finish_reason"]["type"] == "length" and info["spec_smc_num_particles"] == 4
-        few = len(answer["output_ids"])
-        assert few > 2 or info["spec_smc_rounds_ct"] == few - 1
-        if few == len(limited):
-            break
+        assert limit > 2 or info["spec_smc_rounds_ct"] == limit - 1
     columns = set()
     for answer in itertools.islice(answers, len(stopped)):
         *before, last = answer["output_ids"]
@@ -73,16 +68,9 @@ def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
     assert next(answers, None) is None
 
 
-def test_samples_and_requests_without_a_seed_differ(server: Server) -> None:
-    """Samples of one request are repeated by its seed."""
-    sampled = asked({"num_particles": 1}, n=4, max_new_tokens=8)
-    first, second = (
-        [one["output_ids"] for one in server.post("/generate", **sampled).json()] for _ in range(2)
-    )
-    assert first == second and len(set(map(str, first))) == 4
-    unseeded = asked(sampling_seed=None)
-    found = [answer["output_ids"] for answer in server.generate([unseeded] * 8)]
-    assert len(set(map(str, found))) == 8
+def test_requests_without_a_seed_differ(server: Server) -> None:
+    answers = server.generate([asked(sampling_seed=None)] * 8)
+    assert len({str(answer["output_ids"]) for answer in answers}) == 8
 
 
 def test_same_prefix_is_cached_prompt_and_text(server: Server) -> None:
@@ -111,22 +99,6 @@ def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> N
     assert texts[-1] == whole["text"]
     assert isinstance(last["meta_info"]["spec_smc_log_evidence"], float)
     assert not any(name.startswith("spec_smc_") for one in early for name in one["meta_info"])
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 17])
-def test_particles_come_back_with_their_weights(server: Server, max_new_tokens: int) -> None:
-    sizes = (1, 3, 4)
-    choices = [{"return_particles": True, "num_particles": n, "trace": True} for n in sizes]
-    requests = [asked(choice, max_new_tokens=max_new_tokens) for choice in choices]
-    for number, answer in zip(sizes, server.generate(requests), strict=True):
-        particles = answer["meta_info"]["spec_smc_particles"]
-        assert len(particles) == number
-        assert sum(particle["weight"] for particle in particles) == pytest.approx(1.0)
-        assert answer["output_ids"] in [particle["output_ids"] for particle in particles]
-        assert {len(particle["output_ids"]) for particle in particles} == {max_new_tokens}
-        assert 1 <= answer["meta_info"]["spec_smc_distinct_ancestors"] <= number
-        rounds = answer["meta_info"]["spec_smc_trace"]["rounds"]
-        assert bool(rounds) == (max_new_tokens > 1)
 
 
 def test_settings_that_mean_the_same_give_the_same_text(server: Server) -> None:

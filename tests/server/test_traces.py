@@ -1,13 +1,12 @@
-"""Traces of real answers: in a crowd, of samples and streams, of potentials."""
+"""Traces of real answers in a crowd, and what potentials add; `test_routes` has streams of them."""
 
 from typing import Any
 
 import pytest
-from http_server import Server
 from steered import log_phi
 from trace_replay import Replayed, read, replay
 
-from server.kinds import CHOICES, KINDS, POTENTIALS, asked
+from server.kinds import CHOICES, KINDS, POTENTIALS
 from sglang_smc.state.record import Trace
 
 NEAR = 1e-5  # weights are sums of numbers in float32
@@ -59,15 +58,3 @@ def gains_of_answer(trace: Trace) -> float:
         assert record.log_potentials is not None
         total += record.log_potentials[place] or 0.0
     return total
-
-
-def test_streams_and_samples_have_their_own(server: Server) -> None:
-    smc = {"trace": True}
-    with server.stream(**asked(smc)) as stream:
-        *chunks, last = list(stream)
-    assert not any("spec_smc_trace" in chunk["meta_info"] for chunk in chunks)
-    assert_told(last, smc)
-    samples = server.post("/generate", **asked(smc, n=3)).json()
-    assert len({str(sample["output_ids"]) for sample in samples}) == 3
-    for sample in samples:
-        assert_told(sample, smc)
