@@ -159,11 +159,12 @@ class Steps:
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
-        is_tree = settings.branches if batch.shape.branches else None
-        if is_tree is not None:  # trees draft more than the likeliest token
-            greedy = greedy ^ is_tree
-        held: torch.Tensor | None = None
-        tokens: torch.Tensor | None = None
+        is_tree = divisors = None
+        if batch.shape.branches:
+            ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
+            is_tree, divisors = settings.branches, trees.log_divisors(ahead, texts.shape[1])
+            greedy = greedy ^ is_tree  # trees draft more than the likeliest token
+        held = tokens = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
@@ -175,8 +176,8 @@ class Steps:
             q = self._q(batch, logits, greedy, drawn)
             q = q if matches is None else matches.mixed(q)
             tokens, log_q_of_tokens = q.sample(at_step)
-            if is_tree is not None:
-                likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text)
+            if is_tree is not None and divisors is not None:
+                likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text, divisors[step])
                 tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
                 log_q_of_tokens = q.score(tokens)
             if equal is not None:

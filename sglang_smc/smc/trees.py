@@ -9,24 +9,32 @@ an evidence threshold of 0). So the output is the target's own, whatever the tre
 
 import torch
 
+_STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the shipped pair
 
-def branch(scores: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
-    """Return the next token of each chain; chains of one text divide its likeliest tokens.
 
-    Of m chains of one text, a token gets as many as it has of the m largest quotients q / 1, q / 2,
-    q / 3, ..., which is d'Hondt's method of apportionment.
+def log_divisors(ahead: torch.Tensor, num_chains: int) -> torch.Tensor:
+    """Return log 1, log s, log 2 s, log 3 s, ... for `branch`, ``[*ahead.shape, num_chains]``.
+
+    The stride s is a first chain's worth over what a second adds. It grows with fewer columns
+    ``ahead``, int64, and in the last column all chains differ.
+    """
+    stride = _STRIDE * (1 + _GROWTH / ahead.clamp_min(1e-6)).unsqueeze(-1)
+    return (torch.arange(num_chains, device=ahead.device) * stride).clamp_min(1.0).log()
+
+
+def branch(scores: torch.Tensor, same_text: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+    """Return the next tokens, ``[G, N]``; chains of one text divide its likeliest tokens.
+
+    Of m chains of one text, a token gets as many as it has of the m largest q over a divisor.
 
     Args:
         scores: ``[G, N, V]`` log q, up to a constant for each chain.
         same_text: ``[G, N, N]`` bool, an equivalence: which chains have one text.
-
-    Returns:
-        ``[G, N]`` int64.
+        divisors: ``[G, N]`` of `log_divisors`.
     """
     num_chains = scores.shape[1]
     best, tokens = scores.topk(min(num_chains, scores.shape[2]), dim=2)  # [G, N, B]
-    divisors = torch.arange(1, num_chains + 1, device=scores.device)
-    quotients = best.float().unsqueeze(3) - divisors.log()  # [G, N, B, N]
+    quotients = best.float().unsqueeze(3) - divisors[:, None, None]  # [G, N, B, N]
     largest = quotients.flatten(2).argsort(dim=2, descending=True, stable=True)
     rank = same_text.tril(-1).sum(2, keepdim=True)  # [G, N, 1] among the chains of its text
     which = largest.gather(2, rank).div(num_chains, rounding_mode="floor")

@@ -79,13 +79,13 @@ class TailLogprobs(NamedTuple):
     def write(self, place: torch.Tensor, new: "TailLogprobs") -> "TailLogprobs":
         """Write ``new``, ``[G, N, J, ...]``, to places ``[G, N, J]`` of the tails."""
         pairs = zip(self, new, strict=True)
-        return TailLogprobs(*(old.scatter(2, _like(place, more, 3), more) for old, more in pairs))
+        return TailLogprobs(*(old.scatter(2, _like(place, more), more) for old, more in pairs))
 
     def emit(self, counts: torch.Tensor) -> "TailLogprobs":
         """Drop the first ``counts[g]`` entries of each tail."""
         place = torch.arange(self.own.shape[2], device=counts.device)
         source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1).expand_as(self.own)
-        return TailLogprobs(*(column.gather(2, _like(source, column, 3)) for column in self))
+        return TailLogprobs(*(column.gather(2, _like(source, column)) for column in self))
 
 
 class Emitted(NamedTuple):
@@ -204,9 +204,9 @@ class LogprobTable:
                 view.copy_(values)
 
 
-def _like(index: torch.Tensor, column: torch.Tensor, num_dims: int) -> torch.Tensor:
+def _like(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Expand an index over a column's first dimensions to all its trailing ones."""
-    behind = column.shape[num_dims:]
+    behind = column.shape[index.dim() :]
     return index.view(*index.shape, *[1] * len(behind)).expand(*index.shape, *behind)
 
 
@@ -218,11 +218,9 @@ class Scores(NamedTuple):
     answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
 
 
-# Columns of `Population.texts` beside the tail: two tokens before it, and one place that collects
-# the tokens that are not kept.
+# Columns of `Population.texts` beside the tail: two tokens before it, one for the rest behind.
 _NO_TAIL = 3
-# Columns that a copy of a particle takes with it.
-_COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"
+_COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"  # of a particle
 
 
 class Population(NamedTuple):
@@ -292,11 +290,8 @@ class Population(NamedTuple):
         """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
         if ancestors.shape[1] == 1:
             return self
-        copies = tree_map_only(
-            torch.Tensor,
-            lambda column: column.gather(1, _like(ancestors, column, 2)),
-            {name: getattr(self, name) for name in _COPIED},
-        )
+        own = {name: getattr(self, name) for name in _COPIED}
+        copies = tree_map_only(torch.Tensor, lambda of: of.gather(1, _like(ancestors, of)), own)
         return self._replace(**copies)
 
     def resample(

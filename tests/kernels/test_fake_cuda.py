@@ -38,8 +38,8 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "shown": (SMCConfig(), SHOWN, 260, 76, 81),
     "shown, filtered": (SMCConfig(), {**SHOWN, **FILTERS}, 310, 76, 81),
     "exact, shown": (EXACT, SHOWN, 325, 81, 115),
-    "greedy": (EXACT, GREEDY, 301, 34, 64),
-    "anything": (SMCConfig(), ANYTHING, 530, 124, 121),
+    "greedy": (EXACT, GREEDY, 296, 34, 64),
+    "anything": (SMCConfig(), ANYTHING, 525, 124, 121),
 }
 
 

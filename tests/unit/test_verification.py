@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.trees import branch
+from sglang_smc.smc.trees import branch, log_divisors
 from sglang_smc.smc.verification import OFFSETS, selection_rule
 from sglang_smc.smc.weighing import covered_columns
 
@@ -126,27 +126,38 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     assert (found.num_columns == 3).all()
 
 
-def seats(q: list[float], num_chains: int) -> list[int]:
-    """Return the tokens of so many chains, each given to the largest quotient q / (1 + seats)."""
+def seats(q: list[float], num_chains: int, ahead: int) -> list[int]:
+    """Return the tokens of so many chains, each given to the largest q / max(1, s * seats)."""
+    stride = 2.6 * (1 + 2 / ahead) if ahead else 1e6
     given: list[int] = []
+
+    def quotient(token: int) -> float:
+        return q[token] / max(1.0, stride * given.count(token))
+
     for _ in range(num_chains):
-        given.append(max(range(len(q)), key=lambda token: q[token] / (1 + given.count(token))))
+        given.append(max(range(len(q)), key=quotient))
     return sorted(given)
 
 
 @pytest.mark.parametrize(("num_chains", "vocab_size"), [(1, 5), (4, 3), (6, 40)])
 def test_chains_of_one_text_divide_its_likeliest_tokens(num_chains: int, vocab_size: int) -> None:
-    """Red if a token has a chain too many or too few, or texts share chains."""
+    """Red if a token has a chain too many or too few, or texts share chains.
+
+    In the last column chains differ, as far as there are tokens of positive probability.
+    """
     make = torch.Generator().manual_seed(7)
-    for _ in range(50):
+    for ahead in [0, 1, 2, 3, 8] * 10:
         text = torch.randint(0, 3, (num_chains,), generator=make)
         logits = 2.0 * torch.randn(3, vocab_size, generator=make, dtype=torch.float64)
         logits[:, 1] = -torch.inf
         same_text = (text.unsqueeze(0) == text.unsqueeze(1)).unsqueeze(0)
-        tokens = branch((logits[text] + 5.0).unsqueeze(0), same_text)[0]
+        scores = (logits[text] + 5.0).unsqueeze(0)
+        divisors = log_divisors(torch.tensor([ahead]), num_chains)
+        tokens = branch(scores, same_text, divisors)[0]
         for of in range(3):
             here = tokens[text == of]
-            assert sorted(here.tolist()) == seats(logits[of].exp().tolist(), len(here))
+            assert sorted(here.tolist()) == seats(logits[of].exp().tolist(), len(here), ahead)
+            assert ahead or len(set(here.tolist())) == min(len(here), vocab_size - 1)
 
 
 # --- How near the selection of one of several siblings is to the best
