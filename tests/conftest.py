@@ -19,8 +19,8 @@ import warm
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# SGLang compiles some functions (routing of experts, penalties), for seconds in each process; only
-# tests/clients/ runs servers as users do, compiled.
+# SGLang compiles some functions (routing of experts, penalties), for seconds in each process; here
+# only a cold `running_server` does, as users' servers do.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warm.install()  # engines and servers start in a second
 

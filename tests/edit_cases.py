@@ -61,8 +61,7 @@ def stock_edit(
         device="cpu",
     )
     row = logits.clone().unsqueeze(0)
-    with torch.compiler.set_stance("force_eager"):
-        info.copy_for_forward().apply_logits_bias(row)
+    info.copy_for_forward().apply_logits_bias(row)
     return row[0]
 
 
