@@ -55,7 +55,7 @@ SPEED = (
     _case(grid.ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),
 )
 MORE = (STOCK_DRAFT, _case(grid.TREE, SHORT, **OF_TREES), _case(grid.AUTO, ((1, 256), (1, 4096))))
-PROFILE = (_case(grid.BLOCK, ((1, 256), (1, 4096))), _case(grid.EXACT, ONE))
+PROFILE = (_case(grid.BLOCK, ALL[:4]), _case(grid.EXACT_HEAD, ONE), _case(grid.EXACT, ONE))
 LARGE = tuple(
     case._replace(sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
     for case in (PLAIN, _case(grid.BLOCK, ONE), _case(grid.EXACT, ONE), STOCK_DRAFT)
