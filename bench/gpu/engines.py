@@ -51,8 +51,8 @@ SPEED = (
     _case(grid.EXACT, ALL),
     _case(grid.EXACT_HEAD, SHORT, 55.0),
     _case(grid.EAGLE, SHORT, 55.0, **OF_TREES),
-    # A graph for each budget and batch.
-    _case(grid.ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 70.0),
+    _case(grid.ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 140.0),  # captures each budget, too
+    _case(grid.SERVED, SHORT, 140.0),
 )
 MORE = (STOCK_DRAFT, _case(grid.TREE, SHORT, **OF_TREES), _case(grid.AUTO, ((1, 256), (1, 4096))))
 PROFILE = (_case(grid.BLOCK, ALL[:4]), _case(grid.EXACT_HEAD, ONE), _case(grid.EXACT, ONE))

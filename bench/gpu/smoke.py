@@ -22,10 +22,9 @@ from sglang_smc.options.server import MODES, RESAMPLING_METHODS
 from sglang_smc.tools.commands import told_by
 from sglang_smc.tools.demo.serving import Launch
 
-NUM_PROBLEMS = 16
+NUM_PROBLEMS, ANSWER_TOKENS = 16, 160
 #: Far beyond the problems of the demo and of the studies.
 FIRST_PROBLEM = 2_000_000
-ANSWER_TOKENS = 160
 START_SECONDS = 40.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
@@ -188,6 +187,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     REFERENCE: {**EAGER, "speculative_smc_kernels": "torch"},
     "smc-kernels": EAGER,
     "smc-graphs": SMC,
+    "smc-head": {**SMC, "speculative_draft_model_path": str(PAIR / "eagle3")},
     "ar": {},
 }
 ON_A_CPU = (REFERENCE, "ar")
@@ -254,7 +254,7 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     The kinds of requests share a batch twice: all of them, which is not replayed, as a grammar or a
     stop string is decided on the host; and those that graphs run.
     """
-    graphs = name == "smc-graphs"
+    graphs = name in ("smc-graphs", "smc-head")
     kinds = (*STOCK, *OURS) if name.startswith("smc-") else STOCK
     if part == "answers":
         return answers(engine, name, prompts, graphs=graphs)

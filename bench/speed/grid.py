@@ -150,9 +150,10 @@ CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
 BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 #: Of bench/gpu alone. One head with random weights drafts for SGLang's EAGLE-3 and for SMC.
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
-EXACT_HEAD = "SMC exact with a head"
+EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
 STANDALONE = (CHAIN, TREE)
-SMC = {BLOCK: "smc", EXACT: "exact", AUTO: "auto", ADAPTIVE: "smc", EXACT_HEAD: "exact"}
+_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, SERVED), "exact")
+SMC = {BLOCK: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class System:
     @property
     def draft(self) -> str | None:
         """Return the folder of its draft in the pair; None without one."""
-        if self.family in (EAGLE, EXACT_HEAD):
+        if self.family in (EAGLE, EXACT_HEAD, SERVED):
             return HEAD
         return DRAFT if self.family in (*STANDALONE, *SMC) else None
 
@@ -269,7 +270,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
     if system.family in (BLOCK, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
-    if system.family == ADAPTIVE:
+    if system.family in (ADAPTIVE, SERVED):
         content["speculative_smc_adaptive"] = True
     if system.draft == HEAD:
         content["speculative_draft_load_format"] = "auto"

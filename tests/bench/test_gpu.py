@@ -348,7 +348,7 @@ def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     stages, _ = read_results(tmp_path / "out" / "dry-run")
     found = {stage: set(parts) for stage, parts in stages.items()}
     assert {"ar-b1-p32", "smc-block-n8-k8-b2-p32"} <= found["speed"]
-    assert found["profile"] == {"smc-block-n8-k8-b1-p32"}
+    assert found["profile"] == {f"smc-block-n8-k8-b{batch}-p32" for batch in (1, 2)}
     assert {"smc-torch answers", "smc-torch log-probabilities", "ar kinds"} <= found["smoke"]
     for part, one in (pair for parts in stages.values() for pair in parts.items()):
         assert "failed" not in one and not one.get("wrong"), (part, one)
