@@ -1,7 +1,7 @@
 """Everything that a first look at a GPU needs, for a machine without a network.
 
     bash bench/gpu/run.sh               # all stages, as far as 9 minutes go; again: the rest
-    bash bench/gpu/run.sh smoke speed --only ar 'smc-*'
+    bash bench/gpu/run.sh smoke speed --only ar 'smc-*' # some of them
     bash bench/gpu/run.sh report        # tables; needs no GPU
     bash bench/gpu/run.sh --dry-run     # on a CPU: what can run there, and the other commands
 

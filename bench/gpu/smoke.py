@@ -254,7 +254,7 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     The kinds of requests share a batch twice: all of them, which is not replayed, as a grammar or a
     stop string is decided on the host; and those that graphs run.
     """
-    graphs = name in ("smc-graphs", "smc-head")
+    graphs = "speculative_smc_round_graph" not in ENGINES[name]
     kinds = (*STOCK, *OURS) if name.startswith("smc-") else STOCK
     if part == "answers":
         return answers(engine, name, prompts, graphs=graphs)
