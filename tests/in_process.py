@@ -156,6 +156,8 @@ class Reply:
         assert self.end is None, "an answer ends once"
         self.meta["num_retractions"] = output.retraction_counts[place]
         self.meta["cached_tokens"] = output.cached_tokens[place]
+        if output.cached_tokens_details:
+            self.meta["cached_tokens_details"] = output.cached_tokens_details[place]
         if output.spec_verify_ct:
             self.meta["spec_verify_ct"] = output.spec_verify_ct[place]
             self.meta["spec_num_correct_drafts"] = output.spec_num_correct_drafts[place]

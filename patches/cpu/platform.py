@@ -185,3 +185,33 @@ def fused_gate_sigmoid_mul(
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid().unsqueeze(1)  # [tokens, 1]
     gated = shared_output.float() * gate
     output.copy_(output.float() + gated if do_add else gated)
+
+
+@PATCHES.on(
+    "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
+    "srt/mem_cache/pool_host/mha.py:65 and mla.py:58 (import the copy where there is CUDA)",
+    "srt/mem_cache/pool_host/common.py:349 (registers pinned memory with CUDA)",
+    why="Host pools of the hierarchical cache are pinned on every machine, and copied by functions "
+    "of a CUDA wheel. No platform is asked.",
+    retire_when="SGLang asks platforms for the memory and the copies of host pools.",
+    family=upstream.NEWER,
+)
+def host_pool(original: Callable, pool: Any, *, pin_memory: bool, **geometry: Any) -> None:
+    """Build a host pool of pageable memory, which torch copies from and to."""
+    from sglang.srt.mem_cache.pool_host import mha, mla
+
+    for module in (mha, mla):
+        vars(module)["transfer_kv_direct"] = copy_slots
+    original(pool, pin_memory=False, **geometry)
+
+
+def copy_slots(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy slots of KV from one pool to another, each a tensor ``[slots, ...]`` for each layer."""
+    for source, destination in zip(src_layers, dst_layers, strict=True):
+        destination[dst_indices] = source[src_indices]

@@ -86,6 +86,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.lora_backend == "csgmv":  # SGLang's default, of Triton kernels
             server_args.lora_backend = "torch_native"
+        # As torch copies host pools; SGLang's defaults are for kernels.
+        server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
         if server_args.dtype == "auto":
             server_args.dtype = default_dtype()
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
@@ -206,6 +208,9 @@ def _check_server_args(server_args: Arguments) -> None:
         "for example with CUDA_VISIBLE_DEVICES='')": server_args.device != "cpu",
         f"page_size={server_args.page_size}": server_args.page_size not in (None, 1),
         "enable_torch_compile": server_args.enable_torch_compile,
+        f"hicache_mem_layout={server_args.hicache_mem_layout!r} (allowed: 'layer_first')": (
+            server_args.hicache_mem_layout not in ("page_first", "layer_first")
+        ),
     }
     if server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN"):
         for field, nothing in SPECULATIVE_OPTIONS.items():

@@ -55,9 +55,7 @@ _FIELDS = (
     _Refusal("return_sampling_mask", bool, _WITHOUT_IT),
     _Refusal("return_entropy", bool, _WITHOUT_IT),
     _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_shown=False),
-    _Refusal(
-        "kv_hints", bool, "Leave it out: it is for hierarchical caches, which SMC has none of"
-    ),
+    _Refusal("kv_hints", bool, "Leave it out: it is for external caches, which SMC refuses"),
     _Refusal("multi_item_delimiter_indices", bool, "Score each item in a request of its own"),
     _Refusal("token_indices_to_pool", bool, "Score each item without score_extraction_token"),
 )

@@ -29,6 +29,8 @@ _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_BLOCKS = "the attention over particles reads no KV of 4 bits or in blocks"
 _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
 _NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
+_NO_WAIT = "a round loads the adapters of its requests, and waits for none"
+_NO_HOST_POOL = "this release keeps the draft's KV on the host for its own algorithms alone"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
 _CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -52,7 +54,7 @@ _AT_DEFAULT = {
     "enable_pd_role_switch decoupled_spec_role",
     _NO_BATCH_SYNC: "moe_dp_size dwdp_size moe_a2a_backend elastic_ep_backend",
     _NO_PLUGINS: "tokenizer_worker_num use_ray",
-    _NO_DRAFT_KV: "enable_hierarchical_cache enable_hisparse enable_unified_cache_external_linker "
+    _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
     "enable_lmcache enable_flexkv radix_cache_backend",
     "rounds are recorded, and timed, with the weights in place": "startup_weight_load_mode",
     "a recorded round cannot wait for experts": "enable_paged_experts",
@@ -134,17 +136,12 @@ _OTHERS = (
     Requirement("speculative_eagle_topk", (None, 1), "each particle is one chain, not a tree"),
 )
 if IS_NEWER:
-    _LORA = (
-        Requirement(
-            "enable_lora_overlap_loading",
-            (None, False),
-            "a round loads the adapters of its requests, and waits for none",
-        ),
-    )
+    _OF_RELEASE = (Requirement("enable_lora_overlap_loading", (None, False), _NO_WAIT),)
 else:
-    _LORA = (
+    _OF_RELEASE = (
         Requirement("enable_lora", (None, False), _NO_ADAPTERS),
         Requirement("lora_paths", (None, []), _NO_ADAPTERS),
+        Requirement("enable_hierarchical_cache", (False,), _NO_HOST_POOL),
     )
 
 
@@ -156,7 +153,7 @@ def _at_default() -> Iterator[Requirement]:
                 yield Requirement(field, (defaults[field],), because)
 
 
-REQUIREMENTS = (*_at_default(), *_OTHERS, *_LORA)
+REQUIREMENTS = (*_at_default(), *_OTHERS, *_OF_RELEASE)
 
 
 def unmet(server_args: Arguments) -> list[str]:

@@ -44,7 +44,7 @@ def make_args(monkeypatch):
         absent = ("page_size", "max_total_tokens", "mem_fraction_static", "speculative_algorithm")
         given = {"device": "cpu", "attention_backend": "intel_amx", "dtype": "auto"}
         given |= {"enable_torch_compile": False, "lora_backend": "csgmv"}
-        given |= {"tp_size": 1, "dp_size": 1}
+        given |= {"tp_size": 1, "dp_size": 1, "hicache_mem_layout": "page_first"}
         args: Any = SimpleNamespace(**{**dict.fromkeys(absent), **given, **changes})
         PlainCpuPlatform().apply_server_args_defaults(args)
         return args
@@ -75,6 +75,7 @@ def test_defaults_leave_what_the_user_chose(make_args):
         ({"device": "cuda"}, "hide the accelerator"),
         ({"page_size": 16}, "page_size=16"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
+        ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),
     ],
 )
 def test_refusals(make_args, change, message):

@@ -184,7 +184,15 @@ srt.model_executor.model_runner.ModelRunner: kv_index_translator
     .init_kv_index_translator(self) | passes req_to_token token_to_kv_pool_allocator
         token_to_kv_pool page_size device is_draft_worker
     .init_attention_backends(self) | calls self.kv_index_translator.bind_and_verify_backends
-srt.speculative.base_spec_worker.BaseSpecWorker.weight_update_runners(self)
+srt.speculative.base_spec_worker.BaseSpecWorker
+    .weight_update_runners(self)
+    ._build_hicache_draft_plan(self) | calls self._draft_model_runners
+srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost
+    .load_to_device_per_layer | passes src_layers dst_layers src_indices dst_indices page_size
+    .backup_from_device_all_layer | passes src_layers dst_layers src_indices dst_indices page_size
+srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost
+    .load_to_device_per_layer | passes src_layers dst_layers src_indices dst_indices page_size
+    .backup_from_device_all_layer | passes src_layers dst_layers src_indices dst_indices page_size
 srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
     ._select_runners(self selector) | calls self.tp_worker.weight_update_runners
         self.draft_worker.weight_update_runners

@@ -1,0 +1,141 @@
+"""Prefixes come back from the host, and from disk, with the draft's KV beside the target's.
+
+A seeded text and its evidence depend on every key of both models: were one of them not what it was
+before the pool was full, some text would differ.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from head_laws import DFLASH, EAGLE3, add_mtp_layer, make_head
+from in_process import Reply, Server
+from model_families import make_family
+from sglang.srt.mem_cache.pool_host import base
+from tiny_models import make_tiny_model, smc_arguments
+
+NUM_STEPS = 3
+SLOTS = 300  # of the pool: two of the prompts, and their particles
+SMC: list[dict[str, Any]] = [
+    {},
+    {"mode": "exact"},
+    {"mode": "auto", "num_particles": 2},
+    {"proposal": "verified", "power": 2.0},
+]
+
+
+def asked(index: int, length: int = 64) -> dict[str, Any]:
+    draw = random.Random(index)
+    own = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": index}
+    own |= {"custom_params": {"smc": SMC[index % len(SMC)]}}
+    prompt = [5 + index, *(draw.randrange(2, 64) for _ in range(length - 1))]
+    return {"input_ids": prompt, "sampling_params": own}
+
+
+REQUESTS = [asked(index) for index in range(6)]
+LEAVING = {1, 4}
+
+
+def check(replies: list[Reply], known: list[Reply]) -> None:
+    """Check texts and their evidence against those of the same requests before."""
+    assert [reply.output_ids for reply in replies] == [reply.output_ids for reply in known]
+    for reply, other in zip(replies, known, strict=True):
+        evidence = other.meta.get("spec_smc_log_evidence")
+        assert reply.meta.get("spec_smc_log_evidence") == pytest.approx(evidence, abs=1e-4)
+
+
+def cached(replies: list[Reply], level: str) -> int:
+    """Prompt tokens that were found on the ``host`` or in ``storage``."""
+    return sum((reply.meta["cached_tokens_details"] or {}).get(level, 0) for reply in replies)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_machine() -> Iterator[None]:
+    """Let SGLang leave none of this machine's memory to others, who may have taken it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+        yield
+
+
+def make_pair(path: Path, kind: str) -> tuple[str, str | None]:
+    """Make a target, and a draft of a kind; None where it is the target's own layer."""
+    if kind == "an MTP layer over latents":
+        target = make_family(path / "target", "deepseek_v3", seed=3)
+        add_mtp_layer(target)
+        return target, None
+    target = make_tiny_model(path / "target", seed=1, layers=4)
+    if kind == "a model":
+        return target, make_tiny_model(path / "draft", seed=2, layers=3)
+    return target, make_head(kind, target, path / "draft", num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def begin(
+    start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Server]:
+    """Start a server with a small pool, over a pair of a kind."""
+    pairs: dict[str, Any] = {}
+
+    def begin(kind: str = "a model", **arguments: Any) -> Server:
+        if kind not in pairs:
+            pairs[kind] = make_pair(tmp_path_factory.mktemp("pair"), kind)
+        own = {"num_particles": 3, "num_steps": NUM_STEPS, "max_lag": 16} | arguments
+        own["enable_hierarchical_cache"] = True
+        return start(**smc_arguments(*pairs[kind], **own), max_total_tokens=SLOTS, overlap=True)
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "ratio"),
+    [
+        ("a model", "write_through", 6.0),
+        ("an MTP layer over latents", "write_back", 6.0),
+        (EAGLE3, "write_back", 6.0),
+        (DFLASH, "write_through", 1.2),  # the host is full, too
+    ],
+)
+def test_a_prefix_comes_back_from_the_host(
+    begin: Callable[..., Server], kind: str, policy: str, ratio: float
+) -> None:
+    server = begin(kind, hicache_write_policy=policy, hicache_ratio=ratio)
+    first = [server.generate(**one) for one in REQUESTS]
+    assert cached(first, "host") == 0
+    # One after another, so that rounds of others run while a prefix is copied.
+    second = server.play(REQUESTS, aborted=LEAVING, after=3)
+    assert cached(second, "host") > (SLOTS // 2 if ratio > 2 else 0)
+    check(*([some[i] for i in range(len(some)) if i not in LEAVING] for some in (second, first)))
+    server.flush()
+    again = server.generate(**REQUESTS[0])
+    assert cached([again], "host") == 0
+    check([again], first[:1])
+
+
+def test_a_prefix_comes_back_from_disk(
+    begin: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are lost are tokens to read again."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    server = begin(
+        hicache_ratio=2.0,
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_backend_extra_config='{"prefetch_threshold": 1}',
+        hicache_write_policy="write_through",
+    )
+    requests = [asked(index, 24) for index in range(4)]
+    first = [server.generate(**one) for one in requests]
+    num_tokens = 4 * 23  # the last of a prompt is always read
+    server.run_until(lambda: len(list(tmp_path.iterdir())) >= 2 * num_tokens)
+    server.flush()
+    second = [server.generate(**one) for one in requests]
+    check(second, first)
+    assert cached(second, "storage") == num_tokens
+    for file in sorted(tmp_path.iterdir())[::20]:
+        file.unlink()
+    server.flush()
+    third = [server.generate(**one) for one in requests]
+    check(third, first)
+    assert cached(third, "storage") < num_tokens
