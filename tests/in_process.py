@@ -15,6 +15,7 @@ engine nothing runs: a request is not validated as it comes, and its answer is t
 from __future__ import annotations
 
 import pickle
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -342,6 +343,8 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
         ranks = SpawnRanks(world_rank=0, gpu_id=0)
         context = create_context(server_args, role="scheduler", ranks=ranks)
         stack.enter_context(use_context(context))
+        # Schedulers seed `random`, of which SGLang draws the ports of engines: all drew the same.
+        stack.callback(random.setstate, random.getstate())
         stack.callback(_clean_up)
         yield Server(SteppedScheduler(server_args, ports))
 
