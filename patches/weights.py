@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
@@ -18,6 +18,7 @@ from sglang_smc import upstream
 from sglang_smc.models.weight_update import names_in, reason_not_to_name
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Hooks
+from sglang_smc.server.requirements import NO_STORAGE
 
 Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
 """Runs an update by SGLang's own function; returns its response, or why there is none."""
@@ -27,6 +28,7 @@ _HELD = (
     "progress, or ones that are paused with mode 'retract', which read their texts anew. With "
     "flush_cache False they go on from the KV that they have."
 )
+_COPIES = "ongoing_write_through", "ongoing_load_back"  # of a hierarchical cache
 _NOT_LOADED = (
     "Tensors cannot be read, or do not fit the model. Those before them in the list may be in "
     "place: send all of them again. "
@@ -228,6 +230,20 @@ async def resume_memory(
     released(manager).difference_update(obj.tags or ())
 
 
+@PATCHES.on(
+    "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
+    "srt/managers/scheduler.py:1836 (the route's handler)",
+    why="A storage that is attached while the server runs passes by the check of its arguments.",
+    retire_when="A storage's keys name the weights of all models whose KV it holds.",
+    family=upstream.NEWEST,
+)
+def attach_storage(original: Callable, scheduler: Scheduler, recv_req: Any) -> Any:
+    """Refuse to attach a storage to the hierarchical cache, as at start."""
+    if not is_smc(scheduler.server_args):
+        return original(scheduler, recv_req)
+    return io_struct.AttachHiCacheStorageReqOutput(success=False, message=f"Refused: {NO_STORAGE}.")
+
+
 def released(manager: TokenizerManager) -> set[str]:
     """Return the tags of the memory that is released, as a set that the hooks change."""
     return vars(manager).setdefault("smc_released", set())
@@ -266,11 +282,13 @@ def _is_retracted(scheduler: Scheduler) -> bool:
 def _at_rest(scheduler: Scheduler) -> Iterator[None]:
     """Pause a server that is not: with overlap, a round is in flight when the last request ends.
 
-    SGLang would not flush then. Waiting requests own no KV.
+    SGLang would not flush then, nor while KV is copied to the host. Waiting requests own no KV.
     """
-    is_paused = scheduler._engine_paused
+    is_paused, cache = scheduler._engine_paused, cast(Any, scheduler.tree_cache)
     if not is_paused:
         scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+    while any(getattr(cache, copies, None) for copies in _COPIES):
+        cache.check_hicache_events()
     try:
         yield
     finally:

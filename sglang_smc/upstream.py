@@ -34,14 +34,11 @@ Arguments: TypeAlias = Any
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 
 # `sglang.__version__` exists only once SGLang's platform is imported, which may be this package's.
-#: Whether the release is 0.5.20 or later, where server arguments accept no new fields.
+#: 0.5.20 or later, where server arguments accept no new fields, and the n-gram cache compiles.
 IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
 #: Whether the release queries platforms for all of its own speculative decoding.
 IS_NEWEST = Version(version.__version__) >= Version("0.5.23")
-
-#: Whether SGLang's n-gram cache compiles: 0.5.17 lacks an include that GCC 13 and later require.
-HAS_NGRAM_CACHE = IS_NEWER
 
 
 def release() -> str:

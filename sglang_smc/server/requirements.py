@@ -11,7 +11,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_smc.options.server import SETTINGS, Range, flag_of, integers, one_of
-from sglang_smc.upstream import HAS_NGRAM_CACHE, IS_NEWER, Arguments, argument_defaults, release
+from sglang_smc.upstream import IS_NEWER, IS_NEWEST, Arguments, argument_defaults, release
 
 
 class Requirement(NamedTuple):
@@ -28,9 +28,10 @@ _NO_BATCH_SYNC = "rounds do not balance batches between ranks"
 _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_BLOCKS = "the attention over particles reads no KV of 4 bits or in blocks"
 _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
+NO_STORAGE = "a storage's keys name neither weights nor draft: KV of others would come back"
 _NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
 _NO_WAIT = "a round loads the adapters of its requests, and waits for none"
-_NO_HOST_POOL = "this release keeps the draft's KV on the host for its own algorithms alone"
+_NO_HOST_POOL = "the host keeps all of the draft's KV on 0.5.23 and later alone"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
 _CACHE_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -56,6 +57,7 @@ _AT_DEFAULT = {
     _NO_PLUGINS: "tokenizer_worker_num use_ray",
     _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
     "enable_lmcache enable_flexkv radix_cache_backend",
+    NO_STORAGE: "hicache_storage_backend",
     "rounds are recorded, and timed, with the weights in place": "startup_weight_load_mode",
     "a recorded round cannot wait for experts": "enable_paged_experts",
     _TEXT_ONLY: "prefill_only_disable_kv_cache is_embedding encoder_only language_only",
@@ -141,8 +143,9 @@ else:
     _OF_RELEASE = (
         Requirement("enable_lora", (None, False), _NO_ADAPTERS),
         Requirement("lora_paths", (None, []), _NO_ADAPTERS),
-        Requirement("enable_hierarchical_cache", (False,), _NO_HOST_POOL),
     )
+if not IS_NEWEST:
+    _OF_RELEASE += (Requirement("enable_hierarchical_cache", (False,), _NO_HOST_POOL),)
 
 
 def _at_default() -> Iterator[Requirement]:
@@ -185,7 +188,7 @@ def _ngram_problems(view: Any) -> Iterator[str]:
             f"{view.speculative_smc_ngram_weight!r}; allowed: one of them, since tokens of images "
             "would be matched. Leave one out."
         )
-    if not HAS_NGRAM_CACHE:
+    if not IS_NEWER:
         yield (
             f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "
             f"{release()}; allowed: 0, since its n-gram cache does not compile everywhere. "

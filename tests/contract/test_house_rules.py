@@ -115,9 +115,9 @@ MOST = {
     "grammar_files": 10,
     "package_lines": 26_860,
     "core_lines": 17_625,
-    "kernel_and_hook_lines": 5_798,
+    "kernel_and_hook_lines": 5_816,
     "bench_lines": 6_331,
-    "test_lines": 32_400,
+    "test_lines": 32_390,
     "page_words": 28_000,
     "glossary": 30,
 }

@@ -162,7 +162,7 @@ def test_what_is_left_to_sglang_it_refuses(smc: dict) -> None:
         assert "SMC cannot start" not in str(error.value)
 
 
-has_cache = pytest.mark.skipif(not upstream.HAS_NGRAM_CACHE, reason="this SGLang has no cache")
+has_cache = pytest.mark.skipif(not upstream.IS_NEWER, reason="this SGLang has no cache")
 WITH = {"speculative_smc_ngram_weight": 0.3}
 ALONE: dict[str, Any] = {
     "speculative_smc_ngram_weight": 1,

@@ -44,7 +44,7 @@ GIVEN = {
     "speculative_smc_proposal": "draft",
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
-    "speculative_smc_ngram_weight": 0.25 if upstream.HAS_NGRAM_CACHE else 0.0,
+    "speculative_smc_ngram_weight": 0.25 if upstream.IS_NEWER else 0.0,
     "speculative_smc_potential": ["count=steered:Count", "offset=steered:Count(offset=0.5)"],
     "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }

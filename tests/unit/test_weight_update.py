@@ -68,7 +68,7 @@ class Scheduler:
         self.server_args = SimpleNamespace(speculative_algorithm="SMC" if smc else None)
         self._engine_paused = paused
         self.running_batch = SimpleNamespace(is_empty=lambda: not running)
-        self.last_batch = self.chunked_req = None
+        self.last_batch = self.chunked_req = self.tree_cache = None
         self.grammar_manager: list[Any] = []
 
     def pause_generation(self, request: io_struct.PauseGenerationReqInput) -> None:
