@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from head_laws import KINDS, add_mtp_layer, make_head
 from support.families import EOS, FAMILIES, VOCAB
-from tiny_models import tiny_tokenizer
+from tiny_models import make_tiny_model, tiny_tokenizer
+
+MTP = "its own MTP layer"
 
 # Of decays of linear attention, as slow as trained ones: random ones forget all in a token.
 LOG_RATE = -2.0
@@ -52,3 +55,19 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
         tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def make_model(path: Path, kind: str, seed: int, target: str = "", *, num_steps: int = 3) -> str:
+    """Save a model, or a draft for a ``target``: a head, or a layer within it; return its path.
+
+    ``kind`` is a family, "padded", one of `head_laws.KINDS`, or `MTP`.
+    """
+    if kind == MTP:
+        add_mtp_layer(target)
+        return target
+    if kind in KINDS:
+        return make_head(kind, target, path, num_steps=num_steps)
+    if kind == "padded":
+        return make_tiny_model(path, padding=3, seed=seed, layers=4)
+    changes = {"num_hidden_layers": 4} if kind == "llama" else {}
+    return make_family(path, kind, seed=seed, **changes)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 from adapters import make_adapter, merge
 from checkpoint_rounds import Answer, CheckpointRounds, check
-from head_laws import DFLASH, EAGLE3, HOT, Draft, MTPDraft, add_mtp_layer, make_head
-from model_families import make_family
+from head_laws import DFLASH, EAGLE3, HOT, KINDS, Draft, MTPDraft
+from model_families import MTP, make_model
 from seen_images import add_processor, check_images, with_names
-from tiny_models import make_tiny_model, smc_arguments
+from tiny_models import smc_arguments
 
 from sglang_smc import upstream
 from sglang_smc.options.server import CPU_OVERLAP_ENV
@@ -71,8 +71,6 @@ class Case(NamedTuple):
     seed: int = 3  # of the target's weights
 
 
-HEADS = (EAGLE3, HOT, DFLASH)
-MTP = "its own MTP layer"
 RECURRENT = {"disable_radix_cache": True}
 CASES = {
     "windows and caps": Case("gemma2", "gemma3_text"),
@@ -82,7 +80,7 @@ CASES = {
     "padding of the target": Case("padded", "llama"),
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
-    **{kind: Case("llama", kind) for kind in HEADS},
+    **{kind: Case("llama", kind) for kind in KINDS},
     "adapters": Case("llama", EAGLE3, {"max_loras_per_batch": 3}, adapters=("a", "b")),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
@@ -106,18 +104,6 @@ OTHERS = {
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
     "text of images": Case("qwen2_5_vl", "qwen2_vl"),
 }
-
-
-def make(path: Path, family: str, seed: int, target: str = "") -> str:
-    if family == MTP:
-        add_mtp_layer(target)
-        return target
-    if family in HEADS:
-        return make_head(family, target, path, num_steps=NUM_STEPS)
-    if family == "padded":
-        return make_tiny_model(path, padding=3, seed=seed, layers=4)
-    changes = {"num_hidden_layers": 4} if family == "llama" else {}
-    return make_family(path, family, seed=seed, **changes)
 
 
 def generate(
@@ -172,8 +158,8 @@ def test_answers_are_those_of_rounds_over_transformers(
 ) -> None:
     if case.arguments is RECURRENT and not upstream.IS_NEWEST:
         pytest.skip("older releases are refused")
-    target = make(tmp_path / "target", case.target, case.seed)
-    draft = make(tmp_path / "draft", case.draft, 2, target)
+    target = make_model(tmp_path / "target", case.target, case.seed)
+    draft = make_model(tmp_path / "draft", case.draft, 2, target)
     sees = case.target == "qwen3_vl" and upstream.IS_NEWER
     if sees:
         add_processor(target)
@@ -196,7 +182,7 @@ def test_answers_are_those_of_rounds_over_transformers(
 
     def rounds(target: str) -> CheckpointRounds:
         law: Any = draft
-        if case.draft in HEADS:
+        if case.draft in KINDS:
             law = Draft(case.draft, target, draft, NUM_STEPS)
         elif case.draft == MTP:
             law = MTPDraft(target, NUM_STEPS)

@@ -6,22 +6,27 @@ before the pool was full, some text would differ.
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from head_laws import DFLASH, EAGLE3, add_mtp_layer, make_head
+from head_laws import DFLASH, EAGLE3
 from in_process import Reply, Server
-from model_families import make_family
+from model_families import MTP, make_model
 from sglang.srt.managers.io_struct import (
     AttachHiCacheStorageReqInput,
     UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.mem_cache.pool_host import base
-from tiny_models import make_tiny_model, smc_arguments
+from tiny_models import smc_arguments
 
-NUM_STEPS = 3
 SLOTS = 300  # of the pool: two of the prompts, and their particles
+SERVER: dict[str, Any] = {
+    "num_particles": 3,
+    "num_steps": 3,
+    "max_lag": 16,
+    "max_total_tokens": SLOTS,
+    "enable_hierarchical_cache": True,
+}
 SMC: list[dict[str, Any]] = [
     {},
     {"mode": "exact"},
@@ -63,48 +68,35 @@ def small_machine() -> Iterator[None]:
         yield
 
 
-def make_pair(path: Path, kind: str) -> tuple[str, str | None]:
-    """Make a target, and a draft of a kind; None where it is the target's own layer."""
-    if kind == "an MTP layer over latents":
-        target = make_family(path / "target", "deepseek_v3", seed=3)
-        add_mtp_layer(target)
-        return target, None
-    target = make_tiny_model(path / "target", seed=1, layers=4)
-    if kind == "a model":
-        return target, make_tiny_model(path / "draft", seed=2, layers=3)
-    return target, make_head(kind, target, path / "draft", num_steps=NUM_STEPS)
-
-
 @pytest.fixture(scope="module")
 def begin(
     start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Server]:
-    """Start a server with a small pool, over a pair of a kind."""
-    pairs: dict[str, Any] = {}
+    """Start a server with a small pool, over a pair of families or kinds of drafts."""
 
-    def begin(kind: str = "a model", **arguments: Any) -> Server:
-        if kind not in pairs:
-            pairs[kind] = make_pair(tmp_path_factory.mktemp("pair"), kind)
-        own = {"num_particles": 3, "num_steps": NUM_STEPS, "max_lag": 16} | arguments
-        own["enable_hierarchical_cache"] = True
-        return start(**smc_arguments(*pairs[kind], **own), max_total_tokens=SLOTS, overlap=True)
+    def begin(target: str, draft: str, **arguments: Any) -> Server:
+        path = tmp_path_factory.mktemp("pair")
+        of_target = make_model(path / "target", target, 3)
+        of_draft = make_model(path / "draft", draft, 2, of_target)
+        pair = of_target, None if draft == MTP else of_draft
+        return start(**smc_arguments(*pair, **SERVER, **arguments), overlap=True)
 
     return begin
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "ratio"),
+    ("target", "draft", "policy", "ratio"),
     [
-        ("a model", "write_through", 6.0),
-        ("an MTP layer over latents", "write_back", 6.0),
-        (EAGLE3, "write_back", 6.0),
-        (DFLASH, "write_through", 1.2),  # the host is full, too
+        ("llama", "llama", "write_through", 6.0),
+        ("deepseek_v3", MTP, "write_back", 6.0),
+        ("llama", EAGLE3, "write_back", 6.0),
+        ("llama", DFLASH, "write_through", 1.2),  # the host is full, too
     ],
 )
 def test_a_prefix_comes_back_from_the_host(
-    begin: Callable[..., Server], kind: str, policy: str, ratio: float
+    begin: Callable[..., Server], target: str, draft: str, policy: str, ratio: float
 ) -> None:
-    server = begin(kind, hicache_write_policy=policy, hicache_ratio=ratio)
+    server = begin(target, draft, hicache_write_policy=policy, hicache_ratio=ratio)
     first = [server.generate(**one) for one in REQUESTS]
     assert from_host(first) == 0
     # One after another, so that rounds of others run while a prefix is copied.
@@ -119,7 +111,7 @@ def test_a_prefix_comes_back_from_the_host(
 
 def test_an_update_leaves_nothing_of_the_weights_before(begin: Callable[..., Server]) -> None:
     """It arrives while the last prompt is copied to the host. A storage would keep old KV."""
-    server = begin(hicache_ratio=6.0, hicache_write_policy="write_through")
+    server = begin("llama", "llama", hicache_ratio=6.0, hicache_write_policy="write_through")
     first = server.send(**REQUESTS[0])
     server.run_until(lambda: first.end is not None)
     assert server.scheduler.tree_cache.ongoing_write_through

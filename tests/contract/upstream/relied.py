@@ -187,6 +187,8 @@ srt.model_executor.model_runner.ModelRunner: kv_index_translator
 srt.speculative.base_spec_worker.BaseSpecWorker
     .weight_update_runners(self)
     ._build_hicache_draft_plan(self) | calls self._draft_model_runners
+srt.mem_cache.unified_radix_cache.UnifiedRadixCache: ongoing_write_through ongoing_load_back
+    .check_hicache_events(self)
 srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost
     .load_to_device_per_layer | passes src_layers dst_layers src_indices dst_indices page_size
     .backup_from_device_all_layer | passes src_layers dst_layers src_indices dst_indices page_size
