@@ -71,23 +71,14 @@ def test_every_family_was_tried_and_none_fails() -> None:
     assert [one for one in found.values() if "failed" in (one.target, one.draft)] == []
 
 
-def test_a_refusal_is_read_by_its_flag() -> None:
-    message = (
-        "ValueError: --speculative-algorithm SMC cannot start this server:\n"
-        "  - --model-path /x has a recurrent state; allowed: others. Choose one.\n"
-        "  - --speculative-draft-model-path /y has sparse attention; allowed: others."
-    )
-    assert run._reasons(message) == {
-        "--model-path": "a recurrent state",
-        "--speculative-draft-model-path": "sparse attention",
-    }
-
-
 @pytest.mark.parametrize(
     ("outcomes", "told"),
     [
         ([None], ("run", "run", "")),
-        (["--model-path /x has sparse attention; no"], ("refused", "refused", "sparse attention")),
+        (
+            ["--speculative-draft-model-path /y has no KV; no\n  - --model-path /x has states; no"],
+            ("refused", "refused", "states"),
+        ),
         (
             ["--speculative-draft-model-path /x has no KV, which", None],
             ("run", "refused", "as a draft: no KV"),

@@ -207,14 +207,11 @@ def result_of(cell: Cell) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[CellRow]:
-    """Every cell of the CPU preset."""
+def rows() -> dict[str, CellRow]:
+    """Every cell of the CPU preset, by slug."""
     every = cells(ANY_CPU, ANY_CPU.batches, ANY_CPU.prompts)
-    return make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU)
-
-
-def row_of(rows: list[CellRow], slug: str) -> CellRow:
-    return next(row for row in rows if row.slug == slug)
+    found = make_rows(every, {cell.slug: result_of(cell) for cell in every}, ANY_CPU)
+    return {row.slug: row for row in found}
 
 
 def mean(value: Interval | None) -> float:
@@ -222,8 +219,10 @@ def mean(value: Interval | None) -> float:
     return value.mean
 
 
-def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[CellRow]) -> None:
-    row = row_of(rows, "smc-block-n8-k8-b8-p256")
+def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(
+    rows: dict[str, CellRow],
+) -> None:
+    row = rows["smc-block-n8-k8-b8-p256"]
     tokens, decoding = ANY_CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
     expected = sum(8 * 95 / seconds for seconds in decoding) / 3
     assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
@@ -234,21 +233,21 @@ def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[C
     assert mean(row.round_seconds) == pytest.approx(sum(decoding) / 3 / 19)
 
 
-def test_ratios(rows: list[CellRow]) -> None:
-    row = row_of(rows, "smc-block-n8-k8-b1-p256")
+def test_ratios(rows: dict[str, CellRow]) -> None:
+    row = rows["smc-block-n8-k8-b1-p256"]
     assert row.ratio_to_ar == pytest.approx((5, 5, 5, 3))  # the noise is the same on both sides
     # To the tree, the faster of the two.
     assert mean(row.ratio_to_standalone) == pytest.approx(SECONDS[TREE] / SMC_SECONDS)
-    plain = row_of(rows, "ar-b1-p256")
+    plain = rows["ar-b1-p256"]
     assert (plain.ratio_to_ar, plain.ratio_to_standalone, plain.tokens_per_round) == (None, None, 1)
-    stock = row_of(rows, "ar-without-the-plugin-b1-p256")
+    stock = rows["ar-without-the-plugin-b1-p256"]
     assert mean(stock.ratio_to_ar) == pytest.approx(0.10 / 0.09)
     assert stock.ratio_to_standalone is None
 
 
-def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
-    row = row_of(rows, "ngram-b8-p256")
+def test_what_did_not_run_or_was_simulated_is_said(rows: dict[str, CellRow]) -> None:
+    row = rows["ngram-b8-p256"]
     assert (row.refused, row.tokens_per_second) == ("ImportError: no kernels", None)
-    assert row_of(rows, "standalone-tree-b1-p256").simulated_tokens_per_round == 4.47
-    assert row_of(rows, "smc-exact-n8-k8-b1-p256").simulated_tokens_per_round is None
-    assert markdown(rows, "").count("(simulated)") == 4
+    assert rows["standalone-tree-b1-p256"].simulated_tokens_per_round == 4.47
+    assert rows["smc-exact-n8-k8-b1-p256"].simulated_tokens_per_round is None
+    assert markdown(list(rows.values()), "").count("(simulated)") == 4
