@@ -27,7 +27,7 @@ from sglang_smc.tools.testing import (
 )
 from sglang_smc.tools.testing.checks import ALPHA, short_law
 from sglang_smc.tools.testing.report import Result
-from tests.testing.conftest import Tables, warmed
+from tests.testing.conftest import Tables, random_table, warmed
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]
@@ -47,47 +47,59 @@ def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
     assert all(result.alpha == ALPHA for result in found)
 
 
-#: What draws texts or drafts wrongly: a check, what it is asked, what is wrong; by whose laws.
-WRONG: list[tuple[Callable[..., Result], dict[str, Any], dict[str, Any]]] = [
-    (check_exact_answers, {}, {"drawn": 0.1}),
-    (check_mode, {"mode": "exact", "num_answers": 600}, {"drawn": 0.2}),
-    (check_mode, {"mode": "exact", "num_answers": 600, "draft": True}, {"drawn": 0.2}),
-    (check_evidence, {"num_answers": 4000}, {"factor": 0.9}),
-    (check_evidence, {"num_answers": 4000}, {"factor": 1.1}),
-    (check_evidence, {"num_answers": 8000}, {"drafted": 0.4}),
-    (check_draft_law, {}, {"drafted": 0.3}),
-    (check_draft_law, {"draft": True}, {"drafted": 0.3}),
+TARGET = random_table(1)
+SHARP = {"drawn": warmed(TARGET, 1 / 1.15)}
+TWINS = {"q": TARGET, "same_models": True}
+#: What draws or weighs wrongly: a check, what it is asked, what is wrong, and words of the note.
+WRONG: list[tuple[Callable[..., Result], dict[str, Any], dict[str, Any], str]] = [
+    (check_exact_answers, {}, {"drawn": 0.1}, "--speculative-smc-kernels torch"),
+    (check_mode, {"mode": "exact", "num_answers": 600}, {"drawn": 0.2}, ""),
+    (check_mode, {"mode": "exact", "num_answers": 600, "draft": True}, {"drawn": 0.2}, ""),
+    (check_mode, {"mode": "exact", "num_answers": 600}, SHARP, "sharper"),
+    (check_evidence, {"num_answers": 4000}, {"factor": 0.9}, ""),
+    (check_evidence, {"num_answers": 4000}, {"factor": 1.1}, ""),
+    (check_evidence, {"num_answers": 8000}, {"drafted": 0.4}, ""),
+    (check_draft_law, {}, {"drafted": 0.3}, ""),
+    (check_draft_law, {"draft": True}, {"drafted": 0.3}, ""),
+    (check_draft_law, {}, {"weighs": False}, ""),  # p is not what they were drawn with
+    (check_equal_models, {}, {"factor": 1.01, **TWINS}, ""),
 ]
 
 
-@pytest.mark.parametrize(("check", "asked", "wrong"), WRONG)
+@pytest.mark.parametrize(("check", "asked", "wrong", "says"), WRONG)
 def test_a_check_turns_red_where_a_share_is_the_other_models(
-    model: MakeModel, draft: Model, check: Callable[..., Result], asked: dict, wrong: dict
+    model: MakeModel,
+    draft: Model,
+    check: Callable[..., Result],
+    asked: dict,
+    wrong: dict,
+    says: str,
 ) -> None:
-    """Or where weights are a tenth off."""
+    """Or the target's own, but sharper; or where weights are off."""
     asked = {**asked, "draft": draft} if "draft" in asked else asked
     result = check(model(**wrong), prompts=PROMPTS, **asked)
-    assert result.failed
-    assert check is not check_exact_answers or "--speculative-smc-kernels torch" in result.note
+    assert result.failed and says in result.note
 
 
-def test_log_probabilities_turn_red_on_a_sharp_target(model: MakeModel, tables: Tables) -> None:
-    sharp = warmed(tables[0], 1 / 1.15)
-    result = check_mode(model(drawn=sharp), "exact", PROMPTS, num_answers=600)
-    assert result.failed
-    assert "sharper" in result.note
+ADAPTIVE = {"settings": {"adaptive": True}}
+HOPELESS = {"q": [[1e-12 if token else 1.0 for token in range(8)] for _ in range(8)]}
 
 
-def test_evidence_that_never_varies_is_no_evidence(model: MakeModel) -> None:
-    silent = model(weighs=False)
-    assert check_evidence(silent, PROMPTS).verdict is Verdict.NOT_ENOUGH_DATA
-    assert check_draft_law(silent, PROMPTS).failed  # p is not what they were drawn with
-
-
-def test_evidence_of_a_draft_that_misses_is_not_enough(model: MakeModel) -> None:
-    hopeless = [[1e-12 if token else 1.0 for token in range(8)] for _ in range(8)]
-    found = check_evidence(model(q=hopeless), PROMPTS, num_answers=64)
-    assert found.verdict is Verdict.NOT_ENOUGH_DATA
+@pytest.mark.parametrize(
+    ("check", "of", "verdict"),
+    [
+        (check_evidence, {"weighs": False}, Verdict.NOT_ENOUGH_DATA),
+        (check_evidence, HOPELESS, Verdict.NOT_ENOUGH_DATA),  # the draft misses
+        (check_evidence, ADAPTIVE, Verdict.NOT_APPLICABLE),
+        (check_draft_law, ADAPTIVE, Verdict.NOT_APPLICABLE),
+        (check_equal_models, {}, Verdict.NOT_APPLICABLE),
+        (check_equal_models, TWINS, Verdict.PASS),
+    ],
+)
+def test_what_is_judged(
+    model: MakeModel, check: Callable[..., Result], of: dict, verdict: Verdict
+) -> None:
+    assert check(model(**of), PROMPTS).verdict is verdict
 
 
 def test_an_approximate_mode_is_measured_towards_the_draft(model: MakeModel, draft: Model) -> None:
@@ -97,20 +109,6 @@ def test_an_approximate_mode_is_measured_towards_the_draft(model: MakeModel, dra
     assert result.estimate is not None and result.standard_error is not None
     assert result.estimate > 4 * result.standard_error
     assert "nearer to the draft" in result.note
-
-
-def test_equal_models_need_equal_weights(model: MakeModel, tables: Tables) -> None:
-    assert check_equal_models(model(), PROMPTS).verdict is Verdict.NOT_APPLICABLE
-    target = tables[0]
-    for factor, verdict in ((1.0, Verdict.PASS), (1.01, Verdict.FAIL)):
-        twins = model(q=target, factor=factor, same_models=True)
-        assert check_equal_models(twins, PROMPTS).verdict is verdict
-
-
-def test_adaptive_servers_are_not_judged_by_their_weights(model: MakeModel) -> None:
-    adaptive = model(settings={"adaptive": True})
-    assert check_evidence(adaptive, PROMPTS).verdict is Verdict.NOT_APPLICABLE
-    assert check_draft_law(adaptive, PROMPTS).verdict is Verdict.NOT_APPLICABLE
 
 
 def test_short_law_is_a_product(model: MakeModel, draft: Model, tables: Tables) -> None:
