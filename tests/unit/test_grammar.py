@@ -13,8 +13,8 @@ from populations import population_of
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from toy_grammar import END, maker
 from transformers import AutoTokenizer
-from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.patches import request_state
@@ -24,14 +24,10 @@ from sglang_smc.rules.grammar import Grammar, forked
 from sglang_smc.state.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
-COMPILER = GrammarCompiler(
-    TokenizerInfo(["a", "b", "c", "</s>"], vocab_size=VOCAB, stop_token_ids=[EOS])
-)
 
 
 def grammar_of(regex: str) -> XGrammarGrammar:
-    compiled = COMPILER.compile_regex(regex)
-    return XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, regex)
+    return maker(regex, ("a", "b", "c", END), VOCAB)()
 
 
 def thinking(regex: str) -> ReasonerGrammarObject:
@@ -227,9 +223,7 @@ def compiled(backend: Any, number: int) -> tuple[torch.Tensor, bool]:
     return mask, was_kept
 
 
-def test_many_grammars_take_no_more_memory_than_the_bound(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_many_grammars_is_bounded(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red where either of the two that keep them, SGLang and xgrammar, keeps all."""
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 8)
     first, was_kept = compiled(backend, 0)
