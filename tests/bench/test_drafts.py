@@ -71,9 +71,7 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     assert rows["AR target"].tokens_per_second == pytest.approx(1 / plain_seconds(), rel=1e-5)
 
 
-def test_answers_of_older_code_are_only_shown(
-    bench: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_old_code_are_only_shown(bench: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row names its code."""
     code = {"format": 1, "plugin": "older", "pair": "a pair"}
     monkeypatch.setattr(Drafts, "fingerprint", lambda _: dict(code))

@@ -32,10 +32,7 @@ def test_narrow(c: Case, device: str) -> None:
 
 @drawn(16, num_groups=[1, 4], num_particles=[1, 2, 3, 8, 9], width=[2, 3, 63, 64, 65, 150])
 def test_common_tail(c: Case, device: str) -> None:
-    """Texts that agree for long: each is a copy of one, with a token changed here or there.
-
-    An absent particle has no say, by its tokens or its length.
-    """
+    """Copies of a text with a token changed here or there; absent particles have no say in it."""
     shape = c.num_groups, c.num_particles
     changed = c.flags(0.8 / (c.num_particles * c.width), *shape, c.width)
     wide = torch.zeros(*shape, c.width + 2, dtype=torch.int64)

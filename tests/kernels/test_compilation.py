@@ -66,9 +66,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_kernels_compile_fit_and_run_side_by_side(
-    capability: int, compiled: list[dict[str, Any]]
-) -> None:
+def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: list[dict]) -> None:
     found = [kernel for kernel in compiled if kernel["capability"] == capability]
     if not found:
         assert capability != BY_DEFAULT

@@ -271,9 +271,7 @@ def test_wide_heads_are_refused(rank: int | None, message: str) -> None:
         run_kernel(make_case([3], [[0]], num_columns=1, **shape))
 
 
-def test_float32_latents_are_refused_where_they_would_be_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_float32_latents_are_refused_where_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled() -> None: ...
 
     monkeypatch.setattr(latent, "_attend_latents", triton.JITFunction(compiled))

@@ -120,9 +120,7 @@ def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [7, 4096, 9000])
-def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
-    vocab_size: int, device: str
-) -> None:
+def test_rows_without_law_give_token_0_and_nan_and_spoil_none(vocab_size: int, device: str) -> None:
     """NaN, infinities and nothing but forbidden tokens, at either end and in a tile between."""
     c = Case(seed=vocab_size)
     logits = c.normal(12, vocab_size)

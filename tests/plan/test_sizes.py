@@ -188,10 +188,7 @@ def test_a_class_with_images_has_the_size_of_its_decoder(text: Any, images: str)
     ids=["DeepSeek", "Qwen 3.5"],
 )
 def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int) -> None:
-    """Its fc makes 4 numbers of an embedding and a state; embedding and LM head are the target's.
-
-    Its attention is to all of the text.
-    """
+    """Its fc makes 4 numbers of an embedding and a state; embeddings, LM head are the target's."""
     draft = draft_for(from_config(config), "mtp")
     assert (draft.kind, draft.is_head, draft.max_steps) == ("mtp", True, None)
     assert (draft.layer_parameters, draft.fc_parameters) == (layer, 2 * 4 * 4)
@@ -199,7 +196,7 @@ def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int
     assert draft.resident_bytes == 2 * (layer + 32)
     assert draft.streamed_bytes == 2 * (layer + 80)
     assert (draft.kv_bytes_per_token, draft.hidden_state_bytes(3, 2)) == (kv, 3 * 3 * 4 * 2)
-    assert draft.states is None or draft.states.bytes == 0
+    assert draft.states is None or draft.states.bytes == 0  # it attends to all of the text
     assert draft_for(TOY, "ngram") == DRAFTS["ngram"]
     for count in (0, 2):
         others = dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), count)

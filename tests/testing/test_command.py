@@ -73,9 +73,7 @@ def test_what_was_not_judged_raises_no_alarm() -> None:
         (["--target", "./none", "--draft", "./none"], "--target ./none: no config.json"),
     ],
 )
-def test_half_a_pair_or_no_model_is_refused(
-    arguments: list[str], told: str, capsys: Capture
-) -> None:
+def test_half_a_pair_or_no_model_is_told(arguments: list[str], told: str, capsys: Capture) -> None:
     assert cli.main(arguments) == 2
     assert told in capsys.readouterr().err
 

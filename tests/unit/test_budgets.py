@@ -183,9 +183,7 @@ def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
     assert kept.tokens(Budget(1, 1)) == pytest.approx(2.0, abs=0.02), "until they are counted"
 
 
-def test_rounds_are_measured_over_batches_that_fit_and_noise_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[tuple[Budget, int]] = []
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(costs, "time", clock)

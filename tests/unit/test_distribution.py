@@ -138,9 +138,7 @@ def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (ALL, 0.9), (3000, 0.95), (9, 0.999)])
-def test_dense_logits_are_kept_by_rank_and_mass_within_a_key(
-    top_k: int, top_p: float, seed: int
-) -> None:
+def test_dense_rows_are_kept_by_rank_and_mass_to_a_key(top_k: int, top_p: float, seed: int) -> None:
     """20 000 float32 logits, several of a key: of that one where the row is cut, the lowest ids.
 
     The number of tokens is exact, and so is the mass, but that tokens of one key have their mean.

@@ -29,9 +29,7 @@ def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
     return req
 
 
-def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_ended_request_has_status_plain_text_and_no_kv(caplog: pytest.LogCaptureFixture) -> None:
     req = request(rid=f"a{HOSTILE}")
     failures.end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
     shown = r"\x1b]52;c;AA==\x07\n"
@@ -57,9 +55,8 @@ def test_who_ends_anyway_ends_as_it_would(to_finish: str | None, done: bool) -> 
         ({"min_new_tokens": 0, "stop_token_ids": {0, 1, 2}}, 500),
     ],
 )
-def test_who_forbids_all_tokens_is_told_so_and_no_model_is_blamed(
-    changes: dict[str, Any], status: int
-) -> None:
+def test_requests_that_forbid_all_tokens_are_told_so(changes: dict[str, Any], status: int) -> None:
+    """And no model is to blame."""
     req = request(vocab_size=4, tokenizer=None, eos_token_ids={3})
     vars(req.sampling_params).update(changes)
     assert failures.end_failed(req, Failure.TARGET_LOGITS) is (status == 500)

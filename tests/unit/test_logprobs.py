@@ -41,9 +41,7 @@ def stock(logits: torch.Tensor, tokens: torch.Tensor, temperatures: list[float])
 
 
 @pytest.mark.parametrize("original", ["0", "1"])
-def test_they_are_those_of_sglangs_speculative_workers(
-    original: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_those_of_sglangs_workers(original: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the temperature in them, and without where SGLang's switch leaves it out."""
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", original)
     generator = torch.Generator().manual_seed(0)

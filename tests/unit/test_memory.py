@@ -68,9 +68,7 @@ def test_rows_hold_what_they_must_and_no_more(config: SMCConfig, longest: int) -
 
 @quick
 @given(configs, st.integers(100, 10_000), st.integers(1, 500), st.integers(1, 500))
-def test_requests_that_fit_are_as_many_as_fit(
-    config: SMCConfig, num_slots: int, prompt: int, answer: int
-) -> None:
+def test_the_most_that_fit(config: SMCConfig, num_slots: int, prompt: int, answer: int) -> None:
     one = prompt + answer + arena.arena(config, answer)
     count = arena.fits(config, num_slots, prompt, answer)
     assert count * one <= num_slots < (count + 1) * one
@@ -246,9 +244,7 @@ def test_a_request_is_asked_whether_its_own_arena_fits(
     assert (asked[1:], adder.charged) == ([slots], slots)
 
 
-def test_a_prompt_in_parts_is_charged_and_a_preemption_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_in_parts_is_charged_and_no_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "active_config", SMCConfig)
     adder, seen = Adder(), []
     admission.preempt_to_schedule(lambda *_: seen.append(adder.charged), adder, req(mode="exact"))

@@ -27,9 +27,7 @@ def passes(draw: st.DrawFn) -> torch.Tensor:
 
 @settings(max_examples=100)
 @given(passes(), st.booleans())
-def test_each_slot_is_run_once_and_each_row_has_the_result_of_its_slot(
-    slots: torch.Tensor, last: bool
-) -> None:
+def test_each_slot_is_run_once_and_rows_have_its_result(slots: torch.Tensor, last: bool) -> None:
     flat, num_columns = slots.flatten(), slots.shape[2]
     found = merge_rows(slots, last=last)
     rows = torch.arange(len(flat))

@@ -213,9 +213,7 @@ def test_a_low_ess_of_weighed_rounds_is_warned_of_by_one_rank(
     assert re.search(told, caplog.text)
 
 
-def test_a_warning_waits_for_its_rounds_and_for_its_interval(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_warning_waits_for_its_rounds_and_its_interval(caplog: pytest.LogCaptureFixture) -> None:
     seconds = [0.0]
     found = Monitor(100 * LOW_ESS_ROUNDS, lambda: seconds[0])
     for share, num_rounds, seconds[0], num_warnings in (
@@ -449,10 +447,7 @@ def test_nothing_watched_is_no_tilt_of_zero() -> None:
 
 
 def test_the_standard_error_is_the_larger_of_what_laws_and_answers_say() -> None:
-    """And it is that of the tilt: of 400 windows of normal answers the spread errs by 1 in 28.
-
-    Five of them are 18 %.
-    """
+    """And it is that of the tilt: the spread of 400 windows errs by 1 in 28, five times 18 %."""
     alike = sums_of(*[answer(tilt=0.3)] * 100)
     assert alike.tilt_error == pytest.approx(400**-0.5)
     apart = sums_of(*[answer(tilt=3.3), answer(tilt=-2.7)] * 50)
@@ -521,9 +516,7 @@ def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
 
 
 @pytest.mark.parametrize("logs", [True, False])
-def test_the_log_has_the_tilt_and_what_is_wrong_with_it(
-    caplog: pytest.LogCaptureFixture, logs: bool
-) -> None:
+def test_the_log_has_the_tilt_and_its_faults(caplog: pytest.LogCaptureFixture, logs: bool) -> None:
     found = monitor(interval=1, exports=False, logs=logs)
     for number in range(250):
         if number == 1:

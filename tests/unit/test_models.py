@@ -144,9 +144,7 @@ def test_new_weights_of_a_head_leave_the_targets_alone() -> None:
     assert hot.tolist() == [4, 5]
 
 
-def test_new_weights_of_an_mtp_layer_leave_the_targets_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_new_weights_of_mtp_layers_leave_the_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "kind_of", lambda _: "mtp")
     loaded: list[str] = []
     layer: Any = SimpleNamespace(model=SimpleNamespace(embed_tokens=SimpleNamespace()))
@@ -204,9 +202,7 @@ CROSS = "cross or bidirectional attention"
         ({"latent": True, **WINDOW}, "a window or a cap over latents"),
     ],
 )
-def test_attention_that_is_not_supported_is_refused(
-    layer: dict[str, Any], refused: str | None
-) -> None:
+def test_unsupported_attention_is_refused(layer: dict[str, Any], refused: str | None) -> None:
     model = runner(**{name: value for name, value in layer.items() if name != "blocks"})
     told = f"does not support {refused}.*.layer 1"
     with pytest.raises(ValueError, match=told) if refused else nullcontext():

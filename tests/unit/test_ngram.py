@@ -165,9 +165,7 @@ GREEDY: dict[str, Any] = {"greedy": torch.tensor([True])}
     ("weight", "tree", "expected"),
     [(0.4, {2: {}}, 0), (0.6, {2: {}}, 2), (0.6, {2: {}, 1: {}}, 0), (0.9, {2: {}, 1: {}}, 1)],
 )
-def test_at_temperature_0_the_likelier_of_both_is_drafted(
-    weight: float, tree: Tree, expected: int
-) -> None:
+def test_at_temperature_0_the_likelier_is_drafted(weight: float, tree: Tree, expected: int) -> None:
     assert mixed(tree, [weight], [[3.0, 1.0, 0.0]], **GREEDY) == np.eye(3)[[expected]]
 
 

@@ -202,9 +202,7 @@ def begun() -> Future[Any]:
     return call
 
 
-def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_behind_late_calls_a_potential_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     """A circuit breaker: open behind three, half open when it has cooled down and the late call is
     back, closed by one in time. Calls behind one that hangs are late, too, and never begin.
     """
@@ -260,9 +258,7 @@ def last_time(when: Any, output: str) -> int | None:
     st.lists(st.text("abc", max_size=12), min_size=1, max_size=4),
     st.integers(0, 30),
 )
-def test_the_tree_knows_the_last_time_of_each_text(
-    settled: str, tails: list[str], in_two: int
-) -> None:
+def test_the_tree_knows_each_texts_last_time(settled: str, tails: list[str], in_two: int) -> None:
     decode = Letters(27).decode
     tree = PrefixTree([Schedule.of(when) for when in SCHEDULES], decode)
     ids = {letter: number for number, letter in enumerate("abc")}
@@ -552,8 +548,6 @@ def test_an_endpoint_that_gives_no_values_is_told(
         ({"api_key_variable": "NOT_THERE_AT_ALL"}, "api_key_variable="),
     ],
 )
-def test_arguments_are_checked_as_the_server_starts(
-    arguments: dict[str, Any], expected: str
-) -> None:
+def test_arguments_are_checked_as_a_server_starts(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Http(**{"url": URL, **arguments})

@@ -50,10 +50,7 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
-    """On any budget of several particles; a single one is replayed with other requests.
-
-    Where N and K adapt, each budget has rounds of its own.
-    """
+    """On any budget of several particles; each budget has rounds of its own where N and K adapt."""
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
     trees = [RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.greedy]
@@ -65,7 +62,7 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
     assert list(own) == (list(budgets(Budget(4, 4))) if is_adaptive else [None])
     for budget, graphs in own.items():
         n, k = budget or Budget(4, 4)
-        if n > 1 and k:
+        if n > 1 and k:  # a single particle is replayed with other requests
             asked = trees[-1].shape._replace(budget=budget, num_particles=n, num_steps=k)
             assert found.find(asked) is next(one for one in trees if one.shape.num_particles >= n)
         assert found.find(graphs[0].shape) is graphs[0]
@@ -77,10 +74,7 @@ def shape(**change: Any) -> RoundShape:
 
 
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    """What is not replayed says why, and once.
-
-    They write where the table was: who needs none of a wider one goes on replaying.
-    """
+    """What is not replayed says why, and once; a wider table leaves recordings of the old one."""
     caplog.set_level(logging.INFO)
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
@@ -244,9 +238,7 @@ def record(card: Card, config: SMCConfig) -> Recordings:
 @pytest.mark.parametrize(
     ("mode", "vocab_size"), [("smc", 128_256), ("exact", 151_936), ("auto", 262_144)]
 )
-def test_recordings_and_launched_rounds_fit_on_every_card(
-    memory: int, vocab_size: int, mode: str
-) -> None:
+def test_recorded_and_launched_rounds_fit_any_card(memory: int, vocab_size: int, mode: str) -> None:
     config = SMCConfig(mode=mode)
     card = Card(left_free(memory), vocab_size)
     found = record(card, config)
@@ -291,9 +283,7 @@ def test_no_size_fits() -> None:
 
 
 @pytest.mark.parametrize(("count", "least"), [(1, 8 << 30), (2, 5 << 30)])
-def test_all_ranks_go_by_the_least_memory(
-    count: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_go_by_least_memory(count: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_reduce(value: torch.Tensor, op: Any, group: str) -> None:
         assert (op, group) == (torch.distributed.ReduceOp.MIN, "over the host")
         value.clamp_(max=5 << 30)  # what another rank has

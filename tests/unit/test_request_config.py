@@ -128,9 +128,7 @@ WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize(("mode", "name"), WITHOUT_EFFECT)
-def test_a_key_without_effect_in_the_mode_is_refused_with_the_modes_that_know_it(
-    mode: str, name: str
-) -> None:
+def test_a_key_without_effect_is_refused_with_the_modes_that_know_it(mode: str, name: str) -> None:
     """The mode may be the request's own or the server's, though a tilt implies one."""
     knows = {"tilt": "'auto'", "evidence_threshold": "'smc' or 'mixed'"}.get(name, "'smc'")
     asked, both = {name: CHOICES[name]}, {name: CHOICES[name], "mode": mode}
@@ -198,9 +196,7 @@ def test_a_power_of_p_has_no_evidence_to_measure() -> None:
         ({"evidence_threshold": 0.125}, {"mode": "mixed"}, 0.125),
     ],
 )
-def test_the_evidence_threshold_in_force(
-    server: dict[str, Any], chosen: dict[str, Any], expected: float
-) -> None:
+def test_the_evidence_threshold_in_force(server: dict, chosen: dict, expected: float) -> None:
     """A server's is no concern of modes that ignore it."""
     found = choose(SMCConfig(**server), **chosen)
     assert found.effective_evidence_threshold == expected

@@ -140,9 +140,7 @@ def begun(**changes: Any) -> Any:
     ("power", "before", "is_open"),
     [(1.0, 1, False), (2.0, 1, True), (0.5, 1, True), (2.0, 18, True), (2.0, 19, False)],
 )
-def test_first_tokens_differ_for_a_power_of_p_alone(
-    power: float, before: int, is_open: bool
-) -> None:
+def test_first_tokens_differ_for_powers_alone(power: float, before: int, is_open: bool) -> None:
     """Nor are those open behind which nothing comes: their law is all that there is of the text."""
     req = begun(smc={"power": power}, output_ids=[5] * before)
     assert has_open_token(req) == is_open
@@ -276,10 +274,7 @@ def resolve(
 def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first round may emit nothing: SGLang would index an empty histogram with -1.
-
-    What a round emits is compared between ranks.
-    """
+    """In the first round, too: SGLang would index an empty histogram with -1. Ranks compare all."""
     told = []
     monkeypatch.setattr(process.active.ranks, "add", told.append)
     reqs = [BookedRequest(), BookedRequest()]
@@ -293,9 +288,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     assert [req.spec_num_correct_drafts for req in reqs] == [9, 6]
 
 
-def test_requests_that_are_gone_keep_their_books_and_those_that_end_count_their_last_round() -> (
-    None
-):
+def test_requests_that_are_gone_keep_books_and_those_that_end_count_their_last_round() -> None:
     """Whether one was live is asked before SGLang's own resolve, which may end it."""
     gone, ends = [BookedRequest(), BookedRequest()], BookedRequest()
     gone[0].is_retracted = gone[1].done = True

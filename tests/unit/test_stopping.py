@@ -172,9 +172,7 @@ def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same()
         (FINISH_ABORT("gone"), None, None),
     ],
 )
-def test_the_first_end_of_a_text_is_the_one_that_counts(
-    reason: Any, length: int | None, expected: Any
-) -> None:
+def test_the_first_end_of_a_text_counts(reason: Any, length: int | None, expected: Any) -> None:
     req = make_req(regex="b")
     req.finished_reason, req.finished_len = reason, length
     end_of(req)
@@ -313,9 +311,7 @@ def test_what_cannot_be_linear_is_refused_by_name(pattern: str, message: str) ->
         request_config(SMCConfig(), {"smc": asked})
 
 
-def test_a_text_is_searched_twice_however_many_matches_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_is_searched_twice_however_many_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Match behind match, ``a.*b|a`` would read this text to its end 5,000 times."""
     compiled, match = AnswerPattern("a.*b|a"), re2._Regexp._match
     found: list[Any] = []
@@ -336,12 +332,9 @@ def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
 
 
 def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By lengths alone, in the order of the batch: no rank's clock has a word in it.
-
-    Equal answers have one number.
-    """
+    """By lengths alone, in the order of the batch: no rank's clock has a word in it."""
     found = answers([request("b+")], [[[1, 2], [2], [1, 1, 2], [0]]])
-    assert found == {0: [0, -1, 1, -1]}
+    assert found == {0: [0, -1, 1, -1]}  # equal answers have one number
     reqs = [request("b") for _ in range(3)]
     tails = [[[1], [2], [1, 1]], [[2], [2], [1]], [[], [], []]]
     expected = {0: [0, -1, 0], 1: [-1, -1, 0], 2: [-1, -1, -1]}

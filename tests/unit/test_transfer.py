@@ -166,9 +166,7 @@ COMING: list[Callable[[], torch.Tensor]] = [
 
 @pytest.mark.parametrize("default", ["cpu", "cuda"])
 @pytest.mark.parametrize("coming", COMING, ids=["a list", "rows", "nothing", "a view"])
-def test_the_host_waits_for_no_copy_to_the_device(
-    coming: Callable[[], torch.Tensor], default: str
-) -> None:
+def test_the_host_waits_for_no_copy(coming: Callable[[], torch.Tensor], default: str) -> None:
     with fake_gpu() as gpu, torch.device(default), gpu.no_waiting():
         assert coming().device.type == "cuda" and len(gpu.to_device) == 1
 

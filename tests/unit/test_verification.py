@@ -63,9 +63,7 @@ def test_one_chain_is_block_verification(spread: float) -> None:
         assert one_chain_block(log_p[row].exp(), log_q[row].exp(), *block) == found.num_columns[row]
 
 
-def expected_output(
-    p: torch.Tensor, q: torch.Tensor, chance: float, num_siblings: int
-) -> torch.Tensor:
+def output_law(p: torch.Tensor, q: torch.Tensor, chance: float, num_siblings: int) -> torch.Tensor:
     """What one column puts out, ``[V]``, over all draws and all places where tiers may begin.
 
     The chance that a token is selected and accepted, and what is left of p, which the path's
@@ -111,7 +109,7 @@ def test_a_column_is_exact_with_any_bins(
         if num_bins is not None:
             any_bins = torch.randint(num_bins, (VOCAB,), generator=generator)
             patch.setattr(verification, "bins_of", lambda log_p, *_: any_bins.expand_as(log_p))
-        put_out = expected_output(p, q, chance, num_siblings)
+        put_out = output_law(p, q, chance, num_siblings)
     assert torch.allclose(put_out, chance * p, rtol=0, atol=1e-9)
 
 
@@ -141,10 +139,7 @@ def seats(q: list[float], num_chains: int, ahead: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_chains", "vocab_size"), [(1, 5), (4, 3), (6, 40)])
 def test_chains_of_one_text_divide_its_likeliest_tokens(num_chains: int, vocab_size: int) -> None:
-    """Red if a token has a chain too many or too few, or texts share chains.
-
-    In the last column chains differ, as far as there are tokens of positive probability.
-    """
+    """Red if a token has a chain too many or too few, texts share chains, or last ones repeat."""
     make = torch.Generator().manual_seed(7)
     for ahead in [0, 1, 2, 3, 8] * 10:
         text = torch.randint(0, 3, (num_chains,), generator=make)

@@ -102,9 +102,7 @@ KEPT = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}, flush_cache=False)
 
 
 @pytest.mark.parametrize(("paused", "error"), [(False, None), (True, None), (False, "no")])
-def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(
-    paused: bool, error: str | None
-) -> None:
+def test_updates_by_ipc_find_no_draft_and_a_server_at_rest(paused: bool, error: str | None) -> None:
     """And leaves it as it was, though the update failed."""
     manager = Manager(Scheduler(paused=paused), error)
     with pytest.raises(RuntimeError, match=error) if error else nullcontext():
@@ -123,9 +121,7 @@ def test_kv_in_use_is_not_flushed_and_other_algorithms_are_left_alone() -> None:
     assert manager.found == [("the draft", True)]
 
 
-def test_what_tensors_raise_is_an_answer_that_no_rank_waits_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_tensors_raise_is_an_answer_and_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Any] = []
     monkeypatch.setattr(weights.torch.distributed, "barrier", lambda group: met.append(group))
     sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]
