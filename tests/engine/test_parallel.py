@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from http_server import running_server
+from model_families import make_model
 from tiny_models import smc_arguments
 
 from sglang_smc.tools.demo.serving import free_port
@@ -56,8 +57,7 @@ def pair(tiny: Callable[..., str]) -> tuple[str, str]:
     )
 
 
-@pytest.fixture(scope="module")
-def expected(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
+def of_one_rank(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
     import in_process
 
     with in_process.running(**smc_arguments(*pair, **SETTINGS)) as server:
@@ -65,6 +65,11 @@ def expected(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
     found = [(reply.output_ids, str(reply.why)) for reply in replies]
     assert {end for _, end in found} == {"stop", "length"}
     return found
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
+    return of_one_rank(pair)
 
 
 @pytest.fixture
@@ -82,7 +87,9 @@ def start(
         monkeypatch.delenv(name)
     monkeypatch.setenv("RANK_PROBE_OUT", str(tmp_path))
     monkeypatch.syspath_prepend(str(request.config.rootpath / "tests" / "rank_probe"))
-    return lambda **settings: engine(**smc_arguments(*pair, **SETTINGS, **settings))
+    return lambda *models, **settings: engine(
+        **smc_arguments(*(models or pair), **SETTINGS, **settings)
+    )
 
 
 def answers(running: Any) -> list[tuple[list[int], str]]:
@@ -122,6 +129,20 @@ def test_two_nodes_give_one_ranks_text(
         found = first.generate(REQUESTS)
     ends = [(one["output_ids"], one["meta_info"]["finish_reason"]["type"]) for one in found]
     assert ends == expected
+
+
+@pytest.mark.nightly
+def test_experts_on_two_ranks_give_one_ranks_text(
+    start: Callable[..., Any], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Each rank has half of the experts, whole, instead of half of each."""
+    models = make_model(tmp_path / "experts", "mixtral", seed=1), pair[1]
+    (ranks := tmp_path / "ranks").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RANK_PROBE_OUT", str(ranks))
+        found = answers(start(*models, tp_size=2, ep_size=2))
+    assert_ranks_agree(ranks)
+    assert found == of_one_rank(models)
 
 
 @pytest.mark.nightly  # scheduler/test_adaptive.py has the ranks' one count

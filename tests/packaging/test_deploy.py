@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 GRAFANA = ROOT / "examples" / "grafana"
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+KUBERNETES = ("kubernetes.yaml", "leaderworkerset.yaml")
+# As LeaderWorkerSet sets them.
+SECOND_POD = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.pod"}
 COMPOSE = [DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml"]
 DASHBOARDS = GRAFANA / "docker-compose.yaml"
 UNIT = DEPLOY / "sglang-smc.service"
@@ -62,6 +65,15 @@ def test_linters_take_the_files(linter: str, words: list[str | Path]) -> None:
 
 
 @pytest.mark.nightly
+def test_kubernetes_takes_the_pods_of_a_leader_worker_set(tmp_path: Path) -> None:
+    """No schema of LeaderWorkerSet itself comes with the linter."""
+    found = tmp_path / "pod.json"
+    kind = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a-pod"}}
+    found.write_text(json.dumps({**kind, "template": pod(KUBERNETES[1])}))
+    printed(tool("kubernetes-validate"), "--strict", found)
+
+
+@pytest.mark.nightly
 def test_docker_compose_reads_them() -> None:
     docker = tool("docker")
     if subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
@@ -86,8 +98,14 @@ def dockerfile_words(name: str, instruction: str) -> list[str]:
     return json.loads(line)
 
 
-def container() -> dict[str, Any]:
-    (found,) = read(DEPLOY / "kubernetes.yaml")["spec"]["template"]["spec"]["containers"]
+def pod(name: str) -> dict[str, Any]:
+    """The template of the pods of a file for Kubernetes."""
+    spec = read(DEPLOY / name)["spec"]
+    return spec.get("leaderWorkerTemplate", {}).get("workerTemplate") or spec["template"]
+
+
+def container(name: str) -> dict[str, Any]:
+    (found,) = pod(name)["spec"]["containers"]
     return found
 
 
@@ -97,7 +115,10 @@ def servers() -> Iterator[tuple[str, list[str]]]:
     yield "Dockerfile", [*dockerfile_words("Dockerfile", "ENTRYPOINT")[1:], *given]
     for path in COMPOSE:
         yield path.name, read(path)["services"]["server"]["command"][1:]
-    yield "kubernetes.yaml", [*container()["command"][1:], *container()["args"]]
+    for name in KUBERNETES:
+        found = container(name)
+        words = " ".join([*found["command"][1:], *found["args"]])
+        yield name, re.sub(r"\$\((\w+)\)", lambda of: SECOND_POD[of[1]], words).split()
     (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text().replace("\\\n", " "), re.M)
     yield UNIT.name, shlex.split(line)[1:]
 
@@ -168,7 +189,7 @@ def test_what_listens_is_what_the_page_says() -> None:
     prometheus = option(services["prometheus"]["command"], "--web.listen-address")
     assert told == {**listens, "Prometheus": prometheus, "Grafana": grafana}
     reached = {name for name, address in told.items() if not address.startswith("127.0.0.1:")}
-    assert reached == {"Dockerfile", "kubernetes.yaml"}, "what shares the machine's network is here"
+    assert reached == {"Dockerfile", *KUBERNETES}, "what shares the machine's network is here"
     every = [one for path in (*COMPOSE, DASHBOARDS) for one in read(path)["services"].values()]
     assert not any("ports" in service for service in every)
     published = re.findall(r" -p (\S+:\d+)", (DEPLOY / "Dockerfile").read_text())
@@ -179,14 +200,28 @@ def test_what_listens_is_what_the_page_says() -> None:
     assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
 
 
-def test_every_kind_of_probe_asks_health_at_the_servers_port() -> None:
-    found = container()
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_every_kind_of_probe_asks_health_at_the_servers_port(name: str) -> None:
+    found = container(name)
     (port,) = found["ports"]
     assert f"--port={port['containerPort']}" in found["args"]
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = found[kind]
         assert probe["httpGet"] == {"path": "/health", "port": port["name"]}
         assert probe["timeoutSeconds"] >= 20, "it waits for a request of its own"
+
+
+def test_the_ranks_of_a_leader_worker_set_have_a_gpu_each() -> None:
+    """Its Service sends requests to the first pod, which has the HTTP server."""
+    name = KUBERNETES[1]
+    size, words = read(DEPLOY / name)["spec"]["leaderWorkerTemplate"]["size"], dict(servers())[name]
+    assert SECOND_POD["LWS_GROUP_SIZE"] == str(size) == option(words, "--nnodes")
+    gpus = size * container(name)["resources"]["limits"]["nvidia.com/gpu"]
+    assert option(words, "--tp-size") == str(gpus)
+    group, service = yaml.safe_load_all((DEPLOY / name).read_text())
+    of = "leaderworkerset.sigs.k8s.io"
+    asked = {f"{of}/name": group["metadata"]["name"], f"{of}/worker-index": "0"}
+    assert service["spec"]["selector"] == asked
 
 
 def test_an_end_by_its_own_sigkill_is_a_success_for_systemd() -> None:

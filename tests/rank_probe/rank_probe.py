@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         HookRegistry.register("sglang_smc.round.play.Round.play", play, HookType.AROUND)
+        experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+        HookRegistry.register(experts, own_experts, HookType.AROUND)
 
 
 def play(original: Callable, of_server: Any, inputs: Any, shape: Any, *rest: Any) -> Any:
@@ -39,6 +42,15 @@ def play(original: Callable, of_server: Any, inputs: Any, shape: Any, *rest: Any
     with (Path(os.environ[OUT]) / f"rank{rank}.txt").open("a") as file:
         file.write(f"{len(inputs.rows)} {digest.hexdigest()}\n")
     return outcome
+
+
+def own_experts(_: Callable, layer: Any, x: Any, chosen: Any, *rest: Any) -> torch.Tensor:
+    """Run this rank's experts alone, as kernels do: SGLang's loop takes no id of -1 for others."""
+    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
+
+    weights = chosen.topk_weights.masked_fill(chosen.topk_ids < 0, 0.0)
+    given = SimpleNamespace(hidden_states=x, topk_output=chosen._replace(topk_weights=weights))
+    return fused_moe_forward_native(layer, given).hidden_states
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
