@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 GRAFANA = ROOT / "examples" / "grafana"
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
-KUBERNETES = ("kubernetes.yaml", "leaderworkerset.yaml")
+TWO_NODES = "leaderworkerset.yaml"
+KUBERNETES = ("kubernetes.yaml", TWO_NODES)
 # As LeaderWorkerSet sets them.
 SECOND_POD = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.pod"}
 COMPOSE = [DEPLOY / "compose.yaml", DEPLOY / "compose.gpu.yaml"]
@@ -69,7 +70,7 @@ def test_kubernetes_takes_the_pods_of_a_leader_worker_set(tmp_path: Path) -> Non
     """No schema of LeaderWorkerSet itself comes with the linter."""
     found = tmp_path / "pod.json"
     kind = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a-pod"}}
-    found.write_text(json.dumps({**kind, "template": pod(KUBERNETES[1])}))
+    found.write_text(json.dumps({**kind, "template": pod(TWO_NODES)}))
     printed(tool("kubernetes-validate"), "--strict", found)
 
 
@@ -213,12 +214,11 @@ def test_every_kind_of_probe_asks_health_at_the_servers_port(name: str) -> None:
 
 def test_the_ranks_of_a_leader_worker_set_have_a_gpu_each() -> None:
     """Its Service sends requests to the first pod, which has the HTTP server."""
-    name = KUBERNETES[1]
-    size, words = read(DEPLOY / name)["spec"]["leaderWorkerTemplate"]["size"], dict(servers())[name]
+    group, service = yaml.safe_load_all((DEPLOY / TWO_NODES).read_text())
+    size, words = group["spec"]["leaderWorkerTemplate"]["size"], dict(servers())[TWO_NODES]
     assert SECOND_POD["LWS_GROUP_SIZE"] == str(size) == option(words, "--nnodes")
-    gpus = size * container(name)["resources"]["limits"]["nvidia.com/gpu"]
+    gpus = size * container(TWO_NODES)["resources"]["limits"]["nvidia.com/gpu"]
     assert option(words, "--tp-size") == str(gpus)
-    group, service = yaml.safe_load_all((DEPLOY / name).read_text())
     of = "leaderworkerset.sigs.k8s.io"
     asked = {f"{of}/name": group["metadata"]["name"], f"{of}/worker-index": "0"}
     assert service["spec"]["selector"] == asked

@@ -96,7 +96,7 @@ HOPELESS = {"q": [[1e-12 if token else 1.0 for token in range(8)] for _ in range
         (check_equal_models, TWINS, Verdict.PASS),
     ],
 )
-def test_what_is_judged(
+def test_verdicts_beside_failure(
     model: MakeModel, check: Callable[..., Result], of: dict, verdict: Verdict
 ) -> None:
     assert check(model(**of), PROMPTS).verdict is verdict

@@ -57,6 +57,17 @@ def test_numbers_and_seeds_are_those_of_an_unsigned_implementation() -> None:
             assert derive_seed(seed, *keys) == int(mix(state)[0] >> np.uint64(1))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_uniform_along_every_key(axis: int) -> None:
+    """Kolmogorov-Smirnov of each purpose, error probability 1e-5 each."""
+    keys = [torch.tensor([3])] * 3
+    keys[axis] = torch.arange(20_000)
+    for purpose in Purpose:
+        u = uniforms(*keys, purpose)
+        assert u.min() >= 0.0 and u.max() < 1.0
+        assert kstest(u.numpy(), "uniform").pvalue > 1e-5
+
+
 def neighbours(along: int, shift: tuple[int, int, int]) -> list[torch.Tensor]:
     keys = [torch.tensor([11])] * 3
     keys[along] = torch.arange(0, 80_000, 2)
