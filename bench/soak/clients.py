@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,8 @@ import httpx
 from soak.traffic import Request
 
 PATIENCE = 600.0  # timeout of an answer in seconds, including the queue
-NEVER_BEGUN = 499  # HTTP status of an abort before SGLang has split a request into n
+# Of an abort before SGLang has split a request into n, or while its grammar compiles.
+NEVER_BEGUN = re.compile("HTTP 499|HTTP 400: .*Aborted by AbortReq")
 LEFT = ("left", "abort")  # finish reasons of incomplete answers
 
 # --- Answers, each checked by itself
@@ -233,18 +235,15 @@ async def _answers(client: httpx.AsyncClient, request: Request) -> list[Ending]:
             if info.get("num_retractions") == 0:
                 undisturbed[index] = chunk["output_ids"]
             if request.leaves == "disconnect" and request.stream:
-                left = num_chunks == request.at_chunk or bool(info["finish_reason"])
-                if left:
+                if left := num_chunks == request.at_chunk or bool(info["finish_reason"]):
                     break
             elif request.leaves == "abort" and request.stream and num_chunks == request.at_chunk:
                 await _abort(client, request)
     missing = [index for index in range(request.n) if index not in last]
     if missing and not left:
         return failed(request, f"no answer of {missing}")
-    found = [
-        replace(ending(request, index, chunk, left=left), undisturbed=undisturbed.get(index, []))
-        for index, chunk in last.items()
-    ]
+    endings = (ending(request, index, chunk, left=left) for index, chunk in last.items())
+    found = [replace(one, undisturbed=undisturbed.get(one.index, [])) for one in endings]
     return [*found, *(Ending(request, index, "left") for index in missing)]
 
 
@@ -263,12 +262,13 @@ async def _chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of a stream, or each answer of a request that does not stream."""
     async with client.stream("POST", "/generate", json=request.body) as lines:
-        if lines.status_code == NEVER_BEGUN and request.leaves == "abort":
-            aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+        if lines.status_code != 200:
+            said = f"HTTP {lines.status_code}: {(await lines.aread()).decode()}"
+            if request.leaves != "abort" or not NEVER_BEGUN.match(said):
+                raise ValueError(said)
+            info = {"finish_reason": {"type": "abort"}}
             for index in range(request.n):
-                yield {"index": index, **aborted}
-        elif lines.status_code != 200:
-            raise ValueError(f"HTTP {lines.status_code}: {(await lines.aread()).decode()}")
+                yield {"index": index, "output_ids": [], "meta_info": info}
         elif not request.stream:
             found = json.loads(await lines.aread())
             for index, answer in enumerate(found if request.n > 1 else [found]):

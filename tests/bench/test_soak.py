@@ -154,6 +154,7 @@ def stream_of(*chunks: dict[str, Any]) -> Reply:
         (request(), json_of({"text": ""}), "cannot be read: KeyError"),
         (request(n=2), json_of([answer([1, 2])]), "no answer of [1]"),
         (request(), json_of({}, 499), "HTTP 499"),
+        (request(leaves="abort"), json_of("no", 400), 'HTTP 400: "no"'),
         (request(stream=True), stream_of(), "no answer of [0]"),
         (request(stream=True, n=2), stream_of(answer([1, 2])), "no answer of [1]"),
         (request(stream=True), stream_of({"error": {"message": "dead"}}), "dead"),
@@ -186,11 +187,10 @@ def test_leaving_a_stream() -> None:
     late = replace(left, at_chunk=9)
     (found,), _ = asked(late, stream_of(*chunks))
     assert (found.reason, found.output_ids) == ("length", [1, 2, 3])
-    never = replace(aborted, n=2)
-    assert [e.reason for e in asked(replace(never, stream=False), json_of({}, 499))[0]] == [
-        "abort",
-        "abort",
-    ]
+    never = replace(aborted, n=2, stream=False)
+    compiling = {"error": {"message": "Aborted by AbortReq."}}
+    for reply in (json_of({}, 499), json_of(compiling, 400)):
+        assert [e.reason for e in asked(never, reply)[0]] == ["abort", "abort"]
 
 
 def test_leaving_before_anything_has_come() -> None:
