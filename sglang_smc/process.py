@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -21,6 +21,7 @@ from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ class Active:
 
     memory: Table | None = None
     """The table of `log_memory_report`; None before that."""
+
+    begin_transferred: Callable[..., Any] | None = None
+    """`SMCWorker.begin_transferred`."""
 
     ranks: RankCheck = field(default_factory=RankCheck)
     config: tuple[Arguments, SMCConfig | None] | None = None

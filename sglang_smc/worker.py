@@ -19,7 +19,7 @@ from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, Tables, shape_of
 from sglang_smc.round.parts import assemble, memory_of, operations
-from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, find_state, state_of
 
@@ -73,6 +73,7 @@ class SMCWorker(WeightUpdates):
         runners = process.open_runners(server_args, self.config, self.monitor)
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
+        process.active.begin_transferred = self.begin_transferred
 
     def alloc_memory_pool(
         self,
@@ -196,6 +197,15 @@ class SMCWorker(WeightUpdates):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
+
+    def begin_transferred(self, batch: "ScheduleBatch") -> SMCDraftInput:
+        """Start particles on a decode server; see `Prefill.begin_transferred`."""
+        return self._prefill.begin_transferred(batch, process.active.budget)
+
+    @property
+    def primary_draft_kv_pool(self) -> None:
+        """Return None: a prefill server sends KV of the target alone."""
+        return None
 
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host reads its result after the device has finished it."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,33 @@ def running_server(
             yield server
         finally:
             _end(process)
+
+
+@contextlib.contextmanager
+def running_router(folder: Path, workers: Sequence[str], num_workers: int) -> Iterator[Server]:
+    """SGLang's own router for the ``with`` block, once it finds all of its workers healthy."""
+    port, log = free_port(), folder / "router.log"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port), *workers]
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    router = Server(process, port, log)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while _num_healthy(router) < num_workers:
+            assert process.poll() is None and time.monotonic() < deadline, router.ending()
+            time.sleep(0.5)
+        yield router
+    finally:
+        process.terminate()
+        process.wait(timeout=STOP_TIMEOUT)
+
+
+def _num_healthy(router: Server) -> int:
+    try:
+        workers = router.get("/workers", timeout=5).json()["workers"]
+    except (httpx.HTTPError, ValueError, KeyError):
+        return 0
+    return sum(worker["is_healthy"] for worker in workers)
 
 
 def _wait_until_ready(server: Server) -> None:

@@ -23,7 +23,15 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
-from sglang_smc.upstream import IS_NEWER, Arguments, is_gated_delta, kv_layers, model_config_of
+from sglang_smc.upstream import (
+    IS_NEWER,
+    IS_NEWEST,
+    Arguments,
+    is_gated_delta,
+    kv_layers,
+    model_config_of,
+    release,
+)
 
 _ALLOWED = (
     "allowed: a text decoder whose layers attend to all of the text or to a window of it, by heads "
@@ -95,6 +103,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
     found += _state_problems(server_args, target)
     found += _image_problems(server_args, target)
+    found += _transfer_problems(server_args, target)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
@@ -167,6 +176,41 @@ def _image_problems(server_args: Arguments, target: ModelConfig) -> Iterator[str
             f"--enable-multimodal is True with a target of {names[0]}; allowed: "
             f"{', '.join(sorted(_SEEING))}, on SGLang 0.5.22 and later. Leave it out to serve text."
         )
+
+
+# Flags that a decode server refuses: the prefill server samples the first token without SMC, and
+# reads no image for the draft; KV on the host is the target's.
+_NOT_TRANSFERRED = (
+    "speculative_smc_power speculative_smc_potential speculative_smc_presets "
+    "enable_strict_thinking enable_multimodal enable_hierarchical_cache"
+)
+
+
+def _transfer_problems(server_args: Arguments, target: ModelConfig) -> Iterator[str]:
+    """Yield a sentence for what a server lacks as one of a pair of prefill and decode servers."""
+    view = resolved_view(server_args)
+    mode = view.disaggregation_mode
+    if mode == "null":
+        return
+    refused = {
+        "SMC; allowed: SMC on the decode server, whose draft reads prompts itself": (
+            mode == "prefill"
+        ),
+        f"SGLang {release()}; allowed: 0.5.23 and later": not IS_NEWEST,
+        "a head or an MTP layer; allowed: a language model or n-gram matches as the draft, since "
+        "no hidden states are sent": kinds.reads_states(view),
+        "linear attention in the target; allowed: targets without recurrent states, of which none "
+        "are sent": mambaish_config(target) is not None,
+        "a KV cache of its own for layers with a window; allowed: one for all layers. Pass "
+        "--disable-hybrid-swa-memory to both servers": target.is_hybrid_swa,
+    }
+    for name in _NOT_TRANSFERRED.split():
+        value = getattr(view, name, None)
+        given = f"--{name.replace('_', '-')} {value}; allowed: none. Leave it out"
+        refused[given] = value is True or value not in (None, False, 1.0, [], "")
+    yield from (
+        f"--disaggregation-mode is {mode!r} with {what}." for what in refused if refused[what]
+    )
 
 
 def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:

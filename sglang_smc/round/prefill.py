@@ -1,13 +1,20 @@
 """Prefill prompts, and start particles behind the target's first token."""
 
 from collections.abc import Callable
+from copy import copy
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.runtime_context import get_schedule
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.chains import Chains, KVLocations
@@ -33,6 +40,7 @@ from sglang_smc.state.request import (
 from sglang_smc.state.settings import Settings, is_greedy, uses_filters
 from sglang_smc.upstream import holds_kv, kv_of
 
+_LONGEST_CHUNK = 8192  # tokens of a transferred text that the draft reads in one pass
 _AT_ONCE = 32  # requests of a pass in `Prefill.catch_up`, which has logits for each token
 
 
@@ -151,15 +159,7 @@ class Prefill:
         logits = output.next_token_logits
         assert logits is not None, "there is one pipeline stage alone"
         device = logits.device
-        starts = self._states.begin(reqs, budget)
-        tables.requests.write(starts)
-        tables.edits.begin(reqs, [start.row for start in starts])
-        num_emitted = on_device(device, [start.num_emitted for start in starts])  # [G]
-        carried = on_device(device, [start.counters for start in starts], torch.float64)
-        settings = tables.requests.gather(rows)
-        if budget is not None:
-            sizes = [state_of(req).now.round_sizes for req in reqs]
-            settings = settings.bounded(*on_device(device, sizes).unbind(1))
+        settings, num_emitted, carried = self._settings(reqs, rows, budget)
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edits = None
         if any(map(has_edits, reqs)):
@@ -178,21 +178,98 @@ class Prefill:
         rules.note_first(tokens[:, 0], log_sum)
         log_sum = log_sum.masked_fill(~settings.weighs, 0.0)
         carried[:, -1] += log_sum
-        tables.counters.begin(rows, carried)
-        tables.particles.begin(
-            rows,
-            first_tokens=tokens,
-            num_emitted=num_emitted + 1,
-            log_evidence=carried[:, -1],
-            num_particles=settings.num_particles,
-            ended=ended | (failure > 0).unsqueeze(1),
-            fidelity=fidelity_of(carried),
-        )
+        ended |= (failure > 0).unsqueeze(1)
+        self._place(rows, tokens, num_emitted, carried, settings, ended)
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:
             shown = logprob_distribution(kind, last, settings.temperature, allowed)
             tables.particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
+
+    def begin_transferred(self, batch: ScheduleBatch, budget: Budget | None) -> SMCDraftInput:
+        """Start particles behind the texts of a decode server's new requests.
+
+        A prefill server has sent the target's KV and a last token, which is a sample of p; the
+        draft reads the texts here. Requests that were retracted begin with their own last token.
+        """
+        reqs, rows = batch.reqs, batch.req_pool_indices
+        self._read_transferred(batch)
+        tokens = [req.output_ids.pop() for req in reqs]  # as in a prefill here
+        settings, num_emitted, carried = self._settings(reqs, rows, budget)
+        TextRules.begin(reqs, self._tables.requests.vocab_size, rows.device)
+        for req, token in zip(reqs, tokens, strict=True):
+            req.output_ids.append(token)
+        first = on_device(rows.device, tokens)  # [G]
+        ended = torch.zeros_like(first, dtype=torch.bool)
+        self._place(rows, first[:, None], num_emitted, carried, settings, ended[:, None])
+        if batch.return_logprob:
+            self._tables.particles.logprobs.prepare(batch)
+        return SMCDraftInput(first)
+
+    def _read_transferred(self, batch: ScheduleBatch) -> None:
+        """Run the draft over texts ``[0, seq_len)`` of requests, one by one, in chunks."""
+        chunk = get_schedule().chunked_prefill_size
+        most = chunk if chunk and chunk > 0 else _LONGEST_CHUNK
+        part = copy(batch)
+        part.forward_mode, part.spec_info = ForwardMode.EXTEND, None
+        table, device = batch.req_to_token_pool.req_to_token, batch.device
+        for group, req in enumerate(batch.reqs):
+            length = int(batch.seq_lens_cpu[group])
+            ids = [*req.origin_input_ids, *req.output_ids][:length]
+            part.reqs, part.req_pool_indices = [req], batch.req_pool_indices[group : group + 1]
+            part.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx])
+            for start in range(batch.prefix_lens[group], length, most):
+                end = min(start + most, length)
+                part.input_ids = on_device(device, ids[start:end])
+                part.seq_lens_cpu = torch.tensor([end])
+                part.seq_lens = part.orig_seq_lens = on_device(device, [end])
+                part.seq_lens_sum, part.extend_num_tokens = end, end - start
+                part.prefix_lens, part.extend_lens = [start], [end - start]
+                part.extend_logprob_start_lens = [0]
+                part.out_cache_loc = table[req.kv.req_pool_idx, start:end].long()
+                target: Any = None  # heads alone read its pass
+                self._draft.read_prompts(part, target, None)
+
+    def _settings(
+        self, reqs: list[Req], rows: torch.Tensor, budget: Budget | None
+    ) -> tuple[Settings, torch.Tensor, torch.Tensor]:
+        """Start requests on the host and in the tables.
+
+        Returns:
+            Their settings, output tokens so far ``[G]``, and counters ``[G, len(Counters)]``.
+        """
+        tables, device = self._tables, rows.device
+        starts = self._states.begin(reqs, budget)
+        tables.requests.write(starts)
+        tables.edits.begin(reqs, [start.row for start in starts])
+        num_emitted = on_device(device, [start.num_emitted for start in starts])
+        carried = on_device(device, [start.counters for start in starts], torch.float64)
+        settings = tables.requests.gather(rows)
+        if budget is not None:
+            sizes = [state_of(req).now.round_sizes for req in reqs]
+            settings = settings.bounded(*on_device(device, sizes).unbind(1))
+        return settings, num_emitted, carried
+
+    def _place(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        num_emitted: torch.Tensor,
+        carried: torch.Tensor,
+        settings: Settings,
+        ended: torch.Tensor,
+    ) -> None:
+        """Write the particles behind their first tokens ``[G, 1]`` or ``[G, N]``."""
+        self._tables.counters.begin(rows, carried)
+        self._tables.particles.begin(
+            rows,
+            first_tokens=tokens,
+            num_emitted=num_emitted + 1,
+            log_evidence=carried[:, -1],
+            num_particles=settings.num_particles,
+            ended=ended,
+            fidelity=fidelity_of(carried),
+        )
 
     def _draw(
         self,

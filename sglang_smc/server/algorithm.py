@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_smc.server import hooks
+from sglang_smc.upstream import IS_NEWEST
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_smc.round.result import SMCDraftInput
 
 
 class SMCAlgorithm(CustomSpecAlgo):
@@ -59,6 +63,28 @@ class SMCAlgorithm(CustomSpecAlgo):
     ) -> int:
         """Return K + 1 positions for the target; 1 for the draft, which only ever decodes."""
         return 1 if is_draft_worker else num_draft_tokens
+
+    if IS_NEWEST:  # a server on older releases is no decode server
+
+        def build_disagg_draft_input(
+            self,
+            batch: "ScheduleBatch",
+            last_tokens_tensor: "torch.Tensor",
+            future_map: "FutureMap",
+        ) -> "SMCDraftInput":
+            """Start particles on a decode server; see `SMCWorker.begin_transferred`."""
+            from sglang.srt.managers.overlap_utils import RelayPayload
+
+            from sglang_smc.process import active
+
+            assert active.begin_transferred is not None, "the worker is built before any batch"
+            found = active.begin_transferred(batch)
+            if batch.enable_overlap:
+                found.future_indices = batch.req_pool_indices
+                future_map.publish(found.future_indices, batch.seq_lens)
+                payload = RelayPayload(bonus_tokens=last_tokens_tensor)
+                future_map.stash(found.future_indices, payload)
+            return found
 
     def handle_server_args(self, server_args: "ServerArgs") -> None:
         """Write the resolved settings back, after `validate_server_args` has accepted them."""

@@ -101,6 +101,12 @@ def resolve(server_args: Arguments) -> None:
     # of all its slots.
     server_args.disable_hybrid_swa_memory = True
     server_args.cuda_graph_config = graphs
+    if server_args.disaggregation_mode == "decode":
+        # All that admission knows of arenas: at least one at the defaults, at most the largest.
+        reserved = max(server_args.num_reserved_decode_tokens, arena.arena(config, config.lag))
+        server_args.num_reserved_decode_tokens = min(reserved, arena.max_arena(config))
+        backup = server_args.disaggregation_decode_retraction_backup
+        server_args.disaggregation_decode_retraction_backup = backup or "cpu_tensor"
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
         logger.warning(

@@ -238,12 +238,33 @@ def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARA
             f"{where} has selection='vote'; allowed: 'sample' and 'argmax', since this server runs "
             "with --skip-tokenizer-init and cannot read texts."
         )
+    if resolved(server_args).disaggregation_mode == "decode":
+        _check_transferred(asked)
     potentials: Mapping[str, Any] = load(potentials_of(server_args)) if asked.potentials else {}
     for spec in asked.potentials:
         try:
             spec.resolve(potentials)
         except ValueError as error:
             raise ValueError(f"{where} has {error}") from error
+
+
+def _check_transferred(asked: RequestConfig) -> None:
+    """Raise ValueError where a prefill server without SMC cannot sample the first token.
+
+    A trace would show it a second time behind a retraction.
+    """
+    options = {
+        f"power={asked.power}": asked.power != 1.0,
+        "potentials": asked.potentials,
+        "structured output": asked.constrained,
+        "trace=true": asked.trace,
+    }
+    if given := [name for name, present in options.items() if present]:
+        raise ValueError(
+            f"The request has {', '.join(given)} on a server with --disaggregation-mode decode; "
+            "allowed: none of these, since a prefill server without SMC samples its first token. "
+            "Send it to a server that prefills by itself."
+        )
 
 
 def pack(request: GenerateReqInput) -> None:

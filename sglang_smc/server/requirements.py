@@ -51,12 +51,13 @@ _NGRAM: dict[str, Callable[[Any], Range]] = {
 _AT_DEFAULT = {
     _SHARED_KV: "enable_dp_attention dcp_size attn_cp_size enable_prefill_cp enable_unified_memory "
     "enable_prefill_context_parallel enable_dsa_prefill_context_parallel",
-    "draft and target run in one process, one stage": "pp_size disaggregation_mode enable_pdmux "
+    "draft and target run in one process, one stage": "pp_size enable_pdmux "
     "enable_pd_role_switch decoupled_spec_role",
     _NO_BATCH_SYNC: "moe_dp_size dwdp_size moe_a2a_backend elastic_ep_backend",
     _NO_PLUGINS: "tokenizer_worker_num use_ray",
     _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
-    "enable_lmcache enable_flexkv radix_cache_backend",
+    "enable_lmcache enable_flexkv radix_cache_backend disaggregation_decode_enable_offload_kvcache "
+    "disaggregation_decode_host_receive_threshold",
     NO_STORAGE: "hicache_storage_backend",
     "rounds are recorded, and timed, with the weights in place": "startup_weight_load_mode",
     "a recorded round cannot wait for experts": "enable_paged_experts",

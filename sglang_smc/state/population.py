@@ -136,9 +136,14 @@ class LogprobTable:
             values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
             found.token_ids_logprobs_val = [row if len(row) else none for row in values]
         found.write_output_to(output)
-        widths, rows = LogprobWidths.of(batch.reqs), batch.req_pool_indices
-        self.make_room(widths)
-        self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
+        self._first[batch.req_pool_indices] = log_p.gather(1, tokens).expand(-1, self._shape[1])
+        self.prepare(batch)
+
+    def prepare(self, batch: ScheduleBatch) -> None:
+        """Make room for what new requests ask for, and store the ids that they list."""
+        rows, listed = batch.req_pool_indices, batch.token_ids_logprobs
+        assert listed is not None, "there where a request asks for any"
+        self.make_room(widths := LogprobWidths.of(batch.reqs))
         if widths.listed:
             lists = [(ids or [])[: widths.listed] for ids in listed]
             padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]

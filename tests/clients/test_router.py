@@ -1,20 +1,13 @@
 """SGLang's own router before two replicas: it drops `custom_params`, and hands on names."""
 
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
-from http_server import Server, running_server
+from http_server import Server, running_router, running_server
 from routed import ROUTES, chat, pair_arguments, parts_of, rounds_and_particles
-
-from sglang_smc.tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
-START_TIMEOUT = 1200.0
 SHOWS_PARTICLES = ("/v1/chat/completions", "/v1/completions")
 ROUTED = ("/generate", *SHOWS_PARTICLES)
 
@@ -27,29 +20,9 @@ def replicas(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def router(replicas: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port, log = free_port(), tmp_path_factory.mktemp("router") / "router.log"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port)]
-    command += ["--policy", "round_robin", "--worker-urls", *(r.url for r in replicas)]
-    with log.open("w") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-    router = Server(process, port, log)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while num_healthy(router) < len(replicas):
-            assert process.poll() is None and time.monotonic() < deadline, router.ending()
-            time.sleep(0.5)
+    workers = ["--policy", "round_robin", "--worker-urls", *(r.url for r in replicas)]
+    with running_router(tmp_path_factory.mktemp("router"), workers, len(replicas)) as router:
         yield router
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def num_healthy(router: Server) -> int:
-    try:
-        workers = router.get("/workers", timeout=5).json()["workers"]
-    except (httpx.HTTPError, ValueError, KeyError):
-        return 0
-    return sum(worker["is_healthy"] for worker in workers)
 
 
 @pytest.fixture(scope="module")

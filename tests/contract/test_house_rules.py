@@ -108,16 +108,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1490,
+    "round_lines": 1488,
     "file_changes": 71,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 26_860,
-    "core_lines": 17_625,
+    "package_lines": 27_054,
+    "core_lines": 17_819,
     "kernel_and_hook_lines": 5_816,
     "bench_lines": 6_331,
-    "test_lines": 32_339,
+    "test_lines": 32_678,
     "page_words": 28_000,
     "glossary": 30,
 }

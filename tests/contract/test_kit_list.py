@@ -21,7 +21,7 @@ assert INSTALLED is not None
 KITS = INSTALLED / "sglang" / "test" / "kits"
 DOCS = release.ROOT / "tests" / "README.md"
 #: Where kits are put to use.
-MODULE = "tests/kits/test_kits.py"
+MODULES = "tests/kits/test_kits.py", "tests/disaggregation/test_decode_server.py"
 ROW = re.compile(r"^\| `(?P<kit>\w+)` \| (?P<tests>.*?) \| (?P<note>.*?) \|$", re.M)
 
 
@@ -45,9 +45,9 @@ def methods_of(module: ast.Module) -> Iterator[str]:
 def run_tests() -> set[str]:
     """What our classes inherit from kits and have not switched off, and the kits of functions."""
     tree, of = Tree(KITS.parents[2]), frozenset({"NEWER", "NEWEST"})
-    source = ours.read(MODULE, (release.ROOT / MODULE).read_text(), of)
-    found = {name for name in kit_tests() if name in source.imported}
-    for heir in ours.heirs([source]):
+    sources = [ours.read(name, (release.ROOT / name).read_text(), of) for name in MODULES]
+    found = {name for name in kit_tests() if any(name in source.imported for source in sources)}
+    for heir in ours.heirs(sources):
         nothing = (node for node in heir.node.body if isinstance(node, ast.Assign))
         off = {ast.unparse(t) for n in nothing if ast.unparse(n.value) == "None" for t in n.targets}
         bases = filter(None, map(tree.find, heir.bases))

@@ -14,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from transformers import CONFIG_MAPPING
 
 from sglang_smc import upstream
+from sglang_smc.kv import arena
 from sglang_smc.models import head_kinds, supported
 from sglang_smc.options.server import (
     MODES,
@@ -397,3 +398,45 @@ def test_a_target_with_states_runs_without_the_radix_cache(
     algorithm.validate_server_args(args)
     with pytest.raises(ValueError, match=r"Leave out --enable-streaming-session\."):
         algorithm.validate_server_args(with_other(args, enable_streaming_session=True))
+
+
+HEAD = {"arch": "LlamaForCausalLMEagle3", "model_type": "llama"}
+WINDOWS = {"arch": "GptOssForCausalLM", "model_type": "gpt_oss"}
+#: What goes with no decode server, and what is said of it.
+NOT_TRANSFERRED: list[tuple[dict[str, Any], str]] = [
+    ({"disaggregation_mode": "prefill"}, "'prefill' with SMC; allowed: SMC on the decode server"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True; allowed: none"),
+    (
+        {"enable_strict_thinking": True, "reasoning_parser": "qwen3"},
+        "--enable-strict-thinking True",
+    ),
+    ({"speculative_smc_power": 2.0}, "--speculative-smc-power 2.0; allowed: none"),
+    ({"speculative_smc_potential": ["count=steered:Count"]}, "--speculative-smc-potential ..count"),
+    ({"speculative_smc_presets": '{"exact": {"mode": "exact"}}'}, "--speculative-smc-presets"),
+    ({"disaggregation_decode_retraction_backup": "host_pool"}, "-backup is 'host_pool'; allowed"),
+    ({"disaggregation_decode_host_receive_threshold": 0.5}, "-receive-threshold is 0.5; allowed"),
+    ({**HEAD, "draft_vocab_size": 64}, "no hidden states are sent"),
+    ({**RECURRENT, "disable_radix_cache": True}, "without recurrent states, of which none"),
+    ({**WINDOWS, "attention_backend": "triton"}, "--disable-hybrid-swa-memory to both"),
+]
+
+
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
+def test_a_decode_server_takes_what_is_sent_to_it(smc: dict, tmp_path: Path) -> None:
+    decode = {"disaggregation_mode": "decode"}
+    few, many = (
+        upstream.resolved(resolve(**smc, **decode, num_reserved_decode_tokens=reserved))
+        for reserved in (1, 10_000)
+    )
+    config = SMCConfig.from_server_args(few)
+    assert few.num_reserved_decode_tokens == arena.arena(config, config.lag)
+    assert many.num_reserved_decode_tokens == arena.max_arena(config)
+    assert few.disaggregation_decode_retraction_backup == "cpu_tensor"
+    for number, (given, said) in enumerate(NOT_TRANSFERRED):
+        own = {name: value for name, value in given.items() if name in field_names()}
+        if model := {name: value for name, value in given.items() if name not in own}:
+            (folder := tmp_path / str(number)).mkdir()
+            of = "speculative_draft_model_path" if "Eagle" in model["arch"] else "model_path"
+            own[of] = saved(folder, **model)["speculative_draft_model_path"]
+        with pytest.raises(ValueError, match=said):
+            resolve(**smc | decode | own)

@@ -20,7 +20,7 @@ ADAPTERS = ["sql", "poems"]
 def arguments(given: Any, **settings: Any) -> SimpleNamespace:
     values = dict.fromkeys(SERVER_ARGS_FIELDS.values())
     values |= {SERVER_ARGS_FIELDS[name]: value for name, value in settings.items()}
-    return SimpleNamespace(**values, **{presets.FIELD: given})
+    return SimpleNamespace(**values, **{presets.FIELD: given}, disaggregation_mode="null")
 
 
 def settled(lora_path: Any, params: Any, prompts: Any = "a") -> GenerateReqInput:
