@@ -1,8 +1,8 @@
 """Prefill prompts, and start particles behind the target's first token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import cast
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -40,8 +40,26 @@ from sglang_smc.state.request import (
 from sglang_smc.state.settings import Settings, is_greedy, uses_filters
 from sglang_smc.upstream import holds_kv, kv_of
 
-_LONGEST_CHUNK = 8192  # tokens of a transferred text that the draft reads in one pass
+_LONGEST_CHUNK = 8192  # tokens of transferred texts that the draft reads in one pass
 _AT_ONCE = 32  # requests of a pass in `Prefill.catch_up`, which has logits for each token
+
+
+def chunks(
+    starts: Sequence[int], ends: Sequence[int], most: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield spans ``(request, start, end)`` of texts, in lists of at most ``most`` tokens."""
+    spans: list[tuple[int, int, int]] = []
+    room = most
+    for which, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        while start < end:
+            stop = min(start + room, end)
+            spans.append((which, start, stop))
+            start, room = stop, room - (stop - start)
+            if room == 0:
+                yield spans
+                spans, room = [], most
+    if spans:
+        yield spans
 
 
 class Prefill:
@@ -207,28 +225,27 @@ class Prefill:
         return SMCDraftInput(first)
 
     def _read_transferred(self, batch: ScheduleBatch) -> None:
-        """Run the draft over texts ``[0, seq_len)`` of requests, one by one, in chunks."""
-        chunk = get_schedule().chunked_prefill_size
-        most = chunk if chunk and chunk > 0 else _LONGEST_CHUNK
-        part = copy(batch)
-        part.forward_mode, part.spec_info = ForwardMode.EXTEND, None
+        """Run the draft over the texts ``[0, seq_len)`` of a decode server's new requests."""
+        size = get_schedule().chunked_prefill_size
+        most = size if size and size > 0 else _LONGEST_CHUNK
+        texts = [[*req.origin_input_ids, *req.output_ids] for req in batch.reqs]
         table, device = batch.req_to_token_pool.req_to_token, batch.device
-        for group, req in enumerate(batch.reqs):
-            length = int(batch.seq_lens_cpu[group])
-            ids = [*req.origin_input_ids, *req.output_ids][:length]
-            part.reqs, part.req_pool_indices = [req], batch.req_pool_indices[group : group + 1]
-            part.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx])
-            for start in range(batch.prefix_lens[group], length, most):
-                end = min(start + most, length)
-                part.input_ids = on_device(device, ids[start:end])
-                part.seq_lens_cpu = torch.tensor([end])
-                part.seq_lens = part.orig_seq_lens = on_device(device, [end])
-                part.seq_lens_sum, part.extend_num_tokens = end, end - start
-                part.prefix_lens, part.extend_lens = [start], [end - start]
-                part.extend_logprob_start_lens = [0]
-                part.out_cache_loc = table[req.kv.req_pool_idx, start:end].long()
-                target: Any = None  # heads alone read its pass
-                self._draft.read_prompts(part, target, None)
+        part, target = copy(batch), cast(ForwardBatch, None)  # heads alone read the target's pass
+        part.forward_mode, part.spec_info = ForwardMode.EXTEND, None
+        for spans in chunks(batch.prefix_lens, batch.seq_lens_cpu.tolist(), most):
+            which, starts, ends = map(list, zip(*spans, strict=True))
+            part.reqs = [batch.reqs[group] for group in which]
+            rows = [req.kv.req_pool_idx for req in part.reqs]
+            ids = [token for group, start, end in spans for token in texts[group][start:end]]
+            slots = [table[row, s:e] for row, s, e in zip(rows, starts, ends, strict=True)]
+            part.req_pool_indices_cpu, part.seq_lens_cpu = torch.tensor(rows), torch.tensor(ends)
+            part.req_pool_indices, part.seq_lens = on_device(device, [rows, ends]).unbind(0)
+            part.orig_seq_lens, part.seq_lens_sum = part.seq_lens, sum(ends)
+            part.prefix_lens, part.extend_num_tokens = starts, len(ids)
+            part.extend_lens = [len(found) for found in slots]
+            part.extend_logprob_start_lens = [0] * len(which)
+            part.input_ids, part.out_cache_loc = on_device(device, ids), torch.cat(slots).long()
+            self._draft.read_prompts(part, target, None)
 
     def _settings(
         self, reqs: list[Req], rows: torch.Tensor, budget: Budget | None
