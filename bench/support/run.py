@@ -208,7 +208,8 @@ WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "
 def main(argv: Sequence[str] | None = None) -> int:
     """Try the families; return exit status 0 if it completes."""
     made = parser("support", (__doc__ or "").splitlines()[0])
-    made.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
+    names = [family.name for family in FAMILIES]
+    made.add_argument("--only", nargs="+", default=[], choices=names, metavar="FAMILY")
     made.add_argument("--publish", action="store_true", help="write results and the page")
     options = made.parse_args(argv)
     return main_of(lambda: run(options), GOES_ON)
@@ -218,9 +219,8 @@ def run(options: argparse.Namespace) -> None:
     """Do what the options select."""
     path = options.output_dir / "trials.json"
     found = read(path)
-    wanted = [
-        f for f in FAMILIES if (f.name in options.only if options.only else f.name not in found)
-    ]
+    names = options.only or [family.name for family in FAMILIES if family.name not in found]
+    wanted = [family for family in FAMILIES if family.name in names]
     for number, family in enumerate(wanted, 1):
         with tempfile.TemporaryDirectory() as folder:
             found[family.name] = trial = try_family(family, Path(folder))

@@ -116,6 +116,9 @@ def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
     A request of a batch is checked after SGLang has split the batch.
     """
     _convert("the request", {name: getattr(request, name) for name in _FIELDS}, _Fields)
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+        if getattr(request, name) is None:  # in a list of a batch; SGLang fills in what is left out
+            raise ValueError(f"{name} has null for a request; allowed: a value for each.")
     if not isinstance(request.rid, str):
         raise ValueError(f"rid is {request.rid!r}; allowed: a string for each request.")
     ranges = {"logprob_start_len": range(-1, 2**31), "top_logprobs_num": range(vocab_size + 1)}

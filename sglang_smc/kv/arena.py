@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
+_SHORTEST = 8  # slots beside the arena for a prompt of one token, by SGLang's margins
+
+
 def max_tail(config: SMCConfig) -> int:
     """Return the longest tail that a round of any request can leave or read, in tokens."""
     most_lag = config.most_lag if config.num_particles > 1 else 1
@@ -88,7 +91,7 @@ def fits(config: SMCConfig, num_slots: int, prompt: int, answer: int) -> int:
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:
     """Raise ValueError unless a pool can hold one request with its arena and a prompt."""
-    needed = max_arena(config) + config.num_steps + 2
+    needed = max_arena(config) + max(config.num_steps + 2, _SHORTEST)
     if num_slots < needed:
         raise ValueError(
             f"The KV pool holds {num_slots} tokens, but one request alone needs at least {needed} "

@@ -74,7 +74,7 @@ def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     config = _config_at(path, revision, trust_remote_code)
     if _named(config) != EAGLE3:
         return True
-    return (config.draft_vocab_size or config.vocab_size) >= config.vocab_size
+    return (getattr(config, "draft_vocab_size", None) or config.vocab_size) >= config.vocab_size
 
 
 @cache

@@ -147,9 +147,9 @@ class WeightUpdates(BaseSpecWorker):
             for name, tensor in tensors
             if name.startswith(DRAFT_PREFIX)
         ]
+        if drafts and self.draft_worker is None:
+            return False, _NO_DRAFT
         for worker, named in ((self.target_worker, own), (self.draft_worker, drafts)):
-            if named and worker is None:
-                return False, _NO_DRAFT
             if named and worker is not None:
                 updater = worker.model_runner.weight_updater
                 success, message = updater.update_weights_from_tensor(named, recv_req.load_format)

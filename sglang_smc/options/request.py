@@ -260,7 +260,6 @@ def check_support(config: RequestConfig) -> str | None:
         or not config.weighs
         or config.extends
         or config.effective_evidence_threshold
-        or config.greedy
     ):
         return None
     others = "potentials" if config.potentials else f"power {config.power:g}"

@@ -78,7 +78,7 @@ def _keep(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> KeptTokens:
-    """Apply `keep_tokens` to a few rows, float32, each with its own"""
+    """Apply `keep_tokens` to a few rows, float32, each with its own settings."""
     exists = logits > -torch.inf
     peak = logits.amax(1)  # [R]
     spread = peak - torch.where(exists, logits, torch.inf).amin(1)

@@ -416,6 +416,7 @@ NOT_TRANSFERRED: list[tuple[dict[str, Any], str]] = [
     ({"disaggregation_decode_retraction_backup": "host_pool"}, "-backup is 'host_pool'; allowed"),
     ({"disaggregation_decode_host_receive_threshold": 0.5}, "-receive-threshold is 0.5; allowed"),
     ({**HEAD, "draft_vocab_size": 64}, "no hidden states are sent"),
+    (HEAD, "has no draft_vocab_size in its config.json"),
     ({**RECURRENT, "disable_radix_cache": True}, "without recurrent states, of which none"),
     ({**WINDOWS, "attention_backend": "triton"}, "--disable-hybrid-swa-memory to both"),
 ]

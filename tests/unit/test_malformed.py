@@ -101,6 +101,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"extra_key": 5}, "extra_key"),
     ({"extra_key": ["a"]}, "extra_key has 1 entries; allowed: no list"),
     ({"return_logprob": [True, False]}, "return_logprob has 2 entries"),
+    ({"input_ids": [[1], [2]], "top_logprobs_num": [None, 3]}, "top_logprobs_num has null"),
     ({"logprob_start_len": -2}, "logprob_start_len is -2; allowed: an integer from -1"),
     ({"top_logprobs_num": VOCAB + 1}, "top_logprobs_num is 65"),
     ({"priority": 2**64}, "priority has an integer of 65 bits"),

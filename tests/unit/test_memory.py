@@ -99,6 +99,9 @@ def test_a_pool_of_just_the_size_that_is_asked_for_is_taken() -> None:
     message = str(raised.value)
     needed = int(message.split("at least ")[1].split()[0])
     assert needed > arena.max_arena(config)
+    few = SMCConfig(num_particles=1, num_steps=1)
+    with pytest.raises(ValueError, match=f"at least {arena.max_arena(few) + 8}"):
+        arena.check_pool(few, arena.max_arena(few) + 7)
     arena.check_pool(config, needed)
     with pytest.raises(ValueError, match=f"holds {needed - 1} tokens"):
         arena.check_pool(config, needed - 1)

@@ -589,5 +589,5 @@ def quantized_bytes(quantization: Config | None) -> float:
         return 1.0
     raise ValueError(
         f"The configuration's quantization is {method!r}; known are {', '.join(FP8_METHODS)} and "
-        "compressed-tensors with 8 bits. Say how many bytes a weight has (--dtype, weight_bytes)."
+        "compressed-tensors with 8 bits. Plan for the model that it was made from."
     )
