@@ -16,8 +16,9 @@ rejected: backreferences, lookahead and lookbehind, atomic groups.
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise, repeat
+from operator import or_
 from typing import Any, NamedTuple
 
 if sys.version_info >= (3, 11):
@@ -92,7 +93,8 @@ class _Automaton(NamedTuple):
             if byte:
                 key = place, byte
                 if key not in self.known:
-                    self.known[key] = _union(self.follow, byte << 8 * place)
+                    places = _bits(byte << 8 * place)
+                    self.known[key] = reduce(or_, (self.follow[at] for at in places))
                 reached |= self.known[key]
         return reached
 
@@ -110,28 +112,24 @@ class Pattern:
     def __init__(self, source: str) -> None:
         self._tree, borders = _checked(source)
         self._borders = sorted(borders)
-        self._automata: dict[tuple[bool, ...], _Automaton] = {}
         builder = _Builder(frozenset())
         builder.build(self._tree)
         self._classes = [(re.compile(*taken), mask) for taken, mask in builder.taken.items()]
-        self._steps: dict[tuple[State, str], State | None] = {}
-        self._masks: dict[str, int] = {}  # by character: places that take it
-        self._holding: dict[tuple[str, str, str], _Automaton] = {}
+        self._step = lru_cache(_KEPT)(self._stepped)
+        self._taking = lru_cache(_KEPT)(self._places_taking)
+        self._at = lru_cache(_KEPT)(self._automaton_at)
+        self._automaton = lru_cache(None)(self._build)
 
     def read(self, state: State, text: str) -> State | None:
         """Advance over a text; None where a match has ended before its last character."""
         for character in text:
-            key = state, character
-            if key not in self._steps:
-                _make_room(self._steps)
-                self._steps[key] = self._step(state, character)
-            following = self._steps[key]
+            following = self._step(state, character)
             if following is None:
                 return None
             state = following
         return state
 
-    def _step(self, state: State, character: str) -> State | None:
+    def _stepped(self, state: State, character: str) -> State | None:
         here, taking = self._at(state.last, character, "x"), self._taking(character)
         if here.accepts(state.live):
             return None
@@ -145,27 +143,17 @@ class Pattern:
         here = self._at(state.last, "", "")
         return state.ended_before or here.accepts(state.live) or here.accepts(state.live_at_end)
 
-    def _taking(self, character: str) -> int:
-        if character not in self._masks:
-            _make_room(self._masks)
-            taking = (mask for taken, mask in self._classes if taken.match(character))
-            self._masks[character] = sum(taking)
-        return self._masks[character]
+    def _places_taking(self, character: str) -> int:
+        return sum(mask for taken, mask in self._classes if taken.match(character))
 
-    def _at(self, before: str, behind: str, further: str) -> _Automaton:
+    def _automaton_at(self, before: str, behind: str, further: str) -> _Automaton:
         """Return the automaton of a border, by the characters around it; "" at the text's end."""
-        key = (before, behind, further) if self._borders else ("", "", "")
-        if key not in self._holding:
-            _make_room(self._holding)
-            text, place = before + behind + further, len(before)
-            holding = tuple(
-                re.compile(_BORDERS[code], flags).match(text, place) is not None
-                for code, flags in self._borders
-            )
-            if holding not in self._automata:
-                self._automata[holding] = self._build(holding)
-            self._holding[key] = self._automata[holding]
-        return self._holding[key]
+        text, place = before + behind + further, len(before)
+        holding = (
+            re.compile(_BORDERS[code], flags).match(text, place) is not None
+            for code, flags in self._borders
+        )
+        return self._automaton(tuple(holding))
 
     def _build(self, holding: tuple[bool, ...]) -> _Automaton:
         found = zip(self._borders, holding, strict=True)
@@ -287,7 +275,7 @@ class _Builder:
             return self._row(map(self.build, node.value))
         if node.code == sre.BRANCH:
             empty, first, last = zip(*map(self.build, node.value), strict=True)
-            return _Part(any(empty), _any(first), _any(last))
+            return _Part(any(empty), reduce(or_, first), reduce(or_, last))
         if node.code == sre.MAX_REPEAT:
             return self._repeat(*node.value)
         mask = 1 << len(self.follow)
@@ -313,7 +301,8 @@ class _Builder:
         """Return a concatenation of which trailing parts are optional."""
         for part, following in pairwise(parts):
             self._link(part.last, following.first)
-        return _Part(True, parts[0].first if parts else 0, _any(part.last for part in parts))
+        last = reduce(or_, (part.last for part in parts), 0)
+        return _Part(True, parts[0].first if parts else 0, last)
 
     def _then(self, part: _Part, following: _Part) -> _Part:
         self._link(part.last, following.first)
@@ -384,19 +373,3 @@ def _bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
-
-
-def _union(masks: list[int], places: int) -> int:
-    return _any(masks[place] for place in _bits(places))
-
-
-def _any(masks: Iterable[int]) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
-
-
-def _make_room(known: dict[Any, Any]) -> None:
-    if len(known) >= _KEPT:
-        known.clear()
