@@ -3,8 +3,8 @@
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 
-from sglang_smc.kv.report import Table
-from sglang_smc.kv.sizes import sizes_of
+from sglang_smc.kv.report import Sizes, Table
+from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import kind_of as kind_of_ops
@@ -38,13 +38,12 @@ def operations(
     ops = ops_of(kind_of_ops(config.kernels, device))
     if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
         return ops
-    from sglang_smc.ops import check
-    from sglang_smc.ops.check_cases import Sizes
+    from sglang_smc.ops import check, check_cases
 
     runners = [worker.model_runner for worker in (target, draft) if worker is not None]
     heads = tuple(dict.fromkeys(map(heads_of, runners)))
     linear = is_gated_delta(target.model_runner.model_config)
-    sizes = Sizes(config.num_particles, config.num_steps, heads, linear)
+    sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear)
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
         raise ValueError(
@@ -97,17 +96,27 @@ def memory_of(
     tables: Tables,
     state_bytes: int,
     graph_gigabytes: float,
-    **pool: int,
+    *,
+    num_slots: int,
+    most_running: int,
 ) -> Table:
-    """Return the memory table of a server on this rank.
+    """Return the memory table of a server on this rank; see `Sizes`.
 
     Args:
         state_bytes: bytes that the draft keeps beside its KV cache.
         graph_gigabytes: of captured rounds, in units of 2^30 bytes.
-        pool: as for `sizes_of`.
     """
     states = {"states of the target": state_bytes} if state_bytes else {}
-    beside = {**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)}
-    of_draft = None if draft is None else draft.model_runner
-    sizes = sizes_of(target.model_runner, of_draft, beside=beside, **pool)
+    of_target = slot_bytes(target.model_runner.token_to_kv_pool)
+    of_draft = 0 if draft is None else slot_bytes(draft.model_runner.token_to_kv_pool)
+    weights = () if draft is None else draft.model_runner.model.parameters()
+    sizes = Sizes(
+        num_slots=num_slots,
+        slot_bytes=of_target + of_draft,
+        target_slot_bytes=of_target,
+        draft_weight_bytes=sum(map(tensor_bytes, weights)),
+        most_running=most_running,
+        context_length=target.model_runner.model_config.context_len,
+        beside={**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)},
+    )
     return Table.of(config, sizes)
