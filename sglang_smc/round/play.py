@@ -194,7 +194,9 @@ class Steps:
         else:  # these scores are log q itself
             of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
-        ends = self._ends(batch, population, positions, chains)
+        ends = settings.ends(chains, positions)
+        if batch.shape.has_rules:
+            ends = batch.rules.ends(ends, chains, population)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
             chains,
@@ -371,9 +373,11 @@ class Steps:
             # After verification all particles are copies of one, and must draw the same token.
             numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
         tokens = next_tokens.draw(numbers).unsqueeze(2)  # [G, N, 1]
-        ends = self._ends(batch, population, positions.unsqueeze(2), tokens).squeeze(2)
+        ends = settings.ends(tokens, positions.unsqueeze(2))
+        if batch.shape.has_rules:
+            ends = batch.rules.ends(ends, tokens, population)
         extended = population.append(tokens, ~population.ended)
-        return extended._replace(ended=population.ended | ends)
+        return extended._replace(ended=population.ended | ends.squeeze(2))
 
     def _weigh_bonus(
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
@@ -426,17 +430,6 @@ class Steps:
         """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
         longest = batch.shape.max_tail
         self.ledger.descend(batch.rows, committed=start, ancestors=ancestors, max_tail=longest)
-
-    def _ends(
-        self,
-        batch: RoundBatch,
-        population: Population,
-        positions: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return which tokens ``[G, N, C]`` at output ``positions`` end their sequence, bool."""
-        ends = batch.settings.ends(tokens, positions)
-        return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
 
 def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
