@@ -178,7 +178,7 @@ class Ledger:
         max_tail: int,
         max_arena: int,
     ) -> None:
-        """Sort each arena: committed slots first, slots in use next, free ones last.
+        """Sort each arena stably: committed slots by position, then slots in use, then free ones.
 
         Args:
             rows: ``[G]`` int64 requests.
@@ -196,35 +196,18 @@ class Ledger:
         tails = torch.where(common, tails[:, :1], tails)
         self.tails[where] = tails.int()
         held = (column < lengths.unsqueeze(2)) & ~common
-        arena = committed.unsqueeze(1) + torch.arange(max_arena, device=rows.device)
-        self._partition(rows, arena, arena < allocated.unsqueeze(1), tails, held, common.squeeze(1))
-
-    def _partition(
-        self,
-        rows: torch.Tensor,
-        place: torch.Tensor,
-        inside: torch.Tensor,
-        tails: torch.Tensor,
-        held: torch.Tensor,
-        common: torch.Tensor,
-    ) -> None:
-        """Sort each arena stably by rank: common slots by position, then held ones, then free ones.
-
-        Args:
-            place: ``[G, A]`` positions in the rows, in an arena where ``inside``.
-            tails: ``[G, N, T]`` slots, in use where ``held``.
-            common: ``[G, T]`` which of particle 0's slots are committed.
-        """
         # Places outside an arena point to SGLang's padding row, and are written back unchanged.
-        where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
-        arena = self.table[where].long()  # [G, A]
+        place = committed.unsqueeze(1) + torch.arange(max_arena, device=rows.device)
+        inside = place < allocated.unsqueeze(1)  # [G, A]
+        entries = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
+        arena = self.table[entries].long()  # [G, A]
         # Padding slot 0 belongs to no arena: it receives the ranks of masked entries.
         self.rank[torch.where(held, tails, 0)] = self._held_rank
-        self.rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
+        self.rank[torch.where(common.squeeze(1), tails[:, 0], 0)] = column.int()
         rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
         order = rank.argsort(dim=1, stable=True)
         sorted_arena = torch.where(inside, arena.gather(1, order), arena)
-        self.table[where] = sorted_arena.int()
+        self.table[entries] = sorted_arena.int()
         self.rank[arena] = self._free_rank
 
     def _tail_index(
