@@ -13,8 +13,8 @@ from sglang_smc.kv.report import Table
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig, is_smc
-from sglang_smc.potentials import runner
 from sglang_smc.potentials.runner import PotentialRunner
+from sglang_smc.potentials.spec import FLAG, describe, load
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
@@ -97,10 +97,21 @@ def potentials_of(server_args: Arguments) -> tuple[str, ...]:
 def open_runners(
     server_args: Arguments, config: SMCConfig, monitor: Monitor
 ) -> dict[str, PotentialRunner]:
-    """Return the runners of a server's potentials; of several ranks only the first opens them."""
-    given, seconds = potentials_of(server_args), config.potential_timeout
-    opens = get_parallel().tp_rank == 0
-    return runner.open_runners(given, seconds, monitor.time_potential, opens=opens)
+    """Return the runners of a server's potentials, by name; only the first rank opens potentials.
+
+    Raises RuntimeError where one cannot be opened.
+    """
+    found = load(potentials_of(server_args))
+    for name, potential in found.items() if get_parallel().tp_rank == 0 else ():
+        try:
+            potential.open()
+        except BaseException as error:  # the operator's code
+            raise RuntimeError(
+                f"The potential {name!r} cannot be opened: {describe(error)}. Fix it, or leave it "
+                f"out of {FLAG}."
+            ) from error
+    of_all = config.potential_timeout, monitor.time_potential
+    return {name: PotentialRunner(name, one, *of_all) for name, one in found.items()}
 
 
 def log_memory_report(*, num_slots: int, most_running: int) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as TimedOut
 from typing import NamedTuple
 
 from sglang_smc.potentials.base import Potential, Text
-from sglang_smc.potentials.spec import FLAG, describe, load
+from sglang_smc.potentials.spec import describe
 
 logger = logging.getLogger(__name__)
 
@@ -169,28 +169,3 @@ class Call(NamedTuple):
         """Return the values, waiting for them, or a failure for each."""
         values = self.runner.wait(self.future, max(0.0, self.deadline - time.monotonic()))
         return [values] * len(self.queries) if isinstance(values, MissingValue) else values
-
-
-def open_runners(
-    given: tuple[str, ...], seconds: float, waited: Callable[[float], None], *, opens: bool
-) -> dict[str, PotentialRunner]:
-    """Return the runners of a server's potentials, by name.
-
-    Args:
-        given: values of the flag, which `problems` has accepted.
-        seconds: time limit of a call.
-        waited: see `PotentialRunner`.
-        opens: whether this process calls the potentials.
-
-    Raises RuntimeError where one cannot be opened.
-    """
-    found = load(given)
-    for name, potential in found.items() if opens else ():
-        try:
-            potential.open()
-        except BaseException as error:  # the operator's code
-            raise RuntimeError(
-                f"The potential {name!r} cannot be opened: {describe(error)}. Fix it, or leave it "
-                f"out of {FLAG}."
-            ) from error
-    return {name: PotentialRunner(name, found[name], seconds, waited) for name in found}

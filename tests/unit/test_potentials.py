@@ -20,17 +20,12 @@ from steered import Broken, Never, Picky, text
 from toy_laws import toy
 from toy_request import Letters, ToyRequest
 
+from sglang_smc import process
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.library import EndpointError, Http, Length, RegexCount, exponent, product
-from sglang_smc.potentials.runner import (
-    COOL_DOWN,
-    MissingValue,
-    PotentialRunner,
-    Query,
-    open_runners,
-)
+from sglang_smc.potentials.runner import COOL_DOWN, MissingValue, PotentialRunner, Query
 from sglang_smc.potentials.spec import (
     Declaration,
     PotentialSpec,
@@ -79,12 +74,20 @@ def test_what_is_no_declaration_or_cannot_be_had_is_told(given: str, told: str) 
     assert "twice" in problem
 
 
-def test_what_cannot_be_opened_is_told() -> None:
-    for how, told in (("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")):
-        flag = (f"shut=steered:Shut{how}",)
-        assert open_runners(flag, 1.0, print, opens=False)["shut"].name == "shut"
-        with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
-            open_runners(flag, 1.0, print, opens=True)
+@pytest.mark.parametrize(
+    ("how", "told"), [("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")]
+)
+def test_what_cannot_be_opened_is_told(
+    how: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first rank, which alone opens them."""
+    rank, arguments = mock.Mock(tp_rank=1), (mock.Mock(), SMCConfig(), mock.Mock())
+    monkeypatch.setattr(process, "potentials_of", lambda _: (f"shut=steered:Shut{how}",))
+    monkeypatch.setattr(process, "get_parallel", lambda: rank)
+    assert process.open_runners(*arguments)["shut"].name == "shut"
+    rank.tp_rank = 0
+    with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
+        process.open_runners(*arguments)
 
 
 # Requests.
