@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_smc.kv.transfer import on_device
+from sglang_smc.kv.transfer import to_device
 from sglang_smc.rules.base import BatchTexts, GroupScores, LogitsRule, Rule, Scorer
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.potentials import Potentials, Votes
@@ -97,46 +97,33 @@ class TextRules:
         return ends
 
     def scores(self, reqs: Sequence[Req], like: torch.Tensor) -> Scores:
-        """Return the joint values of the sequences that a round starts from.
+        """Return the joint values of the sequences that a round starts from; see `Scores`.
 
         Args:
             reqs: of the round.
             like: ``[G, N]``, on the device of the result.
         """
-        results = [(rule, rule.result()) for rule in self._scorers]
-        nothing = GroupScores.none(like.shape[1])
-        joined = [
-            _joined(
-                [found.get(group, nothing) for rule, found in results if rule.applies(req)],
-                like.shape[1],
-            )
-            for group, req in enumerate(reqs)
-        ]
-        log_values, complete, answers = (list(column) for column in zip(*joined, strict=True))
-        return Scores(
-            on_device(like.device, log_values, torch.float64),
-            on_device(like.device, complete),
-            on_device(like.device, answers),
-        )
+        size, nothing = (len(reqs), like.shape[1]), GroupScores.none(like.shape[1])
+        log_values = torch.full(size, math.nan, dtype=torch.float64, device="cpu")
+        complete = torch.ones(size, dtype=torch.bool, device="cpu")
+        answers = torch.full(size, -1, device="cpu")
+        for scorer in self._scorers:
+            found = scorer.result()
+            for group in (group for group, req in enumerate(reqs) if scorer.applies(req)):
+                own = found.get(group, nothing)
+                for particle, value in enumerate(own.log_values):
+                    if value is not None:
+                        log_values[group, particle] = value
+                complete[group] &= torch.tensor(own.complete, device="cpu")
+                if own.answers is not None:
+                    answers[group] = torch.tensor(own.answers, device="cpu")
+        joined = log_values, complete, answers
+        return Scores(*(to_device(like.device, values) for values in joined))
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Pass the tokens sampled at prefill to all rules; see `LogitsRule.note_first`."""
         for rule in self._logits_rules:
             rule.note_first(tokens, log_sums)
-
-
-def _joined(
-    scores: list[GroupScores], num_particles: int
-) -> tuple[list[float], list[bool], list[int]]:
-    """Return one request's row of `Scores`, from the values of its scorers."""
-    log_values, complete = [math.nan] * num_particles, [True] * num_particles
-    answers = [-1] * num_particles
-    for one in scores:
-        both = zip(log_values, one.log_values, strict=True)
-        log_values = [old if new is None else new for old, new in both]
-        complete = [a and b for a, b in zip(complete, one.complete, strict=True)]
-        answers = answers if one.answers is None else one.answers
-    return log_values, complete, answers
 
 
 def end_stuck(req: Req) -> bool:
