@@ -27,6 +27,7 @@ larger one: many sizes waste little work, few sizes start quickly (`plan_sizes`)
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -124,28 +125,15 @@ def _chain(sizes: Sequence[int], waste: float) -> tuple[int, ...]:
     return tuple(chain)
 
 
+@dataclass(eq=False)
 class RoundGraphs:
-    """Captured graphs of one kind of round.
+    """Captured graphs of one kind of round."""
 
-    Args:
-        play: the round, for any number of groups.
-        shape: sizes and kinds of the graphs.
-        padding: returns the inputs of a number of groups on the padding row.
-        sizes: numbers of groups to capture, ascending.
-    """
-
-    def __init__(
-        self,
-        play: Play,
-        shape: RoundShape,
-        padding: Callable[[int], RoundInputs],
-        sizes: Sequence[int],
-    ) -> None:
-        self.shape = shape
-        self.sizes = sizes
-        self._play = play
-        self._padding = padding
-        self._recorded: dict[int, Captured] = {}
+    _play: Play  # the round, for any number of groups
+    shape: RoundShape  # sizes and kinds of the graphs
+    _padding: Callable[[int], RoundInputs]  # of a number of groups on the padding row
+    sizes: Sequence[int]  # numbers of groups to capture, ascending
+    _recorded: dict[int, Captured] = field(default_factory=dict, init=False)
 
     def warm_up(self, size: int) -> None:
         """Play a round of ``size`` groups, so that its capture compiles nothing."""
@@ -174,33 +162,20 @@ class RoundGraphs:
         return recorded.of(inputs).first(size)
 
 
+@dataclass(eq=False)
 class Recordings:
-    """All captured rounds of a server.
+    """All captured rounds of a server."""
 
-    Args:
-        of_budget: graphs by the budget that bounds their rounds, None where nothing adapts; those
-            with the fewest options first.
-        greedy: graphs of trees by N, the fewest first; for any budget.
-        sizes: captured batch sizes.
-        logprobs: table of log-probabilities, which graphs write.
-        launched: the most requests of a round that is launched without a graph.
-    """
+    # By the budget that bounds the rounds, None where nothing adapts; the fewest options first.
+    of_budget: dict[Budget | None, list[RoundGraphs]]
+    _greedy: list[RoundGraphs]  # of trees by N, the fewest first; for any budget
+    sizes: Sizes  # captured batch sizes
+    _logprobs: LogprobTable  # which graphs write
+    launched: int = MOST_LAUNCHED  # the most requests of a round that is launched without a graph
 
-    def __init__(
-        self,
-        of_budget: dict[Budget | None, list[RoundGraphs]],
-        greedy: list[RoundGraphs],
-        sizes: Sizes,
-        logprobs: LogprobTable,
-        launched: int = MOST_LAUNCHED,
-    ) -> None:
-        self.of_budget = of_budget
-        self._greedy = greedy
-        self.sizes = sizes
-        self.launched = launched
-        self._logprobs = logprobs
-        self._recorded_logprobs = logprobs.widths
-        self._written = logprobs.columns  # graphs write there after the table has grown, too
+    def __post_init__(self) -> None:
+        self._recorded_logprobs = self._logprobs.widths
+        self._written = self._logprobs.columns  # graphs write there after the table has grown, too
         self._said: set[str] = set()
 
     def find(self, shape: RoundShape) -> RoundGraphs | None:

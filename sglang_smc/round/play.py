@@ -18,6 +18,7 @@ The host waits for the device only where some request's rules read its sequences
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -55,31 +56,17 @@ from sglang_smc.state.population import Population
 from sglang_smc.state.request import state_of
 
 
+@dataclass(eq=False)
 class Steps:
     """Steps of a round, in order: reserve, propose, score, decide, extend, add_bonus and narrow.
 
     `decide` draws ancestors, which `extend` copies. No population is changed in place.
-
-    Args:
-        target: the target model, over particles.
-        draft: proposes draft tokens.
-        ledger: of the particles' KV slots.
-        ops: the small operations.
     """
 
-    def __init__(
-        self,
-        target: Forward,
-        draft: DraftProposer,
-        ledger: Ledger,
-        ops: Ops,
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.ledger = ledger
-        self.ops = ops
-        # In plain torch models run once for particles of one text, see `models.chains`.
-        self._merges = ops.kind == "torch"
+    target: Forward  # the target model, over particles
+    draft: DraftProposer
+    ledger: Ledger  # of the particles' KV slots
+    ops: Ops  # the small operations
 
     def record_passes(
         self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
@@ -144,7 +131,9 @@ class Steps:
         num_steps, settings = batch.shape.num_steps, batch.settings
         texts = population.texts[:, :, 1:]
         equal: torch.Tensor | None = None
-        if self._merges:  # particles with equal texts share KV slots
+        # In plain torch models run once for particles of one text (`models.chains`): these share
+        # KV slots.
+        if self.ops.kind == "torch":
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if num_steps == 0:
@@ -450,19 +439,13 @@ def up_to_first(ends: torch.Tensor) -> torch.Tensor:
 NO_RULES = TextRules()
 
 
+@dataclass(eq=False)
 class Round:
-    """Rounds on the tables of a server.
+    """Rounds on the tables of a server."""
 
-    Args:
-        steps: the steps, with the models.
-        tables: state of requests between rounds.
-        corpus: texts of n-gram matches; None without such matches.
-    """
-
-    def __init__(self, steps: Steps, tables: Tables, corpus: Corpus | None = None) -> None:
-        self._steps = steps
-        self._tables = tables
-        self._corpus = corpus
+    _steps: Steps  # with the models
+    _tables: Tables  # state of requests between rounds
+    _corpus: Corpus | None = None  # texts of n-gram matches; None without such matches
 
     def play(
         self,

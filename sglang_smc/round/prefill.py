@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -62,33 +63,16 @@ def chunks(
         yield spans
 
 
+@dataclass(eq=False)
 class Prefill:
-    """Prefill of prompts with the target and the proposer.
+    """Prefill of prompts with the target and the proposer."""
 
-    Args:
-        target: SGLang's worker of the target.
-        draft: the proposer.
-        states: starts requests on the host.
-        tables: state of requests on the device.
-        num_columns: K + 1 of the server.
-        init_from_prompt: the target's, see `ParticleForward`.
-    """
-
-    def __init__(
-        self,
-        target: TpModelWorker,
-        draft: DraftProposer,
-        states: RequestStates,
-        tables: Tables,
-        num_columns: int,
-        init_from_prompt: Callable[[ScheduleBatch], None],
-    ) -> None:
-        self._init_from_prompt = init_from_prompt
-        self._target = target
-        self._draft = draft
-        self._states = states
-        self._tables = tables
-        self._num_columns = num_columns
+    _target: TpModelWorker
+    _draft: DraftProposer
+    _states: RequestStates  # starts requests on the host
+    _tables: Tables  # state of requests on the device
+    _num_columns: int  # K + 1 of the server
+    _init_from_prompt: Callable[[ScheduleBatch], None]  # the target's, see `ParticleForward`
 
     def run(self, batch: ScheduleBatch, budget: Budget | None) -> GenerationBatchResult:
         """Prefill a batch of prompts; the target's first token is an exact sample."""

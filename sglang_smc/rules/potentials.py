@@ -15,6 +15,7 @@ rest waits for later rounds: which, depends on lengths alone, so that it is the 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -31,21 +32,17 @@ from sglang_smc.state.ranks import tp_group
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 
 
+@dataclass(eq=False, slots=True)
 class Node:
     """A prefix of an output, in the tree of a request's sequences."""
 
-    __slots__ = ("_children", "due_at", "length", "recent", "values")
-
-    def __init__(
-        self, length: int, recent: tuple[int, ...], due_at: "tuple[Node | None, ...]"
-    ) -> None:
-        self.length = length  # tokens of output
-        self.recent = recent  # the last of these
-        # By potential: the last node, this one included, at which it was due; None: not yet.
-        self.due_at = due_at
-        # By potential, and whether the whole sequence ends here: log phi.
-        self.values: dict[tuple[int, bool], float] = {}
-        self._children: dict[int, Node] = {}
+    length: int  # tokens of output
+    recent: tuple[int, ...]  # the last of these
+    # By potential: the last node, this one included, at which it was due; None: not yet.
+    due_at: "tuple[Node | None, ...]"
+    # By potential, and whether the whole sequence ends here: log phi.
+    values: dict[tuple[int, bool], float] = field(default_factory=dict)
+    _children: "dict[int, Node]" = field(default_factory=dict)
 
     def child(self, token: int, tree: "PrefixTree") -> "Node":
         """Return the node one token further."""
@@ -59,24 +56,17 @@ class Node:
         return self._children[token]
 
 
+@dataclass(eq=False)
 class PrefixTree:
-    """The tree of one request's sequences.
+    """The tree of one request's sequences."""
 
-    Args:
-        schedules: by potential.
-        decode: tokens to text.
-        prompt_ids: tokens of the prompt.
-    """
+    schedules: Sequence[Schedule]  # by potential
+    decode: Callable[[Sequence[int]], str]
+    prompt_ids: tuple[int, ...] = ()
 
-    def __init__(
-        self,
-        schedules: Sequence[Schedule],
-        decode: Callable[[Sequence[int]], str],
-        prompt_ids: tuple[int, ...] = (),
-    ) -> None:
-        self.schedules, self.decode, self.prompt_ids = schedules, decode, prompt_ids
-        self.context = max((schedule.context for schedule in schedules), default=0)
-        self._shared = Node(0, (), (None,) * len(schedules))
+    def __post_init__(self) -> None:
+        self.context = max((schedule.context for schedule in self.schedules), default=0)
+        self._shared = Node(0, (), (None,) * len(self.schedules))
 
     def nodes(self, shared: Sequence[int], tails: Sequence[Sequence[int]]) -> list[Node]:
         """Return the node at which each particle's sequence ends.
