@@ -3,16 +3,11 @@
 *N and K* (`Policy`). A round of B requests yields B (1 + E[kept]) tokens. Its seconds are measured
 when the server starts, the kept tokens while it runs.
 
-*The evidence threshold* (`Dial`). The tilt of an answer measures how far its distribution leans
-from the target to the draft: 0 is the target's (docs/fidelity.md). In modes that verify it falls
-with the evidence threshold c about as
-
-    tilt = s / (1 + c),     s the scale: of a pair of models, a temperature, N and K
-
-so only s has to be estimated. A server measures the tilt of each answer, and fits s to those that
-have ended, by weighted least squares: with g = 1 / (1 + c) the expected tilt is g s, so s is the
-sum of g times the tilt's numerator over the sum of g^2 times its information. Answers of infinite
-c contain no information on s, and are not used.
+*The evidence threshold* (`Dial`; docs/fidelity.md, "One dial"). In modes that verify the tilt is
+about s / (1 + c), with s the scale of a pair of models, a temperature, N and K. It is fitted to the
+answers that have ended by weighted least squares: with g = 1 / (1 + c) the expected tilt is g s, so
+s is the sum of g times the tilt's numerator over the sum of g^2 times its information. Answers of
+infinite c contain no information on s, and are not used.
 """
 
 import logging

@@ -1,14 +1,9 @@
 """Measure how far output sequences are from the target distribution.
 
 At a position of a sequence, with p and q the next-token distributions there, l = log q - log p and
-x the token at that position, two numbers have mean 0 if x was drawn from p, whatever the prefix:
-
-    l(x) - E_p l        the pull towards the draft; its variance is the information Var_p l
-    log p(x) + H(p)     the innovation: above 0 the sequence is more likely than samples of p
-
-Along a sequence the sums of both are martingales under the target. The sum of the first over that
-of Var_p l is the *tilt*: 0 for the target, and near b where sequences follow p^(1 - b) q^b, of
-which it is the score estimate; it is about 1 for the draft.
+x the token at that position, the *pull* towards the draft is l(x) - E_p l, its *information* Var_p
+l, and the *innovation* log p(x) + H(p). Along a sequence the sums of pull and innovation are
+martingales under the target; docs/fidelity.md, "What is measured", has what they say.
 
 A round measures one position of each request, its start plus a *column* in 0..K that is drawn
 before anything else of the round. The position counts if the sequence reaches it: the token may be

@@ -1,12 +1,8 @@
 """Find the common prefix of a group's particles, and resample prefixes to bound the tails.
 
-A tail must not grow without bound: a stream emits only the tokens that all particles share, and
-each tail holds memory. So once the oldest tokens of the tails lag too far behind, one prefix is
-drawn for them by weight, and the particles that have it survive. That is a proper resampling of
-prefixes: with W the total weight and W(a) that of the particles with tails that start with a, the
-prefix a is drawn with probability W(a) / W, and its particles' weights are multiplied by W / W(a).
-So each particle keeps its weight in expectation, and the total never changes. Behind the prefix
-the particles stay diverse, which drawing a single particle would lose.
+Once the oldest tokens of the tails lag too far behind, one prefix a is drawn for them, by its share
+W(a) / W of the total weight, and its particles' weights are multiplied by W / W(a): the total never
+changes (docs/algorithm.md, "The lag").
 """
 
 import torch

@@ -5,11 +5,9 @@ draws the same numbers alone or in any batch, on every tensor-parallel rank, on
 CPU and GPU, and no generator state has to be kept or restored. The hash is the
 finaliser of SplitMix64 (Steele, Lea and Flood 2014), applied once per key.
 
-*Siblings* are particles with equal whole sequences: they draw their next token from one
-distribution. With independent uniforms some of its mass is drawn twice by chance, and some is
-missed. Siblings that share one uniform instead, shifted by ``rank / count`` modulo 1, cover the
-distribution evenly, while each still draws from exactly that distribution. So no weight changes,
-and E[Z-hat] stays the same.
+*Siblings* are particles with equal whole sequences. They share one uniform for their next token,
+shifted by ``rank / count`` modulo 1, so that together they cover its distribution evenly, and each
+still draws from exactly that distribution (docs/algorithm.md, "Less variance at no cost").
 (Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
 """
 

@@ -9,22 +9,15 @@ token, and are reset to zero when the group is resampled; the mean weight before
 evidence estimate. A NaN becomes a dead particle (`accumulate`). A particle that is not present has
 weight zero and is left as it is.
 
-*Evidence* bounds the columns that a group keeps. The evidence of a block up to column j is the
-factor by which it multiplies the group's total weight. For a normalised p its expectation is 1
-whatever q is. It is near 1 where the draft tokens cover the target and near 0 where they all miss
-it, which the effective sample size does not show: N equally wrong drafts have equal weights.
-So a group keeps the most columns with
+*Evidence* is the factor by which the block up to column j multiplies the group's total weight, of
+expectation 1 for a normalised p. It bounds the columns that a group keeps (docs/algorithm.md,
+"Evidence, and where a block is cut"): the most columns with
 
     u < evidence_j / c,   u one uniform for the round, c the evidence threshold,
 
-and the target draws the next token itself. A column in which every particle dies has evidence
-zero and is never kept, whatever c is. With c = 0 no other column is cut.
-
-Drafts that cover little are drawn again, so with c > 0 the estimate Z-hat is biased upwards, while
-the distribution of the output comes closer to p: with c = 1, given the population, no sequence has
-a higher probability as the output of a whole uncut block than under p. That does not bound the
-output of a cut block. For N = 1 the probability is ``q(x) min(1, p(x) / q(x)) <= p(x)``, for N
-chains of one prefix, of which one is drawn by weight, ``p(x) E[1 / max(c, evidence)] <= p(x)``.
+but none in which every particle dies; with c = 0 no other column is cut. With c = 1, given the
+population, no sequence has a higher probability as the output of a whole uncut block than under p:
+for N chains of one prefix, of which one is drawn by weight, ``p(x) E[1 / max(c, evidence)]``.
 
 *Resampling schemes* have one signature, ``scheme(weights, uniforms, num_particles=None) ->
 ancestors``:
