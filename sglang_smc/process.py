@@ -30,24 +30,14 @@ logger = logging.getLogger(__name__)
 class Active:
     """State of SMC in a scheduler process."""
 
-    policy: Policy | None = None
-    """The policy that adapts N and K; None if they stay."""
-
-    monitor: Monitor | None = None
-    """The monitor in which rounds count; None before the worker is built."""
-
-    measure: Callable[..., Table] | None = None
-    """Measures the memory, once pools have their sizes."""
-
-    memory: Table | None = None
-    """The table of `log_memory_report`; None before that."""
-
-    begin_transferred: Callable[..., Any] | None = None
-    """`SMCWorker.begin_transferred`."""
-
+    policy: Policy | None = None  # adapts N and K; None if they stay
+    monitor: Monitor | None = None  # in which rounds count; None before the worker is built
+    measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
+    memory: Table | None = None  # of `log_memory_report`; None before that
+    begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
     ranks: RankCheck = field(default_factory=RankCheck)
+    # The options, behind the arguments that they were read from.
     config: tuple[Arguments, SMCConfig | None] | None = None
-    """The options, behind the arguments that they were read from."""
 
     @property
     def budget(self) -> Budget | None:

@@ -28,36 +28,21 @@ _VERIFIES = "exact, mixed, auto"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Memory and limits of a server, on each tensor-parallel rank."""
 
-    num_slots: int
-    """KV slots of the pool."""
-
-    slot_bytes: int
-    """Bytes of a KV slot of target and draft together."""
-
-    target_slot_bytes: int
-    """Bytes of a KV slot of the target alone."""
-
+    num_slots: int  # of the KV pool
+    slot_bytes: int  # of a KV slot, of target and draft together
+    target_slot_bytes: int  # of the target alone
     draft_weight_bytes: int
-
-    most_running: int
-    """--max-running-requests, as resolved by SGLang."""
-
+    most_running: int  # --max-running-requests, as resolved by SGLang
     context_length: int
-
-    beside: dict[str, int] = {}
-    """Bytes beside the pool and the models, by name."""
+    beside: dict[str, int] = {}  # bytes beside the pool and the models, by name
 
 
 class Mode(msgspec.Struct, frozen=True):
     """Memory of a request in one mode."""
 
-    slots: int
-    """The most KV slots that a request reserves beside its sequence."""
-
+    slots: int  # the most KV slots that a request reserves beside its sequence
     bytes: int
-
-    fits: int
-    """Requests of `Table.prompt` + `Table.answer` tokens at a time, with whole answers."""
+    fits: int  # requests of `Table.prompt` + `Table.answer` tokens at a time, with whole answers
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,17 +51,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     pool_slots: int
     pool_bytes: int
     modes: dict[str, Mode]
-    longest: int
-    """Tokens of the longest request, prompt and answer."""
+    longest: int  # tokens of the longest request, prompt and answer
     prompt: int
     answer: int
-    plain: int
-    """Requests at a time that the same memory would hold without SMC and its draft model."""
+    plain: int  # requests at a time that this memory would hold without SMC and its draft model
     beside: dict[str, int]
-    is_shortened: bool
-    """Whether arenas make the longest request shorter than the pool or the model would."""
-    advice: str | None
-    """Recommended changes if the pool is small, else None."""
+    is_shortened: bool  # arenas make the longest request shorter than the pool or the model would
+    advice: str | None  # recommended changes if the pool is small, else None
 
     @classmethod
     def of(cls, config: SMCConfig, sizes: Sizes) -> "Table":

@@ -63,15 +63,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     """Regular expression of the answer in a text, for a majority vote."""
 
     # The rest are no keys.
-
-    constrained: bool = False
-    """Whether the request has a grammar."""
-
-    greedy: bool = False
-    """Whether the request takes the likeliest token, as at temperature 0."""
-
-    threshold_in_force: float | None = None
-    """The evidence threshold for its tilt, resolved when the request starts."""
+    constrained: bool = False  # whether the request has a grammar
+    greedy: bool = False  # whether the request takes the likeliest token, as at temperature 0
+    threshold_in_force: float | None = None  # of evidence, for its tilt; set when it starts
 
     @property
     def is_normalized(self) -> bool:

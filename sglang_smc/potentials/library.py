@@ -272,11 +272,8 @@ class RegexCount(Potential):
 class LengthArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The arguments of a request: the length to prefer."""
 
-    per_token: float
-    """Nats per missing or surplus token; 0 or more."""
-
-    target: int = 0
-    """The preferred number of output tokens, EOS included."""
+    per_token: float  # nats per missing or surplus token; 0 or more
+    target: int = 0  # the preferred number of output tokens, EOS included
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.per_token) and self.per_token >= 0):

@@ -86,26 +86,14 @@ _SOURCE = HookSource("smc", "sglang-smc")
 class Patch(msgspec.Struct, frozen=True, kw_only=True):
     """One hook on one SGLang function. The texts make up the catalogue."""
 
-    target: str
-    """Dotted path of the function; tests/contract/upstream/relied.py holds its signature."""
-
+    target: str  # dotted path of the function; tests/contract/upstream/relied.py has its signature
     function: Callable[..., Any]
     hook_type: HookType = HookType.AROUND
-
-    what: str = ""
-    """The change; without it the function's docstring says it."""
-
-    why: str
-    """The reason why no extension point of SGLang suffices."""
-
-    relies_on: tuple[str, ...]
-    """The SGLang lines that the hook depends on."""
-
-    retire_when: str
-    """The change in SGLang after which the hook can be removed."""
-
-    family: Family = upstream.EVERY
-    """The releases that need the hook."""
+    what: str = ""  # the change; without it the function's docstring says it
+    why: str  # the reason why no extension point of SGLang suffices
+    relies_on: tuple[str, ...]  # the SGLang lines that the hook depends on
+    retire_when: str  # the change in SGLang after which the hook can be removed
+    family: Family = upstream.EVERY  # the releases that need the hook
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])

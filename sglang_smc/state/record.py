@@ -28,20 +28,11 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     resized_from: list[int] | None = None
     """If N has changed since the round before, the particle of that round that each one copies."""
 
-    log_weights_before: list[float | None]
-    """Log-weights, not normalised, at the start of the round."""
-
-    drafted: list[list[int]]
-    """Draft tokens; none for a particle that had ended."""
-
-    kept: list[int]
-    """Number of these that each particle kept; in rounds that verify, of its ancestor's."""
-
-    log_weights: list[float | None]
-    """Log-weights after the kept columns, before resampling."""
-
-    log_potentials: list[float | None] | None = None
-    """The potentials' contribution to these in this round."""
+    log_weights_before: list[float | None]  # not normalised, at the start of the round
+    drafted: list[list[int]]  # draft tokens; none for a particle that had ended
+    kept: list[int]  # how many of these; in rounds that verify, how many of its ancestor's
+    log_weights: list[float | None]  # after the kept columns, before resampling
+    log_potentials: list[float | None] | None = None  # the potentials' part of these, in this round
 
     ess: float
     """Effective sample size of `log_weights`, from 1 to N; in rounds that verify, of the weights
@@ -60,24 +51,16 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Ancestor of each particle, among those that drafted: itself without resampling, the winner in
     rounds that verify."""
 
-    bonus: list[int | None]
-    """The target's own token after the kept ones; null where the sequence had ended."""
-
-    ended: list[bool]
-    """Whether the sequence has ended, after the bonus token."""
+    bonus: list[int | None]  # the target's own token after the kept ones; null where one had ended
+    ended: list[bool]  # whether the sequence has ended, after the bonus token
 
     narrowed_to: list[int] | None = None
     """Ancestor of each particle, among those after the bonus tokens. Present where particles were
     dropped, to bound the lag or to draw the answer."""
 
-    log_weights_after: list[float | None]
-    """Log-weights at the start of the next round."""
-
-    log_evidence: float | None
-    """log Z-hat so far, including the current mean weight."""
-
-    emitted: list[int]
-    """Tokens that all particles share now: those that a stream sent in this round."""
+    log_weights_after: list[float | None]  # at the start of the next round
+    log_evidence: float | None  # log Z-hat so far, including the current mean weight
+    emitted: list[int]  # tokens that all particles share now: what a stream sent in this round
 
     @property
     def tokens(self) -> list[int]:
@@ -93,12 +76,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: str
     num_particles: int
     num_steps: int
-    prompt_length: int
-    """Tokens of the prompt."""
-
+    prompt_length: int  # in tokens
     rounds: list[RoundRecord]
-    emitted_after: list[int] = []
-    """Tokens of the answer after its last round: of a prefill that ended it."""
-
-    pieces: dict[str, str] = {}
-    """Text of each token id of the record, decoded by itself; empty without a tokenizer."""
+    emitted_after: list[int] = []  # after the last round: tokens of a prefill that ended the answer
+    pieces: dict[str, str] = {}  # text of each token id, decoded alone; empty without a tokenizer
