@@ -74,20 +74,17 @@ def test_what_is_no_declaration_or_cannot_be_had_is_told(given: str, told: str) 
     assert "twice" in problem
 
 
-@pytest.mark.parametrize(
-    ("how", "told"), [("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")]
-)
-def test_what_cannot_be_opened_is_told(
-    how: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_opened_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first rank, which alone opens them."""
-    rank, arguments = mock.Mock(tp_rank=1), (mock.Mock(), SMCConfig(), mock.Mock())
-    monkeypatch.setattr(process, "potentials_of", lambda _: (f"shut=steered:Shut{how}",))
-    monkeypatch.setattr(process, "get_parallel", lambda: rank)
-    assert process.open_runners(*arguments)["shut"].name == "shut"
-    rank.tp_rank = 0
-    with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
-        process.open_runners(*arguments)
+    opened = partial(process.open_runners, mock.Mock(), SMCConfig(), mock.Mock())
+    for how, told in (("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")):
+        flag = mock.Mock(return_value=(f"shut=steered:Shut{how}",))
+        monkeypatch.setattr(process, "potentials_of", flag)
+        monkeypatch.setattr(process, "get_parallel", lambda: mock.Mock(tp_rank=1))
+        assert opened()["shut"].name == "shut"
+        monkeypatch.setattr(process, "get_parallel", lambda: mock.Mock(tp_rank=0))
+        with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
+            opened()
 
 
 # Requests.
