@@ -37,14 +37,9 @@ class StateTables(NamedTuple):
     def of(
         cls, pool: Any, *, num_particles: int, num_columns: int, num_slots: int, dtype: torch.dtype
     ) -> "StateTables":
-        """Return tables of zeros, beside the one state of each request in SGLang's mamba pool.
+        """Return tables of zeros for N particles of each row of SGLang's `HybridReqToTokenPool`.
 
-        Args:
-            pool: SGLang's `HybridReqToTokenPool`.
-            num_particles: N, of each row of the pool.
-            num_columns: C, the most of a pass.
-            num_slots: of KV, the padding slot 0 included.
-            dtype: of the layers' inputs.
+        ``num_slots`` counts the padding slot 0; ``dtype`` is that of the layers' inputs.
         """
         states = take_room(pool, len(pool.req_to_token) * num_particles)
         windows = pool.mamba_pool.mamba_cache.conv[0]  # [L, slots, D, W - 1]
@@ -177,14 +172,7 @@ class RecurrentParticles(AttentionBackend):
 
 
 class RecurrentForward(ParticleForward):
-    """A forward of a target with linear attention over particles.
-
-    Args:
-        runner, attention: see `ParticleForward`.
-        ledger: `kv.ledger.Ledger`, of KV slots.
-        num_particles: N.
-        max_columns: the most tokens of a particle in one forward.
-    """
+    """A `ParticleForward` of a target with linear attention; ``ledger`` is a `kv.ledger.Ledger`."""
 
     def __init__(
         self,

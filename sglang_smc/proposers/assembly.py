@@ -119,11 +119,8 @@ def load_own(
     """Load new weights into a running head in place, except those that it shares with the target.
 
     Args:
-        head: SGLang's model.
-        load: its own `load_weights`.
         shared: suffixes of the names of shared weights.
         hot: the head's hot tokens, which captured rounds read; None without.
-        weights: of a checkpoint.
     """
     load((name, weight) for name, weight in weights if not name.endswith(shared))
     if hot is not None:

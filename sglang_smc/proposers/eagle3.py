@@ -119,12 +119,7 @@ class EagleForward(ParticleForward):
 class EagleHead(DraftProposer):
     """A draft by an EAGLE-3 head, with chains that are sampled token by token.
 
-    Args:
-        forward: the head over particles.
-        table: the target's hidden states.
-        hot, vocab_size: as in `spread`.
-        target: over particles.
-        num_particles: N of the server.
+    ``hot`` and ``vocab_size`` are as in `spread`.
     """
 
     wants_states = True
