@@ -193,11 +193,10 @@ class ParticleAttention(AttentionBackend):
         rank = self._rank
         if rank is None:
             return partial(shared_prefix_attention, plan=plan)
-        from sglang_smc.models.latent_attention import latent_attention
-
-        return lambda query, latents, softmax: latent_attention(
-            query, latents, plan, rank, softmax.scaling
-        )
+        # Values as wide as keys, for which torch has a kernel.
+        return lambda query, latents, softmax: shared_prefix_attention(
+            query, latents, None, plan, softmax
+        )[..., :rank]
 
     def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         places = {

@@ -12,7 +12,6 @@ import torch
 
 from sglang_smc.models.chains import KVLocations
 from sglang_smc.models.gated_delta import Columns, gated_delta
-from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import filters, verification
@@ -370,7 +369,7 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
         cache=keys,
     )
     if heads.rank:
-        return latent_attention(query, keys, plan, heads.rank, scaling)
+        return shared_prefix_attention(query, keys, None, plan, Softmax(scaling))[..., : heads.rank]
     return shared_prefix_attention(query, keys, values, plan, Softmax(scaling))
 
 
