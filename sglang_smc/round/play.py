@@ -27,7 +27,8 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.models.recorder import Forward, PassRecording, Record
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
@@ -69,7 +70,7 @@ class Steps:
 
     def __init__(
         self,
-        target: Forward,
+        target: ParticleForward,
         draft: DraftProposer,
         ledger: Ledger,
         ops: Ops,
