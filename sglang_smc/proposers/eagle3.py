@@ -70,7 +70,7 @@ class EagleForward(ParticleForward):
         self._states = states.flatten(0, 2)
         merged = merge_rows(chains.slots, last=False) if self._merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
-        self.attn_backend.ends_at = self.prompt_attention.last_layer
+        self.attn_backend.ends_at = self.prompt_attention.ends_at
         try:
             with suppress(KeysWritten), self._attending(chains, merged):
                 self.read_batch(batch)
