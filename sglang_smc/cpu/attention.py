@@ -243,10 +243,19 @@ def plan_calls(
         index = torch.tensor(rows)
         prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
         slots = slots_of(index, prefix + length).long()
+        offset = columns(length)  # [rows, query_len]
         if length[0] > LONG_ROW and tree is None:
-            calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype, window))
-        else:
-            calls.append(_padded_rows(start, slots, prefix, length, group, dtype, tree, window))
+            mask = None
+            if prefix[0] or window is not None:
+                mask = additive(_hidden(prefix + offset[0], slots.shape[1], window), dtype)
+            calls.append(LongRow(start=int(start), slots=slots, mask=mask, query_len=int(length)))
+            continue
+        hidden = _hidden(prefix[:, None] + offset, slots.shape[1], window)
+        if tree is not None:
+            new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
+            hidden.scatter_(2, new, ~tree)
+        folded = additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
+        calls.append(PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded))
     return calls
 
 
@@ -266,40 +275,6 @@ def _buckets(prefix_lens: list[int], query_lens: list[int], together: bool) -> l
 def columns(lengths: torch.Tensor) -> torch.Tensor:
     """Return indices into rows of these lengths, ``[rows, longest]``; padding repeats the last."""
     return torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
-
-
-def _long_row(
-    start: int,
-    slots: torch.Tensor,
-    prefix: int,
-    length: int,
-    dtype: torch.dtype,
-    window: int | None,
-) -> LongRow:
-    mask = None
-    if prefix or window is not None:
-        hidden = _hidden(torch.arange(prefix, prefix + length), slots.shape[1], window)
-        mask = additive(hidden, dtype)
-    return LongRow(start=start, slots=slots, mask=mask, query_len=length)
-
-
-def _padded_rows(
-    start: torch.Tensor,
-    slots: torch.Tensor,
-    prefix: torch.Tensor,
-    length: torch.Tensor,
-    group: int,
-    dtype: torch.dtype,
-    tree: torch.Tensor | None,
-    window: int | None,
-) -> PaddedRows:
-    offset = columns(length)  # [rows, query_len]
-    hidden = _hidden(prefix[:, None] + offset, slots.shape[1], window)
-    if tree is not None:
-        new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
-        hidden.scatter_(2, new, ~tree)
-    folded = additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
-    return PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded)
 
 
 def _hidden(position: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
