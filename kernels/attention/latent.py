@@ -1,4 +1,4 @@
-"""Attend over latents (MLA) of particles, as `sglang_smc.models.latent_attention` does, in Triton.
+"""Attend over latents (MLA) of particles that share a prefix, in Triton.
 
 `particle_attention` with one key head that all query heads share, and values that are the first
 ``rank`` numbers of its keys. A block of latents is loaded once and serves as keys and as values.
@@ -50,8 +50,8 @@ def latent_attention(
 ) -> torch.Tensor:
     """Compute causal softmax attention of particles over latents; never waits for the device.
 
-    Reference: `sglang_smc.models.latent_attention.latent_attention`; places as in
-    `particle_attention`. Queries are read in place if their tokens have one stride.
+    Reference: `sglang_smc.models.softmax.shared_prefix_attention` without values, up to ``rank``;
+    places as in `particle_attention`. Queries are read in place if their tokens have one stride.
 
     Raises ValueError for float32, or wider latents than 512 + 64: their blocks do not fit on the
     chip.

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.trees import places_in_mask
-from sglang_smc.models.attention import store
-from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots, softmax_of
-from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
+from sglang_smc.models.attention import PoolAttention
+from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots
+from sglang_smc.models.supported import window_of
 from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
@@ -123,22 +122,11 @@ class ForwardPlan(msgspec.Struct, frozen=True):
     values: torch.Tensor  # the same shape
 
 
-class CpuAttentionBackend(AttentionBackend):
+class CpuAttentionBackend(PoolAttention):
     """Causal decoder attention for a plain CPU; eager only (no graph capture)."""
 
-    needs_cpu_seq_lens = False
-    rank: int | None = None  # of latents (MLA): width of the value in a key
-
     def __init__(self, model_runner: ModelRunner) -> None:
-        super().__init__()
-        check_pool(model_runner)
-        assert model_runner.req_to_token_pool is not None, "pools are built before backends"
-        # The pool, not its tensor: a worker may put a taller table into it later.
-        self.req_to_token_pool = model_runner.req_to_token_pool
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.dtype = model_runner.dtype
-        self.group = head_group(model_runner)
-        self.is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
+        super().__init__(model_runner)
         self.plan_of: Callable[[int | None], ForwardPlan]  # by window, in the running forward
 
     def support_triton(self) -> bool:
@@ -167,54 +155,22 @@ class CpuAttentionBackend(AttentionBackend):
 
         self.plan_of = plan_of
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend with the plan of ``init_forward_metadata``.
-
-        Args:
-            q: [tokens, q_heads * head_dim], or [tokens, q_heads, head_dim]
-            k, v: [tokens, kv_heads, head_dim], written to ``out_cache_loc`` first;
-                None where the layer reads another layer's cache.
-            sinks: [q_heads] scores of a key without a value, of models that have them.
-
-        Returns:
-            The output in the shape of ``q``; of latents [tokens, q_heads * rank].
-        """
-        unsupported = kwargs if self.rank is None else {**kwargs, "sinks": sinks}
-        check_layer(layer, self.group, unsupported, self.rank)
-        if save_kv_cache and k is not None and v is not None:
-            store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
-        output = self._attended(q, layer, softmax_of(layer, sinks, self.is_scaled))
-        if self.rank is None:
-            return output.view(q.shape)
-        return output[..., : self.rank].reshape(len(output), -1)
-
-    # Decode is an extend by one token.
-    forward_decode = forward_extend
-
     def _scratch(self, calls: list[PaddedRows | LongRow]) -> tuple[torch.Tensor, torch.Tensor]:
         # Every layer of a pool has the same row shape: [kv_heads, head_dim].
         cache = self.token_to_kv_pool.get_key_buffer(kv_layers(self.token_to_kv_pool)[0])
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 
-    def _attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
-        """Run the planned calls; return ``[tokens, q_heads, head_dim]``."""
+    def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
+        """Run the planned calls; see `PoolAttention.attended`."""
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         output, plan = torch.empty_like(query), self.plan_of(window_of(layer))
         for call in plan.calls:
             keys, values = self._gather(layer.layer_id, call.slots, plan)
             call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
-        return output
+        if self.rank is None:
+            return output.view(q.shape)
+        return output[..., : self.rank].reshape(len(output), -1)
 
     def _gather(
         self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
@@ -287,10 +243,19 @@ def plan_calls(
         index = torch.tensor(rows)
         prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
         slots = slots_of(index, prefix + length).long()
+        offset = columns(length)  # [rows, query_len]
         if length[0] > LONG_ROW and tree is None:
-            calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype, window))
-        else:
-            calls.append(_padded_rows(start, slots, prefix, length, group, dtype, tree, window))
+            mask = None
+            if prefix[0] or window is not None:
+                mask = additive(_hidden(prefix + offset[0], slots.shape[1], window), dtype)
+            calls.append(LongRow(start=int(start), slots=slots, mask=mask, query_len=int(length)))
+            continue
+        hidden = _hidden(prefix[:, None] + offset, slots.shape[1], window)
+        if tree is not None:
+            new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
+            hidden.scatter_(2, new, ~tree)
+        folded = additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
+        calls.append(PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded))
     return calls
 
 
@@ -310,40 +275,6 @@ def _buckets(prefix_lens: list[int], query_lens: list[int], together: bool) -> l
 def columns(lengths: torch.Tensor) -> torch.Tensor:
     """Return indices into rows of these lengths, ``[rows, longest]``; padding repeats the last."""
     return torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
-
-
-def _long_row(
-    start: int,
-    slots: torch.Tensor,
-    prefix: int,
-    length: int,
-    dtype: torch.dtype,
-    window: int | None,
-) -> LongRow:
-    mask = None
-    if prefix or window is not None:
-        hidden = _hidden(torch.arange(prefix, prefix + length), slots.shape[1], window)
-        mask = additive(hidden, dtype)
-    return LongRow(start=start, slots=slots, mask=mask, query_len=length)
-
-
-def _padded_rows(
-    start: torch.Tensor,
-    slots: torch.Tensor,
-    prefix: torch.Tensor,
-    length: torch.Tensor,
-    group: int,
-    dtype: torch.dtype,
-    tree: torch.Tensor | None,
-    window: int | None,
-) -> PaddedRows:
-    offset = columns(length)  # [rows, query_len]
-    hidden = _hidden(prefix[:, None] + offset, slots.shape[1], window)
-    if tree is not None:
-        new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
-        hidden.scatter_(2, new, ~tree)
-    folded = additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
-    return PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded)
 
 
 def _hidden(position: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:

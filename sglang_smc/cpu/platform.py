@@ -195,11 +195,9 @@ def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
     from sglang_smc.cpu.attention import CpuAttentionBackend
     from sglang_smc.models.latent_attention import absorb
 
-    backend = CpuAttentionBackend(model_runner)
     if model_runner.use_mla_backend:
         absorb(ATTENTION_BACKEND)  # in prefill, too
-        backend.rank = model_runner.model_config.kv_lora_rank
-    return backend
+    return CpuAttentionBackend(model_runner)
 
 
 def _check_server_args(server_args: Arguments) -> None:

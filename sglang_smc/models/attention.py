@@ -4,6 +4,7 @@ Stock backends treat particles as unrelated rows and read the prompt's KV once f
 reads it once per request, by a Triton kernel or in plain torch.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import (
+    Softmax,
     plan_shared_prefix,
     shared_prefix_attention,
     softmax_of,
@@ -30,7 +32,7 @@ from sglang_smc.models.supported import (
 )
 from sglang_smc.upstream import kv_layers
 
-Attend = Callable[..., torch.Tensor]  # of query, keys, values and `Softmax`
+Attend = Callable[..., torch.Tensor]  # of query, keys, values (None: of latents) and `Softmax`
 
 Implementation = Literal["torch", "triton"]
 
@@ -39,7 +41,79 @@ class KeysWritten(Exception):  # noqa: N818 -- no error
     """The keys of a pass are written, and the rest of it is not needed."""
 
 
-class ParticleAttention(AttentionBackend):
+class PoolAttention(AttentionBackend):
+    """Softmax attention over the KV pool of a model; subclasses define `attended`.
+
+    Raises ValueError for a KV cache that this package's attention does not support.
+    """
+
+    needs_cpu_seq_lens = False
+    blocks = False
+    """Whether layers may let all new tokens of a sequence attend to each other."""
+
+    ends_at: int | None = None
+    """The layer at whose keys the running pass ends, by `KeysWritten`; None for a whole pass."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        check_pool(runner)
+        assert runner.req_to_token_pool is not None, "pools are built before backends"
+        # The pool, not its tensor: a worker may put a taller table into it later.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.dtype = runner.dtype
+        self.group = head_group(runner)
+        self.is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
+        # Of latents (MLA): width of the value in a key.
+        self.rank = runner.model_config.kv_lora_rank if runner.use_mla_backend else None
+
+    @abstractmethod
+    def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
+        """Attend with queries; arguments and result as in `forward_extend`."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Write keys and values, then attend with the plan of the running forward.
+
+        Args:
+            q: ``[R, q_heads * head_dim]`` or ``[R, q_heads, head_dim]``, of the rows that the model
+                runs.
+            k, v: ``[R, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None where the
+                layer reads another layer's cache.
+            sinks: ``[q_heads]`` scores of a key without a value, for models that have them.
+
+        Returns:
+            The output of the rows, each of q_heads * width of a value.
+        """
+        unsupported = kwargs if self.rank is None else {**kwargs, "sinks": sinks}
+        check_layer(layer, self.group, unsupported, self.rank, blocks=self.blocks)
+        if save_kv_cache and k is not None and v is not None:
+            store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
+            if layer.layer_id == self.ends_at:
+                raise KeysWritten
+        return self.attended(q, layer, softmax_of(layer, sinks, self.is_scaled))
+
+    # Decode is an extend by one token.
+    forward_decode = forward_extend
+
+    def caches(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a layer's keys and values, ``[slots, kv_heads, head_dim]``; latents are both."""
+        pool = self.token_to_kv_pool
+        if self.rank is not None:
+            return pool.get_key_buffer(layer_id), None
+        return pool.get_kv_buffer(layer_id)
+
+
+class ParticleAttention(PoolAttention):
     """Attention of particles over their shared prefix and their tails.
 
     It is causal, except for the layers of a block head.
@@ -57,10 +131,6 @@ class ParticleAttention(AttentionBackend):
     Raises ValueError for a model or a KV cache that this attention does not support.
     """
 
-    needs_cpu_seq_lens = False
-    ends_at: int | None = None
-    """The layer at whose keys the running pass ends, by `KeysWritten`; None for a whole pass."""
-
     def __init__(
         self,
         runner: ModelRunner,
@@ -70,23 +140,15 @@ class ParticleAttention(AttentionBackend):
         first_key: int = 0,
         blocks: bool = False,
     ) -> None:
-        super().__init__()
-        check_pool(runner)
-        assert runner.req_to_token_pool is not None, "pools are built before backends"
-        self.req_to_token_pool = runner.req_to_token_pool
+        super().__init__(runner)
         self.tails = tails
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
-        if implementation == "triton" and self._is_scaled:
+        if implementation == "triton" and self.is_scaled:
             gpu = torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None
             check_kernel_type(self.token_to_kv_pool.dtype, gpu)
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
-        self._dtype = runner.dtype
         self._max_prefix = runner.model_config.context_len
-        self._group = head_group(runner)
-        self._first_key, self._blocks = first_key, blocks
-        self._rank: int | None = None  # of latents (MLA)
-        if runner.use_mla_backend:
+        self._first_key, self.blocks = first_key, blocks
+        if self.rank is not None:
             self._set_up_latents(runner, implementation)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
@@ -94,7 +156,7 @@ class ParticleAttention(AttentionBackend):
         self._attend_over: Callable[[int | None, bool], Attend]
 
     def _set_up_latents(self, runner: ModelRunner, implementation: Implementation) -> None:
-        if self._blocks:
+        if self.blocks:
             raise ValueError(
                 "block heads with latent attention (MLA) are not supported: pass a head with "
                 "ordinary attention, or a draft model"
@@ -104,11 +166,11 @@ class ParticleAttention(AttentionBackend):
         absorb(NAME)
         # SGLang's layers read these names before the server's.
         self.prefill_attention_backend_str = self.decode_attention_backend_str = NAME
-        rank = self._rank = runner.model_config.kv_lora_rank
         if implementation == "triton":
             from sglang_smc.kernels.attention.latent import check_sizes
 
-            check_sizes(runner.dtype, rank, runner.model_config.qk_rope_head_dim)
+            config = runner.model_config
+            check_sizes(runner.dtype, config.kv_lora_rank, config.qk_rope_head_dim)
 
     def plan(self, chains: Chains, merged: MergedRows | None = None) -> None:
         """Plan all layers of a forward over chains.
@@ -121,48 +183,11 @@ class ParticleAttention(AttentionBackend):
         # Layers of one kind share their plan.
         self._attend_over = cache(partial(self._plan, chains))
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend with the plan of `plan`.
-
-        Args:
-            q: ``[R, q_heads * head_dim]``, of all G * N * C rows or of the merged ones.
-            k, v: ``[R, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None where the
-                layer reads another layer's cache.
-            sinks: ``[q_heads]`` scores of a key without a value, for models that have them.
-
-        Returns:
-            ``[R, q_heads * width of a value]``.
-        """
-        unsupported = kwargs if self._rank is None else {**kwargs, "sinks": sinks}
-        check_layer(layer, self._group, unsupported, self._rank, blocks=self._blocks)
-        pool = self.token_to_kv_pool
-        if save_kv_cache and k is not None and v is not None:
-            store(pool, layer, forward_batch.out_cache_loc, k, v)
-            if layer.layer_id == self.ends_at:
-                raise KeysWritten
+    def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
+        """Attend with the plan of `plan`; of all G * N * C rows, or of the merged ones."""
         attend = self._attend_over(window_of(layer), sees_block(layer))
-        softmax = softmax_of(layer, sinks, self._is_scaled)
-        output = attend(self._queries(q, layer), *self._caches(layer.layer_id), softmax=softmax)
-        return self._outputs(output).reshape(len(q), -1)
-
-    # Decode is an extend by one token.
-    forward_decode = forward_extend
-
-    def _caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's keys and values, ``[slots, kv_heads, head_dim]``; or its latents."""
-        if self._rank is not None:
-            return (self.token_to_kv_pool.get_key_buffer(layer_id),)
-        return self.token_to_kv_pool.get_kv_buffer(layer_id)
+        output = attend(self._queries(q, layer), *self.caches(layer.layer_id), softmax=softmax)
+        return self._outputs(output)[..., : self.rank].reshape(len(q), -1)
 
     def _queries(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         """Return the queries of all rows, ``[G, N, C, q_heads, head_dim]``."""
@@ -183,21 +208,14 @@ class ParticleAttention(AttentionBackend):
             chains.locations,
             chains.starts,
             num_columns=chains.slots.shape[2],
-            group=self._group,
-            dtype=self._dtype,
+            group=self.group,
+            dtype=self.dtype,
             cache=pool.get_key_buffer(kv_layers(pool)[0]),
             window=window,
             sees_block=block,
             first_key=self._first_key,
         )
-        rank = self._rank
-        if rank is None:
-            return partial(shared_prefix_attention, plan=plan)
-        from sglang_smc.models.latent_attention import latent_attention
-
-        return lambda query, latents, softmax: latent_attention(
-            query, latents, plan, rank, softmax.scaling
-        )
+        return partial(shared_prefix_attention, plan=plan)
 
     def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         places = {
@@ -207,12 +225,11 @@ class ParticleAttention(AttentionBackend):
             "max_prefix": self._max_prefix,
             **chains.locations._asdict(),
         }
-        rank = self._rank
-        if rank is not None:
+        if self.rank is not None:
             from sglang_smc.kernels.attention.latent import latent_attention
 
-            own = {"rank": rank, "first_key": self._first_key}
-            return lambda query, latents, softmax: latent_attention(
+            own = {"rank": self.rank, "first_key": self._first_key}
+            return lambda query, latents, _, softmax: latent_attention(
                 query, latents, scaling=softmax.scaling, **own, **places
             )
         from sglang_smc.kernels.attention.particle_attention import particle_attention

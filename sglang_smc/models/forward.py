@@ -28,10 +28,8 @@ class ParticleForward:
     Particles that write a token to the same KV slot have the same text up to there: where shapes
     may depend on values, as in plain torch, the model runs once for each slot.
 
-    Args:
-        runner: the target's or the draft's.
-        tails, attention: the particles' rows and the implementation, see `ParticleAttention`.
-        max_columns: the most tokens of a particle in one forward.
+    ``max_columns`` is the most tokens of a particle in one forward; the other arguments are as in
+    `ParticleAttention`.
     """
 
     # For heads: see `ParticleAttention`, and the hidden states that the forward returns.

@@ -28,13 +28,6 @@ class Columns(NamedTuple):
     beta: torch.Tensor  # [P, J, v_heads] float32
 
 
-def taps_of(layer: RadixLinearAttention) -> torch.Tensor:
-    """Return the convolution weights of an SGLang layer, ``[D, W]``."""
-    weight = layer.conv_weights
-    assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
-    return weight
-
-
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Apply a depthwise causal convolution ``[D, W]``, and SiLU; return ``[P, J, D]``.
 
@@ -49,12 +42,19 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def columns_of(
-    qkv: torch.Tensor, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor
+    inputs: torch.Tensor, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor
 ) -> Columns:
-    """Return the recurrence's inputs from ``qkv`` ``[P, J, D]`` and gate inputs ``[P, J, H]``."""
+    """Return the recurrence's inputs from those of a layer of SGLang.
+
+    Args:
+        inputs: ``[P, W - 1 + J, D]``, as for `causal_conv`.
+        a, b: ``[P, J, v_heads]`` of the gates.
+    """
+    weight = layer.conv_weights  # [D, W]
+    assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
     assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
-    rate = -layer.A_log.float().exp()  # [H]
-    return Columns(qkv, rate * softplus(a.float() + layer.dt_bias.float()), b.float().sigmoid())
+    decay = -layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())
+    return Columns(causal_conv(inputs, weight), decay, b.float().sigmoid())
 
 
 def gated_delta(

@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from operator import le
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from sglang_smc import upstream
-from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 
@@ -31,13 +31,10 @@ MOST_OF_LARGEST = 1.3
 _UNSHARED = 1 << 29  # bytes that graphs may keep for themselves: inputs, results, workspaces
 
 
-class Record(Protocol):
-    """Runs a function, and returns its result with a replay that recomputes it in place.
+Record = Callable[[Callable[[], T]], tuple[T, Replay]]
+"""Runs a function, and returns its result with a replay that recomputes it in place.
 
-    The function has run before: its kernels are compiled, and libraries have their workspaces.
-    """
-
-    def __call__(self, run: Callable[[], T]) -> tuple[T, Replay]: ...
+The function has run before: its kernels are compiled, and libraries have their workspaces."""
 
 
 class Captured(NamedTuple):
@@ -159,61 +156,39 @@ class PassRecording(NamedTuple):
     max_tail: int  # of `KVLocations`
     device: str
 
-    def of(self, forward: "Forward", name: str, columns: Sequence[int]) -> "RecordedPasses":
-        """Return a model with its passes ``name`` captured, for chains of each given length."""
+    def of(self, forward: ParticleForward, name: str, columns: Sequence[int]) -> ParticleForward:
+        """Return a copy of a model whose passes ``name`` are replayed, or run where no graph fits.
+
+        Replays of "chain_logits" are overwritten by the next one, those of "next_logits" are not.
+
+        Args:
+            name: of the method.
+            columns: lengths of chains for which it is captured.
+        """
         sizes = sorted(self.sizes, reverse=True)
         captures = [self._capture(forward, name, size, c) for c in columns for size in sizes]
-        return RecordedPasses(forward, name, captures[::-1])
+        of_chains, run = name == "chain_logits", getattr(forward, name)
 
-    def _capture(self, forward: "Forward", name: str, size: int, num_columns: int) -> Captured:
+        def replayed(chains: Chains) -> torch.Tensor:
+            size, num_particles, num_columns = shape = chains.tokens.shape
+            for captured in reversed(captures):  # the smallest of a length first
+                tokens, *_ = captured.inputs
+                # The logits of a chain's last token are at another place of a longer chain.
+                as_long = of_chains or num_columns == tokens.shape[2]
+                if as_long and all(map(le, shape, tokens.shape)):
+                    logits = captured.of(chains.tensors)[:size, :num_particles]
+                    return logits[:, :, :num_columns] if of_chains else logits.clone()
+            return run(chains)
+
+        recorded = copy(forward)
+        setattr(recorded, name, replayed)
+        return recorded
+
+    def _capture(
+        self, forward: ParticleForward, name: str, size: int, num_columns: int
+    ) -> Captured:
         shape = size, self.num_particles, num_columns
         inputs, padding = (Chains.of_padding(shape, self.max_tail, self.device) for _ in range(2))
         run = partial(getattr(forward, name), inputs)
         run()  # warm-up, see `Record`
         return Captured(inputs.tensors, padding.tensors, *self.record(run))
-
-
-class RecordedPasses:
-    """A model over particles with passes replayed from CUDA graphs, or run where none fits.
-
-    Args:
-        forward: the model.
-        name: of its method whose passes are captured.
-        captures: those of a length of chains together, the smallest first.
-    """
-
-    def __init__(self, forward: "Forward", name: str, captures: Sequence[Captured]) -> None:
-        self._forward, self._name, self._captures = forward, name, captures
-
-    @property
-    def attn_backend(self) -> ParticleAttention:
-        """Return the model's attention over particles."""
-        return self._forward.attn_backend
-
-    def next_logits(self, chains: Chains) -> torch.Tensor:
-        """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
-        logits = self._replayed("next_logits", chains)
-        return self._forward.next_logits(chains) if logits is None else logits.clone()
-
-    def chain_logits(self, chains: Chains) -> torch.Tensor:
-        """Return logits as `ParticleForward.chain_logits`; the next such pass overwrites them."""
-        logits = self._replayed("chain_logits", chains)
-        if logits is None:
-            return self._forward.chain_logits(chains)
-        return logits[:, :, : chains.tokens.shape[2]]
-
-    def _replayed(self, name: str, chains: Chains) -> torch.Tensor | None:
-        """Replay the smallest graph that fits chains ``[G, N, C]``; return its logits, or None."""
-        shape = chains.tokens.shape
-        for captured in self._captures if name == self._name else ():
-            tokens, *_ = captured.inputs
-            room = tokens.shape
-            # The logits of a chain's last token are at another place of a longer chain.
-            as_long = name == "chain_logits" or shape[2] == room[2]
-            if as_long and all(map(le, shape, room)):
-                return captured.of(chains.tensors)[: shape[0], : shape[1]]
-        return None
-
-
-Forward = ParticleForward | RecordedPasses
-"""A model over particles."""

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_smc.models.attention import Implementation, ParticleAttention, seed_tail, slots_before
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, taps_of
+from sglang_smc.models.gated_delta import columns_of, gated_delta
 
 
 class StateTables(NamedTuple):
@@ -37,14 +37,9 @@ class StateTables(NamedTuple):
     def of(
         cls, pool: Any, *, num_particles: int, num_columns: int, num_slots: int, dtype: torch.dtype
     ) -> "StateTables":
-        """Return tables of zeros, beside the one state of each request in SGLang's mamba pool.
+        """Return tables of zeros for N particles of each row of SGLang's `HybridReqToTokenPool`.
 
-        Args:
-            pool: SGLang's `HybridReqToTokenPool`.
-            num_particles: N, of each row of the pool.
-            num_columns: C, the most of a pass.
-            num_slots: of KV, the padding slot 0 included.
-            dtype: of the layers' inputs.
+        ``num_slots`` counts the padding slot 0; ``dtype`` is that of the layers' inputs.
         """
         states = take_room(pool, len(pool.req_to_token) * num_particles)
         windows = pool.mamba_pool.mamba_cache.conv[0]  # [L, slots, D, W - 1]
@@ -139,17 +134,15 @@ class RecurrentParticles(AttentionBackend):
         here = self.req_to_token_pool.mamba_map[layer.layer_id]
         states, inputs, gates = (table[here] for table in self.tables[:3])
         own, num_past, heads = self._own, self._num_past, layer.num_v_heads
-        weight = taps_of(layer)
         past_inputs, past_gates = inputs[self._source], gates[self._source]
-        past_qkv = causal_conv(past_inputs, weight)  # [P, most columns, D]
-        past = columns_of(past_qkv, layer, *past_gates.split(heads, dim=2))
+        past = columns_of(past_inputs, layer, *past_gates.split(heads, dim=2))
 
-        last = num_past.unsqueeze(1) + torch.arange(weight.shape[1] - 1, device=own.device)
+        width = inputs.shape[1] - self._most_columns  # W - 1
+        last = num_past.unsqueeze(1) + torch.arange(width, device=own.device)
         window = past_inputs.gather(1, last.unsqueeze(2).expand(-1, -1, inputs.shape[2]))
         new_inputs = torch.cat([window, mixed_qkv.view(len(own), -1, inputs.shape[2])], dim=1)
         new_gates = torch.cat([a, b], dim=1).view(len(own), -1, 2 * heads)
-        new_qkv = causal_conv(new_inputs, weight)  # [P, C, D]
-        new = columns_of(new_qkv, layer, *new_gates.split(heads, dim=2))
+        new = columns_of(new_inputs, layer, *new_gates.split(heads, dim=2))
 
         output, rolled = self._gated_delta(states, self._source, past, num_past, new)
         states[own] = rolled
@@ -177,14 +170,7 @@ class RecurrentParticles(AttentionBackend):
 
 
 class RecurrentForward(ParticleForward):
-    """A forward of a target with linear attention over particles.
-
-    Args:
-        runner, attention: see `ParticleForward`.
-        ledger: `kv.ledger.Ledger`, of KV slots.
-        num_particles: N.
-        max_columns: the most tokens of a particle in one forward.
-    """
+    """A `ParticleForward` of a target with linear attention; ``ledger`` is a `kv.ledger.Ledger`."""
 
     def __init__(
         self,

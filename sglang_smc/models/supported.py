@@ -265,8 +265,7 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
 def check_layers(runner: ModelRunner, *, blocks: bool = False) -> None:
     """Raise ValueError for a model with a layer that attention over particles does not support.
 
-    Args:
-        blocks: whether its attention over particles lets tokens of a block attend to each other.
+    With ``blocks`` layers may let tokens of a block attend to each other.
     """
     group, rank = head_group(runner), None
     layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]

@@ -7,14 +7,13 @@ each operation on small inputs when it starts, by the kernel and by the referenc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
+from sglang_smc.ops.check_cases import CHECKS, Inputs, Sizes
 from sglang_smc.ops.interface import TORCH, Ops
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ class Found(NamedTuple):
 
 def findings(ops: Ops, device: str, sizes: Sizes) -> Iterator[Found]:
     """Run every check with the kernels and with their references, and yield the results."""
-    for name, check in CHECKS.items():
-        yield _examined(name, partial(_played, check, device, sizes), ops, device)
+    for name in CHECKS:
+        yield _examined(name, ops, device, sizes)
 
 
 def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops:
@@ -77,12 +76,16 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
     return ops._replace(**{field: getattr(TORCH, field) for field in fields})
 
 
-def _examined(
-    name: str, played: Callable[[Ops], list[torch.Tensor]], ops: Ops, device: str
-) -> Found:
+def _examined(name: str, ops: Ops, device: str, sizes: Sizes) -> Found:
+    results: list[list[torch.Tensor]] = []
     try:
-        expected = played(TORCH)
-        return Found(name, *deviation_of(played(ops), expected))
+        for each in (TORCH, ops):
+            with torch.no_grad():
+                results.append(tree_leaves(CHECKS[name].play(each, Inputs(device, sizes))))
+            if device != "cpu":  # kernels raise their errors here
+                torch.get_device_module(device).synchronize()
+        expected, found = results
+        return Found(name, *deviation_of(found, expected))
     except Exception as error:  # of a compiler, a driver or a kernel, or out of memory
         told = f"it raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Found(name, math.inf, told, is_fatal=not _answers(device))
@@ -94,15 +97,6 @@ def _answers(device: str) -> bool:
         return bool(torch.ones(1, device=device).sum().item())
     except Exception:
         return False
-
-
-def _played(check: Check, device: str, sizes: Sizes, ops: Ops) -> list[torch.Tensor]:
-    """Return the results of one implementation, after its kernels have raised their errors."""
-    with torch.no_grad():
-        found = tree_leaves(check.play(ops, Inputs(device, sizes)))
-    if device != "cpu":
-        torch.get_device_module(device).synchronize()
-    return found
 
 
 def deviation_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[float, str]:

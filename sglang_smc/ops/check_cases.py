@@ -5,6 +5,7 @@ Every field of `Ops` is checked; checks of `kind` are of the models' kernels.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ import torch
 
 from sglang_smc.models.chains import KVLocations
 from sglang_smc.models.gated_delta import Columns, gated_delta
-from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import filters, verification
@@ -44,6 +44,10 @@ class Inputs:
     def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Return integers in ``low .. high - 1``, int64."""
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+    def seeds(self) -> torch.Tensor:
+        """Return a seed of each group, ``[G]`` int64."""
+        return self.whole(-(1 << 62), 1 << 62, NUM_GROUPS)
 
     def uniforms(self, *shape: int) -> torch.Tensor:
         """Return uniforms in [0, 1), float64."""
@@ -78,16 +82,6 @@ class Check(NamedTuple):
     play: Callable[[Ops, Inputs], Any]  # returns a tensor, or nested tuples of tensors
 
 
-def _uniforms(ops: Ops, of: Inputs) -> Any:
-    size, num_particles, num_steps = of.shape
-    positions = of.whole(0, 4000, size, num_particles, num_steps)
-    return ops.uniforms(of.whole(-(1 << 62), 1 << 62, size), positions, Purpose.DRAFT)
-
-
-def _round_seeds(ops: Ops, of: Inputs) -> Any:
-    return ops.round_seeds(of.whole(-(1 << 62), 1 << 62, NUM_GROUPS), of.whole(0, 4000, NUM_GROUPS))
-
-
 def _texts(of: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tails of two kinds of tokens ``[G, N, J]``, and their lengths ``[G, N]``."""
     size, num_particles, num_steps = of.shape
@@ -95,10 +89,6 @@ def _texts(of: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     texts = of.flags(0.2, size, num_particles, width).long()
     texts[:, 1::2] = texts[:, ::2][:, : texts[:, 1::2].shape[1]]  # some are alike
     return texts, of.whole(0, 2, size, num_particles) + width - 2
-
-
-def _same_text(ops: Ops, of: Inputs) -> Any:
-    return ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2]))
 
 
 def _stratify(ops: Ops, of: Inputs) -> Any:
@@ -181,10 +171,6 @@ def _log_probs(ops: Ops, of: Inputs) -> Any:
     return law._replace(rows=of.whole(0, law.num_draws, law.num_draws)).log_probs()
 
 
-def _log_sums(ops: Ops, of: Inputs) -> Any:
-    return _law(ops, of).log_sums()
-
-
 def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
     """Return log p, log q, ends, columns up to them, present particles, and K of each group."""
     log_q = of.normal(*of.shape) - 2
@@ -238,10 +224,6 @@ def _common_tail(ops: Ops, of: Inputs) -> Any:
     texts, lengths = _texts(of)
     texts[:, :, :4] = texts[:, :1, :4]
     return ops.common_tail(texts, lengths, of.present())
-
-
-def _num_distinct(ops: Ops, of: Inputs) -> Any:
-    return ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present())
 
 
 def _tally(ops: Ops, of: Inputs) -> Any:
@@ -322,17 +304,10 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 
-def _particle_attention(ops: Ops, of: Inputs) -> Any:
-    return [_attend(ops, of, *each) for each in _attending(of) if not each[0].rank]
-
-
-def _latent_attention(ops: Ops, of: Inputs) -> Any:
-    return [_attend(ops, of, *each) for each in _attending(of) if each[0].rank]
-
-
-def _attending(of: Inputs) -> list[tuple[Heads, int]]:
-    """Return each model's heads, with one new token per particle and with a block of them."""
-    return list(product(of.sizes.heads, (1, of.sizes.num_steps + 1)))
+def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
+    """Attend with each model's heads of a kind, for one new token per particle and for a block."""
+    each = product(of.sizes.heads, (1, of.sizes.num_steps + 1))
+    return [_attend(ops, of, *one) for one in each if bool(one[0].rank) == latent]
 
 
 def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tensor:
@@ -370,7 +345,7 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
         cache=keys,
     )
     if heads.rank:
-        return latent_attention(query, keys, plan, heads.rank, scaling)
+        return shared_prefix_attention(query, keys, None, plan, Softmax(scaling))[..., : heads.rank]
     return shared_prefix_attention(query, keys, values, plan, Softmax(scaling))
 
 
@@ -392,22 +367,43 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
     return gated_delta(states, source, past, num_past, new)
 
 
-_PLAYS: tuple[Callable[[Ops, Inputs], Any], ...] = (
-    *(_uniforms, _round_seeds, _same_text, _stratify, _edit_logits, _count_tokens, _keep_tokens),
-    *(_sample_and_score, _score_tokens, _log_probs, _log_sums, _reweight_and_resample, _narrow),
-    *(_common_tail, _num_distinct, _tally, _walk, _keep, _keep_column, _watch, _ledger),
-    *(_particle_attention, _latent_attention, _gated_delta),
-)
-_DISTRIBUTION = "keep_tokens", "sample_and_score", "score_tokens", "log_probs", "log_sums"
-_FIELDS = {
-    **dict.fromkeys(_DISTRIBUTION, ("distribution",)),
-    # One allocates the tensors that the other writes.
-    "walk": ("begin_walk", "walk_on"),
-    **dict.fromkeys(("particle_attention", "latent_attention", "gated_delta"), ("kind",)),
-}
 CHECKS = {
-    name: Check(_FIELDS.get(name, (name,)), play)
-    for play in _PLAYS
-    for name in [play.__name__.removeprefix("_")]
+    "uniforms": Check(
+        ("uniforms",),
+        lambda ops, of: ops.uniforms(of.seeds(), of.whole(0, 4000, *of.shape), Purpose.DRAFT),
+    ),
+    "round_seeds": Check(
+        ("round_seeds",),
+        lambda ops, of: ops.round_seeds(of.seeds(), of.whole(0, 4000, NUM_GROUPS)),
+    ),
+    "same_text": Check(
+        ("same_text",),
+        lambda ops, of: ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2])),
+    ),
+    "stratify": Check(("stratify",), _stratify),
+    "edit_logits": Check(("edit_logits",), _edit_logits),
+    "count_tokens": Check(("count_tokens",), _count_tokens),
+    "keep_tokens": Check(("distribution",), _keep_tokens),
+    "sample_and_score": Check(("distribution",), _sample_and_score),
+    "score_tokens": Check(("distribution",), _score_tokens),
+    "log_probs": Check(("distribution",), _log_probs),
+    "log_sums": Check(("distribution",), lambda ops, of: _law(ops, of).log_sums()),
+    "reweight_and_resample": Check(("reweight_and_resample",), _reweight_and_resample),
+    "narrow": Check(("narrow",), _narrow),
+    "common_tail": Check(("common_tail",), _common_tail),
+    "num_distinct": Check(
+        ("num_distinct",),
+        lambda ops, of: ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present()),
+    ),
+    "tally": Check(("tally",), _tally),
+    # One allocates the tensors that the other writes.
+    "walk": Check(("begin_walk", "walk_on"), _walk),
+    "keep": Check(("keep",), _keep),
+    "keep_column": Check(("keep_column",), _keep_column),
+    "watch": Check(("watch",), _watch),
+    "ledger": Check(("ledger",), _ledger),
+    "particle_attention": Check(("kind",), partial(_attention, latent=False)),
+    "latent_attention": Check(("kind",), partial(_attention, latent=True)),
+    "gated_delta": Check(("kind",), _gated_delta),
 }
 """Checks by the operation's name, which is that of its field of `Ops` where it has one."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -119,11 +119,8 @@ def load_own(
     """Load new weights into a running head in place, except those that it shares with the target.
 
     Args:
-        head: SGLang's model.
-        load: its own `load_weights`.
         shared: suffixes of the names of shared weights.
         hot: the head's hot tokens, which captured rounds read; None without.
-        weights: of a checkpoint.
     """
     load((name, weight) for name, weight in weights if not name.endswith(shared))
     if hot is not None:
@@ -131,86 +128,58 @@ def load_own(
         head.hot_token_id = hot
 
 
-class ServerParts(NamedTuple):
-    """The parts of which a draft is assembled."""
+def assemble(
+    target: TpModelWorker,
+    draft: TpModelWorker | None,
+    ledger: Ledger,
+    kernels: Implementation,
+    *,
+    num_particles: int,
+    num_columns: int,
+) -> tuple[ParticleForward, DraftProposer]:
+    """Build the target and the draft over particles.
 
-    target: TpModelWorker
-    draft: TpModelWorker | None  # None: n-gram matches are the only proposer
-    ledger: Ledger  # of KV slots
-    kernels: Implementation
-    num_particles: int  # N of the server
-    num_columns: int  # K + 1
-
-    @property
-    def over(self) -> tuple[torch.Tensor, Implementation, int]:
-        """Return the arguments shared by all forwards over particles."""
-        return self.ledger.tails, self.kernels, self.num_columns
-
-
-def assemble(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
-    """Build the target and the draft over particles."""
-    if parts.draft is None:
-        return _uniform_draft(parts)
-    build = {"model": _model, "eagle3": _eagle, "dflash": _block, "mtp": _eagle}
-    return build[kinds.kind_of(parts.draft.model_runner.model_config)](parts, parts.draft)
-
-
-def _target(parts: ServerParts, *, reads: bool = False) -> Any:
-    """Build the target's passes, which hand its states to a head where it ``reads`` them."""
-    runner = parts.target.model_runner
-    if not upstream.is_gated_delta(runner.model_config):
-        return (ReadTarget if reads else ParticleForward)(runner, *parts.over)
-    return (ReadRecurrent if reads else RecurrentForward)(
-        runner,
-        parts.ledger,
-        parts.kernels,
-        num_particles=parts.num_particles,
-        max_columns=parts.num_columns,
-    )
-
-
-def _uniform_draft(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
-    target = _target(parts)
-    vocab_size = parts.target.model_runner.model_config.vocab_size
-    return target, UniformDraft(target.attn_backend, vocab_size)
-
-
-def _model(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
-    num_missing, runner = vocabulary.num_missing(parts.target, draft), draft.model_runner
-    forward = ParticleForward(runner, *parts.over)
-    return _target(parts), LanguageModel(forward, runner, num_missing)
-
-
-def _eagle(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
-    runner, of_target, ledger = draft.model_runner, parts.target.model_runner, parts.ledger
+    Args:
+        draft: None where n-gram matches are the only proposer.
+        ledger: of KV slots.
+        num_particles: N of the server.
+        num_columns: K + 1.
+    """
+    of_target, over = target.model_runner, (ledger.tails, kernels, num_columns)
+    kind = "model" if draft is None else kinds.kind_of(draft.model_runner.model_config)
+    passes: Any  # of the target; they hand its states to a head
+    if upstream.is_gated_delta(of_target.model_config):
+        recurrent = RecurrentForward if kind == "model" else ReadRecurrent
+        sizes = {"num_particles": num_particles, "max_columns": num_columns}
+        passes = recurrent(of_target, ledger, kernels, **sizes)
+    else:
+        passes = (ParticleForward if kind == "model" else ReadTarget)(of_target, *over)
+    vocab_size = of_target.model_config.vocab_size
+    if draft is None:
+        return passes, UniformDraft(passes.attn_backend, vocab_size)
+    runner = draft.model_runner
+    if kind == "model":
+        num_missing = vocabulary.num_missing(target, draft)
+        return passes, LanguageModel(ParticleForward(runner, *over), runner, num_missing)
+    if kind == "dflash":
+        forward = BlockForward(runner, *over, of_target.model)
+        passes.reader = BlockHead(forward, kinds.mask_token(runner.model_config))
+        return passes, passes.reader
     model: Any = runner.model
-    is_eagle = kinds.kind_of(runner.model_config) == "eagle3"
+    is_eagle = kind == "eagle3"
     width = model.model.fc.in_features if is_eagle else of_target.model_config.hidden_size
-    sizes = {"num_columns": parts.num_columns, "width": width}
-    table = StateTable.of(ledger, **sizes, dtype=of_target.dtype)
-    target = _target(parts, reads=True)
-    target.reader = head = EagleHead(
-        EagleForward(runner, *parts.over),
-        table,
+    passes.reader = EagleHead(
+        EagleForward(runner, *over),
+        StateTable.of(ledger, num_columns=num_columns, width=width, dtype=of_target.dtype),
         model.hot_token_id if is_eagle else None,
-        of_target.model_config.vocab_size,
-        target=target,
+        vocab_size,
+        target=passes,
         ledger=ledger,
-        num_particles=parts.num_particles,
+        num_particles=num_particles,
     )
-    return target, head
-
-
-def _block(parts: ServerParts, draft: TpModelWorker) -> tuple[ParticleForward, DraftProposer]:
-    runner, of_target = draft.model_runner, parts.target.model_runner
-    forward = BlockForward(runner, *parts.over, of_target.model)
-    target = _target(parts, reads=True)
-    target.reader = head = BlockHead(forward, kinds.mask_token(runner.model_config))
-    return target, head
+    return passes, passes.reader
 
 
 def corpus_of(resolved: Arguments, config: SMCConfig) -> Corpus | None:
     """Return the n-gram corpus of a server, or None where no n-gram matches are used."""
-    if not config.keeps_texts:
-        return None
-    return open_corpus(resolved, config)
+    return open_corpus(resolved, config) if config.keeps_texts else None

@@ -17,7 +17,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.models.recorder import Forward, PassRecording
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.recorder import PassRecording
 
 
 class DraftSlots(NamedTuple):
@@ -115,7 +116,7 @@ class LanguageModel(DraftProposer):
 
     has_stock_passes = lags = True
 
-    def __init__(self, forward: Forward, runner: ModelRunner, num_missing: int = 0) -> None:
+    def __init__(self, forward: ParticleForward, runner: ModelRunner, num_missing: int = 0) -> None:
         self.forward, self._runner, self._missing = forward, runner, num_missing
         self.attn_backend = forward.attn_backend
 

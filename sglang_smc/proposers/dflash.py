@@ -22,12 +22,7 @@ from sglang_smc.proposers.base import DraftProposer, DraftSlots
 
 
 class BlockForward(ParticleForward):
-    """A block head over particles.
-
-    Args:
-        runner, tails, attention, max_columns: see `ParticleForward`.
-        target: SGLang's target model; the block head uses its embedding and LM head.
-    """
+    """A block head over particles, with the embedding and the LM head of SGLang's ``target``."""
 
     _blocks = True
 

@@ -70,7 +70,7 @@ class EagleForward(ParticleForward):
         self._states = states.flatten(0, 2)
         merged = merge_rows(chains.slots, last=False) if self._merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
-        self.attn_backend.ends_at = self.prompt_attention.last_layer
+        self.attn_backend.ends_at = self.prompt_attention.ends_at
         try:
             with suppress(KeysWritten), self._attending(chains, merged):
                 self.read_batch(batch)
@@ -119,12 +119,7 @@ class EagleForward(ParticleForward):
 class EagleHead(DraftProposer):
     """A draft by an EAGLE-3 head, with chains that are sampled token by token.
 
-    Args:
-        forward: the head over particles.
-        table: the target's hidden states.
-        hot, vocab_size: as in `spread`.
-        target: over particles.
-        num_particles: N of the server.
+    ``hot`` and ``vocab_size`` are as in `spread`.
     """
 
     wants_states = True

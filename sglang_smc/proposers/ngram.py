@@ -82,8 +82,7 @@ class Corpus:
     """The tokens of all prompts and outputs, from which continuations are matched.
 
     Args:
-        trie: SGLang's trie.
-        depth: the longest run of tokens that it stores.
+        depth: the longest run of tokens that ``trie`` stores.
         num_nodes: T, nodes of a tree that it returns, the root included.
         alone: whether there is no other proposer.
     """

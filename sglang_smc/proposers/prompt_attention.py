@@ -1,23 +1,18 @@
 """Attend with a head over prompts."""
 
-from typing import Any
-
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.nn.attention.bias import causal_lower_right
 
-from sglang_smc.models.attention import KeysWritten, store
+from sglang_smc.models.attention import PoolAttention
 from sglang_smc.models.latent_attention import NAME as LATENTS
-from sglang_smc.models.softmax import gather_slots, softmax_of
-from sglang_smc.models.supported import check_layer, head_group
+from sglang_smc.models.softmax import Softmax, gather_slots
 from sglang_smc.upstream import kv_layers
 
 
-class PromptAttention(AttentionBackend):
+class PromptAttention(PoolAttention):
     """Causal attention of a head over prompts, without their first token.
 
     No backend of SGLang does that. Prompts are processed one by one, each in one call of torch's.
@@ -27,18 +22,12 @@ class PromptAttention(AttentionBackend):
         runner: the head's, its pools built.
     """
 
-    needs_cpu_seq_lens = False
     # Latents (MLA) are written in the form that `ParticleAttention` reads.
     prefill_attention_backend_str = decode_attention_backend_str = LATENTS
 
     def __init__(self, runner: ModelRunner) -> None:
-        super().__init__()
-        assert runner.req_to_token_pool is not None, "pools are built before backends"
-        self._table = runner.req_to_token_pool.req_to_token
-        self.token_to_kv_pool = runner.token_to_kv_pool
-        self._group = head_group(runner)
-        self.last_layer = kv_layers(self.token_to_kv_pool)[-1]
-        self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
+        super().__init__(runner)
+        self.ends_at = kv_layers(self.token_to_kv_pool)[-1]
         self._rows: torch.Tensor  # [G]
         self._spans: list[tuple[int, int]]  # of each prompt: cached tokens, and new tokens
 
@@ -48,21 +37,10 @@ class PromptAttention(AttentionBackend):
         self._rows = batch.req_pool_indices
         self._spans = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend over the batch given to `plan`; returns ``[T, q_heads * head_dim]``."""
-        store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
-        if layer.layer_id == self.last_layer:
-            raise KeysWritten
-        check_layer(layer, self._group, kwargs)
+    def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
+        """Attend over the batch given to `plan`; see `PoolAttention.attended`."""
+        assert softmax.sinks is None, "heads have none"
+        table = self.req_to_token_pool.req_to_token
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):
@@ -70,16 +48,15 @@ class PromptAttention(AttentionBackend):
             first += new
             if behind.start < behind.stop:
                 position = torch.arange(1, known + new, device=q.device)
-                slots = self._table[row, position].long()
-                output[behind] = self._attend(query[behind], slots, layer)
+                slots = table[row, position].long()
+                output[behind] = self._attend(query[behind], slots, layer.layer_id, softmax)
         return output.view(q.shape)
 
     def _attend(
-        self, query: torch.Tensor, slots: torch.Tensor, layer: RadixAttention
+        self, query: torch.Tensor, slots: torch.Tensor, layer_id: int, softmax: Softmax
     ) -> torch.Tensor:
         """Attend with queries ``[Q, q_heads, head_dim]`` of the last of slots ``[L]``."""
-        softmax = softmax_of(layer, None, self._is_scaled)
-        stored = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        stored = self.token_to_kv_pool.get_kv_buffer(layer_id)
         keys, values = (self._of_heads(cache, slots, query.dtype) for cache in stored)
         found = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
@@ -95,4 +72,4 @@ class PromptAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Return cached values of ``slots`` per query head: ``[q_heads, L, head_dim]``."""
         found = gather_slots(cache, slots, cache.new_empty(len(slots), *cache.shape[1:]))
-        return found.to(dtype).repeat_interleave(self._group, dim=1).transpose(0, 1)
+        return found.to(dtype).repeat_interleave(self.group, dim=1).transpose(0, 1)

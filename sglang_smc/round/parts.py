@@ -75,9 +75,9 @@ def assemble(
 
     Raises ValueError for a model that cannot run in rounds.
     """
-    sizes = config.num_particles, config.num_steps + 1
-    parts = drafts.ServerParts(target, draft, tables.ledger, tables.ops.kind, *sizes)
-    passes, proposer = drafts.assemble(parts)
+    num_columns = config.num_steps + 1
+    sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
+    passes, proposer = drafts.assemble(target, draft, tables.ledger, tables.ops.kind, **sizes)
     steps = Steps(passes, proposer, tables.ledger, tables.ops)
     check_layers(target.model_runner)
     if draft is not None:
@@ -85,7 +85,7 @@ def assemble(
         check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
     rehearse(steps)
     begin = passes.init_from_prompt
-    prefill = Prefill(target, proposer, states, tables, sizes[1], begin)
+    prefill = Prefill(target, proposer, states, tables, num_columns, begin)
     return steps, prefill, Round(steps, tables, corpus)
 
 

@@ -28,7 +28,8 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.chains import Chains, KVLocations
-from sglang_smc.models.recorder import Forward, PassRecording, Record
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
@@ -63,7 +64,7 @@ class Steps:
     `decide` draws ancestors, which `extend` copies. No population is changed in place.
     """
 
-    target: Forward  # the target model, over particles
+    target: ParticleForward  # the target model, over particles
     draft: DraftProposer
     ledger: Ledger  # of the particles' KV slots
     ops: Ops  # the small operations

@@ -9,11 +9,12 @@ a = min(1, a p(x) / q(x)) after each token x. The residual (a p - q)+ has the ma
 S = sum (a p - q)+: with probability S / (S + 1 - a) the path is cut here, and a token is drawn from
 the residual, unless a longer prefix is accepted. Of all methods with one chain this accepts most.
 
-*Selection* makes one path of many chains (docs/algorithm.md, "Verification: exact and mixed"). Of
-the m chains that follow the path so far one is selected by its next token, and that token's
-distribution takes the place of q above. Even the best rule rejects with probability max over token
-sets A of q(A)^m - a p(A), since all m draws may fall into A: the bound of optimal transport, here
-with the path's acceptance probability, as in UniVer (Weng et al. 2026, arXiv 2605.04543).
+*Selection* makes one path of many chains (Khisti et al. 2025, arXiv 2410.18234; with block
+verification Thomas and Pal 2026, arXiv 2602.16961). Of the m chains that follow the path so far one
+is selected by its next token, and that token's distribution takes the place of q above. Even the
+best rule rejects with probability max over token sets A of q(A)^m - a p(A), since all m draws may
+fall into A: the bound of optimal transport (Hu et al. 2025, arXiv 2502.18779), here with the path's
+acceptance probability, as in UniVer (Weng et al. 2026, arXiv 2605.04543).
 
 Only the number of chains that follow the path is used, never the other chains' tokens, so the
 selected token and the chains behind it are fresh draws from q.

@@ -8,7 +8,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from sglang_smc.kernels.attention import gated_delta as kernel
-from sglang_smc.models.gated_delta import Columns, causal_conv, columns_of, gated_delta, scan
+from sglang_smc.models.gated_delta import Columns, columns_of, gated_delta, scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, DIM, LENGTH = (2, 4), 8, 11
@@ -37,8 +37,8 @@ def test_a_layer_is_transformers_own() -> None:
     with torch.no_grad():
         expected = layer(hidden)
         inputs = torch.nn.functional.pad(layer.in_proj_qkv(hidden), (0, 0, 3, 0))
-        qkv = causal_conv(inputs, layer.conv1d.weight.squeeze(1))
-        given = columns_of(qkv, layer, layer.in_proj_a(hidden), layer.in_proj_b(hidden))
+        layer.conv_weights = layer.conv1d.weight.squeeze(1)
+        given = columns_of(inputs, layer, layer.in_proj_a(hidden), layer.in_proj_b(hidden))
         _, output = scan(torch.zeros(3, HEADS[1], DIM, DIM), given)
         gate = layer.in_proj_z(hidden).view(-1, DIM)
         normed = layer.norm(output.reshape(-1, DIM), gate).view(3, LENGTH, -1)

@@ -19,7 +19,6 @@ from sglang_smc.kernels.attention import particle_attention as plain
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.models import softmax
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Softmax, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,7 +130,8 @@ def run_kernel(case: Case) -> torch.Tensor:
 def run_torch(case: Case) -> torch.Tensor:
     c = on_device(case)
     if c.rank is not None:
-        return latent_attention(c.query, c.keys, plan_of(c), c.rank, SCALING)
+        whole = shared_prefix_attention(c.query, c.keys, None, plan_of(c), Softmax(SCALING))
+        return whole[..., : c.rank]
     return shared_prefix_attention(c.query, c.keys, c.values, plan_of(c), c.softmax)
 
 
