@@ -107,7 +107,7 @@ def worker_info(original: Callable, worker: TpModelWorker) -> tuple:
         return info
     longest = arena.longest(config, info[_MAX_TOTAL], info[_MAX_REQ_LEN])
     process.log_memory_report(num_slots=info[_MAX_TOTAL], most_running=info[_MOST_RUNNING])
-    return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
+    return (*info[:_MAX_REQ_LEN], longest, longest - arena.INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 
 @PATCHES.on(
@@ -137,4 +137,3 @@ def validate_input_length(
 
 # Indices into the tuple that TpModelWorker.get_worker_info returns.
 _MAX_TOTAL, _MOST_RUNNING, _MAX_REQ_LEN = 0, 2, 4
-_INPUT_MARGIN = 5  # SGLang's margin between the longest request and its longest input

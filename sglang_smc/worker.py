@@ -198,9 +198,10 @@ class SMCWorker(WeightUpdates):
             on_publish(result.new_seq_lens)
         return result
 
-    def begin_transferred(self, batch: "ScheduleBatch") -> SMCDraftInput:
+    def begin_transferred(self, batch: "ScheduleBatch", first: torch.Tensor) -> SMCDraftInput:
         """Start particles on a decode server; see `Prefill.begin_transferred`."""
-        return self._prefill.begin_transferred(batch, process.active.budget)
+        self._prefill.begin_transferred(batch, first, process.active.budget)
+        return SMCDraftInput(first)
 
     @property
     def primary_draft_kv_pool(self) -> None:

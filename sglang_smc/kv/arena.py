@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-_SHORTEST = 8  # slots beside the arena for a prompt of one token, by SGLang's margins
+INPUT_MARGIN = 5  # SGLang's, between the longest request and its longest input
 
 
 def max_tail(config: SMCConfig) -> int:
@@ -91,7 +91,7 @@ def fits(config: SMCConfig, num_slots: int, prompt: int, answer: int) -> int:
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:
     """Raise ValueError unless a pool can hold one request with its arena and a prompt."""
-    needed = max_arena(config) + max(config.num_steps + 2, _SHORTEST)
+    needed = max_arena(config) + max(config.num_steps + 2, INPUT_MARGIN + 3)
     if num_slots < needed:
         raise ValueError(
             f"The KV pool holds {num_slots} tokens, but one request alone needs at least {needed} "

@@ -208,9 +208,8 @@ def _transfer_problems(server_args: Arguments, target: ModelConfig) -> Iterator[
         value = getattr(view, name, None)
         given = f"--{name.replace('_', '-')} {value}; allowed: none. Leave it out"
         refused[given] = value is True or value not in (None, False, 1.0, [], "")
-    yield from (
-        f"--disaggregation-mode is {mode!r} with {what}." for what in refused if refused[what]
-    )
+    for what in filter(refused.get, refused):
+        yield f"--disaggregation-mode is {mode!r} with {what}."
 
 
 def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:

@@ -161,7 +161,7 @@ class Prefill:
         logits = output.next_token_logits
         assert logits is not None, "there is one pipeline stage alone"
         device = logits.device
-        settings, num_emitted, carried = self._settings(reqs, rows, budget)
+        settings, num_emitted, carried = self._start(reqs, rows, budget)
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edits = None
         if any(map(has_edits, reqs)):
@@ -188,25 +188,25 @@ class Prefill:
             tables.particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
-    def begin_transferred(self, batch: ScheduleBatch, budget: Budget | None) -> SMCDraftInput:
+    def begin_transferred(
+        self, batch: ScheduleBatch, first: torch.Tensor, budget: Budget | None
+    ) -> None:
         """Start particles behind the texts of a decode server's new requests.
 
-        A prefill server has sent the target's KV and a last token, which is a sample of p; the
-        draft reads the texts here. Requests that were retracted begin with their own last token.
+        A prefill server has sent the target's KV and last tokens ``first`` ``[G]``, samples of p;
+        the draft reads the texts here. Retracted requests begin with their own last token.
         """
         reqs, rows = batch.reqs, batch.req_pool_indices
         self._read_transferred(batch)
         tokens = [req.output_ids.pop() for req in reqs]  # as in a prefill here
-        settings, num_emitted, carried = self._settings(reqs, rows, budget)
+        settings, num_emitted, carried = self._start(reqs, rows, budget)
         TextRules.begin(reqs, self._tables.requests.vocab_size, rows.device)
         for req, token in zip(reqs, tokens, strict=True):
             req.output_ids.append(token)
-        first = on_device(rows.device, tokens)  # [G]
         ended = torch.zeros_like(first, dtype=torch.bool)
         self._place(rows, first[:, None], num_emitted, carried, settings, ended[:, None])
         if batch.return_logprob:
             self._tables.particles.logprobs.prepare(batch)
-        return SMCDraftInput(first)
 
     def _read_transferred(self, batch: ScheduleBatch) -> None:
         """Run the draft over the texts ``[0, seq_len)`` of a decode server's new requests."""
@@ -231,7 +231,7 @@ class Prefill:
             part.input_ids, part.out_cache_loc = on_device(device, ids), torch.cat(slots).long()
             self._draft.read_prompts(part, target, None)
 
-    def _settings(
+    def _start(
         self, reqs: list[Req], rows: torch.Tensor, budget: Budget | None
     ) -> tuple[Settings, torch.Tensor, torch.Tensor]:
         """Start requests on the host and in the tables.

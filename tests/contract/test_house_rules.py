@@ -115,7 +115,7 @@ MOST = {
     "grammar_files": 10,
     "package_lines": 27_076,
     "core_lines": 17_838,
-    "kernel_and_hook_lines": 5_816,
+    "kernel_and_hook_lines": 5_815,
     "bench_lines": 6_331,
     "test_lines": 32_701,
     "page_words": 28_000,
