@@ -145,7 +145,8 @@ def assemble(
         num_particles: N of the server.
         num_columns: K + 1.
     """
-    of_target, over = target.model_runner, (ledger.tails, kernels, num_columns)
+    of_target = target.model_runner
+    over: tuple[torch.Tensor, Implementation, int] = ledger.tails, kernels, num_columns
     kind = "model" if draft is None else kinds.kind_of(draft.model_runner.model_config)
     passes: Any  # of the target; they hand its states to a head
     if upstream.is_gated_delta(of_target.model_config):
