@@ -110,7 +110,7 @@ LISTED: Listed = {
     # Potentials: code that the server's owner names in a flag; requests choose among their names.
     "potentials/spec.py": {"importlib"},
     # A method of theirs, not a file.
-    "potentials/runner.py": {"open"},
+    "process.py": {"open"},
     "potentials/library.py": {"open"},
     # Descriptions of the machine, below /sys.
     "cpu/threads.py": {"read_text"},
