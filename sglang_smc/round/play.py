@@ -1,17 +1,17 @@
 """Play one round of SMC speculative decoding for all particles of all running requests.
 
-`Round.play` is the algorithm: draft, score, reweight and resample (or verify), extend, bonus,
-narrow, commit; `Steps` has the steps. docs/algorithm.md explains them. Glossary, with G requests
-(groups), N particles each, K draft tokens per round, V tokens in the vocabulary:
+`Round.play` lists the steps, which are methods of `Steps`; docs/algorithm.md explains them.
+Glossary, with G requests (groups), N particles each, K draft tokens per round, V tokens in the
+vocabulary:
 
     particle     a request's emitted tokens and a *tail* of tokens that are not emitted yet
-    draft        a token that the draft model proposes, drawn from q
+    draft token  a token that is drawn from q
     column       the j-th draft token of all particles of a request
     weight       product of p / q since the last resampling, of each particle
     ESS          effective sample size: the number of equal weights with the same variance
     resampling   heavy particles are copied, light ones dropped: `ancestors`
-    evidence     the factor by which a block of drafts multiplies the mean weight
-    bonus        one more token, from the target's own distribution
+    evidence     the factor by which a block of draft tokens multiplies the mean weight
+    bonus token  one more token, from p, or after a rejection from the residual distribution
     narrow       draw the oldest tokens of tails by weight, and drop particles with others
 
 The host waits for the device only where some request's rules read its sequences.
@@ -132,8 +132,7 @@ class Steps:
         num_steps, settings = batch.shape.num_steps, batch.settings
         texts = population.texts[:, :, 1:]
         equal: torch.Tensor | None = None
-        # In plain torch models run once for particles of one text (`models.chains`): these share
-        # KV slots.
+        # In plain torch models run once for particles of one text, which share KV slots.
         if self.ops.kind == "torch":
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
@@ -240,7 +239,7 @@ class Steps:
             request returns them.
         """
         last = batch.last_two[:, :, 1:]
-        # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
+        # Tokens after an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
         read = torch.where(drafts.up_to_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
@@ -259,7 +258,7 @@ class Steps:
     def _edited(
         self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the edited logits, and the mask of the requests' rules; see `rules.base`."""
+        """Edit logits, and return them with the mask of the requests' rules; see `rules.base`."""
         if batch.edits is not None:
             self.ops.edit_logits(logits, batch.edits, chains, first)
         if not batch.shape.has_rules:
@@ -274,7 +273,7 @@ class Steps:
         p: TokenDistribution,
         log_p: torch.Tensor,
     ) -> tuple[Decision, TokenDistribution]:
-        """Weigh or verify the draft tokens, by each request's mode; arguments as of `score`."""
+        """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
         shape, settings = batch.shape, batch.settings
         if shape.skips_draft:
             return decide_nothing(batch, population, p)
@@ -351,7 +350,7 @@ class Steps:
     def add_bonus(
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
     ) -> Population:
-        """Append one token drawn from the target, after resampling, so that copies can differ."""
+        """Append one token of ``next_tokens``, drawn after resampling so that copies can differ."""
         if batch.shape.powered or next_tokens.log_mass is not None:
             next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
         settings, positions = batch.settings, population.output_lengths
@@ -390,7 +389,7 @@ class Steps:
     def narrow(
         self, batch: RoundBatch, population: Population
     ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Resample the tokens that lag too far behind, and the whole tails of ended groups.
+        """Resample the tokens beyond the lag, and the whole tails of finished groups.
 
         Returns:
             The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
@@ -423,7 +422,7 @@ class Steps:
 
 
 def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the K of each group, and its threshold of the ESS."""
+    """Return the most columns that each group may keep, and its ESS threshold, both ``[G]``."""
     num_steps, threshold = batch.settings.num_steps, batch.settings.ess_threshold
     if population.scores is None:
         return num_steps, threshold
@@ -456,7 +455,7 @@ class Round:
         resized_from: torch.Tensor | None = None,
         loaded: tuple[RoundBatch, Population] | None = None,
     ) -> Outcome:
-        """Play a round: advance all particles, and emit the tokens that they share.
+        """Play a round: advance all particles, and emit the tokens that a group's share.
 
         Args:
             inputs: of the G requests.
@@ -475,9 +474,8 @@ class Round:
         if shape.has_scorers:
             # Potentials ran in parallel; what is missing is waited for.
             before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
-        of_drafts = log_p, drafts.log_q, drafts.up_to_end, drafts.ends
-        failure = failure_of_round(*of_drafts, ~before.ended)
-        # Reweight and resample, or verify.
+        live, ends = ~before.ended, drafts.ends
+        failure = failure_of_round(log_p, drafts.log_q, drafts.up_to_end, ends, live)
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens)
@@ -592,8 +590,9 @@ class Round:
         """Emit the tokens that all particles share, and store the rest for the next round.
 
         Args:
-            continued: population before narrowing and the final draw.
-            narrowed, by_lag, log_evidence: of `Steps.narrow`.
+            continued: population before `Steps.narrow`.
+            narrowed, by_lag, log_evidence: results of it.
+            decision: of `Steps.decide`.
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
         """
         tables, shape, ops = self._tables, batch.shape, batch.ops
