@@ -48,7 +48,7 @@ def row_width(config: SMCConfig, longest: int) -> int:
 def tail_width(config: SMCConfig) -> int:
     """Return the slots in a particle's row, a ring buffer with a power of two of them.
 
-    A row is read from the last committed position on, and written up to K + 1 positions behind the
+    A row is read from the last committed position on, and written up to K + 1 positions beyond the
     longest tail: rows of particles that have ended are written, too, with the padding slot.
     """
     return 1 << (1 + max_tail(config) + config.num_steps).bit_length()

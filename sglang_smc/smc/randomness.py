@@ -130,9 +130,9 @@ def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
     Args:
         same_text: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
     """
-    eldest = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
+    first = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
     rank = same_text.tril(-1).sum(2)
-    shifted = uniforms.gather(1, eldest) + rank / same_text.sum(2).double()
+    shifted = uniforms.gather(1, first) + rank / same_text.sum(2).double()
     return shifted - shifted.floor()
 
 
