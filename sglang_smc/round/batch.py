@@ -100,7 +100,7 @@ class RoundInputs(NamedTuple):
 
     rows: torch.Tensor  # [G] in req_to_token_pool
     committed: torch.Tensor  # [G] tokens with KV: prompt and emitted output, but its last token
-    known: torch.Tensor  # [4, G] from the host: KV slots owned, and `SMCConfig.round_sizes`
+    known: torch.Tensor  # [4, G] from the host: where arenas end, and `SMCConfig.round_sizes`
 
     @classmethod
     def of(cls, batch: ScheduleBatch, device: str) -> "RoundInputs":
@@ -136,10 +136,10 @@ class RoundBatch(NamedTuple):
     shape: RoundShape
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
     committed: torch.Tensor  # [G] int64, of `RoundInputs`
-    allocated: torch.Tensor  # [G] int64 KV slots owned
+    allocated: torch.Tensor  # [G] int64 where the arena ends in the request's row
     output_lengths: torch.Tensor  # [G, N] int64, of each particle at the start of the round
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
-    position: torch.Tensor  # [G, N] int64 by which a group's decisions draw: new in each round
+    position: torch.Tensor  # [G, N] int64: keys the uniforms of decisions; new in each round
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
     settings: Settings

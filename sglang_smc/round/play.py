@@ -144,8 +144,8 @@ class Steps:
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
-        numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
-        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
+        uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
+        uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
         is_tree = divisors = None
@@ -158,13 +158,13 @@ class Steps:
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
         for step in range(num_steps):
-            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
+            stratified, same_text = self.ops.stratify(uniforms[step], same_text, tokens)
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, greedy, drawn)
             q = q if matches is None else matches.mixed(q)
-            tokens, log_q_of_tokens = q.sample(at_step)
+            tokens, log_q_of_tokens = q.sample(stratified)
             if is_tree is not None and divisors is not None:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text, divisors[step])
                 tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
@@ -305,7 +305,7 @@ class Steps:
         ess_threshold: torch.Tensor,
     ) -> tuple[Decision, TokenDistribution]:
         """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
-        settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
+        settings, uniforms = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
         if p.log_mass is not None:  # weights compare p before masks with q under them
             log_p = log_p + p.log_mass.view_as(log_p)
         own = self.ops.reweight_and_resample  # kernels need at least one column
@@ -320,8 +320,8 @@ class Steps:
             settings.resample_each_token,
             settings.evidence_threshold,
             population.present,
-            numbers(batch.position[:, :1], Purpose.KEEP)[:, 0],
-            numbers(batch.position, Purpose.RESAMPLE),
+            uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
+            uniforms(batch.position, Purpose.RESAMPLE),
             settings.scheme,
             batch.shape.methods,
         )
@@ -357,11 +357,11 @@ class Steps:
         texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
-        numbers, _ = self.ops.stratify(own, same_text)
+        uniforms, _ = self.ops.stratify(own, same_text)
         if batch.shape.walks or batch.shape.branches:
             # After verification all particles are copies of one, and must draw the same token.
-            numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
-        tokens = next_tokens.draw(numbers).unsqueeze(2)  # [G, N, 1]
+            uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
+        tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
         ends = settings.ends(tokens, positions.unsqueeze(2))
         if batch.shape.has_rules:
             ends = batch.rules.ends(ends, tokens, population)
@@ -441,7 +441,7 @@ NO_RULES = TextRules()
 
 @dataclass(eq=False)
 class Round:
-    """Rounds on the tables of a server."""
+    """Plays rounds on the tables of a server."""
 
     _steps: Steps  # with the models
     _tables: Tables  # state of requests between rounds

@@ -87,8 +87,8 @@ def extend_each(
     if batch.shape.powered:
         raised, log_sums = p.to_power(settings.power)
         law = raised.summed()
-    steps = of_each_draw(settings.num_steps, size * num_particles)
-    found = _verified(batch, drafts, law, (len(steps), 1, num_steps), steps, None)
+    limits = of_each_draw(settings.num_steps, size * num_particles)  # K of each chain
+    found = _verified(batch, drafts, law, (len(limits), 1, num_steps), limits, None)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
     rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_kept.unsqueeze(2)

@@ -36,7 +36,7 @@ NAMES = ("tilt_sum", "tilt_information", "innovation_sum", "watched_ct")
 
 
 def columns(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-    """Return the measured column of each group, ``[G]`` int64, from uniforms ``coins``: one of 0..K.
+    """Return the measured column of each group, ``[G]`` int64, by uniforms ``coins``: one of 0..K.
 
     Column K, where there is no q, reads the distributions of column K - 1.
     """
