@@ -22,7 +22,7 @@ INPUT_MARGIN = 5  # SGLang's, between the longest request and its longest input
 
 
 def max_tail(config: SMCConfig) -> int:
-    """Return the longest tail that a round of any request can leave or read, in tokens."""
+    """Return the longest tail that a round of any request can reach or read, in tokens."""
     most_lag = config.most_lag if config.num_particles > 1 else 1
     return most_lag + config.num_steps
 
@@ -55,7 +55,7 @@ def tail_width(config: SMCConfig) -> int:
 
 
 def tail(config: SMCConfig, remaining: int) -> int:
-    """Return the longest tail of a request that may emit ``remaining`` more tokens."""
+    """Return the longest tail of a request in a round, with ``remaining`` tokens to emit."""
     return min(config.lag, max(remaining, 0)) + config.num_steps
 
 

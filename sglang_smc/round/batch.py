@@ -37,7 +37,7 @@ class RoundShape(NamedTuple):
     num_held: int  # the most particles of a request, now or before a resize
     num_particles: int  # N: the most of a request
     num_steps: int  # K: the most tokens that a request drafts per round
-    max_tail: int  # the longest tail at the end of the round
+    max_tail: int  # the longest tail in the round, before it is narrowed
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
     greedy: bool  # some request takes the likeliest token
     powered: bool  # some request samples from a power of p

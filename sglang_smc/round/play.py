@@ -615,8 +615,6 @@ class Round:
             # Counts lag one token: the last emitted one is counted with the next.
             ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
         after = narrowed.emit(counts)
-        tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
-        first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
         emitted = None
         if narrowed.logprobs is not None:
@@ -639,14 +637,14 @@ class Round:
             log_evidence=log_evidence,
         )
         return Outcome(
-            tokens=tokens,
+            tokens=narrowed.tokens[:, 0],
             counts=counts,
             new_seq_lens=batch.committed + counts,
-            last_emitted=last_emitted,
+            last_emitted=after.last_emitted[:, 0],
             num_correct_drafts=decision.num_columns,
             counters=counters,
             failure=failure,
-            first_tokens=first_token,
+            first_tokens=narrowed.first_token() if shape.has_open_token else None,
             particles=shown_particles(continued, narrowed) if shape.shows_particles else None,
             logprobs=emitted,
         )

@@ -156,9 +156,8 @@ def _verified(
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
     if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
         return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
-    own = {"num_steps": num_steps, "num_chains": num_chains}
     walk = ops.begin_walk, ops.walk_on
-    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, **own)
+    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, num_steps, num_chains)
 
 
 def log_mass_of_path(

@@ -237,7 +237,6 @@ def verify(
     p: TokenDistribution,
     q: Sequence[TokenDistribution],
     uniforms: torch.Tensor,
-    *,
     num_steps: torch.Tensor | None = None,
     num_chains: torch.Tensor | None = None,
 ) -> Verified:

@@ -422,7 +422,7 @@ class ParticleTable:
 
         Args:
             num_particles: the most that any of them has.
-            max_tail: the longest tail that any of them can have when the round ends.
+            max_tail: the longest tail that any of them can reach in the round.
             scored: whether they carry potential values.
         """
         views = self._views(num_particles, max_tail + _NO_TAIL, scored)
