@@ -615,6 +615,7 @@ class Round:
             # Counts lag one token: the last emitted one is counted with the next.
             ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
         after = narrowed.emit(counts)
+        tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
         tables.particles.scatter(batch.rows, after)
         emitted = None
         if narrowed.logprobs is not None:
@@ -637,10 +638,10 @@ class Round:
             log_evidence=log_evidence,
         )
         return Outcome(
-            tokens=narrowed.tokens[:, 0],
+            tokens=tokens,
             counts=counts,
             new_seq_lens=batch.committed + counts,
-            last_emitted=after.last_emitted[:, 0],
+            last_emitted=last_emitted,
             num_correct_drafts=decision.num_columns,
             counters=counters,
             failure=failure,
