@@ -142,10 +142,10 @@ def _scaled(source, draw, columns):
     row = _row_of(source, draw)
     at = source.logits + row * source.stride + columns
     raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
-    heat = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
+    temperature = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
     if source.greedy is not None:
-        heat = tl.where(_is_greedy(source, draw), 1.0, heat)
-    scaled = tl.div_rn(raw, heat)
+        temperature = tl.where(_is_greedy(source, draw), 1.0, temperature)
+    scaled = tl.div_rn(raw, temperature)
     if source.kept is not None:
         scaled = tl.where(dropped(source.kept, row, raw, columns), -float("inf"), scaled)
     return scaled

@@ -352,7 +352,7 @@ def _before(sums, place):
 
 
 @triton.jit
-def _best_density(target, draft, ratio, below, at_cut, forced, taken, bins):
+def _best_density(target, draft, ratio, below, forced, taken, bins):
     """Compute `smc.verification._best_density` from inclusive sums."""
     floors = (forced - taken + target) / tl.where(draft > 0, draft, 1.0)
     floor = tl.min(tl.where(below & (draft > 0), floors, float("inf")), 0)
@@ -406,7 +406,7 @@ def _mass_below(levels, draft, edges):
 
 @triton.jit
 def _level_density(levels, draft, count):
-    """Compute `smc.verification._law` for each bin."""
+    """Compute `smc.verification._level_density` for each bin."""
     starts = tl.arange(0, _NUM_STARTS) + (1 - OFFSETS)
     start = _mass_below(levels, draft, starts)
     stop = _mass_below(levels, draft, starts + OFFSETS)
@@ -449,9 +449,9 @@ def _make_rule(
     taken = tl.sum(tl.where(bins == cut - 1, target, 0.0), 0)
     forced = _to_power(at_cut, count)
 
-    density = _best_density(target, draft, ratio, below, at_cut, forced, taken, bins)
+    density = _best_density(target, draft, ratio, below, forced, taken, bins)
     levels = _levels(density, draft, count, below, cut, at_cut, forced, bins)
-    law = _level_density(levels, draft, count)
+    of_levels = _level_density(levels, draft, count)
     tl.store(rule.levels + group * NUM_BINS + bins, levels)
-    tl.store(rule.density + group * NUM_BINS + bins, (law / q_total).to(tl.float32))
+    tl.store(rule.density + group * NUM_BINS + bins, (of_levels / q_total).to(tl.float32))
     tl.store(rule.scale + group, scale.to(tl.float32))

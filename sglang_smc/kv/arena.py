@@ -22,7 +22,7 @@ INPUT_MARGIN = 5  # SGLang's, between the longest request and its longest input
 
 
 def max_tail(config: SMCConfig) -> int:
-    """Return the longest tail that a round of any request can leave or read, in tokens."""
+    """Return the longest tail that a round of any request can reach or read, in tokens."""
     most_lag = config.most_lag if config.num_particles > 1 else 1
     return most_lag + config.num_steps
 
@@ -48,14 +48,14 @@ def row_width(config: SMCConfig, longest: int) -> int:
 def tail_width(config: SMCConfig) -> int:
     """Return the slots in a particle's row, a ring buffer with a power of two of them.
 
-    A row is read from the last committed position on, and written up to K + 1 positions behind the
+    A row is read from the last committed position on, and written up to K + 1 positions beyond the
     longest tail: rows of particles that have ended are written, too, with the padding slot.
     """
     return 1 << (1 + max_tail(config) + config.num_steps).bit_length()
 
 
 def tail(config: SMCConfig, remaining: int) -> int:
-    """Return the longest tail of a request that may emit ``remaining`` more tokens."""
+    """Return the longest tail of a request in a round, with ``remaining`` tokens to emit."""
     return min(config.lag, max(remaining, 0)) + config.num_steps
 
 

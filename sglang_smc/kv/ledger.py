@@ -2,22 +2,22 @@
 
 SGLang keeps one row per request, position -> KV slot. All slots of the particles stay in it:
 
-row[0 : committed]            all emitted tokens but the last, common to all particles, in order
+row[0 : committed]            the prompt and the emitted output but its last token, in order
 row[committed : allocated]    the arena: the slots of all tails, then the free ones
 
-so that finish, abort, retraction, the radix cache and the leak checks of SGLang's
-scheduler stay correct without support for particles. A particle has a row of its own
-in another table, for its tail's slots only: the prefix is in the request's row.
-It is a ring buffer, in which position p has column p modulo the width, so that no entry moves
-when tokens are committed. Resampling copies tails between these rows; several particles may
-share a slot, and a slot of no particle is free. KV is never copied.
+so that finish, abort, retraction, the radix cache and the leak checks of SGLang's scheduler stay
+correct without support for particles. A particle has a row of its own in another table, for its
+tail's slots only: the prefix is in the request's row. It is a ring buffer, in which position p has
+entry p modulo the width, so that no entry moves when tokens are committed. Resampling copies tails
+between these rows; several particles may share a slot, and a slot of no particle is free. KV is
+never copied.
 """
 
 import torch
 
 
 class Ledger:
-    """KV slots of particles.
+    """Assigns KV slots to particles.
 
     Args:
         req_to_token: ``[num_rows, width]``, SGLang's; rows hold a sequence and its arena.
@@ -218,5 +218,5 @@ class Ledger:
         return self.particle_rows(rows, num_particles).unsqueeze(2), self._in_ring(positions)
 
     def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the columns of positions in particles' rows."""
+        """Return the entries of positions in particles' rows."""
         return positions & (self.tails.shape[1] - 1)

@@ -74,7 +74,7 @@ class ParticleForward:
     def _shift(
         self, rows: torch.Tensor, reqs: Sequence[Req], at: torch.Tensor | None = None
     ) -> None:
-        """Set the shifts of requests at positions ``at``, ``[R]``; None: behind their prompts."""
+        """Set the shifts of requests at positions ``at``, ``[R]``; None: after their prompts."""
         if self._shifts is None:
             return
         places = [None] * len(reqs) if at is None else at.tolist()

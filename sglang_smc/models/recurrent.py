@@ -195,7 +195,7 @@ class RecurrentForward(ParticleForward):
         self.attn_backend: Any = self._linear
 
     def init_from_prompt(self, batch: Any) -> None:
-        """Start particles from the states behind their prompts; see `ParticleForward`."""
+        """Start particles from the states after their prompts; see `ParticleForward`."""
         super().init_from_prompt(batch)
         rows = batch.req_pool_indices
         particles = self._ledger.particle_rows(rows, self._num_particles)

@@ -186,7 +186,7 @@ def plan_shared_prefix(
     Args:
         req_to_token: ``[rows, width]`` slots by row and position.
         tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
-        locations: of the prefixes, and of the tails behind them.
+        locations: of the prefixes, and of the tails after them.
         starts: ``[G, N]`` position of each particle's first token, at least ``committed - 1``.
         num_columns: C.
         group: query heads per key head.
@@ -230,8 +230,8 @@ def plan_shared_prefix(
     if window is not None:
         oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] first key that a query attends to
         unseen = unseen | (position[:tail_len] < oldest)
-        behind = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
-        left_out = hidden.view(len(rows), 1, 1, -1) | (behind < oldest)  # [G, N, C, P]
+        offset = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
+        left_out = hidden.view(len(rows), 1, 1, -1) | (offset < oldest)  # [G, N, C, P]
         prefix_mask = _of_heads(left_out.flatten(1, 2), group, dtype)
 
     prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]

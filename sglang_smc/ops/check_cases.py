@@ -135,10 +135,11 @@ def _count_tokens(ops: Ops, of: Inputs) -> Any:
 
 def _law(ops: Ops, of: Inputs) -> TokenDistribution:
     """Return the distributions of some groups, one of them greedy, with filters by torch."""
-    logits, heat = of.logits(NUM_GROUPS * of.shape[1]), (of.uniforms(NUM_GROUPS) + 0.5).float()
-    kept = filters.keep_tokens(logits, heat, *_filters(of))
+    logits = of.logits(NUM_GROUPS * of.shape[1])
+    temperature = (of.uniforms(NUM_GROUPS) + 0.5).float()
+    kept = filters.keep_tokens(logits, temperature, *_filters(of))
     greedy = torch.arange(NUM_GROUPS, device=of.device) == 2
-    return ops.distribution(logits, heat, greedy=greedy, kept=kept)
+    return ops.distribution(logits, temperature, greedy=greedy, kept=kept)
 
 
 def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
@@ -266,9 +267,9 @@ def _watch(ops: Ops, of: Inputs) -> Any:
     lengths = starts + of.whole(0, num_steps + 2, size, num_particles)
     tails = of.whole(0, VOCAB, size, num_particles, 2 * num_steps + 4)
     path = of.whole(0, num_particles, size, num_particles), starts, lengths, tails
-    heat = torch.ones(size, device=of.device)
-    p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), heat)
-    q = TokenDistribution(of.logits(size * num_particles), heat)
+    temperature = torch.ones(size, device=of.device)
+    p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), temperature)
+    q = TokenDistribution(of.logits(size * num_particles), temperature)
     measured = torch.arange(size, device=of.device) < 2
     of_groups = of.uniforms(size), of.whole(1, num_steps + 1, size), measured
     return ops.watch(of.uniforms(size, num_particles, 4), *of_groups, *path, p, q)

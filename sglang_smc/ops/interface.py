@@ -32,7 +32,7 @@ def tally(
         totals: ``[R, C]`` float64, written in place.
         rows: ``[G]`` int64.
         added: for the first columns, each ``[G]`` of any type.
-        lowest: ``[G]`` float64, for the column behind them.
+        lowest: ``[G]`` float64, for the column after them.
         latest: for the other columns, each ``[G]`` of any type.
 
     Returns:

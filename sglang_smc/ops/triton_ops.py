@@ -17,7 +17,7 @@ from sglang_smc.smc.distribution import TokenDistribution
 
 
 class KernelLedger(Ledger):
-    """Ledger with kernels for its three methods, of one to three launches each."""
+    """Ledger with kernels for three of its methods, of one to three launches each."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
         return lineage.reserve(self.table, self.tails, self._num_particles, rows, **arguments)

@@ -111,7 +111,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             one_of(MODES),
-            "'smc' weighs and resamples particles: approximate, and keeps every drafted token. "
+            "'smc' weighs and resamples particles: approximate, and keeps the most drafted tokens. "
             "'exact' verifies them as one multi-draft: the output follows the target. 'mixed' "
             "keeps a block where its evidence is high and verifies it elsewhere. 'auto' is 'mixed' "
             "with a threshold near the target's own distribution, or by the tilt that is asked for",

@@ -68,7 +68,7 @@ class ReadTarget(ParticleForward):
 
 
 class ReadRecurrent(RecurrentForward, ReadTarget):
-    """A `ReadTarget` with linear attention, whose states have gone on behind a processed token."""
+    """A `ReadTarget` with linear attention, whose state cannot go back to a processed token."""
 
     runs_again = False
 

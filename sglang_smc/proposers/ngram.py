@@ -8,7 +8,7 @@ and weights and verification correct for it as for any draft. A token that a req
 has no mass in the draft distribution, and gets none from a match.
 
 A server without a draft model proposes from matches alone. A round then takes uniform logits in
-place of the draft's, to which rules and filters apply as usual.
+place of the draft's, to which rules apply as usual, but no filter (`Matches.mixed`).
 
 The corpus is SGLang's trie, on the host, of all runs of up to `--speculative-ngram-max-trie-depth`
 tokens of prompts and outputs; the oldest are evicted. SGLang keeps the progress of a match under a
@@ -112,7 +112,7 @@ class Corpus:
 
     def forget(self) -> None:
         """Remove all tokens; no request may be running."""
-        self._trie.synchronize()  # what is queued would come in behind the reset
+        self._trie.synchronize()  # what is queued would be inserted after the reset
         self._trie.reset()
 
     def trees(self, reqs: "list[Req]", population: Population) -> tuple[np.ndarray, np.ndarray]:

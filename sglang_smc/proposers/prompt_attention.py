@@ -44,12 +44,12 @@ class PromptAttention(PoolAttention):
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):
-            behind = slice(first + (known == 0), first + new)  # without the sequence's first token
+            rows = slice(first + (known == 0), first + new)  # without the sequence's first token
             first += new
-            if behind.start < behind.stop:
+            if rows.start < rows.stop:
                 position = torch.arange(1, known + new, device=q.device)
                 slots = table[row, position].long()
-                output[behind] = self._attend(query[behind], slots, layer.layer_id, softmax)
+                output[rows] = self._attend(query[rows], slots, layer.layer_id, softmax)
         return output.view(q.shape)
 
     def _attend(

@@ -35,15 +35,15 @@ class RoundShape(NamedTuple):
 
     budget: Budget | None  # that bounds N and K in this round
     num_held: int  # the most particles of a request, now or before a resize
-    num_particles: int  # the most of a request
-    num_steps: int  # the most tokens that a request drafts per round
-    max_tail: int  # the longest tail at the end of the round
-    max_arena: int  # the most KV slots of a request behind its emitted tokens
+    num_particles: int  # N: the most of a request
+    num_steps: int  # K: the most tokens that a request drafts per round
+    max_tail: int  # the longest tail in the round, before it is narrowed
+    max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
     greedy: bool  # some request takes the likeliest token
     powered: bool  # some request samples from a power of p
     weighs_drafts: bool  # some request's rounds weigh draft tokens, and resample
-    walks: bool  # some request's rounds verify sampled chains
-    extends: bool  # some request's particles are verified one by one, and resampled
+    walks: bool  # some request's rounds verify sampled chains as one multi-draft
+    extends: bool  # some request's rounds verify each particle's own chain, and resample
     has_open_token: bool  # particles of some request may differ in its first token
     methods: tuple[str, ...]  # resampling methods that occur
     resizes: bool = False  # the number of particles of some request changes
@@ -59,7 +59,7 @@ class RoundShape(NamedTuple):
 
     @property
     def skips_draft(self) -> bool:
-        """Return whether a language model does not read the tokens of this round until later."""
+        """Return whether a draft that `lags` reads the tokens of this round later."""
         return self.num_steps == 0 and self.num_particles == 1
 
     def lacks(self, other: "RoundShape") -> list[str]:
@@ -99,8 +99,8 @@ class RoundInputs(NamedTuple):
     """Inputs of a round, int64; everything else is in tables."""
 
     rows: torch.Tensor  # [G] in req_to_token_pool
-    committed: torch.Tensor  # [G] number of emitted tokens with KV: all but the last
-    known: torch.Tensor  # [4, G] from the host: KV slots owned, and `SMCConfig.round_sizes`
+    committed: torch.Tensor  # [G] tokens with KV: prompt and emitted output, but its last token
+    known: torch.Tensor  # [4, G] from the host: where arenas end, and `SMCConfig.round_sizes`
 
     @classmethod
     def of(cls, batch: ScheduleBatch, device: str) -> "RoundInputs":
@@ -135,11 +135,11 @@ class RoundBatch(NamedTuple):
     reqs: list[Req]
     shape: RoundShape
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
-    committed: torch.Tensor  # [G] int64 number of emitted tokens with KV: all but the last
-    allocated: torch.Tensor  # [G] int64 KV slots owned
+    committed: torch.Tensor  # [G] int64, of `RoundInputs`
+    allocated: torch.Tensor  # [G] int64 where the arena ends in the request's row
     output_lengths: torch.Tensor  # [G, N] int64, of each particle at the start of the round
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
-    position: torch.Tensor  # [G, N] int64 of the group's decisions, another one in each round
+    position: torch.Tensor  # [G, N] int64: keys the uniforms of decisions; new in each round
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
     settings: Settings
@@ -237,7 +237,7 @@ class Drafts(NamedTuple):
     ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
     up_to_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
-    coins: torch.Tensor | None = None  # [G] for the columns in which fidelity is measured
+    coins: torch.Tensor | None = None  # [G] uniforms for the columns where fidelity is measured
     held: TokenDistribution | None = None  # q of G * N rows in these columns
 
 

@@ -1,9 +1,9 @@
 """Capture rounds as CUDA graphs when the server starts: one launch instead of about a thousand.
 
-No tensor shape of a round depends on values, and a round does not synchronise with the host. So
-all of `Round.play`, from the first pass of the draft to the commit, can be captured once
-for each of a few batch sizes, and replayed for any batch that is no larger. The rest of the batch
-size is filled with SGLang's padding row, which has only ended particles.
+No tensor shape of a round depends on values, and a round does not synchronise with the host. So all
+of `Round.play`, from the first pass of the draft to the commit, can be captured once for each of a
+few batch sizes, and replayed for any batch that is no larger. The rest of the batch size is filled
+with SGLang's padding row, which has only ended particles.
 
 A server captures several kinds of rounds, and replays the first that supports a batch:
 
@@ -14,8 +14,8 @@ A server captures several kinds of rounds, and replays the first that supports a
     any      all options that need no host: other modes, methods and powers, all particles
 
 Where N and K adapt, there are graphs of chat for each budget, and of the other kinds except plain
-for the largest budget.
-Rounds that need the host are launched operation by operation, with the models' passes replayed.
+for the largest budget. Rounds that need the host are launched operation by operation, with the
+models' passes replayed.
 
 The largest captured batch size is set by the free memory. Larger batches are played in slices, by
 replays or by launches.

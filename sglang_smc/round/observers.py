@@ -89,7 +89,7 @@ class Traced(NamedTuple):
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
             log_weights_after=_finite(of(self.narrowed.log_weights)),
             log_evidence=finite(log_evidence) if knows_evidence else None,
-            emitted=[*self._closed_token(group, state, begins), *emitted],
+            emitted=[*self._closed_token(state, begins), *emitted],
         )
 
     def _resized_from(self, group: int, state: RequestState, size: int) -> list[int] | None:
@@ -99,7 +99,7 @@ class Traced(NamedTuple):
         assert self.resized_from is not None, "N changes by a resizing step alone"
         return self.resized_from[group, :size].tolist()
 
-    def _closed_token(self, group: int, state: RequestState, begins: list[int] | None) -> list[int]:
+    def _closed_token(self, state: RequestState, begins: list[int] | None) -> list[int]:
         """Return the first token, if particles differed in it and share it since this round.
 
         If they started with one token, it counts as emitted there.

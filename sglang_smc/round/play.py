@@ -1,17 +1,17 @@
 """Play one round of SMC speculative decoding for all particles of all running requests.
 
-`Round.play` is the algorithm: draft, score, reweight and resample (or verify), extend, bonus,
-narrow, commit; `Steps` has the steps. docs/algorithm.md explains them. Glossary, with G requests
-(groups), N particles each, K draft tokens per round, V tokens in the vocabulary:
+`Round.play` lists the steps, which are methods of `Steps`; docs/algorithm.md explains them.
+Glossary, with G requests (groups), N particles each, K draft tokens per round, V tokens in the
+vocabulary:
 
     particle     a request's emitted tokens and a *tail* of tokens that are not emitted yet
-    draft        a token that the draft model proposes, drawn from q
+    draft token  a token that is drawn from q
     column       the j-th draft token of all particles of a request
     weight       product of p / q since the last resampling, of each particle
     ESS          effective sample size: the number of equal weights with the same variance
     resampling   heavy particles are copied, light ones dropped: `ancestors`
-    evidence     the factor by which a block of drafts multiplies the mean weight
-    bonus        one more token, from the target's own distribution
+    evidence     the factor by which a block of draft tokens multiplies the mean weight
+    bonus token  one more token, from p, or after a rejection from the residual distribution
     narrow       draw the oldest tokens of tails by weight, and drop particles with others
 
 The host waits for the device only where some request's rules read its sequences.
@@ -132,8 +132,7 @@ class Steps:
         num_steps, settings = batch.shape.num_steps, batch.settings
         texts = population.texts[:, :, 1:]
         equal: torch.Tensor | None = None
-        # In plain torch models run once for particles of one text (`models.chains`): these share
-        # KV slots.
+        # In plain torch models run once for particles of one text, which share KV slots.
         if self.ops.kind == "torch":
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
@@ -145,8 +144,8 @@ class Steps:
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
-        numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
-        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
+        uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
+        uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
         is_tree = divisors = None
@@ -159,13 +158,13 @@ class Steps:
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
         for step in range(num_steps):
-            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
+            stratified, same_text = self.ops.stratify(uniforms[step], same_text, tokens)
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, greedy, drawn)
             q = q if matches is None else matches.mixed(q)
-            tokens, log_q_of_tokens = q.sample(at_step)
+            tokens, log_q_of_tokens = q.sample(stratified)
             if is_tree is not None and divisors is not None:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text, divisors[step])
                 tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
@@ -240,7 +239,7 @@ class Steps:
             request returns them.
         """
         last = batch.last_two[:, :, 1:]
-        # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
+        # Tokens after an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
         read = torch.where(drafts.up_to_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
@@ -259,7 +258,7 @@ class Steps:
     def _edited(
         self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the edited logits, and the mask of the requests' rules; see `rules.base`."""
+        """Edit logits, and return them with the mask of the requests' rules; see `rules.base`."""
         if batch.edits is not None:
             self.ops.edit_logits(logits, batch.edits, chains, first)
         if not batch.shape.has_rules:
@@ -274,7 +273,7 @@ class Steps:
         p: TokenDistribution,
         log_p: torch.Tensor,
     ) -> tuple[Decision, TokenDistribution]:
-        """Weigh or verify the draft tokens, by each request's mode; arguments as of `score`."""
+        """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
         shape, settings = batch.shape, batch.settings
         if shape.skips_draft:
             return decide_nothing(batch, population, p)
@@ -306,7 +305,7 @@ class Steps:
         ess_threshold: torch.Tensor,
     ) -> tuple[Decision, TokenDistribution]:
         """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
-        settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
+        settings, uniforms = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
         if p.log_mass is not None:  # weights compare p before masks with q under them
             log_p = log_p + p.log_mass.view_as(log_p)
         own = self.ops.reweight_and_resample  # kernels need at least one column
@@ -321,8 +320,8 @@ class Steps:
             settings.resample_each_token,
             settings.evidence_threshold,
             population.present,
-            numbers(batch.position[:, :1], Purpose.KEEP)[:, 0],
-            numbers(batch.position, Purpose.RESAMPLE),
+            uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
+            uniforms(batch.position, Purpose.RESAMPLE),
             settings.scheme,
             batch.shape.methods,
         )
@@ -351,18 +350,18 @@ class Steps:
     def add_bonus(
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
     ) -> Population:
-        """Append one token drawn from the target, after resampling, so that copies can differ."""
+        """Append one token of ``next_tokens``, drawn after resampling so that copies can differ."""
         if batch.shape.powered or next_tokens.log_mass is not None:
             next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
         settings, positions = batch.settings, population.output_lengths
         texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
-        numbers, _ = self.ops.stratify(own, same_text)
+        uniforms, _ = self.ops.stratify(own, same_text)
         if batch.shape.walks or batch.shape.branches:
             # After verification all particles are copies of one, and must draw the same token.
-            numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
-        tokens = next_tokens.draw(numbers).unsqueeze(2)  # [G, N, 1]
+            uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
+        tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
         ends = settings.ends(tokens, positions.unsqueeze(2))
         if batch.shape.has_rules:
             ends = batch.rules.ends(ends, tokens, population)
@@ -390,7 +389,7 @@ class Steps:
     def narrow(
         self, batch: RoundBatch, population: Population
     ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Resample the tokens that lag too far behind, and the whole tails of ended groups.
+        """Resample the tokens beyond the lag, and the whole tails of finished groups.
 
         Returns:
             The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
@@ -423,7 +422,7 @@ class Steps:
 
 
 def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the K of each group, and its threshold of the ESS."""
+    """Return the most columns that each group may keep, and its ESS threshold, both ``[G]``."""
     num_steps, threshold = batch.settings.num_steps, batch.settings.ess_threshold
     if population.scores is None:
         return num_steps, threshold
@@ -442,7 +441,7 @@ NO_RULES = TextRules()
 
 @dataclass(eq=False)
 class Round:
-    """Rounds on the tables of a server."""
+    """Plays rounds on the tables of a server."""
 
     _steps: Steps  # with the models
     _tables: Tables  # state of requests between rounds
@@ -456,7 +455,7 @@ class Round:
         resized_from: torch.Tensor | None = None,
         loaded: tuple[RoundBatch, Population] | None = None,
     ) -> Outcome:
-        """Play a round: advance all particles, and emit the tokens that they share.
+        """Play a round: advance all particles, and emit the tokens that a group's share.
 
         Args:
             inputs: of the G requests.
@@ -475,9 +474,8 @@ class Round:
         if shape.has_scorers:
             # Potentials ran in parallel; what is missing is waited for.
             before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
-        of_drafts = log_p, drafts.log_q, drafts.up_to_end, drafts.ends
-        failure = failure_of_round(*of_drafts, ~before.ended)
-        # Reweight and resample, or verify.
+        live, ends = ~before.ended, drafts.ends
+        failure = failure_of_round(log_p, drafts.log_q, drafts.up_to_end, ends, live)
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens)
@@ -592,8 +590,9 @@ class Round:
         """Emit the tokens that all particles share, and store the rest for the next round.
 
         Args:
-            continued: population before narrowing and the final draw.
-            narrowed, by_lag, log_evidence: of `Steps.narrow`.
+            continued: population before `Steps.narrow`.
+            narrowed, by_lag, log_evidence: results of it.
+            decision: of `Steps.decide`.
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
         """
         tables, shape, ops = self._tables, batch.shape, batch.ops
@@ -617,7 +616,6 @@ class Round:
             ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
         after = narrowed.emit(counts)
         tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
-        first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
         emitted = None
         if narrowed.logprobs is not None:
@@ -647,7 +645,7 @@ class Round:
             num_correct_drafts=decision.num_columns,
             counters=counters,
             failure=failure,
-            first_tokens=first_token,
+            first_tokens=narrowed.first_token() if shape.has_open_token else None,
             particles=shown_particles(continued, narrowed) if shape.shows_particles else None,
             logprobs=emitted,
         )

@@ -1,4 +1,4 @@
-"""Prefill prompts, and start particles behind the target's first token."""
+"""Prefill prompts, and start particles after the target's first token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -132,7 +132,7 @@ class Prefill:
         self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
     ) -> None:
         """Run the draft over tokens from ``starts`` ``[R]`` on, a round's width at a time."""
-        # Longer than a round is wide where the host is a round behind.
+        # More than K + 1 tokens where the host is a round behind.
         ledger, width, longest = self._tables.ledger, self._num_columns, max(map(len, tokens))
         device, particle_rows = ledger.device, ledger.particle_rows(rows, 1)
         padded = on_device(device, [of + [0] * (longest - len(of)) for of in tokens])  # [R, L]
@@ -191,7 +191,7 @@ class Prefill:
     def begin_transferred(
         self, batch: ScheduleBatch, first: torch.Tensor, budget: Budget | None
     ) -> None:
-        """Start particles behind the texts of a decode server's new requests.
+        """Start particles after the texts of a decode server's new requests.
 
         A prefill server has sent the target's KV and last tokens ``first`` ``[G]``, samples of p;
         the draft reads the texts here. Retracted requests begin with their own last token.
@@ -260,7 +260,7 @@ class Prefill:
         settings: Settings,
         ended: torch.Tensor,
     ) -> None:
-        """Write the particles behind their first tokens ``[G, 1]`` or ``[G, N]``."""
+        """Write the particles after their first tokens ``[G, 1]`` or ``[G, N]``."""
         self._tables.counters.begin(rows, carried)
         self._tables.particles.begin(
             rows,

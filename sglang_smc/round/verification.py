@@ -30,10 +30,7 @@ def verify(
     The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
     target's own tokens. All particles become copies of one winner: they start and end such a round
     with one sequence, which is emitted at once. With masks, the masked and renormalised
-    distributions are compared.
-
-    Args:
-        p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
+    distributions are compared. Arguments and result are those of `round.play.Steps.decide`.
     """
     settings, ops = batch.settings, batch.ops
     if drafts.q is None:
@@ -75,24 +72,23 @@ def extend_each(
     p: TokenDistribution,
     ess_threshold: torch.Tensor,
 ) -> tuple[Decision, TokenDistribution]:
-    """Verify each particle's own chain, and resample by what the request's target has beside p.
+    """Verify each particle's own chain, and resample by the other factors of the request's target.
 
-    A particle so extends by a sample of p, whatever q is: of p^alpha, and under masks,
-    renormalised at each token. Its weight gains the log normaliser in front of each accepted
-    token; `Steps.add_bonus` adds that of the bonus token. Particles advance by different lengths,
-    which depend on chance and on no weight, so that E[Z-hat f] stays (docs/fidelity.md).
+    So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
+    q is. The log-weight gains the log normaliser at each of them; `Steps.add_bonus` adds that of
+    the bonus token. Particles advance by different lengths, which depend on chance and on no
+    weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
     Args:
-        p: ``[G, N, K + 1]`` the target distribution.
-        ess_threshold: ``[G]`` float64 tau.
+        ess_threshold: ``[G]`` float64 tau; the other arguments are those of `verify`.
     """
     settings, ops, (size, num_particles, num_steps) = batch.settings, batch.ops, drafts.tokens.shape
     law, log_sums = p, p.log_masses()
     if batch.shape.powered:
         raised, log_sums = p.to_power(settings.power)
         law = raised.summed()
-    steps = of_each_draw(settings.num_steps, size * num_particles)
-    found = _verified(batch, drafts, law, (len(steps), 1, num_steps), steps, None)
+    limits = of_each_draw(settings.num_steps, size * num_particles)  # K of each chain
+    found = _verified(batch, drafts, law, (len(limits), 1, num_steps), limits, None)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
     rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_kept.unsqueeze(2)
@@ -103,11 +99,11 @@ def extend_each(
         gains,  # as one column, which is kept whatever its evidence
         torch.zeros_like(gains),
         torch.ones_like(gains, dtype=torch.bool),
-        once.double(),
+        torch.ones_like(settings.power),
         once,
         ess_threshold,
         once < 1,
-        0.0 * once.double(),
+        torch.zeros_like(settings.power),  # the evidence threshold
         population.present,
         settings.ess_threshold,  # as uniforms for the evidence: any will do
         ops.uniforms(settings.seeds, batch.position, Purpose.RESAMPLE),
@@ -136,7 +132,7 @@ def unless(
     mine: torch.Tensor,
     other: tuple[Decision, TokenDistribution],
 ) -> tuple[Decision, TokenDistribution]:
-    """Return what was ``found``, with ``other`` in the groups ``mine`` ``[G]`` bool."""
+    """Return ``found``, with ``other`` in its place for the groups ``mine`` ``[G]`` bool."""
     return choose(mine, other[0], found[0]), found[1].unless(mine, other[1])
 
 
@@ -150,7 +146,8 @@ def _verified(
 ) -> verification.Verified:
     """Verify the drafted chains, as the groups, chains and columns of ``shape``.
 
-    In torch single ones are verified at once where all fit the cache: a walk's calls take longer.
+    In torch single chains are verified in one pass where all logits fit the cache: a walk's calls
+    take longer.
     """
     assert drafts.q is not None, "kept where some group verifies"
     positions = batch.output_lengths.unsqueeze(2) + batch.column  # [G, N, K]
@@ -159,9 +156,8 @@ def _verified(
     tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
     if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
         return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
-    own = {"num_steps": num_steps, "num_chains": num_chains}
     walk = ops.begin_walk, ops.walk_on
-    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, **own)
+    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, num_steps, num_chains)
 
 
 def log_mass_of_path(
@@ -170,7 +166,7 @@ def log_mass_of_path(
     """Return 0, or -inf where masks forbid all tokens after some kept prefix, ``[G]``.
 
     Args:
-        log_mass: ``[G, N, K + 1]`` log of the mass that masks leave of p behind each prefix.
+        log_mass: ``[G, N, K + 1]`` log of the mass that masks leave of p after each prefix.
         kept: the kept columns of each group's winner.
         ends: ``[G, N, K]`` bool: the sequence ends with this token.
     """

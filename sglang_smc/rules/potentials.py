@@ -2,7 +2,7 @@
 
 A round queries the sequences that it starts from, in threads, while the device drafts, and takes
 the values when drafts have been scored, just before they are weighed. A sequence that ends in a
-round is scored as a whole in the next: a group waits for that if all of its particles have ended.
+round gets its value as a whole in the next: a group waits for it if all its particles have ended.
 
 The sequences of a request form a tree below the output that they share, so that shared prefixes are
 decoded and queried once. A node points to the last ancestor at which each potential was due.
@@ -10,7 +10,7 @@ decoded and queried once. A node points to the last ancestor at which each poten
 The answer of a particle for the majority vote is found by the request's own pattern once the
 sequence has ended: the last match, or its first group. The host reads it as the next round starts;
 until then a group waits if all particles have ended. A round reads a bounded amount, and the
-rest waits for later rounds: which, depends on lengths alone, so that it is the same on all ranks.
+rest waits for later rounds. Lengths alone decide what waits, so that all ranks do the same.
 """
 
 import math

@@ -24,9 +24,9 @@ class TokenDistribution(NamedTuple):
     """
 
     scores: torch.Tensor  # [R, V], any float type; -inf marks a forbidden token
-    temperature: torch.Tensor  # [G] > 0, each of D / G draws one after another
+    temperature: torch.Tensor  # [G] > 0, each for D / G consecutive draws
     rows: torch.Tensor | None = None  # [D] the row of scores that each draw uses; None: D = R
-    log_mass: torch.Tensor | None = None  # [D] log of the mass masks leave of p; None: no mask
+    log_mass: torch.Tensor | None = None  # [D] log of the mass that masks leave; None: no mask
     greedy: torch.Tensor | None = None  # [G] bool: takes the likeliest token; None: no group does
     kept: KeptTokens | None = None  # of the R rows; None: no filter cuts any
     sums: Any = None  # of the R rows, by `summed`; valid while the other fields stay
@@ -74,10 +74,7 @@ class TokenDistribution(NamedTuple):
     keep_tokens = staticmethod(keep_tokens)
 
     def summed(self) -> "TokenDistribution":
-        """Return this distribution, with each row's normaliser computed once for all its draws.
-
-        Here it is not: each row is summed as it is read.
-        """
+        """Return this distribution; kernels compute each row's normaliser here, once for all."""
         return self
 
     def sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +86,7 @@ class TokenDistribution(NamedTuple):
         return tokens.view_as(uniforms), log_p.view_as(uniforms)
 
     def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
-        """Sample D tokens, those that verification rejects from what is left of p."""
+        """Sample D tokens, after a rejection by verification from the residual, `left`."""
         tokens, _ = self.sample(uniforms)
         if self.left is None or self.rejects is None:
             return tokens
@@ -118,7 +115,7 @@ class TokenDistribution(NamedTuple):
         return scores
 
     def _parts(self) -> Iterator[tuple[slice, "TokenDistribution"]]:
-        """Yield slices of the draws whose intermediate tensors fit in the cache, and their law."""
+        """Yield slices of draws whose intermediate tensors fit in the cache, and these draws' p."""
         size, num_draws = max(1, _ENTRIES // self.scores.shape[1]), self.num_draws
         if num_draws <= size:
             yield slice(None), self
@@ -126,12 +123,12 @@ class TokenDistribution(NamedTuple):
         rows = (
             torch.arange(num_draws, device=self.scores.device) if self.rows is None else self.rows
         )
-        heat = of_each_draw(self.temperature, num_draws)
+        temperature = of_each_draw(self.temperature, num_draws)
         greedy = None if self.greedy is None else of_each_draw(self.greedy, num_draws)
         for first in range(0, num_draws, size):
             some = slice(first, first + size)
             flags = None if greedy is None else greedy[some]
-            yield some, self._replace(temperature=heat[some], rows=rows[some], greedy=flags)
+            yield some, self._replace(temperature=temperature[some], rows=rows[some], greedy=flags)
 
     def log_probs(self) -> torch.Tensor:
         """Return the log-probabilities of all tokens at each draw, ``[D, V]`` float32.
@@ -163,10 +160,10 @@ class TokenDistribution(NamedTuple):
     def _tempered(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 logits ``[D, V]``, and the kept ones over temperature, 1 where greedy."""
         used = (self.scores if self.rows is None else self.scores[self.rows]).float()
-        heat = self.temperature.float()
+        temperature = self.temperature.float()
         if self.greedy is not None:
-            heat = heat.masked_fill(self.greedy, 1.0)
-        scores = used / of_each_draw(heat, len(used)).unsqueeze(1)
+            temperature = temperature.masked_fill(self.greedy, 1.0)
+        scores = used / of_each_draw(temperature, len(used)).unsqueeze(1)
         if self.kept is not None:
             scores = scores.masked_fill(self.kept.at(self.rows).dropped(used), -torch.inf)
         return used, scores
@@ -184,17 +181,17 @@ class TokenDistribution(NamedTuple):
         whichever token it is. The distribution is that of temperature T / alpha. Where alpha is 1
         nothing changes. The log of the normaliser is ``[D]`` float64.
         """
-        heat = (self.temperature / power).float()
-        raised = self._replace(temperature=heat, log_mass=None, sums=None)
+        temperature = (self.temperature / power).float()
+        raised = self._replace(temperature=temperature, log_mass=None, sums=None)
         power = of_each_draw(power, self.num_draws)
         log_sum = torch.addcmul(raised.log_sums(), power, self.log_sums(), value=-1)
         log_sum = log_sum.masked_fill_(power == 1.0, 0.0)
         return raised, log_sum if self.log_mass is None else log_sum + power * self.log_mass
 
     def unless(self, mine: torch.Tensor, other: "TokenDistribution") -> "TokenDistribution":
-        """Return these distributions, with ``other`` in the groups ``mine`` ``[G]`` bool.
+        """Return these distributions, with ``other`` for groups ``mine`` ``[G]`` bool.
 
-        Both read rows of one p; these verify, and the others may.
+        Both read rows of one p. These have a residual if drafts were verified, as may the others.
         """
 
         def either(yes: torch.Tensor | None, no: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ Shapes: G requests, N particles (1 in a prefill), C rows of logits each, V token
 *Masks* (`restrict`). A mask m(x | prefix), 0 or 1, is a potential: the target of whole sequences is
 proportional to the product of p m over positions. Draft tokens are drawn from q m normalised and
 have the log-weight log p minus their log-probability there, with p unmasked; the bonus token is
-drawn from p m normalised, and has the log-weight log Z, whichever token it is. Z is the mass that
+drawn from p m normalised, and has the log-weight log M, whichever token it is. M is the mass that
 the mask leaves of p.
 
 *Mixtures* (`mix`). The draft distribution is mixed with a uniform one over the tokens that n-gram

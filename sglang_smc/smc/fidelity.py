@@ -7,13 +7,13 @@ martingales under the target; docs/fidelity.md, "What is measured", has what the
 
 A round measures one position of each request, its start plus a *column* in 0..K that is drawn
 before anything else of the round. The position counts if the sequence reaches it: the token may be
-a kept draft token, or the target's own draw behind these. Draft tokens alone would be a biased
+a kept draft token, or the target's own draw after these. Draft tokens alone would be a biased
 choice. In mode exact each mean is exactly 0: a path of a column's length with acceptance
 probability a gives its next token the mass min(s, a p) by acceptance, with s the distribution of
-the selected token, and (a p - s)+ by a redraw, together a p(x). So the token behind a prefix that
+the selected token, and (a p - s)+ by a redraw, together a p(x). So the token after a prefix that
 is reached has the distribution p.
 
-Column K is the bonus token that the target draws behind a whole block, where there is no q. It
+Column K is the bonus token that the target draws after a whole block, where there is no q. It
 enters with its expectation: zero for the two sums, and for the information that of column K - 1.
 """
 
@@ -36,7 +36,7 @@ NAMES = ("tilt_sum", "tilt_information", "innovation_sum", "watched_ct")
 
 
 def columns(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-    """Return the measured column of each group, ``[G]`` int64, uniform in 0..K by coins in [0, 1).
+    """Return the measured column of each group, ``[G]`` int64, by uniforms ``coins``: one of 0..K.
 
     Column K, where there is no q, reads the distributions of column K - 1.
     """
@@ -55,7 +55,7 @@ def keep_column(
     num_steps: torch.Tensor,
     step: int,
 ) -> torch.Tensor:
-    """Store a step's draft scores for the groups that measure this column, or K behind the last.
+    """Store a step's draft scores for the groups that measure this column, or K at the last step.
 
     Args:
         held: ``[G * N, V]`` of the earlier steps, None at the first; it may be overwritten.

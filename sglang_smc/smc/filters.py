@@ -25,7 +25,7 @@ class KeptTokens(NamedTuple):
     """Tokens that filters keep, of R rows of logits."""
 
     peak: torch.Tensor  # [R] float32: the largest logit
-    rate: torch.Tensor  # [R] float32: keys a unit of logits, a power of two
+    rate: torch.Tensor  # [R] float32: keys per unit of logits, a power of two
     lowest: torch.Tensor  # [R] float32: tokens of smaller logits are cut
     key: torch.Tensor  # [R] int32: tokens of smaller keys are kept; `NUM_KEYS` keeps all
     last: torch.Tensor  # [R] int32: of the tokens with this key, the last id that is kept
@@ -38,8 +38,8 @@ class KeptTokens(NamedTuple):
         """Return which logits ``[R, V]`` are cut, bool; NaN is never cut, so that it propagates."""
         key, cut = _keys(logits.float(), self.peak, self.rate), self.key.unsqueeze(1)
         token = torch.arange(logits.shape[1], device=logits.device)
-        behind = (key > cut) | ((key == cut) & (token > self.last.unsqueeze(1)))
-        return behind | (logits < self.lowest.unsqueeze(1))
+        after = (key > cut) | ((key == cut) & (token > self.last.unsqueeze(1)))
+        return after | (logits < self.lowest.unsqueeze(1))
 
 
 def keep_tokens(
@@ -56,7 +56,7 @@ def keep_tokens(
 
     Args:
         logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token, which has no rank.
-        temperature: ``[G]`` float32 > 0, each of R / G rows one after another.
+        temperature: ``[G]`` float32 > 0, each for R / G consecutive rows.
         top_k: ``[G]`` int64 >= 1; anything >= V keeps all.
         top_p: ``[G]`` float32 in (0, 1].
         min_p: ``[G]`` float32 in [0, 1].

@@ -1,9 +1,9 @@
 """Generate counter-based uniforms, and stratify the draws of equal particles.
 
-Each random number belongs to (seed, round, position, particle, purpose), so a request
-draws the same numbers alone or in any batch, on every tensor-parallel rank, on
-CPU and GPU, and no generator state has to be kept or restored. The hash is the
-finaliser of SplitMix64 (Steele, Lea and Flood 2014), applied once per key.
+Each random number belongs to (seed, round, position, particle, purpose), so a request draws the
+same numbers alone or in any batch, on every tensor-parallel rank, on CPU and GPU, and no generator
+state has to be kept or restored. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood
+2014), applied once per key.
 
 *Siblings* are particles with equal whole sequences. They share one uniform for their next token,
 shifted by ``rank / count`` modulo 1, so that together they cover its distribution evenly, and each
@@ -130,9 +130,9 @@ def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
     Args:
         same_text: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
     """
-    eldest = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
+    first = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
     rank = same_text.tril(-1).sum(2)
-    shifted = uniforms.gather(1, eldest) + rank / same_text.sum(2).double()
+    shifted = uniforms.gather(1, first) + rank / same_text.sum(2).double()
     return shifted - shifted.floor()
 
 

@@ -15,7 +15,7 @@ _STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the s
 def log_divisors(ahead: torch.Tensor, num_chains: int) -> torch.Tensor:
     """Return log 1, log s, log 2 s, log 3 s, ... for `branch`, ``[*ahead.shape, num_chains]``.
 
-    The stride s is a first chain's worth over what a second adds. It grows with fewer columns
+    A token's second chain counts as one of probability q / s. The stride s grows with fewer columns
     ``ahead``, int64, and in the last column all chains differ.
     """
     stride = _STRIDE * (1 + _GROWTH / ahead.clamp_min(1e-6)).unsqueeze(-1)

@@ -17,11 +17,11 @@ fall into A: the bound of optimal transport (Hu et al. 2025, arXiv 2502.18779), 
 acceptance probability, as in UniVer (Weng et al. 2026, arXiv 2605.04543).
 
 Only the number of chains that follow the path is used, never the other chains' tokens, so the
-selected token and the chains behind it are fresh draws from q.
+selected token and the later tokens of its chains are fresh draws from q.
 
 *The selection rule* (`selection_rule`). Tokens are put into bins by target / draft. Each bin has a
 level that rises with the ratio, and tiers are runs of `OFFSETS` levels that start at a random
-offset; the first sibling in the highest tier is selected. Tokens of distant levels are always
+offset; the first chain in the highest tier is selected. Tokens of distant levels are always
 ranked, those of close levels only at some offsets, so that the selected token's density over the
 draft can rise as steeply as the target's and no more. With one tier its distribution is the draft;
 with a tier per token the rule is the greedy order of Thomas and Pal (arXiv 2602.16961). Any bins
@@ -29,9 +29,9 @@ and levels are exact, since the distribution follows from them; these are near t
 with finer bins. A column needs only the masses of p and q in each bin and the residual: nothing is
 sorted, and only the path's own rows of p and q are read.
 
-*Verification by evidence* (`keep`), of mode mixed, keeps as many columns as the block's evidence
-covers, and draws one chain there by weight; or as many as exact verification accepts, if those are
-more.
+*Verification by evidence* (`keep`), of modes mixed and auto, keeps as many columns as the block's
+evidence covers, and draws one chain there by weight; or as many as exact verification accepts, if
+those are more.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ NUDGE = 1e-4  # of a level: so much below a whole one counts as rounding
 
 
 class Rule(NamedTuple):
-    """Rule that selects one of several siblings, per group, by the bin of its token."""
+    """Rule that selects one of the chains on the path, per group, by the bin of its next token."""
 
     levels: torch.Tensor  # [G, B] int64: a bin's rank; tiers are runs of `OFFSETS` levels
     density: torch.Tensor  # [G, B] float64: probability of the selected token over the draft's
@@ -104,7 +104,8 @@ def selection_rule(
     count = num_siblings.unsqueeze(1)
     ranked = _rank(ratio, target, draft, count)
     levels = _levels(ranked, _best_density(ranked, count), count)
-    return Rule(levels, _law(levels, ranked.draft, count, max_siblings).gather(1, levels))
+    density = _level_density(levels, ranked.draft, count, max_siblings)
+    return Rule(levels, density.gather(1, levels))
 
 
 def _rank(
@@ -171,7 +172,7 @@ def _levels(ranked: _Ranked, density: torch.Tensor, count: torch.Tensor) -> torc
     return levels.cummax(1).values
 
 
-def _law(
+def _level_density(
     levels: torch.Tensor, draft: torch.Tensor, count: torch.Tensor, max_siblings: int
 ) -> torch.Tensor:
     """Return the selected token's density over the draft, per level, ``[G, levels]``.
@@ -203,7 +204,7 @@ class Verified(NamedTuple):
 
     num_columns: torch.Tensor  # [G] int64 in 0..num_steps: draft tokens accepted
     winner: torch.Tensor  # [G] int64: a chain that carries them
-    rejects: torch.Tensor  # [G] bool: the next token comes from the residual; else from p
+    rejects: torch.Tensor  # [G] bool: the next token is drawn from the residual; else from p
     left: torch.Tensor  # [G] int64: the group's row of `residuals`
     residuals: torch.Tensor  # [R, V] float32: residual distributions, not normalised
 
@@ -236,7 +237,6 @@ def verify(
     p: TokenDistribution,
     q: Sequence[TokenDistribution],
     uniforms: torch.Tensor,
-    *,
     num_steps: torch.Tensor | None = None,
     num_chains: torch.Tensor | None = None,
 ) -> Verified:
@@ -315,7 +315,7 @@ def verify_one(
 
 
 def nothing(num_steps: torch.Tensor) -> Verified:
-    """Return that no draft token of ``num_steps`` ``[G]`` is accepted, and none rejected."""
+    """Return the result in which no draft token is accepted or rejected; ``num_steps`` ``[G]``."""
     none = torch.zeros_like(num_steps)
     return Verified(none, none, none.bool(), none, none.new_empty(0, 0).float())
 
@@ -338,7 +338,7 @@ def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Wal
 def walk_on(
     walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
 ) -> Walk:
-    """Stop behind the path, or select its next token.
+    """Stop at the end of the path, or select its next token.
 
     Args:
         walk: of `begin_walk` or the step before; it may be overwritten. Groups that have stopped
@@ -349,8 +349,8 @@ def walk_on(
             has stopped.
         step: the column, 0 to K - 1.
     """
-    bins, levels, target, law = _fork(walk, log_p, log_q)
-    residual = (target - law).clamp_min_(0.0)
+    bins, levels, target, selected = _fork(walk, log_p, log_q)
+    residual = (target - selected).clamp_min_(0.0)
     mass = residual.sum(1, dtype=torch.float64)
     # Accept the path up to here with probability S / (S + 1 - a), unless a longer part of it is.
     # While a = 1 some prefix is certainly accepted, so this one may be: at the root it must.
@@ -363,7 +363,7 @@ def walk_on(
     offset = chains.uniforms[:, min(1, tokens.shape[1] - 1), step]
     chosen = select(levels.gather(1, bins.gather(1, tokens)), follows, offset).unsqueeze(1)
     token = tokens.gather(1, chosen)
-    of_p, of_q = (of.gather(1, token).squeeze(1).double() for of in (target, law))
+    of_p, of_q = (of.gather(1, token).squeeze(1).double() for of in (target, selected))
     chance = torch.where(of_q > 0, of_p / of_q, 0.0).clamp_max(1.0)
     # At the path's end accept all of it, with probability a.
     ends = chains.ends[:, :, step].gather(1, chosen).squeeze(1)
@@ -397,7 +397,7 @@ def walk_on(
 def _fork(
     walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the distributions behind the path, and the rule that selects its next token.
+    """Compute the distributions after the path, and the rule that selects its next token.
 
     Returns:
         The bin of each token ``[G, V]`` int64, the levels of the rule ``[G, B]`` int64, p times the
@@ -451,7 +451,7 @@ class Kept(NamedTuple):
     winner: torch.Tensor  # [G] int64: the chain that carries them
     by_block: torch.Tensor  # [G] bool: by the block's evidence, not by exact verification
     rejects: torch.Tensor  # [G] bool: the next token comes from the residual
-    row: torch.Tensor  # [G] int64: the row of p behind them, of G * N * (K + 1)
+    row: torch.Tensor  # [G] int64: the row of p after them, of G * N * (K + 1)
     ess: torch.Tensor  # [G] float64 effective sample size of the block; N where none may be kept
 
 

@@ -1,13 +1,13 @@
 """Weigh, cut and resample the particles of one round, for all groups at once.
 
 A round drafts K tokens for each particle, scores them, and then decides how many of the K columns
-a group keeps, and whether it is resampled there; `round.play` has the words. Groups may differ in N
-and in K: *present* are the particles that a group has.
+a group keeps, and whether it is resampled there; `round.play` has the glossary. Groups may differ
+in N and in K: *present* are the particles that a group has.
 
-*Weights* are unnormalised logarithms. They start at zero, add ``log p - log q`` for each draft
-token, and are reset to zero when the group is resampled; the mean weight before is a factor of the
-evidence estimate. A NaN becomes a dead particle (`accumulate`). A particle that is not present has
-weight zero and is left as it is.
+*Log-weights* are unnormalised. They start at zero, gain ``alpha log p - log q`` with each draft
+token (alpha is the request's power, mostly 1), and are reset to zero when the group is resampled;
+the mean weight before is a factor of Z-hat. A NaN makes a particle dead: its weight is zero
+(`accumulate`). A particle that is not present has weight zero, too, and is left as it is.
 
 *Evidence* is the factor by which the block up to column j multiplies the group's total weight, of
 expectation 1 for a normalised p. It bounds the columns that a group keeps (docs/algorithm.md,
@@ -24,9 +24,9 @@ ancestors``:
 
     weights         [..., S] normalised, float64, at least one positive
     uniforms        [..., S] float64 in [0, 1); a scheme uses as many as it needs
-    num_particles   [...] int64, N <= S: slots beyond N are empty, of weight 0; None is N = S
-    ancestors       [..., S] int64; slot i < N becomes a copy of particle ``ancestors[i]``; the
-                    others are undefined
+    num_particles   [...] int64, N <= S: places beyond N are empty, of weight 0; None is N = S
+    ancestors       [..., S] int64; particle i < N becomes a copy of particle ``ancestors[i]``;
+                    the others are undefined
 
 All are unbiased, E[offspring of n] = N w_n, and none ever selects a particle of weight zero. They
 differ in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to Sequential
@@ -57,7 +57,7 @@ def systematic(
     weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the ancestors at points ``(u + i) / N`` of the cumulative weights, with one u."""
-    points = (uniforms[..., :1] + _slots(weights)) / _count(weights, num_particles)
+    points = (uniforms[..., :1] + _places(weights)) / _count(weights, num_particles)
     return _inverse_cdf(weights, points)
 
 
@@ -65,7 +65,7 @@ def stratified(
     weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the ancestors at one uniform point in each interval ``[i / N, (i + 1) / N)``."""
-    points = (uniforms + _slots(weights)) / _count(weights, num_particles)
+    points = (uniforms + _places(weights)) / _count(weights, num_particles)
     return _inverse_cdf(weights, points)
 
 
@@ -84,7 +84,7 @@ def residual(
     num_certain = copies.sum(-1, keepdim=True)
     certain = _repeat(copies)
     drawn = _inverse_cdf(fractions, uniforms)
-    return torch.where(_slots(weights) < num_certain, certain, drawn)
+    return torch.where(_places(weights) < num_certain, certain, drawn)
 
 
 def ssp(
@@ -104,7 +104,7 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def _slots(weights: torch.Tensor) -> torch.Tensor:
+def _places(weights: torch.Tensor) -> torch.Tensor:
     return torch.arange(weights.shape[-1], device=weights.device)
 
 
@@ -132,9 +132,9 @@ def _split(
 
 
 def _repeat(copies: torch.Tensor) -> torch.Tensor:
-    """Return ancestors in order from offspring counts; slots beyond their sum repeat the last."""
+    """Return ancestors in order from offspring counts; places beyond their sum repeat the last."""
     found = torch.searchsorted(
-        copies.cumsum(-1), _slots(copies).expand_as(copies).contiguous(), right=True
+        copies.cumsum(-1), _places(copies).expand_as(copies).contiguous(), right=True
     )
     return found.clamp_max(copies.shape[-1] - 1)
 
@@ -241,16 +241,16 @@ T = TypeVar("T")
 class Decision(NamedTuple):
     """Draft tokens that a round keeps, and its particles after resampling there."""
 
-    num_columns: torch.Tensor  # [G] int64 in 0..K: columns kept
+    num_columns: torch.Tensor  # [G] int64 in 0..K: columns kept; a mean if particles differ in it
     num_kept: torch.Tensor  # [G, N] draft tokens that each particle keeps
     weighed: torch.Tensor  # [G, N] log-weights after the kept columns
     ess: torch.Tensor  # [G] effective sample size of those weights
     resampled: torch.Tensor  # [G] bool: the effective sample size is below the threshold
-    all_zero: torch.Tensor  # [G] bool: every particle died in the column after the cut
+    all_zero: torch.Tensor  # [G] bool: every particle dies in the column after the kept ones
     ancestors: torch.Tensor  # [G, N] int64
     log_weights: torch.Tensor  # [G, N] of the resampled particles
     log_evidence: torch.Tensor  # [G] what resampling adds to log Z-hat
-    verified: torch.Tensor  # [G] bool: exact verification set the kept tokens
+    verified: torch.Tensor  # [G] bool: exact verification set the kept tokens; K = 0: all but smc
 
 
 def reweight_and_resample(
@@ -275,8 +275,8 @@ def reweight_and_resample(
     stop at the first that fails (arXiv 2604.15672, section 3). No more columns are kept than the
     evidence covers (`covered_columns`), so a block stops before a column in which all particles
     die: the target's own draw takes that column's place, and a round always advances by at least
-    one token. At temperature 0 this is greedy verification: accept the draft tokens that equal the
-    target's likeliest ones.
+    one token. A single chain at temperature 0 keeps the draft tokens that are the target's
+    likeliest ones.
 
     Args:
         log_weights: ``[G, N]`` float64 before the block.

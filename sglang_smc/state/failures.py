@@ -122,7 +122,7 @@ def failure_of_round(
         ends: ``[G, N, K]`` bool: the sequence ends with this token.
         live: ``[G, N]`` bool: present, and not ended.
     """
-    # The target's distribution is needed behind each column, unless the sequence ends there.
+    # The target's distribution is needed after each column, unless the sequence ends there.
     asked = torch.cat([live.unsqueeze(2), up_to_end & ~ends], dim=2)  # [G, N, K + 1]
     is_broken = (target.isnan() & asked).flatten(1).any(1)
     return _codes(is_broken, (draft.isnan() & up_to_end).flatten(1).any(1))

@@ -3,8 +3,8 @@
 Counters of requests are on the device (`CounterTable`). They are copied to the host with a round's
 result, so `Monitor` does not read the device.
 
-The effective sample size is the measure of quality: SMC keeps every draft token by construction,
-so its accept length measures speed, not fidelity to the target.
+The accept length measures speed. Fidelity to the target is measured by the tilt (`smc.fidelity`),
+and, where particles are weighed, by the effective sample size.
 """
 
 import logging

@@ -11,10 +11,10 @@ zero.
 Two parts are carried only in batches where some request needs them, and are copied with the tail:
 
 - potential values (`Scores`). A particle's weight includes phi of the last prefix of its sequence
-  that was scored; the next value replaces it, however many tokens were added since. A sequence
-  that has ended is complete once it was scored as a whole: only then is its group's answer drawn.
-- log-probabilities (`TailLogprobs`). A token is scored when the target has read it, and emitted in
-  a later round, if ever.
+  that has a value; the next value replaces it, however many tokens were added since. An ended
+  sequence is complete once it has a value as a whole: only then is its group's answer drawn.
+- log-probabilities (`TailLogprobs`). Those of a token are computed in the round that appends it,
+  and returned when it is emitted, in a later round or never.
 """
 
 from typing import NamedTuple
@@ -211,8 +211,8 @@ class LogprobTable:
 
 def _like(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Expand an index over a column's first dimensions to all its trailing ones."""
-    behind = column.shape[index.dim() :]
-    return index.view(*index.shape, *[1] * len(behind)).expand(*index.shape, *behind)
+    trailing = column.shape[index.dim() :]
+    return index.view(*index.shape, *[1] * len(trailing)).expand(*index.shape, *trailing)
 
 
 class Scores(NamedTuple):
@@ -223,7 +223,7 @@ class Scores(NamedTuple):
     answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
 
 
-# Columns of `Population.texts` beside the tail: two tokens before it, one for the rest behind.
+# Columns of `Population.texts` beside the longest tail: two tokens before it, a spare one after it.
 _NO_TAIL = 3
 _COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"  # of a particle
 
@@ -231,7 +231,7 @@ _COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"
 class Population(NamedTuple):
     """Particles of the G groups in a batch. Every method returns a new one."""
 
-    texts: torch.Tensor  # [G, N, 2 + T] int64: two emitted tokens, and the tail, `tokens`
+    texts: torch.Tensor  # [G, N, 2 + T] int64: the last two emitted tokens, and the tail: `tokens`
     lengths: torch.Tensor  # [G, N] int64: tail lengths
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
@@ -239,7 +239,7 @@ class Population(NamedTuple):
     log_evidence: torch.Tensor  # [G] float64: log Z-hat accumulated at resampling steps
     present: torch.Tensor  # [G, N] bool: the particles that the group has
     roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among the initial particles
-    unread: torch.Tensor  # [G] bool: the draft has yet to read the second last token
+    unread: torch.Tensor  # [G] bool: the draft has not read the second last token
     fidelity: torch.Tensor  # [G, N, 4] float64: sums of each sequence, by `smc.fidelity`
     logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request returns them
     scores: Scores | None = None  # potential values, where some request has potentials
@@ -308,14 +308,14 @@ class Population(NamedTuple):
         )
 
     def is_finished(self) -> torch.Tensor:
-        """Return which groups' answers may be drawn, ``[G]`` bool: all ended and fully scored."""
+        """Return which groups' answers may be drawn, ``[G]`` bool: all ended, with final values."""
         ended = self.ended.all(1)
         if self.scores is None:
             return ended
         return ended & (self.scores.complete | ~self.present).all(1)
 
     def held_back(self, counts: torch.Tensor) -> torch.Tensor:
-        """Limit common tokens ``counts`` ``[G]`` so that no sequence ends before all are scored."""
+        """Limit common tokens ``counts`` ``[G]``: none ends a sequence before all have values."""
         shortest = self.lengths.masked_fill(~self.present, self.texts.shape[2]).amin(1)
         waits = self.ended.all(1) & ~self.is_finished()
         return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)
@@ -362,7 +362,7 @@ class Population(NamedTuple):
     def first_token(self) -> torch.Tensor:
         """Return the last emitted token of each group, ``[G]``; -1 where its particles differ.
 
-        There no token behind it is emitted.
+        There no token after it is emitted.
         """
         shared = self.last_emitted[:, 0]
         alike = (self.last_emitted == shared.unsqueeze(1)) | ~self.present
@@ -422,7 +422,7 @@ class ParticleTable:
 
         Args:
             num_particles: the most that any of them has.
-            max_tail: the longest tail that any of them can have when the round ends.
+            max_tail: the longest tail that any of them can reach in the round.
             scored: whether they carry potential values.
         """
         views = self._views(num_particles, max_tail + _NO_TAIL, scored)
@@ -457,7 +457,7 @@ class ParticleTable:
         ended: torch.Tensor | None = None,
         fidelity: torch.Tensor | None = None,
     ) -> None:
-        """Start particles behind the token that prefill sampled; arguments ``[G]``.
+        """Start particles after the token that prefill sampled; arguments ``[G]``.
 
         Where particles have first tokens of their own, ``first_tokens`` and ``ended`` are
         ``[G, N]``, for the table's N. ``fidelity`` is ``[G, 4]``, of a sequence that is resumed.
@@ -475,5 +475,5 @@ class ParticleTable:
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False
         columns.fidelity[rows] = 0.0 if fidelity is None else fidelity.unsqueeze(1)
-        for column in columns.scores or ():  # sequences that are not scored yet
+        for column in columns.scores or ():  # no sequence has a value yet
             column[rows] = 0

@@ -12,7 +12,7 @@ VERSION = 1
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One round of one request.
 
-    A round drafts, scores and weighs; each particle then becomes a copy of its entry in
+    A round drafts, scores and decides; each particle then becomes a copy of its entry in
     `ancestors`; each that has not ended takes a bonus token; `narrowed_to` is the resampling that
     bounds the lag, or draws the answer.
     """
@@ -42,8 +42,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Log of the factor by which the kept columns multiply the mean weight."""
 
     cut: str
-    """Why the round kept no more: "none", it kept all draft tokens; "evidence", "ess" or "dead" in
-    mode smc; "verification" in the other modes; "failure", the request ends with an error."""
+    """Why the round kept no more: "none", it kept all draft tokens; "evidence", "ess" or "dead", if
+    it weighed them; "verification", if it verified; "failure", the request ends with an error."""
 
     resampled: bool
 

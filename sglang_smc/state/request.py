@@ -163,7 +163,7 @@ class RequestState(msgspec.Struct):
     last: RequestConfig
     now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
-    arena: tuple[int, int] = (0, 0)  # behind the end of the sequence on the host, when reserved
+    arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
     num_replayed: int = 0  # rounds that replayed a CUDA graph
@@ -174,7 +174,7 @@ class RequestState(msgspec.Struct):
     potentials: tuple[PotentialSpec, ...] = ()  # that multiply its target, resolved
     runners: tuple[PotentialRunner, ...] = ()  # that call each of these
     rounds: list[RoundRecord] = []  # of its trace, if it sets `trace`
-    is_fresh: bool = False  # no round has been launched behind its last prefill
+    is_fresh: bool = False  # no round has been launched since its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
     unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class

@@ -66,7 +66,7 @@ class Settings(NamedTuple):
     may_stop: Annotated[Tensor, Column(torch.bool, lambda of: not of.params.ignore_eos)]
     num_particles: Annotated[Tensor, Column(torch.int64, lambda of: of.config.num_particles)]
     num_steps: Annotated[Tensor, Column(torch.int64, lambda of: of.config.num_steps)]
-    # Rounds weigh and resample, else they verify drafts; or verify each particle's own chain.
+    # Rounds weigh and resample, else they verify; those that extend weigh verified chains.
     weighs: Annotated[Tensor, Column(torch.bool, lambda of: of.config.weighs)]
     extends: Annotated[Tensor, Column(torch.bool, lambda of: of.config.extends)]
     ess_threshold: Annotated[Tensor, Column(torch.float64, lambda of: of.config.ess_threshold)]
