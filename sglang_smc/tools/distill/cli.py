@@ -126,9 +126,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _rounded(worth: Worth) -> dict[str, Any]:
-    """Return the measurements rounded to 4 digits: standard errors are larger."""
-    texts = json.dumps(worth._asdict())
-    return json.loads(texts, parse_float=lambda text: round(float(text), 4))
+    """Return the measurements rounded to 4 digits, and None for the error of a single text's."""
+    read = {"parse_float": lambda text: round(float(text), 4), "parse_constant": lambda _: None}
+    return json.loads(json.dumps(worth._asdict()), **read)
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
