@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.session.session_controller import Session
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active, active_config
@@ -152,3 +154,27 @@ def create_grammar_backend(
     """
     backend = original(*args, **kwargs)
     return backend if active_config() is None else grammar_cache.bound(backend)
+
+
+@PATCHES.on(
+    "sglang.srt.session.session_controller.Session.create_req",
+    "srt/session/session_controller.py:236 (drops them by `SessionReqNode.clear`)",
+    why="SGLang does so by recursion, by a rid that two may bear, or while it walks them: it ends.",
+    retire_when="A session can drop whatever turns it has.",
+)
+def create_turn(
+    original: Callable, session: Session, req: TokenizedGenerateReqInput, *args: Any, **kwargs: Any
+) -> Req:
+    """Drop the turns behind the one that a new one replaces; without a rid, all."""
+    turn, nodes = req.session_params, session.req_nodes
+    if turn and turn.replace and not session.streaming:
+        behind = nodes[turn.rid].children if turn.rid in nodes else []
+        dropped = list(nodes.values()) if turn.rid is None else behind
+        for node in dropped:  # grows
+            dropped += node.children
+            node.children = []
+            node.abort()
+            if nodes.get(node.req.rid) is node:
+                del nodes[node.req.rid]
+        behind.clear()
+    return original(session, req, *args, **kwargs)

@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler_components import output_streamer
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor as NoRepeat,
 )
+from sglang.srt.session.session_controller import SessionReqNode
 from tiny_models import smc_arguments
 
 from sglang_smc.smc.randomness import derive_seed
@@ -301,6 +302,20 @@ def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
         failed = roomy.generate(input_ids=[3, 4], sampling_params=params, return_logprob=logprobs)
         assert failed.why == "abort"
     roomy.flush()
+
+
+def test_turns_are_replaced(start: Callable[..., Server], pair: tuple[str, str]) -> None:
+    """Of which a thousand stand one behind another and bear one rid; without a rid, all."""
+    server = start(**smc_arguments(*pair, **SIZES), enable_streaming_session=True, overlap=True)
+    server.ask(OpenSessionReqInput(capacity_of_str_len=1000, session_id="r"))
+    known: Any = server.scheduler.session_controller.get("r").req_nodes
+    for own, rid in (("a", None), ("b", "a"), ("c", "a"), ("d", None)):
+        how = {"id": "r", "rid": rid, "replace": own in "cd"}
+        server.generate(**asked(0), rid=own, session_params=how)
+        assert [*known] == {"a": ["a"], "b": ["a", "b"], "c": ["a", "c"], "d": ["d"]}[own]
+        node = known[own]
+        for _ in range(1000 if own == "b" else 0):
+            node = SessionReqNode(node.req, node)
 
 
 def test_a_turn_that_is_retracted_before_its_first_round_goes_on(
