@@ -1,6 +1,7 @@
 """Update a request's state after rounds that emit nothing, and publish its totals at the end."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
@@ -178,3 +179,26 @@ def create_turn(
                 del nodes[node.req.rid]
         behind.clear()
     return original(session, req, *args, **kwargs)
+
+
+@PATCHES.on(
+    "sglang.srt.sampling.custom_logit_processor._cache_from_str",
+    "srt/sampling/custom_logit_processor.py:44 (calls what it returns)",
+    "srt/sampling/sampling_batch_info.py:259 (for each batch of prompts, outside any `try`)",
+    why="SGLang loads clients' processors: one that it cannot load ends the scheduler.",
+    retire_when="A processor that cannot be loaded ends its own request.",
+)
+def load_processor(original: Callable, text: str) -> Callable:
+    """Return what makes a processor; one that cannot be loaded raises the error when it is used."""
+
+    def make() -> Any:
+        try:
+            return original(text)()
+        except Exception as error:
+            return partial(_raise, error)
+
+    return make
+
+
+def _raise(error: Exception, *_: Any) -> None:
+    raise error

@@ -318,6 +318,13 @@ def test_turns_are_replaced(start: Callable[..., Server], pair: tuple[str, str])
             node = SessionReqNode(node.req, node)
 
 
+def test_a_processor_is_not_to_be_had(start: Callable[..., Server], pair: tuple[str, str]) -> None:
+    server = start(**smc_arguments(*pair, **SIZES), enable_streaming_session=True, overlap=True)
+    other, broken = server.send(**asked(0)), '{"callable": "00"}'
+    failed = server.generate(**asked(1), custom_logit_processor=broken)
+    assert (other.why, failed.why) == ("length", "abort")
+
+
 def test_a_turn_that_is_retracted_before_its_first_round_goes_on(
     start: Callable[..., Server], pair: tuple[str, str]
 ) -> None:
