@@ -18,7 +18,7 @@ from sglang_smc.patches.weights import released
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server import presets, refusals, routes
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
+from sglang_smc.server.refusals import check_logprobs, check_request, check_trace
 from sglang_smc.state.metrics import META_PREFIX
 from sglang_smc.upstream import NEWER, OLDER, resolved
 
@@ -85,7 +85,6 @@ def validate_request(
         room = manager.context_len - len(input_ids or ())
         check_trace(obj, config, room, manager.preferred_sampling_params or {})
         check_logprobs(obj, vocab_size)
-        check_session(obj)
     original(manager, obj, input_ids)
 
 

@@ -1,11 +1,14 @@
 """Update a request's state after rounds that emit nothing, and publish its totals at the end."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.session.session_controller import Session
 
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active, active_config
@@ -152,3 +155,50 @@ def create_grammar_backend(
     """
     backend = original(*args, **kwargs)
     return backend if active_config() is None else grammar_cache.bound(backend)
+
+
+@PATCHES.on(
+    "sglang.srt.session.session_controller.Session.create_req",
+    "srt/session/session_controller.py:236 (drops them by `SessionReqNode.clear`)",
+    why="SGLang does so by recursion, by a rid that two may bear, or while it walks them: it ends.",
+    retire_when="A session can drop whatever turns it has.",
+)
+def create_turn(
+    original: Callable, session: Session, req: TokenizedGenerateReqInput, *args: Any, **kwargs: Any
+) -> Req:
+    """Drop the turns behind the one that a new one replaces; without a rid, all."""
+    turn, nodes = req.session_params, session.req_nodes
+    if turn and turn.replace and not session.streaming:
+        behind = nodes[turn.rid].children if turn.rid in nodes else []
+        dropped = list(nodes.values()) if turn.rid is None else behind
+        for node in dropped:  # grows
+            dropped += node.children
+            node.children = []
+            node.abort()
+            if nodes.get(node.req.rid) is node:
+                del nodes[node.req.rid]
+        behind.clear()
+    return original(session, req, *args, **kwargs)
+
+
+@PATCHES.on(
+    "sglang.srt.sampling.custom_logit_processor._cache_from_str",
+    "srt/sampling/custom_logit_processor.py:44 (calls what it returns)",
+    "srt/sampling/sampling_batch_info.py:259 (for each batch of prompts, outside any `try`)",
+    why="SGLang loads clients' processors: one that it cannot load ends the scheduler.",
+    retire_when="A processor that cannot be loaded ends its own request.",
+)
+def load_processor(original: Callable, text: str) -> Callable:
+    """Return what makes a processor; one that cannot be loaded raises the error when it is used."""
+
+    def make() -> Any:
+        try:
+            return original(text)()
+        except Exception as error:
+            return partial(_raise, error)
+
+    return make
+
+
+def _raise(error: Exception, *_: Any) -> None:
+    raise error

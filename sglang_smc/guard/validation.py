@@ -107,7 +107,7 @@ def check_form(request: GenerateReqInput, vocab_size: int) -> None:
     for ids in _prompts(request.input_ids):
         check_ids(ids, vocab_size)
     for params in _each(request.sampling_params):
-        _check_params(params)
+        _check_params(params, vocab_size)
 
 
 def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
@@ -201,13 +201,15 @@ def _check_text(text: Any) -> None:
         ) from None
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: Any, vocab_size: int) -> None:
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
     _convert("sampling_params", params, _Params)
     if params.get("n", 1) is None:  # SGLang compares it
         raise ValueError(f"n is None; allowed: 1 to {MAX_SAMPLES}. Leave it out.")
     _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
+    for token in params.get("stop_token_ids") or ():  # SGLang indexes with them, unchecked
+        _check_ranges({"stop_token_ids": token}, {"stop_token_ids": range(vocab_size)})
     penalty = params.get("repetition_penalty")
     if penalty is not None and 0 < penalty < LEAST_PENALTY:  # SGLang checks the rest
         raise ValueError(

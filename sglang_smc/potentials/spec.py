@@ -131,7 +131,7 @@ def parse_specs(given: Any) -> tuple[PotentialSpec, ...]:
     """
     try:
         found = _decoded(given)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"potentials={given!r:.200}: {error}; allowed: {_FORM}.") from error
     if len(found) > MOST:
         raise ValueError(f"{len(found)} potentials; allowed: {MOST}. Make a product of some.")

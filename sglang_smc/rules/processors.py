@@ -49,14 +49,10 @@ class Processors(LogitsRule):
     @classmethod
     def begin(cls, req: Req) -> None:
         """Load the processor, once."""
-        if cls in state_of(req).kept:
-            return
-        assert req.custom_logit_processor is not None, "only for requests that it applies to"
-        try:
+        if cls not in state_of(req).kept:
+            assert req.custom_logit_processor is not None, "only for requests that it applies to"
             loaded = CustomLogitProcessor.from_str(req.custom_logit_processor)
             state_of(req).kept[cls] = loaded
-        except Exception as error:
-            _abort(req, error)
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """Edit logits of either model; see `LogitsRule.edit`."""

@@ -131,19 +131,6 @@ def check_logprobs(request: GenerateReqInput, vocab_size: int) -> None:
             raise ValueError(f"{name} is {given!r}; allowed: a whole number, 0 to {most}.")
 
 
-def check_session(request: GenerateReqInput) -> None:
-    """Raise ValueError for a session's turn that would end SGLang's scheduler.
-
-    It removes entries from a dictionary while iterating (srt/session/session_controller.py:242).
-    """
-    turn = request.session_params
-    if isinstance(turn, dict) and turn.get("replace") and turn.get("rid") is None:
-        raise ValueError(
-            "session_params has replace=True without a rid; allowed: the rid of the turn to go on "
-            "from, whose later turns are dropped. Open another session to begin anew."
-        )
-
-
 def _params(request: GenerateReqInput) -> dict[str, Any]:
     params = request.sampling_params or {}
     assert isinstance(params, dict), "of one request, which `guard.validation` has looked at"

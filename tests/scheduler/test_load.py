@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler_components import output_streamer
 from sglang.srt.sampling.custom_logit_processor import (
     DeepseekOCRNoRepeatNGramLogitProcessor as NoRepeat,
 )
+from sglang.srt.session.session_controller import SessionReqNode
 from tiny_models import smc_arguments
 
 from sglang_smc.smc.randomness import derive_seed
@@ -294,13 +295,33 @@ def test_a_token_that_particles_may_change_is_sent_to_nobody(
 
 
 def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
-    """Its result is read when the next batch has been chosen, which returns log-probabilities."""
+    """Its result is read when the next batch has been chosen, which returns log-probabilities.
+
+    Beside another that goes on, its custom logit processor cannot be loaded.
+    """
+    other, broken = roomy.send(**asked(0)), '{"callable": "00"}'
+    failed = roomy.generate(**asked(1), custom_logit_processor=broken)
+    assert (other.why, failed.why) == ("length", "abort")
     nothing = {"min_new_tokens": 1, "stop_token_ids": list(range(64)), "stop": ["zzz "]}
     for logprobs in (False, True):
         params = {"max_new_tokens": 8, **nothing}
         failed = roomy.generate(input_ids=[3, 4], sampling_params=params, return_logprob=logprobs)
         assert failed.why == "abort"
     roomy.flush()
+
+
+def test_turns_are_replaced(start: Callable[..., Server], pair: tuple[str, str]) -> None:
+    """Turns of one rid, a thousand in a row; without a rid all are replaced."""
+    server = start(**smc_arguments(*pair, **SIZES), enable_streaming_session=True, overlap=True)
+    server.ask(OpenSessionReqInput(capacity_of_str_len=1000, session_id="r"))
+    known: Any = server.scheduler.session_controller.get("r").req_nodes
+    for own, rid in (("a", None), ("b", "a"), ("c", "a"), ("d", None)):
+        how = {"id": "r", "rid": rid, "replace": own in "cd"}
+        server.generate(**asked(0), rid=own, session_params=how)
+        assert [*known] == {"a": ["a"], "b": ["a", "b"], "c": ["a", "c"], "d": ["d"]}[own]
+        node = known[own]
+        for _ in range(1000 if own == "b" else 0):
+            node = SessionReqNode(node.req, node)
 
 
 def test_a_turn_that_is_retracted_before_its_first_round_goes_on(

@@ -66,7 +66,6 @@ def test_a_session_branches_and_is_rewritten(server: Server) -> None:
             last = found["meta_info"]["id"]
     wrong = [
         (turn(session, THIRD, rid=last), "Invalid request session id"),  # its turn is gone
-        (turn(session, SECOND, replace=True), "replace=True without a rid"),
         (turn("nobody", FIRST), "session id nobody does not exist"),
     ]
     for request, words in wrong:

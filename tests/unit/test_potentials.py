@@ -119,7 +119,7 @@ BESIDE_A_NAME: list[dict[str, Any]] = [
     [
         *([{"name": "count", **more}] for more in BESIDE_A_NAME),
         *({"name": "count"}, [{"nam": "count"}], [{"name": 1}], [{"name": "count"}] * 9),
-        *("[{", "[" * 70_000),
+        *("[{", "[" * 70_000, '[{"name": "count", "args": {"a": ' + "[" * 60_000),
     ],
 )
 def test_what_is_malformed_is_refused(given: Any) -> None:

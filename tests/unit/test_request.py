@@ -166,15 +166,6 @@ def test_log_probabilities_out_of_bounds_are_refused(fields: dict, message: str)
         ask_logprobs(**fields)
 
 
-def test_a_turn_that_replaces_says_which() -> None:
-    """Without a rid SGLang's scheduler would end."""
-    refusals.check_session(request({}))
-    refusals.check_session(request({}, session_params={"id": "s", "replace": False}))
-    refusals.check_session(request({}, session_params={"id": "s", "replace": True, "rid": "turn"}))
-    with pytest.raises(ValueError, match="replace=True without a rid; allowed: the rid"):
-        refusals.check_session(request({}, session_params={"id": "s", "replace": True}))
-
-
 def traced(params: dict[str, Any], room: int = 10**6, **preferred: Any) -> None:
     """Check that a request with these parameters may have a trace, on N = 4 and K = 7."""
     server = SMCConfig(num_particles=4, num_steps=7)
