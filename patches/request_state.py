@@ -160,24 +160,24 @@ def create_grammar_backend(
 @PATCHES.on(
     "sglang.srt.session.session_controller.Session.create_req",
     "srt/session/session_controller.py:236 (drops them by `SessionReqNode.clear`)",
-    why="SGLang does so by recursion, by a rid that two may bear, or while it walks them: it ends.",
+    why="SGLang's recursion, shared rids or changing dictionary would end the scheduler.",
     retire_when="A session can drop whatever turns it has.",
 )
 def create_turn(
     original: Callable, session: Session, req: TokenizedGenerateReqInput, *args: Any, **kwargs: Any
 ) -> Req:
-    """Drop the turns behind the one that a new one replaces; without a rid, all."""
+    """Drop the turns after the one that a new turn replaces; all, if it names none."""
     turn, nodes = req.session_params, session.req_nodes
     if turn and turn.replace and not session.streaming:
-        behind = nodes[turn.rid].children if turn.rid in nodes else []
-        dropped = list(nodes.values()) if turn.rid is None else behind
-        for node in dropped:  # grows
+        later = nodes[turn.rid].children if turn.rid in nodes else []
+        dropped = list(nodes.values()) if turn.rid is None else later
+        for node in dropped:  # and its children, as the list grows
             dropped += node.children
             node.children = []
             node.abort()
             if nodes.get(node.req.rid) is node:
                 del nodes[node.req.rid]
-        behind.clear()
+        later.clear()
     return original(session, req, *args, **kwargs)
 
 
@@ -189,7 +189,7 @@ def create_turn(
     retire_when="A processor that cannot be loaded ends its own request.",
 )
 def load_processor(original: Callable, text: str) -> Callable:
-    """Return what makes a processor; one that cannot be loaded raises the error when it is used."""
+    """Return a processor's class; one that cannot be loaded raises its error when it is called."""
 
     def make() -> Any:
         try:
