@@ -198,16 +198,11 @@ def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Ten
     return torch.cat([start, steps], dim=-1).cumsum(-1)
 
 
-def log_mean_exp(
-    log_weights: torch.Tensor, num_particles: torch.Tensor | None = None
-) -> torch.Tensor:
+def log_mean_exp(log_weights: torch.Tensor, num_particles: torch.Tensor) -> torch.Tensor:
     """Return ``log((1/N) sum_n w_n)`` over the last dimension; ``-inf`` if all are dead.
 
-    N is the size of that dimension, or ``num_particles`` ``[...]`` where places are empty; an
-    empty place has weight zero, like a dead particle, but does not count towards N.
+    N is ``num_particles`` ``[...]``: an empty place has weight zero, as dead particles have.
     """
-    if num_particles is None:
-        num_particles = log_weights.new_tensor(log_weights.shape[-1])
     return torch.logsumexp(log_weights, dim=-1) - torch.log(num_particles.to(log_weights))
 
 

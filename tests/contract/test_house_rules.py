@@ -108,16 +108,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1463,
+    "round_lines": 1458,
     "file_changes": 69,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 26_595,
-    "core_lines": 17_453,
+    "package_lines": 26_590,
+    "core_lines": 17_448,
     "kernel_and_hook_lines": 5_864,
     "bench_lines": 6_331,
-    "test_lines": 32_701,
+    "test_lines": 32_700,
     "page_words": 28_000,
     "glossary": 30,
 }

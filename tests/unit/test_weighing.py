@@ -25,12 +25,11 @@ def test_ess_of_equal_weights_is_exactly_n(level: float) -> None:
 def test_weights_at_any_scale(shift: float) -> None:
     """Of a dead group all are zero, not NaN."""
     log_weights = torch.tensor([6.0, 2.0, 0.0, 0.0], dtype=torch.float64).log() + shift
-    is_dead = shift == -INF
-    shares = [0.0] * 4 if is_dead else [0.75, 0.25, 0.0, 0.0]
-    ess = 0 if is_dead else 64 / 40
+    shares, ess = ([0.0] * 4, 0) if shift == -INF else ([0.75, 0.25, 0.0, 0.0], 64 / 40)
     assert weighing.effective_sample_size(log_weights).item() == pytest.approx(ess)
     assert normalized(log_weights).tolist() == pytest.approx(shares)
-    assert weighing.log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
+    mean = weighing.log_mean_exp(log_weights, torch.tensor(4)).item()
+    assert mean == pytest.approx(math.log(2.0) + shift)
 
 
 def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
