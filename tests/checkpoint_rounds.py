@@ -131,6 +131,8 @@ class HeadSlots(CheckpointSlots):
 class HeadDrafts(LanguageModel):
     """Drafts by a head, through the calls that a language model gets."""
 
+    least_temperature = 0.0
+
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         slots: Any = self.forward
         slots.anchors = at.positions[1]
@@ -194,6 +196,7 @@ class CheckpointRounds(ToyWorker):
         worker._round = Round(worker._steps, worker._tables, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
+        self.prefill._draft = worker._steps.draft
         return worker
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:

@@ -201,7 +201,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             # float32.
             numbers(1e-6),
             "Temperature of the draft model",
-            "from 1e-6, default: the request's own",
+            "from 1e-6, default: the request's own, but at least 0.8 (1 - 1 / N) for a draft model "
+            "in mode exact",
         ),
     ] = None
     ngram_weight: Annotated[

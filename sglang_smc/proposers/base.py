@@ -46,6 +46,9 @@ class DraftProposer(ABC):
     lags = False
     """Whether it reads the tokens of rounds without drafts later, in `catch_up`."""
 
+    least_temperature = 0.0
+    """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N."""
+
     attn_backend: ParticleAttention
 
     @property
@@ -115,6 +118,8 @@ class LanguageModel(DraftProposer):
     """
 
     has_stock_passes = lags = True
+    # It may be sure of other tokens than the target: nearly equal chains would miss all of these.
+    least_temperature = 0.8
 
     def __init__(self, forward: ParticleForward, runner: ModelRunner, num_missing: int = 0) -> None:
         self.forward, self._runner, self._missing = forward, runner, num_missing

@@ -240,7 +240,9 @@ class Prefill:
             Their settings, output tokens so far ``[G]``, and counters ``[G, len(Counters)]``.
         """
         tables, device = self._tables, rows.device
-        starts = self._states.begin(reqs, budget)
+        least = self._draft.least_temperature
+        begun = self._states.begin(reqs, budget)
+        starts = [start._replace(least_temperature=least) for start in begun]
         tables.requests.write(starts)
         tables.edits.begin(reqs, [start.row for start in starts])
         num_emitted = on_device(device, [start.num_emitted for start in starts])

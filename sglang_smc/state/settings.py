@@ -27,6 +27,7 @@ class Start(NamedTuple):
     stop_tokens: frozenset[int]
     num_emitted: int = 0
     counters: Sequence[float] = ()
+    least_temperature: float = 0.0  # of `proposers.base.DraftProposer`
 
 
 class Column(NamedTuple):
@@ -47,8 +48,17 @@ def _scheme(of: Start) -> int:
     return list(SCHEMES).index(of.config.resampling_method)
 
 
-def _draft_temperature(of: Start) -> float:
+def _own_temperature(of: Start) -> float:
     return of.config.draft_temperature or of.params.temperature / of.config.drafted_power
+
+
+def _least_temperature(of: Start) -> float:
+    is_free = of.config.is_exact and of.config.draft_temperature is None
+    return of.least_temperature if is_free else 0.0
+
+
+def _draft_temperature(of: Start) -> float:
+    return max(_own_temperature(of), _least_temperature(of) * (1 - 1 / of.config.num_particles))
 
 
 class Settings(NamedTuple):
@@ -84,6 +94,9 @@ class Settings(NamedTuple):
         Tensor, Column(torch.float64, lambda of: of.config.effective_evidence_threshold)
     ]
     draft_temperature: Annotated[Tensor, Column(torch.float32, _draft_temperature)]
+    # Of a single chain; and of many chains of one multi-draft, at least.
+    own_temperature: Annotated[Tensor, Column(torch.float32, _own_temperature)]
+    least_temperature: Annotated[Tensor, Column(torch.float32, _least_temperature)]
     rows: Tensor  # int64, in the tables
     stop_table: Tensor  # [R, V] bool: stop tokens of all requests
 
@@ -98,8 +111,9 @@ class Settings(NamedTuple):
         Args:
             is_exact: nonzero where a single particle is left, which is verified.
         """
-        alone = is_exact > 0
+        alone, least = is_exact > 0, self.least_temperature
         return self._replace(
+            draft_temperature=self.own_temperature.maximum(least - least / num_particles),
             num_particles=num_particles,
             num_steps=num_steps,
             weighs=self.weighs & ~alone,

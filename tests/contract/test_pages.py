@@ -174,7 +174,7 @@ def test_every_flag_has_a_row_with_its_default() -> None:
     in_words = {
         "evidence_threshold": f"{server.EVIDENCE_THRESHOLD:g}",
         "proposal": "draft (verified)",
-        "draft_temperature": "the request's",
+        "draft_temperature": "the request's; [more](drafts.md#beside-sglangs-trees) in `exact`",
         "max_lag": f"{server.LAG} ({server.LONG_LAG})",
         "tilt": "none",
         "adaptive": "off",

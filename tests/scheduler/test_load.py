@@ -295,10 +295,7 @@ def test_a_token_that_particles_may_change_is_sent_to_nobody(
 
 
 def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
-    """Its result is read when the next batch has been chosen, which returns log-probabilities.
-
-    Beside another that goes on, its custom logit processor cannot be loaded.
-    """
+    """Its result is read when the next batch has been chosen; its processor cannot be loaded."""
     other, broken = roomy.send(**asked(0)), '{"callable": "00"}'
     failed = roomy.generate(**asked(1), custom_logit_processor=broken)
     assert (other.why, failed.why) == ("length", "abort")

@@ -80,7 +80,6 @@ def test_budgets_halve_both_and_ends_without_drafts() -> None:
     ("free", "draft", "batch_size", "widest", "best"),
     [
         # Passes that memory bounds are free for all particles and steps.
-        (4096, 0.01, 1, TOP, TOP),
         (4096, 0.01, 32, TOP, TOP),
         (100_000, 0.1, 16, TOP, TOP),
         # Past the ridge each token is paid for, and in the end the target decodes alone.
@@ -160,8 +159,7 @@ def test_a_round_costs_its_passes() -> None:
     assert costs.round(3, TOP, Budget(2, 4)) == costs.round(3, Budget(2, 4), TOP)
     assert costs.round(3, OFF, TOP) == 10 + 0.5, "the draft reads nothing"
     recorded = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
-    assert recorded.round(2, TOP, Budget(1, 1)) == 3.0
-    assert recorded.round(2, OFF, TOP) == 1.0
+    assert [recorded.round(2, of, Budget(1, 1)) for of in (TOP, OFF)] == [3.0, 1.0]
 
 
 def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
@@ -223,6 +221,7 @@ ASKED = [
         {"num_particles": 1},
         {"num_particles": 3, "num_steps": 2},
         {"mode": "exact"},
+        {"mode": "exact", "draft_temperature": 0.2},
         {"mode": "mixed", "num_particles": 2},
         {"mode": "auto", "num_particles": 1},
         {"power": 2.0},
@@ -246,7 +245,7 @@ RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
         (RequestConfig(num_particles=4, mode="mixed"), Budget(2, 0), 2, 0, "mixed"),
         (ASKED[1], OFF, 1, 0, "smc"),
         # A power of p cannot be verified, and keeps its particles.
-        (ASKED[6], OFF, 8, 0, "smc"),
+        (ASKED[-1], OFF, 8, 0, "smc"),
     ],
 )
 def test_what_a_request_runs_with(
@@ -259,7 +258,8 @@ def test_what_a_request_runs_with(
 @pytest.mark.parametrize("budget", RUNGS)
 def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -> None:
     table = RequestTable(1 + len(ASKED), 4, "cpu")
-    table.write([entry(row, config) for row, config in enumerate(ASKED, start=1)])
+    begun = [entry(row, config, temperature=0.3) for row, config in enumerate(ASKED, start=1)]
+    table.write([start._replace(least_temperature=0.8) for start in begun])
     states = [RequestState.of(7, config) for config in ASKED]
     for state in states:
         state.step_to(budget)
@@ -267,12 +267,16 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     reqs = [SimpleNamespace(smc_state=state) for state in states]
     batch: Any = SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=rows)
     inputs = RoundInputs.of(batch, "cpu")
-    found = table.gather(rows).bounded(*inputs.known[1:])
+    found = (as_asked := table.gather(rows)).bounded(*inputs.known[1:])
     expected = [apply_budget(config, budget) for config in ASKED]
     for name in ("num_particles", "num_steps", "weighs"):
         assert getattr(found, name).tolist() == [getattr(config, name) for config in expected]
     thresholds = [config.effective_evidence_threshold for config in expected]
     assert found.evidence_threshold.tolist() == thresholds
+    least = [0.8 * (1 - 1 / of.num_particles) if of.is_exact else 0.0 for of in expected]
+    drafts = [of.draft_temperature or max(0.3, at) for of, at in zip(expected, least, strict=True)]
+    assert found.draft_temperature.tolist() == pytest.approx(drafts)
+    assert budget or as_asked.draft_temperature.tolist() == pytest.approx(drafts)
 
 
 # --- The dial: thresholds that follow the tilt that is asked for
