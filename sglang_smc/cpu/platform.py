@@ -52,6 +52,18 @@ SPECULATIVE_OPTIONS = {
     "enable_multi_layer_eagle": False,
 }
 
+# What fields of server arguments may be; first what runs here, then defaults of SGLang's.
+_ALLOWED = {
+    "page_size": (1, None),
+    "enable_torch_compile": (False,),
+    "hicache_mem_layout": ("layer_first", "page_first"),
+}
+# The same, unless Triton's kernels are interpreted.
+_ALLOWED_BACKENDS = {"lora_backend": ("torch_native", "csgmv")} | dict.fromkeys(
+    ("attention_backend", "prefill_attention_backend", "speculative_draft_attention_backend"),
+    (ATTENTION_BACKEND, None, "intel_amx", "flex_attention"),
+)
+
 
 def activate() -> str | None:
     """Return the platform's qualified name where it should be used, else None.
@@ -201,19 +213,18 @@ def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
 
 
 def _check_server_args(server_args: Arguments) -> None:
-    refused = {
-        f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
-        "for example with CUDA_VISIBLE_DEVICES='')": server_args.device != "cpu",
-        f"page_size={server_args.page_size}": server_args.page_size not in (None, 1),
-        "enable_torch_compile": server_args.enable_torch_compile,
-        f"hicache_mem_layout={server_args.hicache_mem_layout!r} (allowed: 'layer_first')": (
-            server_args.hicache_mem_layout not in ("page_first", "layer_first")
-        ),
-    }
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    found, fields = [], _ALLOWED | ({} if is_interpreted else _ALLOWED_BACKENDS)
+    if server_args.device != "cpu":
+        found.append(
+            f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
+            "for example with CUDA_VISIBLE_DEVICES='')"
+        )
     if server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN"):
-        for field, nothing in SPECULATIVE_OPTIONS.items():
-            value = getattr(server_args, field, nothing)  # each release lacks some
-            refused[f"{field}={value!r} (allowed: {nothing!r})"] = value != nothing
-    found = [what for what, present in refused.items() if present]
+        fields |= {field: (nothing,) for field, nothing in SPECULATIVE_OPTIONS.items()}
+    for field, allowed in fields.items():
+        value = getattr(server_args, field, allowed[0])  # each release lacks some
+        if value not in allowed:
+            found.append(f"{field}={value!r} (allowed: {allowed[0]!r})")
     if found:
         raise ValueError(f"the {PLATFORM_NAME} platform does not support {', '.join(found)}")

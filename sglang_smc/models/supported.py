@@ -16,9 +16,11 @@ from sglang.srt.configs.model_config import (
     is_minimax_sparse,
     is_multimodal_model,
 )
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
@@ -68,13 +70,9 @@ _TEXT_OF_IMAGES = {
     "Qwen3VLMoeForConditionalGeneration",
 }
 
-
 # Those of them that also run with images (`--enable-multimodal`): in rounds, which are all text, an
 # image has shifted rotary positions, and nothing else.
-_SEEING = {
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-}
+_SEEING = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 
 # Architectures with linear attention that have been run over particles.
 _RECURRENT = {
@@ -112,11 +110,20 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         model_path=draft,
         model_revision=server_args.speculative_draft_model_revision or "main",
         is_draft_model=True,
+        context_length=0,  # none is too long: SGLang would name neither flag nor draft
     )
     config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
     if draft == server_args.model_path and kinds.reads_states(server_args):
         kinds.take_mtp(config)
     flag = "--speculative-draft-model-path"
+    longest = get_context_length(config.hf_text_config)
+    if longest < target.context_len and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        found.append(
+            f"{flag} {draft} is made for texts of {longest} tokens, and this server's have up to "
+            f"{target.context_len}; allowed: no fewer. Pass --context-length {longest}, choose "
+            "another draft, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, with which this "
+            "one drafts beyond, where it may fit worse."
+        )
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [
         f"{flag} {draft} {what}; allowed: a language model, an EAGLE-3 head ({kinds.EAGLE3}), a "

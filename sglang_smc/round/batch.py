@@ -20,12 +20,7 @@ from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.metrics import CounterTable, zero_counters
-from sglang_smc.state.population import (
-    NO_LOGPROBS,
-    LogprobWidths,
-    ParticleTable,
-    Population,
-)
+from sglang_smc.state.population import NO_LOGPROBS, LogprobWidths, ParticleTable, Population
 from sglang_smc.state.request import state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 

@@ -26,12 +26,7 @@ from sglang_smc.smc.weighing import choose
 from sglang_smc.state.failures import end_failed
 from sglang_smc.state.metrics import Monitor, Played, gained
 from sglang_smc.state.population import Emitted, Population
-from sglang_smc.state.request import (
-    deliver,
-    has_open_token,
-    particles_of,
-    state_of,
-)
+from sglang_smc.state.request import deliver, has_open_token, particles_of, state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -53,7 +53,7 @@ _AT_DEFAULT = {
     "enable_prefill_context_parallel enable_dsa_prefill_context_parallel",
     "draft and target run in one process, one stage": "pp_size enable_pdmux "
     "enable_pd_role_switch decoupled_spec_role",
-    _NO_BATCH_SYNC: "moe_dp_size dwdp_size moe_a2a_backend elastic_ep_backend",
+    _NO_BATCH_SYNC: "moe_dp_size dwdp_size moe_a2a_backend elastic_ep_backend enable_waterfill",
     _NO_PLUGINS: "tokenizer_worker_num use_ray",
     _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
     "enable_lmcache enable_flexkv radix_cache_backend disaggregation_decode_enable_offload_kvcache "

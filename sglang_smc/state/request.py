@@ -31,13 +31,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.arena import remaining
 from sglang_smc.options.policy import Dial
-from sglang_smc.options.request import (
-    Budget,
-    RequestConfig,
-    apply_budget,
-    config_of,
-    union,
-)
+from sglang_smc.options.request import Budget, RequestConfig, apply_budget, config_of, union
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import PotentialSpec

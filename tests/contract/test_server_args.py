@@ -137,12 +137,9 @@ def test_rounds_are_captured_where_they_can_be(
     device: str, kernels: str, decode_graphs: str, captures: bool
 ) -> None:
     """SGLang's --disable-cuda-graph turns ours off, too."""
-    server_args: Any = SimpleNamespace(
-        device=device,
-        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs)),
-        enable_lora=None,
-        lora_paths=None,
-    )
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs))
+    given = {"device": device, "enable_lora": None, "lora_paths": None}
+    server_args: Any = SimpleNamespace(cuda_graph_config=graphs, **given)
     assert arguments._captures(SMCConfig(kernels=kernels), server_args) is captures
     server_args.lora_paths = ["a=/adapter"]
     assert not arguments._captures(SMCConfig(kernels=kernels), server_args)
@@ -183,12 +180,10 @@ def stock_args(**keywords: Any) -> ServerArgs:
 
 #: What a server does not start with, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"speculative_num_steps": 4, "speculative_num_draft_tokens": 8},
-        r"--speculative-num-draft-tokens is 8; allowed: .* = 5",
-    ),
+    ({"speculative_num_draft_tokens": 8}, r"--speculative-num-draft-tokens is 8; allowed: .* = 9"),
     ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
+    ({"enable_waterfill": True}, "--enable-waterfill is True; allowed: False, .* Leave it out"),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
     ({"speculative_smc_round_graph": "on", "enable_lora": True}, "is 'on' with LoRA adapters"),
     # Variables: no plugins would be loaded; 1.7 GB would be reserved for graphs that there are not.
@@ -216,7 +211,7 @@ def test_an_adapter_starts_unless_it_has_the_name_of_a_preset(smc: dict) -> None
 
 @pytest.mark.parametrize(("draft", "kept"), [("draft", True), ("eagle3", False), ("dflash", False)])
 def test_no_prefill_graphs_are_captured_where_a_head_drafts(
-    draft: str, kept: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    smc: dict, draft: str, kept: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None would be replayed: they keep no states of the prompt's tokens."""
     original = arguments.resolve
@@ -229,12 +224,8 @@ def test_no_prefill_graphs_are_captured_where_a_head_drafts(
 
     monkeypatch.setattr(arguments, "resolve", as_on_a_gpu)
     caplog.set_level(logging.INFO)
-    found = resolve(
-        model_path=str(PAIR / "target"),
-        speculative_algorithm="SMC",
-        speculative_draft_model_path=str(PAIR / draft),
-        device="cpu",
-    )
+    pair = {"model_path": str(PAIR / "target"), "speculative_draft_model_path": str(PAIR / draft)}
+    found = resolve(**smc | pair, device="cpu")
     graphs = upstream.resolved(found).cuda_graph_config
     assert graphs is not None
     assert graphs.prefill.backend == ("breakable" if kept else "disabled")

@@ -39,6 +39,7 @@ def test_sglang_chooses_it_where_no_other_serves(monkeypatch, accelerator, envir
 def make_args(monkeypatch):
     """Server arguments as SGLang hands them over: device and AMX backend already filled in."""
     monkeypatch.setattr(threads, "set_default_environment", lambda **sizes: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def make(**changes):
         absent = ("page_size", "max_total_tokens", "mem_fraction_static", "speculative_algorithm")
@@ -58,8 +59,9 @@ def test_bfloat16_where_the_processor_multiplies_it(make_args, monkeypatch, mult
     assert make_args().dtype == dtype
 
 
-def test_defaults_leave_what_the_user_chose(make_args):
+def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
     args = make_args()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # else Triton's adapters do not run
     assert args.attention_backend == args.lora_backend == "torch_native"
     assert args.max_total_tokens and args.mem_fraction_static
     chosen = {"attention_backend": "flex_attention", "dtype": "bfloat16", "lora_backend": "triton"}
@@ -76,6 +78,9 @@ def test_defaults_leave_what_the_user_chose(make_args):
         ({"page_size": 16}, "page_size=16"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
         ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),
+        ({"attention_backend": "triton"}, "attention_backend='triton' .allowed: 'torch_native'"),
+        ({"prefill_attention_backend": "flashinfer"}, "'flashinfer' .allowed: 'torch_native'"),
+        ({"lora_backend": "triton"}, "lora_backend='triton' .allowed: 'torch_native'"),
     ],
 )
 def test_refusals(make_args, change, message):

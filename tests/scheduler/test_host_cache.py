@@ -12,10 +12,7 @@ import pytest
 from head_laws import DFLASH, EAGLE3
 from in_process import Reply, Server
 from model_families import MTP, make_model
-from sglang.srt.managers.io_struct import (
-    AttachHiCacheStorageReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.mem_cache.pool_host import base
 from tiny_models import smc_arguments
 
