@@ -108,13 +108,13 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1458,
+    "round_lines": 1453,
     "file_changes": 69,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 26_612,
-    "core_lines": 17_470,
+    "package_lines": 26_609,
+    "core_lines": 17_456,
     "kernel_and_hook_lines": 5_864,
     "bench_lines": 6_331,
     "test_lines": 32_704,
