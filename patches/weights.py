@@ -1,6 +1,7 @@
 """Load new weights into a running server, or report why not."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, cast
@@ -15,7 +16,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_smc import upstream
-from sglang_smc.models.weight_update import names_in, reason_not_to_name
+from sglang_smc.models.weight_update import NO_DRAFT, names_in, reason_not_to_name
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.requirements import NO_STORAGE
@@ -128,16 +129,8 @@ def update_from_distributed(
     manager: SchedulerWeightUpdaterManager,
     recv_req: io_struct.UpdateWeightsFromDistributedReqInput,
 ) -> Any:
-    """Update one model where the selector is 'all', SGLang's default.
-
-    It is the one that the session was opened for, or the target. Refuse tensors named 'draft.…'
-    there.
-    """
-    reason = reason_not_to_name(recv_req.names)
-    if reason is not None:
-        return reason
-    upstream.select_one_model(manager, recv_req)
-    return original(manager, recv_req)
+    """Update one model, where the selector is 'all' the session's or the target."""
+    return _unfit(manager, recv_req, recv_req.names) or original(manager, recv_req)
 
 
 @PATCHES.on(
@@ -155,11 +148,8 @@ def update_from_tensor(
 ) -> Any:
     """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
     try:
-        reason = reason_not_to_name(names_in(recv_req.serialized_named_tensors[0]))
-        if reason is not None:
-            return reason
-        upstream.select_one_model(manager, recv_req)
-        return original(manager, recv_req)
+        names = names_in(recv_req.serialized_named_tensors[0])
+        return _unfit(manager, recv_req, names) or original(manager, recv_req)
     except Exception as error:  # reported to the sender, whatever it is
         # Ranks that have loaded theirs wait here.
         torch.distributed.barrier(group=manager.tp_cpu_group)
@@ -203,15 +193,16 @@ async def release_memory(
         return await original(manager, obj, request)
     if not upstream.resolved(manager.server_args).enable_memory_saver:
         raise ValueError("No memory can be released: start it with --enable-memory-saver.")
-    obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
-    released(manager).update(obj.tags)  # first, so that no request arrives in between
-    try:
-        if not (await manager.flush_cache()).success:
-            raise ValueError("Requests run or wait; allowed: none. Abort them, or ask again later.")
-        await original(manager, obj, request)
-    except BaseException:
-        released(manager).difference_update(obj.tags)
-        raise
+    async with _turn(manager):
+        obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
+        released(manager).update(obj.tags)  # first, so that no request arrives in between
+        try:
+            if not (await manager.flush_cache()).success:
+                raise ValueError("Requests run or wait; allowed: none. Abort them, or ask later.")
+            await original(manager, obj, request)
+        except BaseException:
+            released(manager).difference_update(obj.tags)
+            raise
 
 
 @PATCHES.on(
@@ -224,10 +215,12 @@ async def resume_memory(
     original: Callable, manager: TokenizerManager, obj: Any, request: Any = None
 ) -> None:
     """Resume memory that is released; all else is HTTP 400."""
-    if is_smc(manager.server_args):
+    if not is_smc(manager.server_args):
+        return await original(manager, obj, request)
+    async with _turn(manager):
         obj.tags = _tags(obj, released(manager))
-    await original(manager, obj, request)
-    released(manager).difference_update(obj.tags or ())
+        await original(manager, obj, request)
+        released(manager).difference_update(obj.tags)
 
 
 @PATCHES.on(
@@ -249,6 +242,19 @@ def released(manager: TokenizerManager) -> set[str]:
     return vars(manager).setdefault("smc_released", set())
 
 
+def _turn(manager: TokenizerManager) -> asyncio.Lock:
+    """Return the lock that a release or resumption holds until the scheduler has answered."""
+    return vars(manager).setdefault("smc_turn", asyncio.Lock())
+
+
+def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
+    """Select one model, and return why tensors of these names are not for it; None if they are."""
+    upstream.select_one_model(manager, recv_req)
+    is_drafts = getattr(recv_req, "selector", None) == "draft"
+    no_draft = is_drafts and manager.draft_worker.draft_worker is None
+    return NO_DRAFT if no_draft else reason_not_to_name(names)
+
+
 def _tags(obj: Any, allowed: set[str]) -> list[str]:
     """Return the tags of a request, all that are allowed for None; ValueError for others."""
     tags = set(obj.tags or allowed)
@@ -268,14 +274,8 @@ def _held(scheduler: Scheduler, recv_req: Any) -> str | None:
     if not recv_req.flush_cache:
         return None
     # Unless the server is paused, SGLang has waited for all requests to end.
-    holds = scheduler._engine_paused and not _is_retracted(scheduler)
-    return _HELD if holds or len(scheduler.grammar_manager) else None
-
-
-def _is_retracted(scheduler: Scheduler) -> bool:
-    """Return whether no request of a paused server owns KV."""
-    is_running = not scheduler.running_batch.is_empty()
-    return not (is_running or scheduler.last_batch or scheduler.chunked_req)
+    runs = not scheduler.running_batch.is_empty() or scheduler.last_batch or scheduler.chunked_req
+    return _HELD if (scheduler._engine_paused and runs) or len(scheduler.grammar_manager) else None
 
 
 @contextmanager

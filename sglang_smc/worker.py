@@ -57,6 +57,7 @@ class SMCWorker(WeightUpdates):
         self._draft_worker = None
         if not self.config.has_no_draft:
             self._draft_worker = drafts.build(target_worker, server_args, placement)
+        self.read_shapes()
         models, group = (target_worker, self._draft_worker), get_parallel().tp_group
         self._ops = operations(self.config, *models, self.device, group)
         if self._ops.kind == "torch":  # attention that reads lengths on the host

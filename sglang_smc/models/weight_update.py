@@ -2,7 +2,8 @@
 
 Weights and verification correct for any draft, if not at the same speed. So an update that names no
 draft keeps it. SGLang loads weights in place: a checkpoint that does not fit, or is incomplete,
-would fail half way, when the old weights are gone. So it is validated on disk first.
+would fail half way, when the old weights are gone. So it is validated on disk first, against what
+the server started with, whose files may have changed or gone.
 """
 
 import pickletools
@@ -22,47 +23,41 @@ from sglang_smc import upstream
 Shapes = dict[str, tuple[int, ...]]
 
 
-def reason_not_to_load(path: str, loaded: str) -> str | None:
-    """Return why the checkpoint at ``path`` cannot replace ``loaded``; None if it can.
+def reason_not_to_load(path: str, old: Shapes | str) -> str | None:
+    """Return why the checkpoint at ``path`` cannot replace one of ``old`` tensors; None if it can.
 
     The two must have the same tensors, by name and shape.
     """
-    try:
-        new, old = tensor_shapes(path), tensor_shapes(loaded)
-    except Exception as error:  # reported to the operator, whatever it is
-        return f"{path!r} cannot replace {loaded!r}: {error}"
+    new = tensor_shapes(path)
+    if isinstance(new, str) or isinstance(old, str):
+        return f"{path!r} cannot be loaded: {new if isinstance(new, str) else old}"
     differing = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
     if not differing:
         return None
     name = differing[0]
     return (
-        f"{path!r} cannot replace {loaded!r}: {len(differing)} tensors differ, {name} is "
+        f"{path!r} cannot be loaded: {len(differing)} tensors differ, {name} is "
         f"{_shape(new, name)} instead of {_shape(old, name)}. Allowed: a checkpoint of the same "
         "architecture and size; start a new server for another."
     )
 
 
-def tensor_shapes(path: str) -> Shapes:
+def tensor_shapes(path: str) -> Shapes | str:
     """Return name and shape of each tensor in a checkpoint, read from its files' headers.
 
-    Args:
-        path: a folder, or a Hugging Face id that has been downloaded.
-
-    Raises:
-        ValueError: there are no safetensors.
-        Exception: of the reader, for example for a truncated file.
+    If they cannot be read, return the error. The path may be a downloaded Hugging Face id.
     """
     from safetensors import safe_open
 
-    files = sorted(_folder(path).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"there are no *.safetensors in {path!r}")
     shapes: Shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-    return shapes
+    try:
+        for file in _folder(path).glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                names = tensors.keys()
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    except Exception as error:  # reported to the operator, whatever it is
+        return str(error)
+    return shapes or f"there are no *.safetensors in {path!r}"
 
 
 def _folder(path: str) -> Path:
@@ -85,13 +80,20 @@ DRAFT_PREFIX = "draft."
 
 LOAD_FORMATS = ("auto", "safetensors")
 
-_NO_DRAFT = "New weights are for the draft, and this server has no draft model. Leave them out."
+NO_DRAFT = "New weights are for the draft, and this server has no draft model. Leave them out."
 
 
 class WeightUpdates(BaseSpecWorker):
     """The worker's interface for weight updates, which `patches/weights.py` calls."""
 
     _draft_worker: TpModelWorker | None
+    _shapes: dict[TpModelWorker, Shapes | str]  # or why they cannot be read
+
+    def read_shapes(self) -> None:
+        """Read the shapes of what is loaded."""
+        workers = filter(None, (self.target_worker, self.draft_worker))
+        paths = ((worker, worker.model_runner.model_config.model_path) for worker in workers)
+        self._shapes = {worker: tensor_shapes(path) for worker, path in paths}
 
     @property
     def draft_worker(self) -> TpModelWorker | None:
@@ -113,10 +115,11 @@ class WeightUpdates(BaseSpecWorker):
                 "recapture_cuda_graph is True; allowed: False, since weights are loaded in place "
                 "and captured rounds go on reading them. Leave it out."
             )
-        reason, draft = _reason(recv_req.model_path, self.target_worker), manifest.get(DRAFT_KEY)
-        if reason is not None or draft is None:
+        reason = reason_not_to_load(recv_req.model_path, self._shapes[self.target_worker])
+        if reason is not None or (draft := manifest.get(DRAFT_KEY)) is None:
             return reason
-        return _NO_DRAFT if self.draft_worker is None else _reason(draft, self.draft_worker)
+        own = self.draft_worker
+        return NO_DRAFT if own is None else reason_not_to_load(draft, self._shapes[own])
 
     def load_draft(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         """Load the draft's checkpoint, if the request names one; return an error or None."""
@@ -148,7 +151,7 @@ class WeightUpdates(BaseSpecWorker):
             if name.startswith(DRAFT_PREFIX)
         ]
         if drafts and self.draft_worker is None:
-            return False, _NO_DRAFT
+            return False, NO_DRAFT
         for worker, named in ((self.target_worker, own), (self.draft_worker, drafts)):
             if named and worker is not None:
                 updater = worker.model_runner.weight_updater
@@ -190,7 +193,3 @@ def reason_not_to_name(names: Iterable[str]) -> str | None:
         f"A tensor is named {named!r}; allowed: names as in its own checkpoint. Send the draft's "
         "without 'draft.', in an update with selector='draft'."
     )
-
-
-def _reason(path: str, worker: TpModelWorker) -> str | None:
-    return reason_not_to_load(path, worker.model_runner.model_config.model_path)

@@ -98,14 +98,12 @@ def test_sizes_change_under_requests_of_all_kinds_in_a_small_pool(
 ) -> None:
     pool = {"max_total_tokens": 500, "max_running_requests": 12, "chunked_prefill_size": 24}
     server, draw = adaptive(num_free=4, **pool), random.Random(0)
-    limits = [draw.choice([1, 2, 17, 40]) for _ in range(40)]
-    requests = []
+    requests, limits = [], [draw.choice([1, 2, 17, 40]) for _ in range(40)]
     for index, limit in enumerate(limits):
         prompt = [draw.randrange(2, 64) for _ in range(draw.choice([0, 7, 40]))]
         stop = {"stop": ["t9 "]} if index % 9 == 0 else {}
-        smc = {"smc": SMC[index % len(SMC)]}
-        params = {"temperature": 1.2, "sampling_seed": index, "custom_params": smc, **stop}
-        requests.append(asked(limit, *prompt, **params))
+        own = {"custom_params": {"smc": SMC[index % len(SMC)]}, **stop}
+        requests.append(asked(limit, *prompt, temperature=1.2, sampling_seed=index, **own))
     crowd = [server.send(**one) for one in requests[:20]]
     server.step(6)
     server.retract(*crowd)  # each, as it runs beside another

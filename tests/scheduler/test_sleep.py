@@ -96,8 +96,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> MemorySaver:
 def answers(server: Server) -> list[list[int]]:
     replies = []
     for seed, smc in enumerate(KINDS):
-        own = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": seed}
-        params = {**own, "custom_params": {"smc": smc}}
+        params = {"max_new_tokens": 24, "sampling_seed": seed, "custom_params": {"smc": smc}}
         replies.append(server.send(input_ids=[5 + seed, *range(20, 31)], sampling_params=params))
     server.finish()
     return [reply.output_ids for reply in replies]
@@ -106,8 +105,7 @@ def answers(server: Server) -> list[list[int]]:
 def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, str]) -> None:
     """As a trainer has it: all is released, then the weights come, then the KV cache."""
     sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32}
-    arguments = smc_arguments(*pair, **sizes, enable_memory_saver=True)
-    with running(**arguments) as server:
+    with running(**smc_arguments(*pair, **sizes, enable_memory_saver=True)) as server:
         before = answers(server)
         draft: Any = server.scheduler.draft_worker.draft_worker
         models = server.scheduler.tp_worker.model_runner.model, draft.model_runner.model
@@ -118,9 +116,8 @@ def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, s
             server.ask(ResumeMemoryOccupationReqInput(tags=["weights"]))
             assert all(weight.isnan().all() for weight in target.values())
             assert not any(weight.isnan().any() for weight in of_draft.values())
-            loaded = server.ask(
-                UpdateWeightFromDiskReqInput(model_path=pair[0], load_format="auto")
-            )
+            update = UpdateWeightFromDiskReqInput(model_path=pair[0], load_format="auto")
+            loaded = server.ask(update)
             assert loaded.success, loaded.message
             server.ask(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
             assert answers(server) == before
@@ -137,14 +134,19 @@ class Manager(SimpleNamespace):
 
     async def take(self, _: Any, obj: Any, __: Any) -> None:
         self.asked.append(obj.tags)
+        await asyncio.sleep(0)
 
 
 def test_what_would_end_a_scheduler_is_refused() -> None:
     manager: Any = Manager(busy=True, asked=[])
     manager.server_args = SimpleNamespace(speculative_algorithm="SMC", enable_memory_saver=False)
 
-    def call(hook: Any, *tags: str) -> None:
-        asyncio.run(hook(manager.take, manager, SimpleNamespace(tags=list(tags) or None)))
+    def call(hook: Any, *tags: str, times: int = 1) -> None:
+        async def at_once() -> None:
+            each = (SimpleNamespace(tags=list(tags) or None) for _ in range(times))
+            await asyncio.gather(*(hook(manager.take, manager, one) for one in each))
+
+        asyncio.run(at_once())
 
     with pytest.raises(ValueError, match="start it with --enable-memory-saver"):
         call(release_memory)
@@ -166,7 +168,8 @@ def test_what_would_end_a_scheduler_is_refused() -> None:
         call(release_memory, "kv_cache")
     with pytest.raises(ValueError, match=r"Memory is released \(cuda_graph, kv_cache, weights\)"):
         generate_request(manager.take, manager, GenerateReqInput(text="t1"))
-    call(resume_memory, "weights")
+    with pytest.raises(ValueError, match="allowed now: cuda_graph, kv_cache"):
+        call(resume_memory, "weights", times=2)
     call(resume_memory)
     expected = [["kv_cache"], ["cuda_graph", "weights"], ["weights"], ["cuda_graph", "kv_cache"]]
     assert manager.asked == expected

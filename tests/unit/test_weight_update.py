@@ -18,10 +18,7 @@ from sglang_smc.patches.weights import update_from_ipc, update_from_tensor
 
 selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
 TENSORS = [("lm_head.weight", torch.ones(2)), ("draft.norm.weight", torch.ones(2))]
-BUCKET = {
-    "flattened_tensor": torch.ones(2),
-    "metadata": [SimpleNamespace(name="draft.norm.weight")],
-}
+BUCKET = {"flattened_tensor": torch.ones(2), "metadata": [SimpleNamespace(name=TENSORS[1][0])]}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +118,9 @@ def test_kv_in_use_is_not_flushed_and_other_algorithms_are_left_alone() -> None:
     assert manager.found == [("the draft", True)]
 
 
-def test_what_tensors_raise_is_an_answer_and_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tensors_raise_is_an_answer_and_no_rank_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     met: list[Any] = []
     monkeypatch.setattr(weights.torch.distributed, "barrier", lambda group: met.append(group))
     sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]
@@ -130,3 +129,6 @@ def test_what_tensors_raise_is_an_answer_and_no_rank_waits(monkeypatch: pytest.M
     answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"
+    request.selector, manager.draft_worker = "draft", SimpleNamespace(draft_worker=None)
+    answer = update_from_tensor(Manager.update, manager, request)
+    assert (answer.success, "no draft model" in answer.message) == (False, True)
