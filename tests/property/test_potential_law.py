@@ -99,24 +99,6 @@ def test_who_is_forbidden_altogether_ends() -> None:
     assert torch.equal(outcome.log_evidence, torch.full((3,), -math.inf, dtype=torch.float64))
 
 
-def test_a_vote_takes_the_answer_that_weighs_most() -> None:
-    """The last letter but the end is the answer. With many particles the vote is for the likelier
-    one under the target, nearly always; draws by weight follow their shares."""
-    shares: dict[str, float] = {}
-    for text, mass in P.items():
-        last = read(text).rstrip(".")[-1:]
-        shares[last] = shares.get(last, 0.0) + mass
-    likeliest = max((share, letter) for letter, share in shares.items() if letter)[1]
-
-    def share_of_likeliest(chosen: dict[str, Any]) -> float:
-        texts = asked({"evidence_threshold": 0.0, **chosen}, 32, 2, num_runs=400).outputs
-        lasts = [read(tuple(text)).rstrip(".")[-1:] for text in texts.tolist()]
-        return lasts.count(likeliest) / len(lasts)
-
-    voted = share_of_likeliest({"selection": "vote", "answer_pattern": r"([ab])\.*$"})
-    assert voted > share_of_likeliest({}) + 0.1
-
-
 def test_votes_that_wait_for_later_rounds_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """All particles have ended, and stand still until the last text has been read."""
     vote = {"selection": "vote", "answer_pattern": "[ab]", "evidence_threshold": 0.0}
