@@ -455,7 +455,7 @@ class Round:
         resized_from: torch.Tensor | None = None,
         loaded: tuple[RoundBatch, Population] | None = None,
     ) -> Outcome:
-        """Play a round: advance all particles, and emit the tokens that a group's share.
+        """Play a round: advance all particles, and emit the tokens that each group's share.
 
         Args:
             inputs: of the G requests.

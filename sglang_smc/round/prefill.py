@@ -240,8 +240,7 @@ class Prefill:
             Their settings, output tokens so far ``[G]``, and counters ``[G, len(Counters)]``.
         """
         tables, device = self._tables, rows.device
-        least = self._draft.least_temperature
-        begun = self._states.begin(reqs, budget)
+        begun, least = self._states.begin(reqs, budget), self._draft.least_temperature
         starts = [start._replace(least_temperature=least) for start in begun]
         tables.requests.write(starts)
         tables.edits.begin(reqs, [start.row for start in starts])

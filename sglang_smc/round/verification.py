@@ -30,7 +30,7 @@ def verify(
     The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
     target's own tokens. All particles become copies of one winner: they start and end such a round
     with one sequence, which is emitted at once. With masks, the masked and renormalised
-    distributions are compared. Arguments and result are those of `round.play.Steps.decide`.
+    distributions are compared. ``p`` and ``log_p`` are ``[G, N, K + 1]``, of `Steps.score`.
     """
     settings, ops = batch.settings, batch.ops
     if drafts.q is None:
