@@ -6,7 +6,7 @@ A mutant is one change by an operator of Cosmic Ray (`a < b` for `a <= b`, `0` f
 `x`, ...) at one place; the sample is fixed by its seed. Tests of unit/ and property/ that run the
 mutated line are run in a fork, the shortest first, until one fails. FILE has a line of JSON per
 mutant, and a run goes on where it was stopped. No clock decides: a mutant that loops for ever ends
-at a limit of CPU seconds, and counts as killed.
+at a limit of CPU seconds, and counts as killed. Seconds are those of budget.toml's machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from costs import slowness
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/unit", "tests/property")
@@ -166,6 +168,7 @@ class Recorder:
             data_file=None, config_file=False, include=[str(ROOT / file) for file in files()]
         )
         self.seconds: dict[str, float] = {}
+        self._slowness = slowness()
         self.failed: list[str] = []
         self.coverage.start()
 
@@ -174,7 +177,7 @@ class Recorder:
         self._start = time.process_time()
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.seconds[nodeid] = time.process_time() - self._start
+        self.seconds[nodeid] = (time.process_time() - self._start) / self._slowness
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
