@@ -395,6 +395,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
+        if self.has_no_draft and self.draft_temperature is not None:
+            told = "no draft_temperature, or a smaller weight with a draft model: matches have none"
+            yield ("draft_temperature", "ngram_weight"), told
         if self.weighs and not self.extends and self.has_no_draft:
             told = (
                 "proposal 'verified', or mode 'exact', 'mixed' or 'auto', which draw from the "

@@ -62,6 +62,10 @@ TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"power": 0.5, "evidence_threshold": 0.25},
         ("--speculative-smc-power is 0.5", "--speculative-smc-evidence-threshold is 0.25"),
     ),
+    (
+        {"mode": "exact", "ngram_weight": 1, "draft_temperature": 0.5},
+        ("draft-temperature is 0.5 and", "ngram-weight is 1; allowed", "with a draft model"),
+    ),
     ({"mode": "smc", "ngram_weight": 1}, ("ngram-weight is 1; allowed", "is 'smc' and", "'exact'")),
 ]
 ALLOWED: list[dict[str, Any]] = [
