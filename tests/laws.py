@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,19 @@ def rules(
     """Those of one request."""
     asked = (torch.tensor([x]) for x in (temperature, top_k, top_p, min_p, top_k == 1))
     return SamplingRules(*asked)
+
+
+PLAIN = {"temperatures": 1.0, "top_ks": ALL, "top_ps": 1.0, "min_ps": 0.0}
+
+
+def sampling(size: int, **limits: Any) -> Any:
+    """What SGLang knows of ``size`` requests that sample alike."""
+    given = PLAIN | limits
+    info: dict[str, Any] = {name: torch.full((size,), value) for name, value in given.items()}
+    info["temperatures"] = info["temperatures"].view(-1, 1)
+    for name in ("top_k", "top_p", "min_p"):
+        info[f"need_{name}_sampling"] = f"{name}s" in limits
+    return SimpleNamespace(**info)
 
 
 def sorted_law(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from audit.faults.audit_faults import OWN, STOCK, accept
 from audit.run import SERVERS, row_of
+from laws import sampling
 
 from sglang_smc.patches.cpu import speculation
 from sglang_smc.smc.distribution import TokenDistribution
@@ -13,19 +14,16 @@ from sglang_smc.smc.verification import Verified
 
 NODES = 60
 FLAT = torch.tensor([[0.3, 0.2, 0.1, 0.0]]).repeat(NODES, 1)  # logits
-NEEDS = ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling")
 
 
-def tokens_of(fault: str, logits: torch.Tensor = FLAT, **info: Any) -> list[int]:
+def tokens_of(fault: str, logits: torch.Tensor = FLAT, **limits: Any) -> list[int]:
     """Sample the target's tokens at the nodes of one chain, with a fault."""
-    given = {"top_ks": torch.tensor([1]), "top_ps": torch.ones(1), "min_ps": torch.zeros(1)}
-    rules = {"temperatures": torch.ones(1, 1), **given, **dict.fromkeys(NEEDS, False), **info}
     torch.manual_seed(0)
     tokens = STOCK[fault](
         speculation.sample_target,
         None,
         next_token_logits=logits,
-        sampling_info=SimpleNamespace(**rules),
+        sampling_info=sampling(1, **limits),
         batch_size=1,
         verify_width=len(logits),
         max_top_k=None,
@@ -38,10 +36,9 @@ def test_each_fault_is_audited() -> None:
 
 
 def test_faults_change_what_is_sampled() -> None:
-    cold = {"temperatures": torch.full((1, 1), 1e-3)}
     assert set(tokens_of("greedy")) == {0}
-    assert len(set(tokens_of("temperature", **cold))) > 1
-    assert len(set(tokens_of("filters", need_top_k_sampling=True))) > 1
+    assert len(set(tokens_of("temperature", temperatures=1e-3))) > 1
+    assert len(set(tokens_of("filters", top_ks=1))) > 1
     assert tokens_of("bonus")[-1] == 0 != max(tokens_of("bonus"))
 
 

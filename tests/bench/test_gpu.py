@@ -33,24 +33,17 @@ from speed.runner import (
     TimeUpError,
     read_results,
 )
-from speed_stand_ins import FakeEngine
+from speed_stand_ins import ORIGIN, FakeEngine
 from study import REPOSITORY, BenchError
 
 from sglang_smc import __version__
 from sglang_smc.tools.command.machine import ENTRY_POINTS
 
-CALL = {
-    "date": "2026-01-01T00:00",
-    "git_sha": "abc",
-    "hardware": "NVIDIA H200",
-    "versions": {"torch": "2.11.0"},
-    "gpu": {"driver_version": "580"},
-}
 CODE = {"code": 1}
 
 
 def records_in(*folders: Path, reads: Sequence[Path] = ()) -> Records:
-    return Records(folders, reads, CALL)
+    return Records(folders, reads, {**ORIGIN, "gpu": {"driver_version": "580"}})
 
 
 # --- Results

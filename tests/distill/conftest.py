@@ -1,10 +1,10 @@
 """A target and a draft so small that a step of training takes milliseconds, and texts of theirs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_tiny_model
 
 from sglang_smc.tools.distill.teacher import Teacher, Text, load_model, sample_answers
 
@@ -12,16 +12,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tiny: Callable[..., str]) -> Path:
     """Four layers; its laws are neither flat nor sure."""
-    folder = tmp_path_factory.mktemp("target")
-    return Path(make_tiny_model(folder, vocab_size=24, layers=4, hidden=32, seed=1, scale=0.25))
+    return Path(tiny(vocab_size=24, layers=4, seed=1, scale=0.25))
 
 
 @pytest.fixture(scope="session")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("draft")
-    return Path(make_tiny_model(folder, vocab_size=24, layers=1, hidden=32, seed=2, scale=0.1))
+def draft(tiny: Callable[..., str]) -> Path:
+    return Path(tiny(vocab_size=24, layers=1, seed=2, scale=0.1))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ import triton
 import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
 from triton import knobs
 
-if TYPE_CHECKING:
-    from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.interface import Ops
 
 _FOLDER = Path(__file__).parents[2] / "kernels"
 KERNELS = sorted(
@@ -50,7 +48,7 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> "Ops":
+def kernels() -> Ops:
     """The operations of a round with the kernels as they are decorated here."""
     import sglang_smc.ops.triton_ops
 

@@ -1,7 +1,5 @@
 """The batched CPU attention against a float64 loop over rows, heads and queries."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -118,32 +116,25 @@ def heads(request):
     return request.param
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def dtype(request):
-    return request.param
-
-
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
-RAGGED = ([3, 0, 7, 40], [2, LONG, 2, LONG + 1])
 BATCHES: dict[str, tuple[ForwardMode, list[int], list[int]]] = {
     # mode, cached lengths, new tokens
-    "decode one": (DECODE, [7], [1]),
     "decode from nothing": (DECODE, [0], [1]),
     "decode ragged": (DECODE, [3, 40, 1, 17], [1] * 4),
     "decode of equal lengths": (DECODE, [9, 9, 9], [1] * 3),
     "decode of particles that share slots": (DECODE, [30, 33, 31], [1] * 3),
-    "extend one": (EXTEND, [0], [1]),
     "extend from nothing": (EXTEND, [0, 0, 0], [5, 2, 9]),
     "extend ragged": (EXTEND, [4, 0, 11, 90], [5, 1, 3, 30]),
     "extend long": (EXTEND, [0], [LONG]),
     "extend long behind a prefix": (EXTEND, [21], [LONG]),
-    "extend long beside short": (EXTEND, *RAGGED),
+    "extend long beside short": (EXTEND, [3, 0, 7, 40], [2, LONG, 2, LONG + 1]),
     "verify one": (VERIFY, [6], [5]),
     "verify ragged": (VERIFY, [3, 25, 1, 11], [5] * 4),
     "verify as stock": (VERIFY, [3, 25, 1], [5] * 3),
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BATCHES)
 def test_attention_is_softmax_of_each_query(name, heads, dtype):
     """Of a stock verify batch ``seq_lens`` is what is cached, and the batch says the width."""
@@ -172,25 +163,8 @@ def test_all_particles_are_one_call(mode, width, monkeypatch):
     assert [call.args[0].shape for call in attend.mock_calls] == [(32, 2, 2 * width, HEAD_DIM)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_irope": True}, "chunked attention"),
-        ({"logit_cap": 30.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
-        ({"is_cross_attention": True}, "cross or bidirectional"),
-        ({"v_head_dim": 8}, "key and value widths"),
-        ({"num_kv_heads": 4}, "head groups"),
-    ],
-)
-def test_unsupported_layers_are_refused(change, message):
-    h = Harness([3], [1])
-    sizes = {"num_heads": 4, "head_dim": HEAD_DIM, "num_kv_heads": 2, **change}
-    h.layer = RadixAttention(scaling=1.0, layer_id=0, **sizes)
-    with pytest.raises(ValueError, match=message):
-        h.run(DECODE)
-
-
 def test_unknown_arguments_are_refused():
+    """As are layers that `check_layer` refuses, which unit/test_models.py shows one by one."""
     h = Harness([3], [1])
     batch = h.batch(DECODE)
     h.backend.init_forward_metadata(batch)

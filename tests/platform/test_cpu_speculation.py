@@ -6,10 +6,11 @@ import math
 import random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
-from laws import ALL, p_value, rules, sorted_law
+from laws import PLAIN, p_value, rules, sampling, sorted_law
 
 from sglang_smc.cpu import trees
 from sglang_smc.patches.cpu import speculation
@@ -18,9 +19,8 @@ SEEDS = range(5)
 NUM_STEPS, TOPK, WIDTH = 3, 3, 7
 
 
-def no_kernel(*args: Any, **kwargs: Any) -> Any:
-    """What the hooks are around: not to be called."""
-    raise AssertionError(args, kwargs)
+#: What the hooks are around: not to be called.
+no_kernel = Mock(side_effect=AssertionError)
 
 
 class Drafted(NamedTuple):
@@ -173,19 +173,6 @@ def test_walks(seed: int, longest: int) -> None:
         assert own == [int(target[row, n]) if n in walk else 0 for n in range(WIDTH)]
         lengths.append(len(walk))
     assert len(set(lengths)) > 1
-
-
-PLAIN = {"temperatures": 1.0, "top_ks": ALL, "top_ps": 1.0, "min_ps": 0.0}
-
-
-def sampling(size: int, **limits: Any) -> Any:
-    """What SGLang knows of ``size`` requests that sample alike."""
-    given = PLAIN | limits
-    info: dict[str, Any] = {name: torch.full((size,), value) for name, value in given.items()}
-    info["temperatures"] = info["temperatures"].view(-1, 1)
-    for name in ("top_k", "top_p", "min_p"):
-        info[f"need_{name}_sampling"] = f"{name}s" in limits
-    return SimpleNamespace(**info)
 
 
 def target_tokens(logits: torch.Tensor, info: Any, size: int) -> torch.Tensor:

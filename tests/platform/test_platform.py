@@ -1,7 +1,5 @@
 """When the CPU platform serves, what it defaults and what it refuses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

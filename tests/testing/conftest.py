@@ -1,7 +1,5 @@
 """A toy in a server's place: two tables of next-token laws, sampled rightly or wrongly."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -138,7 +136,6 @@ def model(tables: Tables) -> Callable[..., Model]:
 
     def make(
         *,
-        p: Table = tables[0],
         q: Table = tables[1],
         settings: dict[str, Any] | None = None,
         same_models: bool = False,
@@ -146,7 +143,7 @@ def model(tables: Tables) -> Callable[..., Model]:
         drafted: Table | float = 0.0,
         **wrong: Any,
     ) -> Model:
-        known = {**SETTINGS, **(settings or {})}
+        p, known = tables[0], {**SETTINGS, **(settings or {})}
         drawn = drawn if isinstance(drawn, list) else mixed(p, q, drawn)
         drafted = drafted if isinstance(drafted, list) else mixed(q, p, drafted)
         toy = Toy(p, q, drawn=drawn, drafted=drafted, **wrong)
@@ -156,6 +153,6 @@ def model(tables: Tables) -> Callable[..., Model]:
 
 
 @pytest.fixture
-def draft(tables: tuple[Table, Table]) -> Model:
+def draft(tables: Tables) -> Model:
     """A plain server of the draft."""
     return Model(Toy(tables[1], tables[1]), {})

@@ -3,8 +3,6 @@
 Seeds are fixed. With others a right sampler would fail a check with probability ``ALPHA``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

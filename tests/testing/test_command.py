@@ -1,7 +1,5 @@
 """The command: exit codes, table, JSON, and errors that say what to do. Toys answer."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command on servers that it starts, and on one that runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

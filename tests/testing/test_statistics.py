@@ -1,7 +1,5 @@
 """Each statistic against enumeration, and its false-alarm rate against what is stated."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -45,7 +43,7 @@ def test_tilt_is_zero_under_the_target_and_above_under_the_draft(of_p: int, of_q
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_ranks_of_tokens_tile_the_unit_interval(size: int) -> None:
     """Then they are uniform under p, whatever p is."""
-    law, listed = P, top(P, size)
+    listed = top(P, size)
     ends = sorted(
         (statistics.rank_uniform(t, listed, 0.0), statistics.rank_uniform(t, listed, 1.0))
         for t in range(5)
@@ -55,7 +53,7 @@ def test_ranks_of_tokens_tile_the_unit_interval(size: int) -> None:
     for (_, end), (begin, _) in itertools.pairwise(distinct):
         assert begin == pytest.approx(end)
     widths = [end - begin for begin, end in distinct]
-    expected = [*law[: min(size, 5)], *([math.fsum(law[size:])] if size < 5 else [])]
+    expected = [*P[:size], *([math.fsum(P[size:])] if size < 5 else [])]
     assert widths == pytest.approx(expected)
 
 
