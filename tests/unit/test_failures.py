@@ -23,9 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
     req = make_req(list(output_ids))
-    more = {"is_retracted": False, "return_logprob": True, "spec_num_correct_drafts": 0}
-    vars(req).update(more, update_spec_correct_drafts_histogram=lambda _: None)
-    vars(req).update(fields, spec_correct_drafts_histogram=[])
+    vars(req).update({"return_logprob": True, **fields})
     return req
 
 

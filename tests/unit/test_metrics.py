@@ -13,8 +13,7 @@ import prometheus_client
 import pytest
 from edit_cases import make_req
 from populations import outcome_of
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry
 from toy_request import ToyRequest
 
 from sglang_smc import process
@@ -229,9 +228,8 @@ def test_a_warning_waits_for_its_rounds_and_its_interval(caplog: pytest.LogCaptu
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    families = text_string_to_metric_families(generate_latest(registry).decode())
     found = {}
-    for sample in (sample for family in families for sample in family.samples):
+    for sample in (sample for family in registry.collect() for sample in family.samples):
         bound = sample.labels.pop("le", "")
         assert sample.labels == LABELS
         name = sample.name.removeprefix(metrics.PREFIX)
@@ -304,7 +302,6 @@ def test_a_round_is_booked_by_what_it_gained_and_whether_it_is_greedy(is_greedy:
     req, watching = make_req([]), mock.Mock()
     req.smc_state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
     req.smc_state.counters = [*gains(rounds_ct=3, ess_sum=10)]
-    req.spec_num_correct_drafts, req.update_spec_correct_drafts_histogram = 0, mock.Mock()
     result = SMCBatchResult.of(outcome_of(1), monitor=watching, budgets=[])
     result._take(0, req, 0, [], [*gains(rounds_ct=4, ess_sum=12.5)])
     (one,) = watching.add.call_args.args
