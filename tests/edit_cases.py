@@ -9,7 +9,6 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from table_entries import NEUTRAL
-from toy_request import begun
 
 
 class Echo(CustomLogitProcessor):
@@ -22,11 +21,6 @@ class Echo(CustomLogitProcessor):
             request = params["__req__"]
             row[[*request.origin_input_ids, *request.output_ids][-2]] += 1.5
         return logits
-
-
-def make_req(output_ids: list[int], **params: Any) -> Any:
-    """A request that has been begun; ``params`` are sampling parameters."""
-    return begun({}, output_ids, **params)
 
 
 def stock_edit(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from populations import population_of
+from sglang.srt.managers.schedule_batch import Req
 from table_entries import NEUTRAL
 
 from sglang_smc.options.request import request_config
@@ -37,6 +38,9 @@ class ToyRequest:
     holds_kv = True
     particles: list[dict[str, Any]] | None = None  # of its last round
     customized_info: dict[str, Any]
+    update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
+    is_retracted = False
+    spec_verify_ct = spec_num_correct_drafts = 0
 
     def __init__(
         self, row: int, vocab_size: int, limit: int, asked: dict[str, Any], grammar: Any
@@ -48,6 +52,7 @@ class ToyRequest:
         self.to_finish: Any = None
         self.origin_input_ids, self.multimodal_inputs = list(PROMPT), None
         self.output_ids: list[int] = []
+        self.spec_correct_drafts_histogram: list[int] = []
         self.stream = False
         self.vocab_size = vocab_size
         self.grammar = grammar

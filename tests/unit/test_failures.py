@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import Echo, make_req
+from edit_cases import Echo
 from hostile import HOSTILE
 from populations import outcome_of
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from toy_request import begun
 
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
@@ -22,10 +23,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
-    req = make_req(list(output_ids))
-    more = {"is_retracted": False, "return_logprob": True, "spec_num_correct_drafts": 0}
-    vars(req).update(more, update_spec_correct_drafts_histogram=lambda _: None)
-    vars(req).update(fields, spec_correct_drafts_histogram=[])
+    req = begun({}, output_ids)
+    vars(req).update({"return_logprob": True, **fields})
     return req
 
 
@@ -118,7 +117,7 @@ def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
 
 
 def test_a_processor_that_fails_ends_its_own_request_alone() -> None:
-    broken, other = (make_req([1], custom_params={}) for _ in range(2))
+    broken, other = (begun({}, [1], custom_params={}) for _ in range(2))
     for req, own in ((broken, DisallowedTokensLogitsProcessor()), (other, Echo())):
         req.custom_logit_processor, req.smc_state.kept[Processors] = "there", own
     logits, nothing = torch.zeros(2, 1, 1, 4), torch.empty(2, 1, 0, dtype=torch.int64)

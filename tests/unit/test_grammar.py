@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_req
 from populations import population_of
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 from toy_grammar import END, maker
+from toy_request import begun
 from transformers import AutoTokenizer
 
 from sglang_smc.guard import grammar_cache
@@ -37,20 +37,16 @@ def thinking(regex: str) -> ReasonerGrammarObject:
     return found
 
 
-def request(grammar: Any, output: tuple[int, ...] = (), open_token_at: int | None = None) -> Any:
+def request(grammar: Any, *output: int) -> Any:
     """One whose grammar has read its output, as SGLang has it."""
-    for token in output:
-        grammar.accept_token(token)
-    req = make_req(list(output))
-    req.grammar, req.vocab_size = grammar, VOCAB
-    req.smc_state.open_token.begin(open_token_at)
+    req = begun({}, (), grammar)
+    req.vocab_size = VOCAB
+    req.say(output)
     return req
 
 
-def population(
-    *tails: list[int], last_emitted: list[int] | None = None, **changes: Any
-) -> Population:
-    return population_of([list(tails)], last_emitted and [last_emitted], width=8, **changes)
+def population(*tails: list[int], **changes: Any) -> Population:
+    return population_of([list(tails)], width=8, **changes)
 
 
 def legal(masks: torch.Tensor) -> list[Any]:
@@ -78,7 +74,7 @@ EVERYTHING = list(range(VOCAB))
 
 def test_who_weighs_nothing_and_who_has_ended_may_say_anything() -> None:
     """A dead particle's tail may hold what no grammar has ever read, so nobody reads it."""
-    req = request(grammar_of("ab*"), (A,))
+    req = request(grammar_of("ab*"), A)
     of = population(
         [B, VOCAB - 1],
         [EOS],
@@ -97,7 +93,7 @@ def test_a_token_that_is_illegal_ends_the_reading() -> None:
 
 
 def test_thinking_is_free_until_its_end() -> None:
-    req = request(thinking("a*c"), (C,))
+    req = request(thinking("a*c"), C)
     found = along(masks(req, population([], [B], [B, A])), drafted([EOS], [A], [A]))
     expected = [[EVERYTHING, EVERYTHING], [EVERYTHING, [A, C]], [[A, C], [A, C]]]
     assert legal(found) == expected

@@ -260,10 +260,9 @@ def test_a_prompt_in_parts_is_charged_and_no_preemption(monkeypatch: pytest.Monk
 def test_a_request_that_is_too_long_is_told_what_the_pool_keeps(
     slots: int, names_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SMCConfig()
-    sizes = replace(SMALL, num_slots=slots)
-    monkeypatch.setattr(admission, "active_config", lambda: config)
-    monkeypatch.setattr(process.active, "memory", Table.of(config, sizes))
+    table = Table.of(SMCConfig(), replace(SMALL, num_slots=slots))
+    monkeypatch.setattr(admission, "active_config", SMCConfig)
+    monkeypatch.setattr(process.active, "memory", table)
     said = "Input length (9 tokens) exceeds the maximum allowed length (5 tokens)."
     found = admission.validate_input_length(lambda *_: said, req(), 5, False)
     assert found is not None and found.startswith(said)

@@ -11,11 +11,9 @@ from unittest import mock
 
 import prometheus_client
 import pytest
-from edit_cases import make_req
 from populations import outcome_of
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from toy_request import ToyRequest
+from prometheus_client import CollectorRegistry
+from toy_request import begun
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
@@ -229,9 +227,8 @@ def test_a_warning_waits_for_its_rounds_and_its_interval(caplog: pytest.LogCaptu
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    families = text_string_to_metric_families(generate_latest(registry).decode())
     found = {}
-    for sample in (sample for family in families for sample in family.samples):
+    for sample in (sample for family in registry.collect() for sample in family.samples):
         bound = sample.labels.pop("le", "")
         assert sample.labels == LABELS
         name = sample.name.removeprefix(metrics.PREFIX)
@@ -301,10 +298,9 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_a_round_is_booked_by_what_it_gained_and_whether_it_is_greedy(is_greedy: bool) -> None:
-    req, watching = make_req([]), mock.Mock()
+    req, watching = begun({}, []), mock.Mock()
     req.smc_state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
     req.smc_state.counters = [*gains(rounds_ct=3, ess_sum=10)]
-    req.spec_num_correct_drafts, req.update_spec_correct_drafts_histogram = 0, mock.Mock()
     result = SMCBatchResult.of(outcome_of(1), monitor=watching, budgets=[])
     result._take(0, req, 0, [], [*gains(rounds_ct=4, ess_sum=12.5)])
     (one,) = watching.add.call_args.args
@@ -369,8 +365,8 @@ def test_the_gaps_and_sizes_of_a_streams_chunks(
     measured: tuple[float, ...],
 ) -> None:
     """Of what prefill and rounds emit: seconds, tokens, and those of them that an end keeps."""
-    req, seconds = make_req([]), [100.0]
-    req.return_logprob, req.stream = False, stream
+    req, seconds = begun({}, []), [100.0]
+    req.stream = stream
     watching = Monitor(1000, now=lambda: seconds[0])
     watching.report_as(reporter())
     monkeypatch.setattr(process.active, "monitor", watching)
@@ -398,8 +394,7 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
-    req, found = make_req([-1]), monitor()  # a code of `Failure` in place of the first token
-    req.return_logprob = req.stream = False
+    req, found = begun({}, [-1]), monitor()  # a code of `Failure` in place of the first token
     monkeypatch.setattr(process.active, "monitor", found)
     update_finish_state(lambda *_: None, req)
     totals = found.totals()
@@ -532,7 +527,7 @@ def test_an_answer_is_taken_in_once_as_it_ends(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(process.active, "monitor", monitor)
         watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
         state.counters = [watched.get(name, 0.0) for name in Counters._fields]
-        req: Any = ToyRequest(0, 9, 9, {}, None)
+        req = begun({})
         req.smc_state, req.stream = state, stream
         req.output_ids = req.output_ids_through_stop = [5]
         for has_ended in (False, True, True):

@@ -282,24 +282,15 @@ MARKED = {**TOKENS, "<image>": 4}
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [
-        *(tuple(map(of, widths)) for widths in ((4, 4), (4, 6), (6, 4), (8, 6))),
-        # Gemma 3's tokenizer has a marker for images behind all that its text models have.
-        tuple(Vocabulary(MARKED, width, frozenset({"<image>"})) for width in (6, 4)),
-        # Without tokenizers widths are all there is; and where they agree, ids beyond them are the
-        # tokenizer's own affair.
-        (Vocabulary(None, 4), Vocabulary(None, 4)),
-        (of(3), of(3)),
-    ],
-)
-def test_padding_and_markers_are_no_difference(pair: tuple[Vocabulary, Vocabulary]) -> None:
-    vocabulary.check(*pair)
-
-
-@pytest.mark.parametrize(
     ("target", "draft", "says"),
     [
+        *((of(target), of(draft), None) for target, draft in ((4, 4), (4, 6), (6, 4), (8, 6))),
+        # Gemma 3's tokenizer has a marker for images behind all that its text models have.
+        (*(Vocabulary(MARKED, width, frozenset({"<image>"})) for width in (6, 4)), None),
+        # Without tokenizers widths are all there is; and where they agree, ids beyond them are the
+        # tokenizer's own affair.
+        (Vocabulary(None, 4), Vocabulary(None, 4), None),
+        (of(3), of(3), None),
         (of(4), of(4, a=1, b=0), "2 tokens differ: 'a' is 0 in the target and 1 in the draft"),
         (of(5), of(5, e=4), "1 tokens differ: 'e' is None in the target and 4 in the draft"),
         (of(4), of(3), "4 in the target and 3 in the draft, and text has ids up to 3"),
@@ -308,11 +299,13 @@ def test_padding_and_markers_are_no_difference(pair: tuple[Vocabulary, Vocabular
         (of(4), Vocabulary(None, 5), "leave out --skip-tokenizer-init"),
     ],
 )
-def test_other_tokens_are_refused(target: Vocabulary, draft: Vocabulary, says: str) -> None:
-    with pytest.raises(ValueError, match=r"^--speculative-draft-model-path: ") as error:
+def test_vocabularies_may_differ_by_padding_and_markers_alone(
+    target: Vocabulary, draft: Vocabulary, says: str | None
+) -> None:
+    remedy = r"Choose a draft of the target's family\.$"
+    told = rf"^--speculative-draft-model-path: .*{re.escape(says or '')}.*{remedy}"
+    with pytest.raises(ValueError, match=told) if says else nullcontext():
         vocabulary.check(target, draft)
-    assert says in str(error.value)
-    assert str(error.value).endswith("Choose a draft of the target's family.")
 
 
 def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,20 +330,19 @@ def padded(width: int, num_missing: int) -> LanguageModel:
     return LanguageModel(draft, runner, num_missing)
 
 
-def slots(num_steps: int) -> DraftSlots:
-    none = torch.zeros(num_steps + 2, 1, 2, dtype=torch.int64)
-    return DraftSlots(none, none, cast("Any", None))
+NONE = torch.zeros(3, 1, 2, dtype=torch.int64)
+SLOTS = DraftSlots(NONE, NONE, cast("Any", None))
 
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
     draft, nothing = padded(4, num_missing=2), [-torch.inf] * 2
-    logits = draft.first_logits(torch.tensor([[[0, 1], [2, 5]]]), slots(1))
+    logits = draft.first_logits(torch.tensor([[[0, 1], [2, 5]]]), SLOTS)
     assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
-    assert torch.equal(draft.next_logits(0, torch.tensor([[1, 5]]), slots(1)), logits)
+    assert torch.equal(draft.next_logits(0, torch.tensor([[1, 5]]), SLOTS), logits)
     assert draft.attn_backend == "its own"
 
 
 def test_what_the_target_lacks_is_cut_off() -> None:
-    logits = padded(6, num_missing=-2).next_logits(0, torch.tensor([[1, 3]]), slots(1))
+    logits = padded(6, num_missing=-2).next_logits(0, torch.tensor([[1, 3]]), SLOTS)
     assert logits.tolist() == [[[6, 7, 8, 9], [18, 19, 20, 21]]]
     assert logits.is_contiguous()

@@ -2,10 +2,10 @@
 
 import math
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from toy_request import ToyRequest
 
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import (
@@ -43,6 +43,10 @@ SWITCHES = ("return_particles", "trace")
 
 def choose(server: SMCConfig = SERVER, **chosen: Any) -> RequestConfig:
     return request_config(server, {"smc": chosen})
+
+
+def arrived(smc: dict[str, Any], **params: Any) -> Any:
+    return ToyRequest(0, 27, 8, {"custom_params": {"smc": smc}, **params}, None)
 
 
 def refusal(server: SMCConfig = SERVER, **chosen: Any) -> str:
@@ -251,17 +255,13 @@ def test_a_request_in_the_scheduler_is_not_refused() -> None:
     assert request_config(server, {"smc": chosen}, constrained=True).ngram_weight == 1.0
     with pytest.raises(ValueError, match="ngram_weight=1"):
         request_config(server, {"smc": chosen})
-    params = SimpleNamespace(custom_params={"smc": chosen}, top_k=-1)
-    assert (
-        config_of(server, SimpleNamespace(sampling_params=params, grammar=None)).ngram_weight == 1
-    )
+    assert config_of(server, arrived(chosen)).ngram_weight == 1
 
 
 def test_a_request_in_the_scheduler_is_read_once() -> None:
-    params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}}, top_k=-1)
-    req: Any = SimpleNamespace(sampling_params=params, grammar=None)
+    req = arrived({"num_particles": 2})
     first = config_of(SERVER, req)
-    params.custom_params = {"smc": {"num_particles": 4}}
+    req.sampling_params.custom_params = {"smc": {"num_particles": 4}}
     assert config_of(SERVER, req) is first
     assert first.num_particles == 2
 
@@ -279,8 +279,7 @@ def test_a_request_in_the_scheduler_is_read_once() -> None:
 )
 def test_at_temperature_0_a_tree_is_verified(chosen: dict[str, Any], num_particles: int) -> None:
     """And particles that are returned or weighed, which would all be equal, are one."""
-    params = SimpleNamespace(custom_params={"smc": {"num_steps": 3, **chosen}}, top_k=1)
-    played = config_of(SERVER, SimpleNamespace(sampling_params=params, grammar=None))
+    played = config_of(SERVER, arrived({"num_steps": 3, **chosen}, top_k=1))
     assert (played.num_particles, played.num_steps, played.power) == (num_particles, 3, 1.0)
     assert played.branches is (num_particles > 1)
     assert played.greedy and played.lag == 1

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from populations import outcome_of, population_of
-from sglang.srt.managers.schedule_batch import Req, ReqLogprob
+from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_laws import TARGET, toy
 from toy_request import ToyRequest
@@ -199,25 +199,14 @@ def test_a_stream_without_tokens_sends_no_log_probability() -> None:
 # --- The identities that clients check
 
 
-class BookedRequest(ToyRequest):
-    update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
-
-    def __init__(
-        self, output_ids: list[int] | None = None, open_at: int | None = None, **smc: Any
-    ) -> None:
-        super().__init__(0, 99, 20, {}, None)
-        self.is_retracted = self.done = False
-        self.spec_verify_ct = self.spec_num_correct_drafts = self.kv_committed_len = 0
-        self.spec_correct_drafts_histogram: list[int] = []
-        self.output_ids = output_ids or []
-        self.smc_state = RequestState.of(0, RequestConfig(**smc))
-        self.smc_state.open_token.begin(open_at)
-
-    def finished(self) -> bool:
-        return self.done
-
-
 STRIDE = 12
+
+
+def running(*output_ids: int, open_at: int | None = None) -> Any:
+    req = make_req(output_ids=[*output_ids])
+    req.smc_state = RequestState.of(0, RequestConfig())
+    req.smc_state.open_token.begin(open_at)
+    return req
 
 
 def booked(outcome: Outcome, monitor: Monitor | None = None, **others: Any) -> SMCBatchResult:
@@ -226,11 +215,11 @@ def booked(outcome: Outcome, monitor: Monitor | None = None, **others: Any) -> S
 
 
 def resolve(
-    reqs: list[BookedRequest],
+    reqs: list[Any],
     emitted: list[int] | None = None,
     kept: list[int] | None = None,
     *,
-    finishes: BookedRequest | None = None,
+    finishes: Any = None,
     result: SMCBatchResult | None = None,
     **fields: Any,
 ) -> list[list[int]]:
@@ -254,11 +243,10 @@ def resolve(
         found.num_correct_drafts_per_req_cpu = [length - 1 for length in lengths]
         for req, length in zip(reqs, lengths, strict=True):
             if not (req.is_retracted or req.finished()):
-                req.kv_committed_len += length
                 req.spec_verify_ct += 1
                 req.spec_num_correct_drafts += length - 1
                 req.update_spec_correct_drafts_histogram(length - 1)
-            req.done = req.done or req is finishes
+            req.is_finished = req.is_finished or req is finishes
         return [tokens[i * stride : i * stride + length] for i, length in enumerate(lengths)]
 
     tokens = found.resolve(SimpleNamespace(reqs=reqs), stock)  # type: ignore[arg-type]
@@ -277,7 +265,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     """In the first round, too: SGLang would index an empty histogram with -1. Ranks compare all."""
     told = []
     monkeypatch.setattr(process.active.ranks, "add", told.append)
-    reqs = [BookedRequest(), BookedRequest()]
+    reqs = [running(), running()]
     rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])
     for emitted, kept in rounds:
         tokens = resolve(reqs, emitted, kept)
@@ -290,8 +278,8 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
 
 def test_requests_that_are_gone_keep_books_and_those_that_end_count_their_last_round() -> None:
     """Whether one was live is asked before SGLang's own resolve, which may end it."""
-    gone, ends = [BookedRequest(), BookedRequest()], BookedRequest()
-    gone[0].is_retracted = gone[1].done = True
+    gone, ends = [running(), running()], running()
+    gone[0].is_retracted = gone[1].is_finished = True
     for req in gone:
         req.spec_verify_ct, req.spec_num_correct_drafts = 2, 1
         req.spec_correct_drafts_histogram = [1, 1]
@@ -306,7 +294,7 @@ def test_requests_that_are_gone_keep_books_and_those_that_end_count_their_last_r
 
 @pytest.mark.parametrize("replayed", [True, False])
 def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(replayed: bool) -> None:
-    reqs, monitor = [BookedRequest(), BookedRequest(), BookedRequest()], Monitor(100)
+    reqs, monitor = [running(), running(), running()], Monitor(100)
     reqs[2].is_retracted = True
     result = booked(outcome_of(3), monitor, can_run_cuda_graph=replayed)
     assert result.can_run_cuda_graph == replayed, "SGLang logs this"
@@ -337,7 +325,7 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
 
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
-    req, plain = BookedRequest([8, 4], open_at=1), BookedRequest([8, 4])
+    req, plain = running(8, 4, open_at=1), running(8, 4)
     for token, text, place in ((-1, [8, 4], 1), (0, [8, 0], None), (7, [8, 0], None)):
         resolve([req, plain], first_tokens=torch.tensor([token, 5]))
         assert (req.output_ids, req.smc_state.open_token.place) == (text, place)

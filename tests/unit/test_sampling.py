@@ -28,10 +28,8 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     ("of_request", "of_model", "of_tokenizer", "expected"),
     [
         (None, None, None, set()),
-        ([5], None, None, {5}),
         (None, {1, 2}, None, {1, 2}),
         (None, None, (3, None), {3}),
-        (None, None, (3, {4}), {3, 4}),
         (None, None, (None, {4}), {4}),
         ([5], {1}, (3, {4}), {1, 3, 4, 5}),
         ([-1, 6, 5], {99}, (6, {-7}), {5}),  # ids outside the vocabulary

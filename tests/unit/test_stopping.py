@@ -1,6 +1,7 @@
 """Stop strings and patterns, and votes: wherever borders fall, and at what cost."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from sglang_smc.rules import potentials
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.potentials import Votes
 from sglang_smc.rules.stopping import CONTEXT, StopTexts, first_match
-from sglang_smc.state.population import Population
 
 
 class Words:
@@ -114,9 +114,8 @@ def test_a_stop_text_ends_at_the_token_that_completes_it(
     assert first_match(req, tail, new) == expected
 
 
-def population(tails: list[list[list[int]]], last_emitted: Any = None) -> Population:
-    """Populations with given tails; stale tokens behind them would complete a match."""
-    return population_of(tails, last_emitted, stale=OP, width=8)
+# Stale tokens behind the tails would complete a match.
+population = partial(population_of, stale=OP, width=8)
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:

@@ -5,7 +5,7 @@ next that asks on the stream that made it, though a copy on another stream has y
 """
 
 import re
-from collections.abc import Callable, ValuesView
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from fake_gpu import FakeGPU, fake_gpu
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from table_entries import entry
+from torch.utils._pytree import tree_leaves
 from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_request import ToyRequest
@@ -53,12 +54,8 @@ def played(kind: str, device: str) -> SMCBatchResult:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (LogitsProcessorOutput, SMCDraftInput)):
-        value = vars(value)
-    inner = value.values() if isinstance(value, dict) else value
-    if isinstance(inner, (list, tuple, ValuesView)):
-        return [tensor for one in inner for tensor in tensors_in(one)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    known = vars(value) if isinstance(value, (LogitsProcessorOutput, SMCDraftInput)) else value
+    return [leaf for leaf in tree_leaves(known) if isinstance(leaf, torch.Tensor)]
 
 
 def carried(result: Any) -> dict[str, list[torch.Tensor]]:
