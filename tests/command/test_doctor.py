@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,25 +121,38 @@ def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], says: str) -> N
     assert found.level == FAIL and says in found.found
 
 
+@pytest.fixture
+def resolving() -> Iterator[None]:
+    """With SMC's flags, and without what resolving server arguments exports."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.mark.usefixtures("resolving")
+def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
+    edit(draft, architectures=["LlamaForSequenceClassification"])
+    found = pair._accepted(options("--target", TARGET, "--draft", str(draft)))
+    assert found.level == FAIL and "has no next-token head" in found.do
+
+
+@pytest.mark.usefixtures("resolving")
 @pytest.mark.parametrize("count", [1, 0])
 def test_without_a_draft_the_target_s_own_layer_drafts(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has no tokenizer; beside linear attention a server has no radix cache."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
     config = CONFIGS["qwen3_5_text"] | {"vocab_size": 64, "mtp_num_hidden_layers": count}
     config |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(machine, "findings", lambda: iter(()))
-    with mock.patch.dict(os.environ):  # resolving server arguments exports some
-        status = doctor.main(["--target", str(tmp_path), "--device", "h100", "--json"])
+    status = doctor.main(["--target", str(tmp_path), "--device", "h100", "--json"])
     found = {one["about"]: one for one in json.loads(capsys.readouterr().out)}
     assert "vocabulary" not in found
     if count == 0:
         assert (status, found["server arguments"]["level"]) == (1, FAIL)
-        assert "A target with an MTP layer needs none" in found["server arguments"]["do"]
         assert "has 0 MTP layers" in found["arithmetic"]["do"]
         return
     assert status == 0 and "with --disable-radix-cache" in found["server arguments"]["found"]

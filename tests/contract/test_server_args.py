@@ -175,8 +175,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_num_draft_tokens": 8}, r"--speculative-num-draft-tokens is 8; allowed: .* = 9"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
     (  # all reasons are given at once
-        {"speculative_draft_model_path": None, "enable_waterfill": True},
-        "(?s)-draft-model-path is missing.*--enable-waterfill is True; allowed: False, .* Leave it",
+        {
+            "speculative_draft_model_path": None,
+            "enable_waterfill": True,
+            "preferred_sampling_params": "{}",
+        },
+        "(?s)--speculative-draft-model-path is missing.*--enable-waterfill is True; allowed: False"
+        ", .* Leave it out.*--preferred-sampling-params is '{}'",
     ),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
     ({"speculative_smc_round_graph": "on", "enable_lora": True}, "is 'on' with LoRA adapters"),
