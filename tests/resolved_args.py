@@ -1,5 +1,6 @@
 """SGLang's server arguments, resolved: as they are built in 0.5.17, on demand in later releases."""
 
+import argparse
 from typing import Any
 
 from sglang.srt.server_args import ServerArgs
@@ -24,6 +25,13 @@ def with_other(server_args: ServerArgs, **values: Any) -> Any:
 
     declare_resolution(server_args, "test", **values)
     return resolving_view(server_args)
+
+
+def options() -> set[str]:
+    """The options of a server's command line, SMC's among them."""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return set(parser._option_string_actions)
 
 
 def field_names(server_args: type | None = None) -> list[str]:

@@ -31,3 +31,11 @@ LLAMA_CONFIG = config("LlamaForCausalLM", _SIZES, tie_word_embeddings=True)
 EAGLE3_CONFIG = config("LlamaForCausalLMEagle3", f"{_SIZES} draft_vocab_size=6")
 DFLASH_CONFIG = config("DFlashDraftModel", f"{_SIZES} num_hidden_layers=2 block_size=8")
 DFLASH_CONFIG["dflash_config"] = {"mask_token_id": 19, "target_layer_ids": [1, 2, 3]}
+#: The head for Llama 3.1 8B, as its file has it.
+EAGLE3_8B = config(
+    "LlamaForCausalLMEagle3",
+    """
+    num_hidden_layers=1 hidden_size=4096 intermediate_size=14336 num_attention_heads=32
+    num_key_value_heads=8 vocab_size=128256 draft_vocab_size=32000
+    """,
+)

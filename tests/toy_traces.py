@@ -69,8 +69,8 @@ def told(req: ToyRequest) -> dict[str, Any]:
     return {name: values[-1] for name, values in req.customized_info.items()}
 
 
-def a_trace(num_particles: int = 4, length: int = 60, **chosen: Any) -> Trace:
+def a_trace(num_particles: int = 4, length: int = 60) -> Trace:
     """Return one answer's, with a text for each token; that of the last ends a script."""
     server = {"num_particles": num_particles, "limit": length, "eos": -1}
-    (one,) = serve(1, {"trace": True, "evidence_threshold": 0, **chosen}, **server)
+    (one,) = serve(1, {"trace": True, "evidence_threshold": 0}, **server)
     return replace(one.trace, pieces={"0": " w0", "1": " w1", str(EOS): "</script>"})

@@ -9,13 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from toy_plans import config
+from toy_plans import LLAMA_CONFIG
 
-_SIZES = """
-    hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=4
-    num_key_value_heads=2 vocab_size=64 max_position_embeddings=256
-"""
-LLAMA = config("LlamaForCausalLM", _SIZES, model_type="llama", torch_dtype="float32")
+LLAMA = {**LLAMA_CONFIG, "model_type": "llama", "max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,7 @@
 """A tiny SGLang of two releases, a tiny project that asks things of them, and breaks to plant."""
 
 from pathlib import Path
+from textwrap import dedent
 
 from contract.upstream import ours, release
 from contract.upstream.check import SERVER_ARGS, Asked, Finding, findings
@@ -190,13 +191,10 @@ JUDGED = (SERVER_ARGS,), ("sglang.srt.pool.Pool",)
 
 
 def write(root: Path, files: Files) -> None:
-    """Put files into a folder, each with the indentation of its first line taken away."""
     for name, text in files.items():
-        lines = text.strip("\n").split("\n")
-        margin = len(lines[0]) - len(lines[0].lstrip())
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(line[margin:] for line in lines) + "\n")
+        path.write_text(dedent(text).strip("\n") + "\n")
 
 
 def found_in(folder: Path, sglang: Files, project: Files, known: bool = False) -> list[Finding]:

@@ -1,6 +1,5 @@
 """What the pages say of files, flags, keys and fields is so."""
 
-import argparse
 import ast
 import importlib
 import re
@@ -10,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from resolved_args import field_names
-from sglang.srt.server_args import ServerArgs
+from resolved_args import field_names, options
 
 from sglang_smc.options import request, server
 from sglang_smc.server import refusals
@@ -85,11 +83,9 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 @cache
 def known_flags(module: str) -> set[str]:
     if module == "sglang.launch_server":
-        parser = argparse.ArgumentParser()
-        ServerArgs.add_cli_args(parser)
-    else:
-        is_command = "." not in module
-        parser = (module_of if is_command else importlib.import_module)(module).parser()
+        return options()
+    is_command = "." not in module
+    parser = (module_of if is_command else importlib.import_module)(module).parser()
     return {flag for action in parser._actions for flag in action.option_strings}
 
 

@@ -1,6 +1,5 @@
 """Settings and models: what cannot be is refused with value, range and remedy, and no other."""
 
-import argparse
 import json
 import math
 import re
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from resolved_args import field_names, resolve, with_other
+from resolved_args import field_names, options, resolve, with_other
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
 from transformers import CONFIG_MAPPING
@@ -132,10 +131,8 @@ def test_what_smc_cannot_honour_is_refused() -> None:
 
 
 def test_requirement_is_an_option_where_sglang_has_the_field() -> None:
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    flags = {r.field: f"--{r.field.replace('_', '-')}" for r in REQUIREMENTS}
-    known = {name for name, flag in flags.items() if flag in parser._option_string_actions}
+    flags, taken = {r.field: f"--{r.field.replace('_', '-')}" for r in REQUIREMENTS}, options()
+    known = {name for name, flag in flags.items() if flag in taken}
     assert known == flags.keys() & set(field_names())
 
 
@@ -219,8 +216,6 @@ def test_ngram_matches_alone_take_no_draft_model(smc: dict) -> None:
         resolve(**{**smc, **ALONE, "speculative_draft_model_path": smc["model_path"]})
     with pytest.raises(ValueError, match="without one, --speculative-smc-ngram-weight 1 drafts"):
         resolve(**{**smc, **ALONE, **WITH})
-    with pytest.raises(ValueError, match=r"-mode is 'smc' and .*ngram-weight is 1; allowed: "):
-        resolve(**{**smc, **ALONE, "speculative_smc_mode": "smc"})
 
 
 # --- Models that SMC cannot run are refused by their configuration, and no others

@@ -177,14 +177,6 @@ def targets(group: hooks.Group) -> list[str]:
     return [patch.target for patch in hooks.collect(group)]
 
 
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[hooks.Group]:
-    """The groups that are to be put in force; none is."""
-    asked: list[hooks.Group] = []
-    monkeypatch.setattr(hooks, "install", asked.append)
-    return asked
-
-
 def test_every_patch_file_is_listed_once() -> None:
     folder = ROOT / "patches"
     paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
@@ -219,9 +211,11 @@ def schedule(_: dict) -> None:
     ids=["arguments resolved elsewhere", "without SMC", "a scheduler that asks for the worker"],
 )
 def test_hooks_are_installed_where_they_are_needed(
-    smc: dict, asked_for: list[hooks.Group], act: Callable[[dict], None], groups: str
+    smc: dict, monkeypatch: pytest.MonkeyPatch, act: Callable[[dict], None], groups: str
 ) -> None:
     """Where a test before has loaded SGLang's HTTP server, its routes are hooked, too."""
+    asked_for: list[hooks.Group] = []
+    monkeypatch.setattr(hooks, "install", asked_for.append)
     act(smc)
     wanted = [getattr(hooks, name) for name in groups.split()]
     assert [group for group in asked_for if group is not hooks.ROUTES] == wanted

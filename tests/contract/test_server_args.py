@@ -1,6 +1,5 @@
 """The flags behave as SGLang's own, and a server that SMC cannot run on does not start."""
 
-import argparse
 import copy
 import dataclasses
 import logging
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import sglang
-from resolved_args import field_names, resolve, with_other
+from resolved_args import field_names, options, resolve
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -22,7 +21,7 @@ from sglang_smc import upstream
 from sglang_smc.options import server
 from sglang_smc.options.server import FIELDS, SETTINGS, Range, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
-from sglang_smc.server import algorithm, arguments
+from sglang_smc.server import arguments
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 
@@ -66,13 +65,6 @@ def command_line(keywords: dict[str, Any]) -> list[str]:
     return [part for k, v in several for part in ([k] if v is True else [k, str(v)])]
 
 
-@pytest.fixture(scope="module")
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser
-
-
 def test_flags_come_by_keyword_by_command_line_and_from_resolved_arguments(smc: dict) -> None:
     """SGLang's tools build an engine from what another one was built with."""
     args = resolve(**smc, **GIVEN)
@@ -94,16 +86,16 @@ def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
     assert (found["speculative_smc_mode"], found["speculative_smc_tilt"]) == ("auto", 0.1)
 
 
-def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:
+def test_stock_abbreviations_stay_unique() -> None:
     """All but one, where there is a `--speculative-skip-dp-mlp-sync` to tell from ours."""
-    options = [o for o in parser._option_string_actions if o.startswith("--")]
-    stock = [o for o in options if not o.startswith("--speculative-smc-")]
+    every = [o for o in options() if o.startswith("--")]
+    stock = [o for o in every if not o.startswith("--speculative-smc-")]
     lost = {
         option[:end]
         for option in stock
         for end in range(3, len(option))
         if sum(o.startswith(option[:end]) for o in stock) == 1
-        and sum(o.startswith(option[:end]) for o in options) > 1
+        and sum(o.startswith(option[:end]) for o in every) > 1
     }
     has_another = "--speculative-skip-dp-mlp-sync" in stock
     assert lost == ({"--speculative-s"} if has_another else set())
@@ -181,9 +173,16 @@ def stock_args(**keywords: Any) -> ServerArgs:
 #: What a server does not start with, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_num_draft_tokens": 8}, r"--speculative-num-draft-tokens is 8; allowed: .* = 9"),
-    ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
-    ({"enable_waterfill": True}, "--enable-waterfill is True; allowed: False, .* Leave it out"),
+    (  # all reasons are given at once
+        {
+            "speculative_draft_model_path": None,
+            "enable_waterfill": True,
+            "preferred_sampling_params": "{}",
+        },
+        "(?s)--speculative-draft-model-path is missing.*--enable-waterfill is True; allowed: False"
+        ", .* Leave it out.*--preferred-sampling-params is '{}'",
+    ),
     ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
     ({"speculative_smc_round_graph": "on", "enable_lora": True}, "is 'on' with LoRA adapters"),
     # Variables: no plugins would be loaded; 1.7 GB would be reserved for graphs that there are not.
@@ -230,12 +229,3 @@ def test_no_prefill_graphs_are_captured_where_a_head_drafts(
     assert graphs is not None
     assert graphs.prefill.backend == ("breakable" if kept else "disabled")
     assert ("prefill graphs are disabled" in caplog.text) is not kept
-
-
-def test_all_reasons_are_given_at_once(smc: dict) -> None:
-    values = {"pp_size": 2, "enable_mixed_chunk": True, "speculative_draft_model_path": None}
-    args = with_other(resolve(**smc), **values)
-    with pytest.raises(ValueError) as error:
-        algorithm.validate_server_args(args)
-    for flag in ("--pp-size", "--enable-mixed-chunk", "--speculative-draft-model-path"):
-        assert flag in str(error.value)

@@ -8,9 +8,9 @@ import shutil
 import sys
 import sysconfig
 import zipfile
-from email import message_from_string
-from email.message import Message
+from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -104,10 +104,9 @@ def contents(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return message_from_string(archive.read(name).decode())
+def metadata(wheel: Path) -> Any:
+    (found,) = distributions(path=[str(wheel)])
+    return found.metadata
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_plans import config
+from toy_plans import EAGLE3_8B
 
 from sglang_smc.tools.plan import cli
 from sglang_smc.tools.plan.cli import main
@@ -22,13 +22,6 @@ DRAFTS = ("llama-3.2-1b", "eagle3-8b", "dflash-8b", "ngram")
 ALL = (*PAIR[:2], "--draft", *DRAFTS, "--device", "h200")
 ONE = ("--particles", "8", "--steps", "8")
 AT_2000 = (*ONE, "--context", "2000", "--tail", "0")
-HEAD = config(
-    "LlamaForCausalLMEagle3",
-    """
-    num_hidden_layers=1 hidden_size=4096 intermediate_size=14336 num_attention_heads=32
-    num_key_value_heads=8 vocab_size=128256 draft_vocab_size=32000
-    """,
-)
 
 
 def table_of(text: str) -> list[list[str]]:
@@ -141,7 +134,7 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
     folders = [tmp_path / name / "head" for name in "ab"]
     for folder in folders:
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(HEAD))
+        (folder / "config.json").write_text(json.dumps(EAGLE3_8B))
     both = [*PAIR[:3], *map(str, folders), "--device", "h200", *AT_2000]
     assert main([*both, "--tokens-per-pass", "5"]) == 0
     assert [row[3] for row in table_of(capsys.readouterr().out)] == [str(one) for one in folders]
@@ -159,7 +152,6 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ((*PAIR, "--device", "h300"), "'h300' is no known device. Known: a100, h100"),
-        (("--target", "gpt-5", *H200[2:]), "'gpt-5' is neither a config.json"),
         ((*H200, "--steps", "4,8", "--kept", "3"), "--kept has 1 numbers and --steps has 2"),
         ((*H200, "--steps", "4", "--kept", "5"), "within 0 and the 4 steps"),
         ((*H200, "--min-particles", "99"), "No number of particles"),
@@ -173,7 +165,6 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
         ((*ALL, "--tokens-per-pass", "5", "--acceptance", "0.5"), "--acceptance is of a plan"),
         ((*ALL, "--tokens-per-pass", "2", "--plot", "a.png"), "--plot is of a plan"),
         ((*ALL, "--steps", "16", "--tokens-per-pass", "5"), "at most 15 steps"),
-        (("--target", "qwen3-4b", *ALL[2:], "--tokens-per-pass", "2"), "the target's 2560"),
         ((*H200, "--batch", "0"), "0 is not at least 1"),
         ((*H200, "--tail", "-1"), "-1 is not at least 0"),
         ((*H200, "--particles", "4,x"), "invalid list value"),

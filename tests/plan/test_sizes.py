@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
+from toy_plans import DFLASH_CONFIG, EAGLE3_8B, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
 from sglang_smc.tools.plan.roofline import Rows, forward
 from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, draft_for, from_config, lowest_precision
@@ -239,9 +239,8 @@ def test_eagle3_sizes_by_hand() -> None:
     assert head.kind == "eagle3"
     assert (head.layer_parameters, head.fc_parameters) == (120 + 4 * (8 + 4 + 4), 3 * 4 * 4)
     assert head.num_parameters == 120 + 64 + 48 + 6 * 4
-    assert head.streamed_bytes == 2 * (120 + 64 + 24)
     assert head.resident_bytes == 2 * (120 + 64 + 24 + 48)
-    assert (head.kv_bytes_per_token, head.hidden_state_bytes(3, 2)) == (16, 3 * 3 * 3 * 4 * 2)
+    assert head.hidden_state_bytes(3, 2) == 3 * 3 * 3 * 4 * 2
     # Layers follow the precision of weights; ``fc`` and LM heads stay in 16 bits.
     quantized = draft_of(EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
     assert quantized.streamed_bytes == 1 * (120 + 64) + 2 * 24
@@ -253,22 +252,15 @@ def test_eagle3_sizes_by_hand() -> None:
 
 def test_dflash_sizes_by_hand() -> None:
     head = draft_of(DFLASH_CONFIG)
-    assert head.kind == "dflash"
-    assert head.num_parameters == 2 * 120 + 48
-    assert head.streamed_bytes == 2 * 2 * 120
+    assert (head.num_parameters, head.max_steps) == (2 * 120 + 48, 7)
     assert head.resident_bytes == 2 * (2 * 120 + 48)
-    assert head.kv_bytes_per_token == 32
-    assert head.max_steps == 7
 
 
 def test_built_in_heads_are_what_public_configurations_say() -> None:
     """The heads for Llama 3.1 8B and for Qwen3 8B, by the keys that their files have."""
-    wide = config("", "hidden_size=4096 num_attention_heads=32 num_key_value_heads=8 head_dim=128")
-    sizes = "intermediate_size=14336 vocab_size=128256 draft_vocab_size=32000"
-    eagle3 = wide | config("LlamaForCausalLMEagle3", f"num_hidden_layers=1 {sizes}")
     sizes = "intermediate_size=12288 vocab_size=151936 num_target_layers=36 block_size=16"
-    dflash = wide | config("DFlashDraftModel", f"num_hidden_layers=5 {sizes}")
-    assert draft_of(eagle3) == DRAFTS["eagle3-8b"]
+    dflash = EAGLE3_8B | config("DFlashDraftModel", f"num_hidden_layers=5 {sizes}")
+    assert draft_of(EAGLE3_8B | {"head_dim": 128}) == DRAFTS["eagle3-8b"]
     assert draft_of(dflash) == draft_of("DFlash-8B") == DRAFTS["dflash-8b"]
 
 

@@ -25,8 +25,6 @@ PLANTED = {f"tests/contract/{name}.py" for name in ("planted", "test_upstream", 
 
 
 class Finding(NamedTuple):
-    """One thing that differs."""
-
     group: str
     what: str
     ours: str = ""  # file and line of who asks

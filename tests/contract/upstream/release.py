@@ -13,6 +13,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parents[3]
 UPSTREAM = Path("sglang_smc", "upstream.py")
 FAMILIES = ("OLDER", "NEWER", "NEWEST")
@@ -50,12 +52,8 @@ def families(version: str, root: Path = ROOT) -> frozenset[str]:
     """Which of `FAMILIES` a release is of, by the expressions of `upstream.py`."""
     text = (root / UPSTREAM).read_text("utf-8")
     since = dict(re.findall(r'^IS_(\w+) = .*>= Version\("([\d.]+)"\)$', text, re.M))
-    of = {name for name, first in since.items() if _numbers(version) >= _numbers(first)}
+    of = {name for name, first in since.items() if Version(version) >= Version(first)}
     return frozenset(of or {"OLDER"})
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def root_of(name: str) -> Path:

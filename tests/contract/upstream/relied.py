@@ -67,7 +67,6 @@ srt.managers.io_struct.UpdateWeightFromDiskReqInput: flush_cache
 srt.managers.tp_worker.TpModelWorker: set_hicache_consumer
     .forward_batch_generation(self batch forward_batch * is_verify)
 srt.model_executor.model_runner.ModelRunner: forward weight_updater is_draft_worker
-    .compute_logprobs_only(self logits_output forward_batch)
 srt.speculative.base_spec_worker.BaseSpecWorker: target_worker req_to_token_pool
 srt.model_executor.forward_batch_info.ForwardBatch.init_new(batch model_runner *
         return_hidden_states_before_norm)
@@ -176,9 +175,7 @@ srt.arg_groups.model_override_base.model_config_of(server_args)
 srt.managers.schedule_batch.ReqKvInfo: req_pool_idx? kv_committed_len cache_protected_len holds_kv
 srt.mem_cache.prefill_budget.PrefillBudget: total_offset current_offset
 srt.session.streaming_session.StreamingSession._free_kv_aligned(self kv target end)
-srt.managers.tp_worker.TpModelWorker
-    .weight_update_runners(self)
-    .deserialize_own_rank(self serialized_named_tensors)
+srt.managers.tp_worker.TpModelWorker.weight_update_runners(self)
 srt.arg_groups.fields.parallel.Parallel: tp_size tp_group dp_rank
 srt.model_executor.model_runner.ModelRunner: kv_index_translator
     .init_kv_index_translator(self) | passes req_to_token token_to_kv_pool_allocator
@@ -245,7 +242,6 @@ def symbols(of: frozenset[str]) -> tuple[Symbol, ...]:
 
 
 def read(text: str) -> Iterator[Symbol]:
-    """The entries of a table."""
     owner = ""
     for entry in re.sub(r"\n {8}", " ", text).strip().splitlines():
         what, *more = (part.strip() for part in entry.split(" | "))
