@@ -75,9 +75,6 @@ def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:
         assert "".join(stream.text_stream) == whole
     with pytest.raises(anthropic.BadRequestError, match="'two'"):
         client.messages.create(model=f"{model}:exat", **asked)
-    keys = {"custom_params": {"smc": {"num_particles": 3}}}
-    with pytest.raises(anthropic.BadRequestError, match="preset"):
-        client.messages.create(model=model, **asked | {"extra_body": keys})
 
 
 def test_ollama_whole_and_streamed(server: Server, model: str) -> None:
