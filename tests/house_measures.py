@@ -106,7 +106,6 @@ def calls_of_a_round() -> list[CodeType]:
 
 
 def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of what was called."""
     called = {(code.co_filename, code.co_firstlineno) for code in codes}
     for path in sources():
         for node in ast.walk(tree_of(path)):

@@ -287,7 +287,6 @@ class Server:
         return not leaving
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Make passes until something is so."""
         for _ in range(MOST_STEPS):
             if condition():
                 return
