@@ -24,16 +24,13 @@ def verify(
     log_q: torch.Tensor,
     uniforms: torch.Tensor,
     *,
-    num_steps: torch.Tensor | None = None,
-    num_chains: torch.Tensor | None = None,
     walker: Any = TORCH,
 ) -> Verified:
     """`exact.verify` of log p ``[G, N, K + 1, V]`` and log q ``[G, N, K, V]``."""
     p = TokenDistribution.of_log_probs(log_p.flatten(0, 2))
     q = [TokenDistribution.of_log_probs(column.flatten(0, 1)) for column in log_q.unbind(2)]
     walk = walker.begin_walk, walker.walk_on
-    own = {"num_steps": num_steps, "num_chains": num_chains}
-    found = verification.verify(*walk, tokens, ends, p, q, uniforms, **own)
+    found = verification.verify(*walk, tokens, ends, p, q, uniforms)
     group = torch.arange(len(tokens), device=tokens.device)
     behind = log_p[group, found.winner, found.num_columns].double().exp()
     left = found.residuals[found.left].double()

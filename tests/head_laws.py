@@ -19,13 +19,11 @@ EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
 KINDS = (EAGLE3, HOT, DFLASH)
 
 
-def make_head(
-    kind: str, target: str, folder: Path, *, scale: float = 1.0, seed: int = 3, num_steps: int = 3
-) -> str:
-    """An untrained head; of hot tokens it has three of four."""
-    given: dict[str, Any] = {"dtype": torch.float32, "scale": scale, "seed": seed}
+def make_head(kind: str, target: str, folder: Path) -> str:
+    """An untrained head for K = 3; of hot tokens it has three of four."""
+    given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
-        made = new_head("dflash", target, folder, num_layers=2, block_size=num_steps + 1, **given)
+        made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
     else:
         vocab_size = AutoModelForCausalLM.from_pretrained(target).config.vocab_size
         hot = [token for token in range(vocab_size) if token % 4 != 2]

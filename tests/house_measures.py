@@ -1,7 +1,4 @@
-"""Measure how far a reader has to go, and how much there is, for a test and for people.
-
-python tests/house_measures.py      prints the measures
-"""
+"""Measure how far a reader has to go, and how much there is."""
 
 from __future__ import annotations
 
@@ -109,7 +106,6 @@ def calls_of_a_round() -> list[CodeType]:
 
 
 def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of what was called."""
     called = {(code.co_filename, code.co_firstlineno) for code in codes}
     for path in sources():
         for node in ast.walk(tree_of(path)):
@@ -126,14 +122,3 @@ def types_named(functions: list[ast.FunctionDef]) -> set[str]:
     named = [node for function in functions for node in ast.walk(function)]
     names = {node.id for node in named if isinstance(node, ast.Name)}
     return classes & (names | {node.attr for node in named if isinstance(node, ast.Attribute)})
-
-
-def main() -> None:
-    for name, value in measured().items():
-        shown = value if isinstance(value, int) else f"{len(value)}: {', '.join(value)}"
-        print(f"{name:22} {shown}")
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-    main()

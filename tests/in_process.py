@@ -68,7 +68,8 @@ class SteppedScheduler(Scheduler):
     """SGLang's scheduler, of which `run_event_loop` returns after one pass."""
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
-        self.inbox, self.outbox, self.control, rpc = self._pipes()
+        pipes: Any = [Pipe() for _ in range(4)]
+        self.inbox, self.outbox, self.control, rpc = pipes
         self.recv_from_tokenizer, self.load_snapshot_writer = self.inbox, None
         self.ipc_channels = SchedulerIpcChannels(
             recv_from_tokenizer=self.inbox,
@@ -78,9 +79,6 @@ class SteppedScheduler(Scheduler):
             send_metrics_from_scheduler=None,
         )
         self.leaving: set[str] = set()  # requests to retract in the next round
-
-    def _pipes(self) -> Any:
-        return Pipe(), Pipe(), Pipe(), Pipe()
 
     @property
     def result_queue(self) -> deque | None:
@@ -289,7 +287,6 @@ class Server:
         return not leaving
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Make passes until something is so."""
         for _ in range(MOST_STEPS):
             if condition():
                 return

@@ -57,7 +57,7 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
     return str(path)
 
 
-def make_model(path: Path, kind: str, seed: int, target: str = "", *, num_steps: int = 3) -> str:
+def make_model(path: Path, kind: str, seed: int, target: str = "") -> str:
     """Save a model, or a draft for a ``target``: a head, or a layer within it; return its path.
 
     ``kind`` is a family, "padded", one of `head_laws.KINDS`, or `MTP`.
@@ -66,7 +66,7 @@ def make_model(path: Path, kind: str, seed: int, target: str = "", *, num_steps:
         add_mtp_layer(target)
         return target
     if kind in KINDS:
-        return make_head(kind, target, path, num_steps=num_steps)
+        return make_head(kind, target, path)
     if kind == "padded":
         return make_tiny_model(path, padding=3, seed=seed, layers=4)
     changes = {"num_hidden_layers": 4} if kind == "llama" else {}

@@ -139,12 +139,12 @@ class Operator(Server):
         return self.post("/update_weights_from_disk", **own, **given)
 
     @contextmanager
-    def session(self, selector: str = "all") -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """For new weights by any way but from disk, on SGLang that wants one."""
         if not upstream.SELECTS_MODELS:
             yield
             return
-        assert self.post("/begin_weight_update", selector=selector).status_code == 200
+        assert self.post("/begin_weight_update", selector="all").status_code == 200
         try:
             yield
         finally:

@@ -203,7 +203,6 @@ class PoolProgram(ToyWorker):
         assert model.has_text(slots, text), "KV of the emitted text is lost"
 
     def note(self, result: Any, group: int, req: ToyRequest) -> None:
-        """Count situations."""
         state, tails = (
             req.smc_state,
             self.worker._tables.particles.gather(

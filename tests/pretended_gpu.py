@@ -90,7 +90,6 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer for all."""
     pretend()
     import sglang.srt.server_args as server_args
     from sglang.srt.plugins import load_plugins

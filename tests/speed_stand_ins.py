@@ -94,7 +94,6 @@ class Runner(Caller):
         return {row.label: row for row in self.study.report.read(self.folder)}
 
     def published(self) -> set[str]:
-        """Return the names of published files."""
         folder = self._published / self.study.name
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 

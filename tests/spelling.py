@@ -36,8 +36,6 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "ebnf": {"ebnf": 'root ::= ("yes" | "no") (" " [x-z])? "!"'},
     "structural_tag": {"structural_tag": json.dumps({"type": "structural_tag", "format": _TAG})},
 }
-# Most JSON that a random model writes is whitespace.
-SERVER = {"constrained_json_disable_any_whitespace": True}
 
 
 def spelling_model(path: Path, seed: int) -> str:

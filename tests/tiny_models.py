@@ -46,7 +46,6 @@ def make_tiny_model(
     seed: int = 0,
     scale: float = 0.3,
     eos: int = 1,
-    max_positions: int = 512,
 ) -> str:
     """Save a random Llama checkpoint and its tokenizer under ``path``; return ``str(path)``.
 
@@ -62,7 +61,7 @@ def make_tiny_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=512,
         initializer_range=scale,
         pad_token_id=0,
         bos_token_id=None,

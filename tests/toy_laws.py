@@ -23,15 +23,12 @@ SCRIPTS = {  # budgets of rounds in turn, for servers with N = 4
 }
 
 
-def languages(
-    spread: float = 1.0, difference: float = 0.7, device: str = "cpu"
-) -> tuple[Language, Language]:
+def languages(difference: float = 0.7, device: str = "cpu") -> tuple[Language, Language]:
     """A target, and a draft that is a perturbed target."""
     generator = torch.Generator().manual_seed(3)
     drawn = torch.randn(2, NUM_CONTEXTS, VOCAB, generator=generator).to(device)
-    logits = drawn[0] * spread
-    logits[:, EOS] -= 1.0
-    return Language(logits), Language(logits + drawn[1] * difference)
+    drawn[0, :, EOS] -= 1.0
+    return Language(drawn[0]), Language(drawn[0] + drawn[1] * difference)
 
 
 def next_law(language: Any, before: Text) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Replay:
         keeps_all = all(kept[who] >= len(record.drafted[who]) for who in whose)
         assert (record.cut == "none") == keeps_all
         handed = [drafted[who] for who in record.ancestors]
-        assert [len(record.drafted[who]) >= kept[who] for who in record.ancestors]
+        assert all(len(record.drafted[who]) >= kept[who] for who in record.ancestors)
         pairs = zip(handed, record.bonus, strict=True)
         self.texts = [text if token is None else [*text, token] for text, token in pairs]
         self.particles = self.texts

@@ -1,4 +1,4 @@
-"""openai-python against a server with the shipped pair, which solves what it is asked."""
+"""Tools that openai-python asks the shipped pair to call, and code in place of a processor."""
 
 import json
 from pathlib import Path
@@ -7,31 +7,9 @@ import dill
 import openai
 import pytest
 from http_server import Server
-from pair.task import check, held_out, messages
 from spelling import PERSON, is_person
 
 pytestmark = pytest.mark.engine
-
-# At temperature 0 the target solves these.
-SOLVED = (1, 3, 5, 7)
-
-
-def test_problems_are_solved_at_temperature_0(client: openai.OpenAI) -> None:
-    """By chat in every mode and by completions: the same text of the target's."""
-    own = {"model": "default", "temperature": 0, "max_tokens": 160}
-    prompts = [f"<|user|>{held_out(index).question}<|assistant|>" for index in SOLVED]
-    completed = client.completions.create(prompt=prompts, **own)  # type: ignore[call-overload]
-    for index, choice in zip(SOLVED, completed.choices, strict=True):
-        assert check(choice.text, held_out(index))
-    whole = completed.choices[0].text
-    asked = {**own, "messages": messages(held_out(SOLVED[0]))}
-    for mode in ("smc", "exact", "auto"):
-        extra = {"custom_params": {"smc": {"mode": mode}}}
-        answer = client.chat.completions.create(**asked, extra_body=extra)  # type: ignore[call-overload]
-        assert answer.choices[0].message.content == whole
-        assert answer.choices[0].finish_reason == "stop"
-    stopped = client.chat.completions.create(**asked, stop=["="]).choices[0]  # type: ignore[call-overload]
-    assert stopped.message.content == whole[: whole.index("=")]
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact"])

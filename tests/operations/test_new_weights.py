@@ -121,6 +121,7 @@ def test_new_weights_from_tensors_that_name_their_model(
 def test_new_weights_of_both_in_one_session(
     server: Operator, models: Models, fresh: Fresh, mode: str | None
 ) -> None:
+    before = server.checksums()
     with server.streaming() as stream:
         if mode is not None:
             server.pause(mode)
@@ -132,27 +133,8 @@ def test_new_weights_of_both_in_one_session(
             server.resume()
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
     assert server.texts() == fresh.texts
-
-
-@selects
-@pytest.mark.parametrize(
-    ("opened", "given", "updated"),
-    [
-        ("all", {}, "target"),
-        ("all", {"selector": "draft"}, "draft"),
-        ("draft", {"flush_cache": False, "weight_version": "2"}, "draft"),
-    ],
-)
-def test_a_selector_names_one_model(
-    server: Operator, models: Models, opened: str, given: dict[str, Any], updated: str
-) -> None:
-    before = server.checksums()
-    with server.session(opened):
-        answer = server.send(tensors_of(models.new_target).items(), **given)
-        assert answer.status_code == 200, answer.text
     changed = {name for name, value in server.checksums().items() if value != before[name]}
-    assert "lm_head.weight" in {name.removeprefix("draft.") for name in changed}
-    assert {name.startswith("draft.") for name in changed} == {updated == "draft"}
+    assert {"lm_head.weight", "draft.lm_head.weight"} <= changed
 
 
 @selects

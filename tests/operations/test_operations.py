@@ -17,7 +17,6 @@ from operator_client import (
     MODES,
     Fresh,
     Operator,
-    body,
     queries_of_dashboard,
     queries_of_page,
 )
@@ -93,17 +92,6 @@ def test_what_operators_ask_for_is_there(
     stock = {name for name in asked if ":" in name}
     assert stock <= exported, sorted(stock - exported)
     assert asked - ours - stock == {name.replace(":", "_") for name in stock}
-
-
-def test_greedy_requests_raise_no_alarm_and_hide_none(server: Operator) -> None:
-    """Whatever the draft guesses: they have rounds, but no ESS, and no rounds that all died."""
-    before, given = server.metrics(), body(range(len(MODES)), 40, MODES)
-    for params in given["sampling_params"]:
-        params["temperature"] = 0
-    assert server.post("/generate", **given).status_code == 200
-    gained = {name: value - before[name] for name, value in server.metrics().items()}
-    assert gained["rounds_total"] > 40
-    assert gained["all_zero_rounds_total"] == gained["ess_ratio_count"] == 0
 
 
 def test_chunks_are_those_that_a_stream_brings(server: Operator) -> None:

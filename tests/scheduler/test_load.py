@@ -12,10 +12,6 @@ import pytest
 import torch
 from in_process import Reply, Server
 from sglang.srt.managers.io_struct import GetInternalStateReq, OpenSessionReqInput
-from sglang.srt.managers.scheduler_components import output_streamer
-from sglang.srt.sampling.custom_logit_processor import (
-    DeepseekOCRNoRepeatNGramLogitProcessor as NoRepeat,
-)
 from sglang.srt.session.session_controller import SessionReqNode
 from tiny_models import smc_arguments
 
@@ -92,19 +88,6 @@ def alone(start: Callable[..., Server], pair: tuple[str, str]) -> Alone:
     return Alone(replies, [retract_all(server, rounds) for rounds in ROUNDS])
 
 
-@pytest.fixture(scope="module")
-def stock(start: Callable[..., Server], pair: tuple[str, str]) -> dict[str, list[int]]:
-    """What SGLang without SMC answers at temperature 0; each edit changes the text."""
-    # Its overlap schedule counts each token one step late.
-    own = {"enable_custom_logit_processor": True, "disable_overlap_schedule": True}
-    server = start(model_path=pair[0], **own)
-    replies = {name: server.send(**edited(name)) for name in EDITS}
-    server.finish()
-    texts = {name: reply.output_ids for name, reply in replies.items()}
-    assert len(set(map(tuple, texts.values()))) == len(EDITS)
-    return texts
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(False, marks=pytest.mark.nightly), True],
@@ -113,7 +96,6 @@ def stock(start: Callable[..., Server], pair: tuple[str, str]) -> dict[str, list
 def roomy(
     request: pytest.FixtureRequest,
     alone: Alone,
-    stock: dict[str, list[int]],
     start: Callable[..., Server],
     pair: tuple[str, str],
 ) -> Server:
@@ -217,47 +199,6 @@ def test_what_follows_a_retraction_depends_on_seed_and_text_alone(
     assert sum(len(one.kept) > 2 for one in alone.retracted[-1]) > 6
 
 
-BIAS = {str(token): -100.0 if token % 3 else 2.0 for token in range(2, 40)}
-BIGRAMS = {"ngram_size": 2, "window_size": 200}
-EDITS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "frequency": {"frequency_penalty": 1.5},
-    "presence": {"presence_penalty": 2.0},
-    "repetition": {"repetition_penalty": 1.7},
-    "rewards": {"frequency_penalty": -0.4, "presence_penalty": -1.0},
-    "several": {"frequency_penalty": 0.7, "presence_penalty": 0.4, "logit_bias": BIAS},
-    "no early end": {"min_new_tokens": 20, "presence_penalty": 1.5, "ignore_eos": False},
-    "no repeats": {"custom_params": BIGRAMS, "frequency_penalty": -1.0},
-}
-
-
-def edited(name: str, mode: str | None = None) -> dict[str, Any]:
-    """A greedy request with this edit, to SGLang itself where it names no mode."""
-    params = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0, **EDITS[name]}
-    smc = {} if mode is None else {"smc": {"mode": mode}}
-    params["custom_params"] = {**params.get("custom_params", {}), **smc}
-    processor = NoRepeat.to_str() if name == "no repeats" else None
-    prompt = [3, 4, 5 + list(EDITS).index(name), 9]
-    return {"input_ids": prompt, "sampling_params": params, "custom_logit_processor": processor}
-
-
-def test_greedy_texts_stay_stock_s_whatever_is_retracted(
-    roomy: Server, stock: dict[str, list[int]]
-) -> None:
-    """Counts of penalties go on with the text, in every mode."""
-    modes = ("smc", "exact", "mixed")
-    staying = roomy.send(**asked(0, max_new_tokens=4 * TOKENS))
-    replies = [(name, roomy.send(**edited(name, mode))) for mode in modes for name in EDITS]
-    for _ in range(3):
-        roomy.step(8)
-        roomy.retract(*(reply for _, reply in replies if reply.end is None))
-    roomy.finish()
-    assert staying.num_retractions == 0
-    assert sum(reply.num_retractions > 1 for _, reply in replies) > len(replies) // 2
-    for name, reply in replies:
-        assert reply.output_ids == stock[name], name
-
-
 def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(roomy: Server) -> None:
     """Its whole text has just been read anew, by both models, and is the radix cache's.
 
@@ -276,22 +217,6 @@ def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(roomy: S
     roomy.finish()
     assert [reply.why for reply in replies] == ["length", "abort", "abort"]
     roomy.flush()
-
-
-def test_a_token_that_particles_may_change_is_sent_to_nobody(
-    roomy: Server, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang sends what any request has said every 50 tokens: here at each."""
-    monkeypatch.setattr(output_streamer, "DEFAULT_FORCE_STREAM_INTERVAL", 1)
-    for known, given in zip(alone.answers, KINDS, strict=False):
-        assert roomy.generate(**given).output_ids == known.output_ids
-    replies = [roomy.send(**given) for given in KINDS]
-    roomy.step(4)
-    roomy.retract(*replies)
-    roomy.step(3)
-    reqs = [roomy.req(reply) for reply in replies]
-    roomy.finish()
-    assert [reply.output_ids for reply in replies] == [list(req.output_ids) for req in reqs]
 
 
 def test_a_request_that_fails_in_its_prefill_ends_alone(roomy: Server) -> None:
@@ -361,36 +286,12 @@ def test_a_pool_that_overflows_retracts_and_changes_no_greedy_text(tight: Server
 
 def test_a_server_says_what_memory_there_is(tight: Server) -> None:
     """In its state, and to a request that would fit without particles."""
-    server = tight
-    memory = server.ask(GetInternalStateReq()).internal_state["smc"]["memory"]
+    memory = tight.ask(GetInternalStateReq()).internal_state["smc"]["memory"]
     arena = memory["modes"]["smc"]["slots"]
     assert (memory["pool_slots"], arena, memory["longest"]) == (400, 80, 319)
     assert memory["beside"]["rows of particles"] == 9 * 4 * 32 * 4
-    end = server.generate(input_ids=[3] * 330, sampling_params={"max_new_tokens": 4}).end
+    end = tight.generate(input_ids=[3] * 330, sampling_params={"max_new_tokens": 4}).end
     assert end is not None
     assert "holds 400 tokens, of which 80 are kept" in end["message"]
     assert "exceeds the maximum allowed length (314 tokens)" in end["message"]
     assert "--speculative-smc-max-lag" in end["message"]
-    # With resampling off, particles never meet: only the bound makes text flow.
-    apart = {"smc": {"ess_threshold": 0.0, "max_lag": 6}}
-    found = server.generate(**asked(0, max_new_tokens=60, custom_params=apart))
-    assert len(found.output_ids) == 60
-    # A round adds at most 4 tokens to a lag below 6: at least every second one collapses.
-    assert found.meta["spec_smc_narrow_ct"] >= 6
-    assert found.meta["spec_smc_resample_ct"] == 0
-
-
-def test_verified_requests_reserve_little(
-    start: Callable[..., Server], pair: tuple[str, str]
-) -> None:
-    """Five run at a time in a pool that has room for two SMC populations."""
-    exact = {**SMALL, "max_total_tokens": 300, "mode": "exact"}
-    server = start(**smc_arguments(*pair, **exact), overlap=True)
-    own = {"max_new_tokens": 20, "ignore_eos": True}
-    replies = [server.send(input_ids=[3, 4, 5 + i], sampling_params=own) for i in range(16)]
-    server.run_until(lambda: len(server.scheduler.running_batch.reqs) >= 5)
-    server.finish()
-    for reply in replies:
-        assert len(reply.output_ids) == 20
-        assert reply.meta["spec_smc_narrow_ct"] == reply.meta["spec_smc_resample_ct"] == 0
-    assert sum(reply.meta["spec_num_correct_drafts"] for reply in replies) > 16

@@ -75,9 +75,6 @@ def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:
         assert "".join(stream.text_stream) == whole
     with pytest.raises(anthropic.BadRequestError, match="'two'"):
         client.messages.create(model=f"{model}:exat", **asked)
-    keys = {"custom_params": {"smc": {"num_particles": 3}}}
-    with pytest.raises(anthropic.BadRequestError, match="preset"):
-        client.messages.create(model=model, **asked | {"extra_body": keys})
 
 
 def test_ollama_whole_and_streamed(server: Server, model: str) -> None:
@@ -93,9 +90,7 @@ def test_ollama_whole_and_streamed(server: Server, model: str) -> None:
     assert refused.value.status_code == 400
 
 
-def test_watch_shows_a_line_for_the_server_and_for_each_request(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_shows_a_line_for_the_server_and_for_each_request(server: Server) -> None:
     """Red if a request is told under another name, counts another's rounds, or stays there."""
     assert server.key
     sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.7}
@@ -124,5 +119,3 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
     assert 1 < shown["tokens/pass"] <= 5
     assert 0.25 <= shown["ESS / N"] <= 1
     assert 0.5 < shown["KV free"] <= 1
-    assert watch.main([server.url, "--once", "--interval", "0.1", "--api-key", server.key]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2

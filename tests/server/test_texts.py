@@ -68,24 +68,6 @@ def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
     assert next(answers, None) is None
 
 
-def test_requests_without_a_seed_differ(server: Server) -> None:
-    answers = server.generate([asked(sampling_seed=None)] * 8)
-    assert len({str(answer["output_ids"]) for answer in answers}) == 8
-
-
-def test_same_prefix_is_cached_prompt_and_text(server: Server) -> None:
-    prompt = [63, 62, 61, 63, 62, 61, 63, 62, 61, 63]
-    request = asked(max_new_tokens=12, temperature=0.0) | {"input_ids": prompt}
-    (first,), (again,) = server.generate([request]), server.generate([request])
-    assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
-    assert again["output_ids"] == first["output_ids"]
-    # A second turn: the answer is in the cache too, but for the token that never had KV and the
-    # one that the draft may not have read.
-    request["input_ids"] = [*prompt, *first["output_ids"], 20, 21]
-    (turn,) = server.generate([request])
-    assert turn["meta_info"]["cached_tokens"] == len(prompt) + len(first["output_ids"]) - 2
-
-
 def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> None:
     request = asked(max_new_tokens=240, temperature=0.0)
     with server.stream(**request) as stream:
