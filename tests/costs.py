@@ -9,8 +9,6 @@ tensors slow down by other factors on a shared machine, by up to 1.7 where it wa
 limits: above `MARGIN` a folder is marked in the table, above `MOST` the run fails.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing.process
 import os

@@ -1,7 +1,5 @@
 """Clients of a server that is having a hard time, and what must be true of it afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

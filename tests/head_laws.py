@@ -3,8 +3,6 @@
 Those of MTP layers are by transformers' layers of the target's own family.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Measure how far a reader has to go, and how much there is."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

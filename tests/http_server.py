@@ -1,7 +1,5 @@
 """A real HTTP server, for tests that are its clients."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

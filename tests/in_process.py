@@ -12,8 +12,6 @@ engine nothing runs: a request is not validated as it comes, and its answer is t
         assert reply.num_retractions == 1
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from array import array

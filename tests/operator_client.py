@@ -1,7 +1,5 @@
 """What an operator asks of a running server, and long answers to ask it under."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

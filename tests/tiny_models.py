@@ -1,7 +1,5 @@
 """Tiny random Llama checkpoints with a word tokenizer, and fast engine settings for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -12,8 +12,6 @@ the exception that counts: where they differ, another interpreter is made, with 
 are Python's own. Some tests ask for those in any case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

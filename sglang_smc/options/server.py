@@ -396,13 +396,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
         if self.has_no_draft and self.draft_temperature is not None:
-            told = "no draft_temperature, or a smaller weight with a draft model: matches have none"
-            yield ("draft_temperature", "ngram_weight"), told
+            yield ("draft_temperature", "ngram_weight"), "a smaller weight, with a draft model"
         if self.weighs and not self.extends and self.has_no_draft:
-            told = (
-                "proposal 'verified', or mode 'exact', 'mixed' or 'auto', which draw from the "
-                "target what no match proposes, or a smaller weight with a draft model"
-            )
+            told = "proposal 'verified', mode 'exact', 'mixed' or 'auto', or a draft model beside"
             yield ("mode", "ngram_weight"), told
 
 

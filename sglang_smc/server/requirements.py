@@ -176,7 +176,7 @@ def unmet(server_args: Arguments) -> list[str]:
 
 def _keeps_texts(view: Any) -> bool:
     weight = view.speculative_smc_ngram_weight
-    return weight is not None and SETTINGS["ngram_weight"].allowed.holds(weight) and weight > 0
+    return SETTINGS["ngram_weight"].allowed.holds(weight) and weight > 0
 
 
 def _ngram_problems(view: Any) -> Iterator[str]:

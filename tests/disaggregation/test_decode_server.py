@@ -4,8 +4,6 @@ Both run on this machine, with SGLang's own transfer of KV over a stand-in for M
 The draft is a copy of the target: in mode `exact` all its tokens are kept, if it has read the same.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@ knows it. Training this one takes seconds. What the kits test stays what it was:
 mask or weight gives another text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

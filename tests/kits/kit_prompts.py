@@ -1,7 +1,5 @@
 """What SGLang's kits ask, and answers that satisfy them."""
 
-from __future__ import annotations
-
 import json
 
 from sglang.test.kits.basic_scheduler_stress_kit import _CONCURRENT_PREFIX, _CONCURRENT_QA

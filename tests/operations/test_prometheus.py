@@ -1,7 +1,5 @@
 """What a Prometheus that scrapes a server makes of the dashboard's and the pages' queries."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

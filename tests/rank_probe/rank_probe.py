@@ -5,8 +5,6 @@ There each scheduler process gets a file with one line a round: a digest of all 
 round has decided and of the weights that it leaves, bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator

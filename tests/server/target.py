@@ -1,7 +1,5 @@
 """The target's own law of an answer, by transformers and SGLang's own edits of logits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from http_server import Server
 from routed import (
+    MESSAGES,
     PRESETS,
     PROMPT,
     ROUTES,
@@ -20,7 +21,7 @@ from routed import (
     rounds_and_particles,
     text_of,
 )
-from spelling import tokenizer
+from spelling import PERSON, is_person, tokenizer
 from trace_replay import read, replay
 
 from server.kinds import PRESETS as ALL_PRESETS
@@ -145,6 +146,20 @@ def test_completions_show_meta_info_on_request(server: Server, model: str) -> No
         assert answer["choices"][0]["meta_info"]["spec_smc_num_particles"] == 4
     assert "meta_info" not in ask().json()["choices"][0]
     assert ask(return_meta_info="x").status_code == 400
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_structured_output_as_chat_clients_ask_for_it(server: Server, mode: str) -> None:
+    """A schema for the answer, whole and streamed."""
+    own = {"model": "default", "messages": MESSAGES, "max_tokens": 300, "temperature": 0.7}
+    own |= {"seed": 3, "custom_params": {"smc": {"mode": mode}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked = {**own, "response_format": schema}
+    (whole,) = server.post("/v1/chat/completions", **asked).json()["choices"]
+    text = whole["message"]["content"]
+    assert whole["finish_reason"] == "stop" and is_person(text)
+    parts = parts_of(server.post("/v1/chat/completions", **asked, stream=True).text)
+    assert "".join(map(STREAMED["/v1/chat/completions"], parts)) == text
 
 
 def test_log_and_server_info_tell_how_smc_does(server: Server) -> None:

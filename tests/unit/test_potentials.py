@@ -13,6 +13,7 @@ from unittest import mock
 import httpx
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -310,6 +311,23 @@ def test_a_request_for_no_tokens_asks_nothing() -> None:
     )
     (req,) = worker.begin([1])
     assert not has_open_token(req) and not req.smc_state.potentials
+
+
+def test_the_next_request_of_a_row_starts_without_its_values() -> None:
+    """Red where the first weights of a request are divided by what another's texts were worth."""
+    runners = {"named": PotentialRunner("named", Lengths(), 600.0)}
+    own = {**named({}), "return_particles": True, "ess_threshold": 0.0}
+    worker = toy(1, num_particles=3, num_steps=2, limit=8, runners=runners, chosen=(own,))
+
+    def weights() -> torch.Tensor:
+        reqs = worker.begin([1])
+        for _ in range(2):  # values come a round late
+            outcome = worker.play_round(reqs).outcome
+        return outcome.particles.log_weights
+
+    first, second = weights(), weights()
+    assert first.any()
+    assert torch.equal(first, second)
 
 
 LARGE, FORBID, MOST = {"does": "large"}, {"does": "forbid"}, "for a text; allowed: up to 1e300"

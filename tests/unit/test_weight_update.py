@@ -1,7 +1,5 @@
 """Which model an update's tensors are for, and what hooks hand to SGLang's own updates."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
