@@ -91,7 +91,7 @@ PLAIN = {"temperatures": 1.0, "top_ks": ALL, "top_ps": 1.0, "min_ps": 0.0}
 
 
 def sampling(size: int, **limits: Any) -> Any:
-    """What SGLang knows of ``size`` requests that sample alike."""
+    """Return SGLang's sampling parameters of ``size`` requests that sample alike."""
     given = PLAIN | limits
     info: dict[str, Any] = {name: torch.full((size,), value) for name, value in given.items()}
     info["temperatures"] = info["temperatures"].view(-1, 1)

@@ -28,7 +28,7 @@ def with_other(server_args: ServerArgs, **values: Any) -> Any:
 
 
 def options() -> set[str]:
-    """The options of a server's command line, SMC's among them."""
+    """Return the options of a server's command line, SMC's among them."""
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return set(parser._option_string_actions)

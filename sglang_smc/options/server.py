@@ -337,9 +337,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return L: tails have fewer tokens than this before a round; 1: all is emitted at once."""
         if not self.weighs or self.num_particles == 1:
             return 1
-        if self.max_lag is not None:
-            return self.max_lag
-        return self._usual_lag
+        return self._usual_lag if self.max_lag is None else self.max_lag
 
     @property
     def _usual_lag(self) -> int:
@@ -384,21 +382,24 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Verified proposals ignore a threshold unless it is ``chosen`` with them.
         """
-        takes_evidence = bool(self.evidence_threshold)
         if self.power != 1.0 and not self.weighs:
             told = "mode 'smc' or power 1, since verification knows no other target than p"
             yield ("mode", "power"), told
-        elif self.power != 1.0 and takes_evidence:
+        elif self.power != 1.0 and self.evidence_threshold:
             told = "evidence_threshold 0, since only p itself has a known normaliser"
             yield ("power", "evidence_threshold"), told
-        weighs_drafts = takes_evidence and "evidence_threshold" in chosen
+        weighs_drafts = bool(self.evidence_threshold) and "evidence_threshold" in chosen
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
         if self.has_no_draft and self.draft_temperature is not None:
-            yield ("draft_temperature", "ngram_weight"), "a smaller weight, with a draft model"
+            told = "a smaller weight, with a draft model, since matches have no temperature"
+            yield ("draft_temperature", "ngram_weight"), told
         if self.weighs and not self.extends and self.has_no_draft:
-            told = "proposal 'verified', mode 'exact', 'mixed' or 'auto', or a draft model beside"
+            told = (
+                "proposal 'verified', or mode 'exact', 'mixed' or 'auto', which draw from the "
+                "target what no match proposes, or a smaller weight with a draft model"
+            )
             yield ("mode", "ngram_weight"), told
 
 

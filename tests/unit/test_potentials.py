@@ -452,7 +452,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 
 def asked(endpoint: mock.Mock) -> tuple[str, Any, str | None]:
-    """The address, the body and the key of its one POST."""
+    """Return the address, the body and the key of its one POST."""
     endpoint.assert_called_once()
     (request,) = endpoint.call_args.args
     return str(request.url), json.loads(request.content), request.headers.get("Authorization")

@@ -298,4 +298,4 @@ def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() 
         assert f"ngram_weight=0.3; allowed: {allowed}, since this server has no" in message
     for message in (refusal(alone, mode="smc"), refusal(SERVER, ngram_weight=1)):
         assert "has mode='smc'" in message and "beside ngram_weight=1" in message
-        assert "; allowed: proposal 'verified', mode 'exact'" in message
+        assert "; allowed: proposal 'verified', or mode 'exact'" in message
