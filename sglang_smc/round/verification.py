@@ -75,9 +75,9 @@ def extend_each(
     """Verify each particle's own chain, and resample by the other factors of the request's target.
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
-    q is. The log-weight gains the log normaliser at each of them; `Steps.add_bonus` adds that of
-    the bonus token. Particles advance by different lengths, which depend on chance and on no
-    weight, so that E[Z-hat f] stays (docs/fidelity.md).
+    q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
+    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
+    no weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
     Args:
         ess_threshold: ``[G]`` float64 tau; the other arguments are those of `verify`.
@@ -91,14 +91,17 @@ def extend_each(
     found = _verified(batch, drafts, law, (len(limits), 1, num_steps), limits, None)
     live = population.present & ~population.ended
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
-    rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_kept.unsqueeze(2)
-    gains = log_sums.double().view(rest.shape).masked_fill(rest, 0.0).sum(2, keepdim=True)
-    once = torch.ones_like(settings.num_steps)
+    continues = live & ~(drafts.ends & (batch.column < num_kept.unsqueeze(2))).any(2)
+    num_weighed = num_kept + continues
+    rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_weighed.unsqueeze(2)
+    gains = log_sums.double().view(rest.shape).masked_fill(rest, 0.0).sum(2)
+    ahead = _ahead(gains, num_weighed, batch.output_lengths + num_weighed, continues)
+    column, once = gains.unsqueeze(2), torch.ones_like(settings.num_steps)
     decision = ops.reweight_and_resample(
-        population.log_weights,
-        gains,  # as one column, which is kept whatever its evidence
-        torch.zeros_like(gains),
-        torch.ones_like(gains, dtype=torch.bool),
+        population.log_weights - ahead,
+        column,  # which is kept whatever its evidence
+        torch.zeros_like(column),
+        torch.ones_like(column, dtype=torch.bool),
         torch.ones_like(settings.power),
         once,
         ess_threshold,
@@ -117,14 +120,38 @@ def extend_each(
     )
     masses = None if p.log_mass is None else p.log_mass[row]
     residual = p.of_log_probs(found.residuals.log(), left)
+    log_weights = decision.log_weights + ahead.gather(1, decision.ancestors)
     decision = decision._replace(
         num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
         num_kept=num_kept,
         # A column in which all particles die is not kept, but here their tokens are.
-        log_weights=decision.log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
+        log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
         verified=torch.ones_like(decision.all_zero),
     )
     return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+
+
+def _ahead(
+    gains: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, continues: torch.Tensor
+) -> torch.Tensor:
+    """Return the part of each log-weight that comes of a text longer than the mean, ``[G, N]``.
+
+    Each token multiplies a weight by its normaliser, so that among texts of unequal lengths
+    resampling would prefer the shortest. Set aside while ancestors are drawn, and put back, this
+    changes no mean: an auxiliary particle filter (Pitt and Shephard 1999).
+
+    Args:
+        gains: ``[G, N]`` float64 sums of this round's log normalisers.
+        counts: ``[G, N]`` int64 normalisers in each.
+        lengths: ``[G, N]`` int64 output tokens of each particle.
+        continues: ``[G, N]`` bool: the particle has not ended. The mean length is that of these.
+    """
+    alive = gains > -torch.inf
+    total = gains.where(alive, 0.0).sum(1, keepdim=True)
+    rate = total / counts.where(alive, 0).sum(1, keepdim=True).clamp_min(1)  # nats a token
+    mean = (lengths * continues).sum(1, keepdim=True) / continues.sum(1, keepdim=True)
+    longer = lengths - mean.nan_to_num(torch.inf)  # a group that has ended is not corrected
+    return rate * longer.where(continues, longer.clamp_min(0.0))  # short texts have ended for good
 
 
 def unless(

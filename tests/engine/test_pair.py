@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from answers import prompt_ids
 from http_server import Server, running_server
 from pair.reward_texts import TEMPLATE, WHOLE_TEMPLATE
 from pair.task import check, held_out, messages
 from tiny_models import smc_arguments
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
+from sglang_smc.options.server import PROPOSALS
 from sglang_smc.potentials import Text
 from sglang_smc.potentials.library import EndpointError, Http
 from sglang_smc.tools.testing import check_potential
@@ -51,6 +53,25 @@ def test_target_draft_and_smc_between_them(engine: Callable[..., Any]) -> None:
     assert abs(target - stated("target accuracy")) < slack
     assert abs(draft - stated("draft accuracy")) < slack
     assert smc > draft + 0.2  # eight particles make most of the way from draft to target
+
+
+@pytest.mark.parametrize("power", [2.0, 4.0])
+def test_verified_chains_halve_the_variance_of_log_evidence(
+    engine: Callable[..., Any], power: float
+) -> None:
+    """Red where texts are resampled for being short, which had it no lower at power 2."""
+    pair = engine(**smc_arguments(TARGET, DRAFT, num_particles=8, num_steps=8, **ROOM))
+    problems, seeds = 6, 24
+    ids = [prompt_ids(held_out(i)) for i in range(problems) for _ in range(seeds)]
+    variances = {}
+    for proposal in PROPOSALS:
+        smc = {"mode": "smc", "power": power, "proposal": proposal}
+        own = {"temperature": 1.0, "max_new_tokens": 160, "custom_params": {"smc": smc}}
+        asked = [{**own, "sampling_seed": 1000 + i % seeds} for i in range(len(ids))]
+        answers = pair.generate(input_ids=ids, sampling_params=asked)
+        found = torch.tensor([one["meta_info"]["spec_smc_log_evidence"] for one in answers])
+        variances[proposal] = found.view(problems, seeds).var(1).mean()
+    assert variances["verified"] < variances["draft"] / 2
 
 
 # --- The reward model, served by stock SGLang, says what transformers says it does

@@ -37,7 +37,7 @@ from toy_worker import Language, Outcome
 
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import RESAMPLING_METHODS
+from sglang_smc.options.server import PROPOSALS, RESAMPLING_METHODS
 
 EQUAL = (TARGET, TARGET)
 
@@ -250,11 +250,25 @@ def test_texts_are_weighed_by_the_power_of_p(
     assert_properly_weighted(outcome, P, power)
 
 
-def test_texts_that_never_end_are_weighed_by_the_power_of_p() -> None:
-    ends = torch.arange(VOCAB) == EOS
-    target, draft = (Language(one.logits.masked_fill(ends, -torch.inf)) for one in PAIR)
-    outcome = run((target, draft), num_particles=8, num_steps=2, power=4.0)
-    assert_properly_weighted(outcome, law(target), 4.0)
+ENDLESS = tuple(Language(one.logits.index_fill(1, torch.tensor(EOS), -torch.inf)) for one in PAIR)
+
+
+@pytest.mark.parametrize("proposal", PROPOSALS)
+def test_texts_that_never_end_are_weighed_by_the_power_of_p(proposal: str) -> None:
+    """Verified texts differ in length as they are resampled; every other round has no drafts."""
+    sizes = {"num_particles": 8, "num_steps": 2, "budgets": (Budget(8, 2), Budget(8, 0))}
+    outcome = run(ENDLESS, **sizes, power=4.0, proposal=proposal, ess_threshold=1.0)
+    assert_properly_weighted(outcome, law(ENDLESS[0]), 4.0)
+
+
+def test_verified_texts_are_not_resampled_for_their_lengths() -> None:
+    """All tokens have one normaliser here, so that weights differ as lengths do and only so."""
+    a, b, end = ENDLESS[0].logits.unbind(1)
+    flat = Language(torch.stack([(a - b).sign(), (b - a).sign(), end], 1))
+    own = {"power": 2.0, "proposal": "verified", "ess_threshold": 0.99}
+    outcome = run((flat, ENDLESS[1]), num_particles=8, num_steps=3, **own)
+    assert outcome.num_resampled == 0
+    assert_properly_weighted(outcome, law(flat), 2.0)
 
 
 def test_a_power_keeps_its_particles() -> None:
