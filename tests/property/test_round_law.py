@@ -17,7 +17,6 @@ from toy_laws import (
     LENGTH,
     NUM_CONTEXTS,
     NUM_RUNS,
-    PAIR,
     PLAIN,
     SCRIPTS,
     TARGET,
@@ -250,14 +249,18 @@ def test_texts_are_weighed_by_the_power_of_p(
     assert_properly_weighted(outcome, P, power)
 
 
-ENDLESS = tuple(Language(one.logits.index_fill(1, torch.tensor(EOS), -torch.inf)) for one in PAIR)
+ENDLESS = (
+    Language(TARGET.logits.index_fill(1, torch.tensor(EOS), -torch.inf)),
+    Language(DRAFT.logits.index_fill(1, torch.tensor(EOS), -torch.inf)),
+)
 
 
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_texts_that_never_end_are_weighed_by_the_power_of_p(proposal: str) -> None:
     """Verified texts differ in length as they are resampled; every other round has no drafts."""
-    sizes = {"num_particles": 8, "num_steps": 2, "budgets": (Budget(8, 2), Budget(8, 0))}
-    outcome = run(ENDLESS, **sizes, power=4.0, proposal=proposal, ess_threshold=1.0)
+    own: dict[str, Any] = {"power": 4.0, "proposal": proposal, "ess_threshold": 1.0}
+    budgets = Budget(8, 2), Budget(8, 0)
+    outcome = run(ENDLESS, num_particles=8, num_steps=2, budgets=budgets, **own)
     assert_properly_weighted(outcome, law(ENDLESS[0]), 4.0)
 
 
@@ -265,7 +268,7 @@ def test_verified_texts_are_not_resampled_for_their_lengths() -> None:
     """All tokens have one normaliser here, so that weights differ as lengths do and only so."""
     a, b, end = ENDLESS[0].logits.unbind(1)
     flat = Language(torch.stack([(a - b).sign(), (b - a).sign(), end], 1))
-    own = {"power": 2.0, "proposal": "verified", "ess_threshold": 0.99}
+    own: dict[str, Any] = {"power": 2.0, "proposal": "verified", "ess_threshold": 0.99}
     outcome = run((flat, ENDLESS[1]), num_particles=8, num_steps=3, **own)
     assert outcome.num_resampled == 0
     assert_properly_weighted(outcome, law(flat), 2.0)
