@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import answers
+import numpy as np
 from answers import COMMON, Reply, Study, about, prompt_ids, tokenizer
-from intervals import Interval, wilson
+from intervals import Interval, ratio, wilson
 from pair.task import held_out
 from results import Report, interval_cell, markdown_table, table
 from steering.judge import Judge
@@ -120,6 +120,8 @@ class Drawn:
     tokens: int  # of all texts
     passes: int  # of the model
     values: dict[str, float] = field(default_factory=dict)  # log phi, for plain samples
+    ess: float | None = None  # of the particles over N, mean over rounds
+    resampled: float | None = None  # share of the rounds
 
 
 _ANSWER = re.compile(ANSWER_PATTERN)
@@ -131,34 +133,32 @@ def number_of(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-#: Chooses a number from those of weighted texts.
-Choice = Callable[[Sequence[int | None], Sequence[float], random.Random], int | None]
+#: Returns the probability that weighted texts answer a number, by one choice among them.
+Choice = Callable[[Sequence[int | None], Sequence[float], int], float]
 
 
-def first(numbers: Sequence[int | None], *_: object) -> int | None:
-    """Return the number of the first text."""
-    return numbers[0]
+def first(numbers: Sequence[int | None], weights: Sequence[float], right: int) -> float:
+    """Choose the first text."""
+    return numbers[0] == right
 
 
-def voted(numbers: Sequence[int | None], weights: Sequence[float], *_: object) -> int | None:
-    """Return the number with the largest total weight (ties: the first); None without any."""
+def voted(numbers: Sequence[int | None], weights: Sequence[float], right: int) -> float:
+    """Choose the number with the largest total weight (ties: the first)."""
     total: dict[int | None, float] = {}
     for number, weight in zip(numbers, weights, strict=True):
         if number is not None:
             total[number] = total.get(number, 0.0) + weight
-    return max(total, key=total.__getitem__, default=None)
+    return max(total, key=total.__getitem__, default=None) == right
 
 
-def best(numbers: Sequence[int | None], weights: Sequence[float], *_: object) -> int | None:
-    """Return the number of the text with the largest weight (ties: the first)."""
-    return numbers[max(range(len(numbers)), key=weights.__getitem__)]
+def best(numbers: Sequence[int | None], weights: Sequence[float], right: int) -> float:
+    """Choose the text with the largest weight (ties: the first)."""
+    return numbers[max(range(len(numbers)), key=weights.__getitem__)] == right
 
 
-def drawn(
-    numbers: Sequence[int | None], weights: Sequence[float], rng: random.Random
-) -> int | None:
-    """Return the number of a text drawn by weight."""
-    return rng.choices(numbers, weights)[0]
+def drawn(numbers: Sequence[int | None], weights: Sequence[float], right: int) -> float:
+    """Draw a text by weight."""
+    return sum(one for number, one in zip(numbers, weights, strict=True) if number == right)
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,11 @@ class Row:
     potential: str  # empty without one
     method: str
     num_particles: int  # or samples
-    accuracy: Interval
+    accuracy: Interval  # in the mean over draws, where a text is drawn
     tokens: float  # per problem, of all samples or particles
     passes: float  # per problem; samples run in parallel, so the longest counts
+    ess: Interval | None  # over N, of particles
+    resampled: Interval | None  # share of their rounds
 
 
 def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
@@ -208,12 +210,11 @@ def _row(
     model: str, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
 ) -> Row:
     taken = [list(some)[:count] for _, some in groupby(every, key=lambda one: one.index)]
-    right = 0
+    right = []
     for some in taken:
-        index = some[0].index
         numbers = [number_of(text) for one in some for text in one.texts]
         weights = [weight for one in some for weight in one.weights]
-        right += choice(numbers, weights, random.Random(index)) == held_out(index).number
+        right.append(choice(numbers, weights, held_out(some[0].index).number))
     asked = f" by {potential}" if potential else ""
     return Row(
         label=f"{model}: {method}{asked}, N={count}",
@@ -221,10 +222,16 @@ def _row(
         potential=potential,
         method=method,
         num_particles=count,
-        accuracy=wilson(right, len(taken)),
+        accuracy=ratio(np.array(right)) if choice is drawn else wilson(int(sum(right)), len(right)),
         tokens=sum(one.tokens for some in taken for one in some) / len(taken),
         passes=sum(max(one.passes for one in some) for some in taken) / len(taken),
+        ess=_mean([some[0].ess for some in taken]),
+        resampled=_mean([some[0].resampled for some in taken]),
     )
+
+
+def _mean(values: Sequence[float | None]) -> Interval | None:
+    return None if None in values else ratio(np.array(values, dtype=float))
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -232,6 +239,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "accuracy, %": lambda row: _percent(row),
     "tokens a problem": lambda row: f"{row.tokens:.0f}",
     "model passes a problem": lambda row: f"{row.passes:.1f}",
+    "ESS / N": lambda row: interval_cell(row.ess, ".2f"),
+    "rounds resampled, %": lambda row: interval_cell(row.resampled, ".0f", scale=100),
 }
 
 
@@ -307,8 +316,8 @@ def note(origin: Mapping[str, Any]) -> str:
         f"The shipped pair, temperature {TEMPERATURE:g}, {about(origin)}"
         "`steps` is the rule that checks arithmetic, `judge` the trained "
         "reward model; SMC asks them at each line's end. The same N plain samples serve all that "
-        "choose among samples, the same N particles all that choose among particles. Tokens are "
-        "of all texts there are in the end."
+        "choose among samples, the same N particles all that choose among particles; a sample of "
+        "these is the mean over draws. Tokens are of all texts there are in the end."
     )
 
 
@@ -377,6 +386,8 @@ class Steering(Study[Cell, Drawn]):
             weights=[one["weight"] for one in particles],
             tokens=sum(len(one["output_ids"]) for one in particles),
             passes=info["spec_verify_ct"],
+            ess=info["spec_smc_ess_mean"] / len(particles),
+            resampled=info["spec_smc_resample_ct"] / info["spec_smc_rounds_ct"],
         )
 
     def rows(self) -> list[Row]:

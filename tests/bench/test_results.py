@@ -57,6 +57,11 @@ def test_pages_say_what_was_published() -> None:
     steered = Steering.report.read(PUBLISHED / "steering")
     assert summaries(shown(steered)) in pages["potentials"]
     assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
+    peer = json.loads((PUBLISHED / "steering" / "genlm_control.json").read_text())["rows"]
+    for system in ("genlm-control", "sglang-smc"):
+        mean, low, high, _ = peer[system]["tokens a second"]
+        assert f"{mean:.0f} [{low:.0f}, {high:.0f}]" in " ".join(pages["potentials"].split())
+        assert f" {peer[system]['Z-hat'][0]:.2f}" in pages["potentials"]
     trees = (PUBLISHED / "trees" / "trees.md").read_text()
     made = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
     for heading, table in (("Measured", made), ("Beside SGLang's trees", trees)):

@@ -1,6 +1,5 @@
 """The study of steering: its potentials, its choices, what a run keeps, its tables and its page."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,19 +67,13 @@ def test_choices_by_hand() -> None:
     """Red where texts without an answer vote, or a tie goes to the last."""
     assert list(map(steering.number_of, ["#### 1", "x\n#### -2\n", "nothing"])) == [1, -2, None]
     said = [1, 2, 2, None, None, None]
-    assert steering.voted(said, [1.0] * 6) == 2
-    assert steering.voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0]) == 1
-    assert steering.voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0]) == 1
-    assert steering.voted([None], [1.0]) is None
-    assert steering.best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 2
-    assert steering.best([None, 1], [1.0, 0.0]) is None
-
-
-def test_a_draw_follows_weights() -> None:
-    """Red for a draw without weights; 1,000 draws err by 5 standard errors with chance 1e-6."""
-    rng = random.Random(0)
-    found = [steering.drawn([1, 2], [0.2, 0.8], rng) for _ in range(1000)]
-    assert found.count(1) / 1000 == pytest.approx(0.2, abs=5 * (0.16 / 1000) ** 0.5)
+    assert steering.voted(said, [1.0] * 6, 2)
+    assert steering.voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0], 1)
+    assert steering.voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0], 1)
+    assert not steering.voted([None], [1.0], 1)
+    assert steering.best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0], 2)
+    assert not steering.best([None, 1], [1.0, 0.0], 1)
+    assert steering.drawn(said, [0.3, 0.2, 0.1, 0.4, 0.0, 0.0], 2) == pytest.approx(0.3)
 
 
 # --- A run
@@ -100,7 +93,8 @@ def replying(tokenizer: Any) -> Replying:
         smc = params.get("custom_params", {}).get("smc")
         if smc:
             count = smc["num_particles"]
-            info["spec_verify_ct"] = 3
+            info |= {"spec_verify_ct": 3, "spec_smc_rounds_ct": 3, "spec_smc_resample_ct": 2}
+            info["spec_smc_ess_mean"] = count / 4
             alike = [particle(right, 1 / (count - 1))] * (count - 1)
             info["spec_smc_particles"] = [*alike, particle(wrong, 0.0)]
         text = right if smc or index % 2 == 0 else wrong
@@ -147,6 +141,8 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
     majority, steered = rows["target: majority, N=8"], rows["target: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
+    assert majority.ess is majority.resampled is None
+    assert (steered.ess.mean, steered.resampled.mean) == pytest.approx((1 / 4, 2 / 3), rel=1e-5)
     assert bench.published() == set(steering.Steering.report.files)
     page = steering.PAGE.read_text()
     assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page

@@ -116,8 +116,8 @@ MOST = {
     "package_lines": 26_638,
     "core_lines": 17_484,
     "kernel_and_hook_lines": 5_864,
-    "bench_lines": 6_331,
-    "test_lines": 32_328,
+    "bench_lines": 6_493,
+    "test_lines": 32_332,
     "page_words": 28_000,
     "glossary": 30,
 }
