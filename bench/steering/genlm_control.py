@@ -1,8 +1,8 @@
 """Compare steering with genlm-control's: one target and potential, in turns, on one machine.
 
     pip install --no-deps genlm-control==0.4.1 genlm-backend==0.3.1 genlm-grammar genlm-bytes \\
-        arsenal json-stream json-stream-rs-tokenizer nltk bitsandbytes frozendict interegular
-    PYTHONPATH=bench python bench/steering/genlm_control.py
+        arsenal graphviz json-stream json-stream-rs-tokenizer nltk bitsandbytes frozendict
+    PYTHONPATH=.:bench .venv/bin/python bench/steering/genlm_control.py
 
 genlm-control's particles draw each token from the target, by transformers; ours are verified
 chains. Both resample at an ESS of half, and their Z-hat have one mean if both are right.
@@ -124,7 +124,8 @@ def main() -> None:
     """Run the comparison and write its numbers."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--problems", type=positive, default=100, help="held-out problems, from 0")
-    parser.add_argument("--output", type=Path, default=PUBLISHED / "steering" / "genlm.json")
+    published = PUBLISHED / "steering" / "genlm_control.json"
+    parser.add_argument("--output", type=Path, default=published)
     options = parser.parse_args()
     import sglang
 
@@ -134,7 +135,8 @@ def main() -> None:
     llm, critic = genlm()
     found: dict[str, list[Steered]] = {"sglang-smc": [], "genlm-control": []}
     with bar(total=options.problems, unit="problem") as progress:
-        by_sglang(engine, 0), by_genlm(llm, critic, 0)  # once before they count
+        by_sglang(engine, 0)  # once before they count
+        by_genlm(llm, critic, 0)
         for index in range(options.problems):
             found["sglang-smc"].append(by_sglang(engine, index))
             found["genlm-control"].append(by_genlm(llm, critic, index))

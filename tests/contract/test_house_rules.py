@@ -116,7 +116,7 @@ MOST = {
     "package_lines": 26_638,
     "core_lines": 17_484,
     "kernel_and_hook_lines": 5_864,
-    "bench_lines": 6_493,
+    "bench_lines": 6_495,
     "test_lines": 32_332,
     "page_words": 28_000,
     "glossary": 30,
