@@ -379,7 +379,7 @@ class Steps:
             log_sum = next_tokens.log_masses()
         log_sum = log_sum.double().view_as(population.log_weights)
         counts = weighs & ~population.ended
-        if batch.shape.num_steps:  # `extend_each` has weighed it before resampling
+        if batch.shape.extends and batch.shape.num_steps:  # `extend_each` has weighed it
             counts &= ~batch.settings.extends.unsqueeze(1)
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
         return next_tokens, population._replace(

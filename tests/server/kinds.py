@@ -74,7 +74,7 @@ def edited(name: str, smc: dict[str, Any] | None = None, **params: Any) -> dict[
 
 def constrained(kind: str, smc: dict[str, Any] | None = None, **params: Any) -> dict[str, Any]:
     """A request with a grammar."""
-    return asked(smc, **{**GRAMMARS[kind], "max_new_tokens": 100, "ignore_eos": False, **params})
+    return asked(smc, **{**GRAMMARS[kind], "max_new_tokens": 200, "ignore_eos": False, **params})
 
 
 def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
