@@ -41,6 +41,7 @@ class FakeGPU(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_"):
             fine = all(i is None or (_is_there(i) and i.dtype != torch.bool) for i in args[1])
             self._check(fine, f"{name} by a mask, or by what is on the host,")
+            self._check(all(map(_is_there, args[2:3])), f"{name} of a number of the host's")
         if name == "_to_copy":
             copied = func(*args, **kwargs)
             self._note(args[0], copied, kwargs.get("non_blocking", False))

@@ -197,13 +197,14 @@ class Ledger:
         entries = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
         arena = self.table[entries].long()  # [G, A]
         # Padding slot 0 belongs to no arena: it receives the ranks of masked entries.
-        self.rank[torch.where(held, tails, 0)] = self._held_rank
+        # `index_fill_`: a GPU waits for a number of the host's that is assigned by index.
+        self.rank.index_fill_(0, torch.where(held, tails, 0).flatten(), self._held_rank)
         self.rank[torch.where(common.squeeze(1), tails[:, 0], 0)] = column.int()
         rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
         order = rank.argsort(dim=1, stable=True)
         sorted_arena = torch.where(inside, arena.gather(1, order), arena)
         self.table[entries] = sorted_arena.int()
-        self.rank[arena] = self._free_rank
+        self.rank.index_fill_(0, arena.flatten(), self._free_rank)
 
     def _tail_index(
         self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
