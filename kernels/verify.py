@@ -443,7 +443,7 @@ def _make_rule(
     excess = _to_power(draft, count) - target
     most = tl.max(excess, 0)
     first = tl.min(tl.where(excess == most, bins, NUM_BINS - 1), 0)
-    cut = tl.where(most > 0, first + 1, 0)
+    cut = tl.where(most > _TINY, first + 1, 0)
     below = bins < cut
     at_cut = tl.sum(tl.where(bins == cut - 1, draft, 0.0), 0)
     taken = tl.sum(tl.where(bins == cut - 1, target, 0.0), 0)

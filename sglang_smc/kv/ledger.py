@@ -201,8 +201,7 @@ class Ledger:
         self.rank.index_fill_(0, torch.where(held, tails, 0).flatten(), self._held_rank)
         self.rank[torch.where(common.squeeze(1), tails[:, 0], 0)] = column.int()
         rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
-        order = rank.argsort(dim=1, stable=True)
-        sorted_arena = torch.where(inside, arena.gather(1, order), arena)
+        sorted_arena = torch.where(inside, arena.gather(1, rank.argsort(stable=True)), arena)
         self.table[entries] = sorted_arena.int()
         self.rank.index_fill_(0, arena.flatten(), self._free_rank)
 

@@ -114,7 +114,8 @@ def _rank(
     """Sum the bins, and find the set of tokens in which q exceeds the target most."""
     mass = torch.nn.functional.pad(torch.stack([target, draft]).cumsum(2), (1, 0))
     drafted = mass[1] / mass[1, :, -1:]
-    return _Ranked(ratio, mass[0], drafted, cut=(drafted**count - mass[0]).argmax(1, keepdim=True))
+    excess = (drafted**count - mass[0] - TINY).clamp_min(0.0)  # less is rounding: no cut
+    return _Ranked(ratio, mass[0], drafted, cut=excess.argmax(1, keepdim=True))
 
 
 def _best_density(ranked: _Ranked, count: torch.Tensor) -> torch.Tensor:

@@ -217,6 +217,25 @@ def test_the_selection_is_near_the_best(noise: float, num_siblings: int) -> None
     assert gain.abs() < 1e-9 if num_siblings == 1 else gain > 0.003 or noise < 1
 
 
+@pytest.mark.parametrize("num_siblings", [4, 8])
+def test_rounding_chooses_no_rule(num_siblings: int) -> None:
+    """Masses that differ by their last bit, as sums in another order do: the levels stay.
+
+    The target's mass is 1, so that a cut behind all tokens gains nothing but rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits, noise = torch.randn(2, 40, 200, generator=generator, dtype=torch.float64)
+    target, q = logits.softmax(1), (logits + 0.3 * noise).softmax(1)
+    ratio, order = (target / q).sort(1)
+    target, q = (of.gather(1, order) for of in (target, q))
+    count = torch.full((40,), num_siblings)
+    levels = [
+        selection_rule(ratio, target * (1 + bit * 2**-52), q, count, num_siblings + 1).levels
+        for bit in (-1, 0, 1)
+    ]
+    assert torch.equal(levels[0], levels[1]) and torch.equal(levels[1], levels[2])
+
+
 def test_laws_in_single_precision_are_laws() -> None:
     """What decides is consistent: the law has mass 1 by the q that tokens are drawn from."""
     generator = torch.Generator().manual_seed(3)
