@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains, KVLocations, MergedRows
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
 
 NUM_SLOTS = 1024
@@ -190,7 +190,7 @@ def locations_of(case: Case) -> KVLocations:
     return KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
 
 
-def plan_of(case: Case) -> SharedPrefixPlan:
+def plan_of(case: Case, merged: MergedRows | None = None) -> SharedPrefixPlan:
     """The plan of the torch reference."""
     return plan_shared_prefix(
         case.req_to_token,
@@ -204,6 +204,7 @@ def plan_of(case: Case) -> SharedPrefixPlan:
         window=case.window,
         sees_block=case.sees_block,
         first_key=case.first_key,
+        merged=merged,
     )
 
 

@@ -214,6 +214,7 @@ class ParticleAttention(PoolAttention):
             window=window,
             sees_block=block,
             first_key=self._first_key,
+            merged=self._merged,
         )
         return partial(shared_prefix_attention, plan=plan)
 

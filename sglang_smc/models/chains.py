@@ -63,6 +63,19 @@ class MergedRows(NamedTuple):
     lengths: torch.Tensor  # [S] int64: its number of rows
     sequences: torch.Tensor  # [G * N] int64: the sequence that ends in each one's last row
 
+    def by_request(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows run of each of G requests, and which of these has each row's result.
+
+        Both are int64: rows of N * C ``[G, Q]``, padded, and places among them ``[G, N * C]``.
+        """
+        num_rows = len(self.results) // size
+        counts = (self.kept // num_rows).bincount(minlength=size).unsqueeze(1)  # [G, 1]
+        first = counts.cumsum(0) - counts
+        most = int(counts.max())
+        place = torch.arange(most, device=first.device).minimum(counts - 1).clamp_min(0)
+        rows = self.kept[(first + place).clamp_max(len(self.kept) - 1)] % num_rows
+        return rows, (self.results.view(size, -1) - first).clamp(0, most - 1)
+
 
 def merge_rows(slots: torch.Tensor, *, last: bool) -> MergedRows | None:
     """Return the rows to run, one for each slot; None where no two have the same slot.

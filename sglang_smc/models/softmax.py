@@ -4,9 +4,11 @@ The particles of a request share its committed prefix and differ in their tails.
 prefix are gathered once per request, and its particles, columns and query heads of a key head are
 all queries to them; each particle attends to its own tail, and the two softmaxes are joined by
 their log-sum-exp. A query is at the last committed token or after it, so it attends to the whole
-prefix: only tails need a causal mask. A layer with a sliding window attends to the prefix's end,
-and no more of it is gathered. In a block head's layer all new tokens of a particle attend to each
-other, and a head may have no keys at the first positions of a sequence.
+prefix: only tails need a causal mask. Rows of one text are one query to the prefix, and requests
+that begin with the same slots, as samples of one prompt do, read those once for all. A layer with a
+sliding window attends to the prefix's end, and no more of it is gathered. In a block head's layer
+all new tokens of a particle attend to each other, and a head may have no keys at the first
+positions of a sequence.
 """
 
 from typing import NamedTuple
@@ -14,7 +16,10 @@ from typing import NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_smc.models.chains import KVLocations
+from sglang_smc.models.chains import KVLocations, MergedRows
+
+#: Keys of a prefix that are worth the calls by which rows or requests share them.
+_LONG = 256
 
 
 class Softmax(NamedTuple):
@@ -94,13 +99,11 @@ def attend_anywhere(
     return Attended(weights.to(values.dtype) @ values, log_sum)
 
 
-def join(one: Attended, other: Attended, softmax: Softmax) -> torch.Tensor:
-    """Return a layer's output, ``[..., head_dim]``, from two disjoint sets of all its keys."""
+def join(one: Attended, other: Attended) -> Attended:
+    """Return the attention over two disjoint sets of keys."""
     weight = torch.sigmoid(other.log_sum - one.log_sum).unsqueeze(-1)
     output = torch.lerp(one.output, other.output, weight.to(one.output.dtype))
-    if softmax.sinks is None:  # the joint log-sum-exp is not needed
-        return _rescale(output, softmax)
-    return finish(Attended(output, torch.logaddexp(one.log_sum, other.log_sum)), softmax)
+    return Attended(output, torch.logaddexp(one.log_sum, other.log_sum))
 
 
 def finish(attended: Attended, softmax: Softmax) -> torch.Tensor:
@@ -113,10 +116,6 @@ def finish(attended: Attended, softmax: Softmax) -> torch.Tensor:
     if softmax.sinks is not None:
         share = torch.sigmoid(log_sum - softmax.sinks.float())
         output = output * share.unsqueeze(-1).to(output.dtype)
-    return _rescale(output, softmax)
-
-
-def _rescale(output: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     return output if softmax.value_scale == 1.0 else output * softmax.value_scale
 
 
@@ -149,20 +148,78 @@ class Heads(NamedTuple):
     rank: int = 0  # of latents (MLA): width of the value in a key; 0: values are stored apart
 
 
+class Siblings(NamedTuple):
+    """Adjacent requests of a batch whose prefixes begin with the same slots, or a single one."""
+
+    first: int
+    last: int  # exclusive
+    slots: torch.Tensor  # [S] of the keys that they share, from the first position with one
+
+
+def find_siblings(
+    req_to_token: torch.Tensor, rows: torch.Tensor, committed: torch.Tensor, first_key: int
+) -> list[Siblings]:
+    """Return the runs of requests that share at least half of their prefixes, if there are any.
+
+    Other requests are then runs of one, so that their length pads no others. The last committed
+    token is not shared: each request has a key of its own. Arguments as for `plan_shared_prefix`.
+    """
+    begins = req_to_token[rows, 0]
+    if len(rows) < 2 or not (begins[1:] == begins[:-1]).any():
+        return []
+    prefix = req_to_token[:, : int(committed.max())][rows]  # [G, P]
+    differs = prefix[1:] != prefix[:-1]
+    common = torch.where(differs.any(1), differs.int().argmax(1), prefix.shape[1])  # [G - 1]
+    shorter = committed[1:].minimum(committed[:-1]) - 1
+    common = common.minimum(shorter)
+    joins = (2 * common >= shorter) & (common >= first_key + _LONG)
+    if not joins.any():
+        return []
+    shared, found, first = (committed - 1).tolist(), [], 0
+    for last, length in enumerate([*common.where(joins, 0).tolist(), 0], 1):
+        if length:
+            shared[last] = min(shared[last - 1], length)
+            continue
+        if shared[last - 1] >= first_key + _LONG:
+            found.append(Siblings(first, last, prefix[first, first_key : shared[last - 1]]))
+        first = last
+    return found
+
+
 class SharedPrefixPlan(NamedTuple):
     """The key locations and masks of one forward, shared by layers of one kind."""
 
-    # Prefixes [G * P], then tails [G * N * T]. Padding repeats a slot of the prefix, so that only
-    # the request's own slots are read: all requests write to slot 0, which may so hold NaN, and
-    # NaN times a weight of 0 is NaN.
+    # Prefixes [G * P], without what siblings share; then that; then tails [G * N * T]. Padding
+    # repeats a slot of the prefix, so that only the request's own slots are read: all requests
+    # write to slot 0, which may so hold NaN, and NaN times a weight of 0 is NaN.
     slots: torch.Tensor
-    # Added to the scores: [G, 1, 1, P], with a window [G, 1, N * C * group, P].
+    # Added to the scores: [G, 1, 1, P], with a window [G, 1, Q * group, P].
     prefix_mask: torch.Tensor
     # [G * N, 1, C * group, T], the same. None for single particles, whose prefix and tail are one.
     tail_mask: torch.Tensor | None
     # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
-    key_scratch: torch.Tensor  # [G * P + G * N * T, kv_heads, head_dim]
+    key_scratch: torch.Tensor  # [len(slots), kv_heads, head_dim]
     value_scratch: torch.Tensor
+    siblings: list[Siblings]
+    # The N * C rows of a request that attend to its prefix [G, Q], and where each of them finds its
+    # own [G, N * C]; None where all attend.
+    distinct: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        cache: torch.Tensor,
+        prefixes: torch.Tensor,
+        siblings: list[Siblings],
+        tails: torch.Tensor,
+        masks: tuple[torch.Tensor, torch.Tensor | None],
+        distinct: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> "SharedPrefixPlan":
+        """Return the plan of these slots, with room for their keys and values."""
+        parts = prefixes.flatten(), *(one.slots for one in siblings), tails.flatten()
+        slots = torch.cat(parts).long()
+        scratch = cache.new_empty(2, len(slots), *cache.shape[1:])
+        return cls(slots, *masks, scratch[0], scratch[1], siblings, distinct)
 
 
 def plan_shared_prefix(
@@ -178,6 +235,7 @@ def plan_shared_prefix(
     window: int | None = None,
     sees_block: bool = False,
     first_key: int = 0,
+    merged: MergedRows | None = None,
 ) -> SharedPrefixPlan:
     """Plan a forward over C tokens of each of N particles of each of G requests.
 
@@ -197,20 +255,19 @@ def plan_shared_prefix(
             their own, also those ahead of it. Not with a window.
         first_key: the first position that has a key; those before it are not attended. The output
             of queries before it is undefined.
+        merged: the rows whose results are used; None for all.
     """
     assert window is None or not sees_block, "checked with the layers"
-    if starts.shape[1] == 1 and window is None and not sees_block:
-        slots, hidden = _whole_sequences(
-            req_to_token, tails, locations, starts, num_columns, first_key
-        )
-        return SharedPrefixPlan(
-            slots=slots.flatten().long(),
-            prefix_mask=_of_heads(hidden, group, dtype),
-            tail_mask=None,
-            key_scratch=cache.new_empty(slots.numel(), *cache.shape[1:]),
-            value_scratch=cache.new_empty(slots.numel(), *cache.shape[1:]),
-        )
     rows, committed, particle_rows, _ = locations
+    begin = torch.full_like(committed, first_key)  # [G] of a prefix, without what siblings share
+    siblings = find_siblings(req_to_token, rows, committed, first_key) if window is None else []
+    for one in siblings:
+        begin[one.first : one.last] += len(one.slots)
+
+    if starts.shape[1] == 1 and window is None and not sees_block:
+        whole, hidden = _whole_sequences(req_to_token, tails, locations, starts, num_columns, begin)
+        masks = _of_heads(hidden, group, dtype), None
+        return SharedPrefixPlan.of(cache, whole, siblings, rows[:0], masks)
     column = torch.arange(num_columns, device=rows.device)
     begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
     # [G, N, C] number of keys of its own tail that each query attends to
@@ -218,9 +275,12 @@ def plan_shared_prefix(
     if sees_block:
         seen = seen[:, :, -1:].expand_as(seen)
     # Keys at the end of the prefix that the earliest possible query attends to.
-    visible = (committed - first_key).clamp(0, None if window is None else window + 1)  # [G]
+    visible = (committed - begin).clamp(0, None if window is None else window + 1)  # [G]
     longest = torch.stack([visible.amax(), seen.amax()]).clamp_min(1)
     prefix_len, tail_len = longest.tolist()  # waits for the device
+    distinct = None
+    if merged is not None and (siblings or prefix_len >= _LONG):
+        distinct = merged.by_request(len(rows))
     position = torch.arange(max(prefix_len, tail_len), device=rows.device)
     at = position[:prefix_len] + (committed - visible).unsqueeze(1)  # [G, P] in a prefix
     hidden = at >= committed.unsqueeze(1)  # [G, P]
@@ -231,8 +291,8 @@ def plan_shared_prefix(
         oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] first key that a query attends to
         unseen = unseen | (position[:tail_len] < oldest)
         offset = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
-        left_out = hidden.view(len(rows), 1, 1, -1) | (offset < oldest)  # [G, N, C, P]
-        prefix_mask = _of_heads(left_out.flatten(1, 2), group, dtype)
+        left_out = (hidden.view(len(rows), 1, 1, -1) | (offset < oldest)).flatten(1, 2)
+        prefix_mask = _of_heads(_distinct(left_out, distinct), group, dtype)  # [G, N * C, P]
 
     prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]
     place = (begins.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
@@ -244,18 +304,13 @@ def plan_shared_prefix(
     if first_key:  # the prefix may have no key: then a slot that some particle has written
         of_tails = tails[:, :, :1].masked_fill(unwritten[:, :, :1], 0).amax(1)  # [G, 1]
         written = torch.where(hidden[:, :1], of_tails, written)
-    slots = torch.cat(
-        [
-            torch.where(hidden, written, prefix).flatten(),
-            torch.where(unwritten, written.unsqueeze(2), tails).flatten(),
-        ]
-    ).long()
-    return SharedPrefixPlan(
-        slots=slots,
-        prefix_mask=prefix_mask,
-        tail_mask=_of_heads(unseen.flatten(0, 1), group, dtype),
-        key_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
-        value_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
+    return SharedPrefixPlan.of(
+        cache,
+        torch.where(hidden, written, prefix),
+        siblings,
+        torch.where(unwritten, written.unsqueeze(2), tails),
+        (prefix_mask, _of_heads(unseen.flatten(0, 1), group, dtype)),
+        distinct,
     )
 
 
@@ -265,21 +320,22 @@ def _whole_sequences(
     locations: KVLocations,
     starts: torch.Tensor,
     num_columns: int,
-    first_key: int,
+    begin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return slots ``[G, L]`` of requests of one particle, and the hidden keys ``[G, C, L]``.
 
-    Arguments as for `plan_shared_prefix`.
+    Arguments as for `plan_shared_prefix`; sequences are those from ``begin`` ``[G]`` on.
     """
     rows, committed, particle_rows, _ = locations
     end = starts + num_columns  # [G, 1]
-    position = torch.arange(first_key, max(int(end.max()), first_key + 1), device=rows.device)
+    longest = max(int((end - begin.unsqueeze(1)).max()), 1)
+    position = begin.unsqueeze(1) + torch.arange(longest, device=rows.device)  # [G, L]
     in_row = position.minimum(committed.unsqueeze(1) - 1)  # [G, L]
     in_tail = tails[particle_rows, position & (tails.shape[1] - 1)]
     slots = torch.where(position > in_row, in_tail, req_to_token[rows.unsqueeze(1), in_row])
     slots = torch.where((position >= end) | (slots == 0), slots[:, :1], slots)
     column = torch.arange(num_columns, device=rows.device)
-    return slots, position > (starts + column).unsqueeze(2)
+    return slots, position.unsqueeze(1) > (starts + column).unsqueeze(2)
 
 
 def shared_prefix_attention(
@@ -302,43 +358,72 @@ def shared_prefix_attention(
     """
     size, num_particles, num_columns, _, head_dim = query.shape
     kv_heads, num_prefix = keys.shape[1], size * plan.prefix_mask.shape[-1]
-    grouped = query.view(size, num_particles, num_columns, kv_heads, -1, head_dim)
-    folded = grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)  # [G, kv_heads, N * C * group, dim]
-    keys = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
-    if values is None:
-        values = keys
-    else:
-        values = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
-    prefix = attend(
-        folded,
-        _by_head(keys[:num_prefix], size),
-        _by_head(values[:num_prefix], size),
-        plan.prefix_mask,
-        softmax,
-    )
-    if plan.tail_mask is None:
-        if softmax.sinks is not None:  # [kv_heads, C * group], as queries are folded
-            of_heads = softmax.sinks.view(kv_heads, -1).repeat(1, num_columns)
-            softmax = softmax._replace(sinks=of_heads)
-        output = finish(prefix, softmax)  # [G, kv_heads, C * group, dim]
-        unfolded = output.unflatten(2, (num_particles, num_columns, -1))
-        return unfolded.permute(0, 2, 3, 1, 4, 5).reshape(query.shape)
-    per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
-    tails = attend(
-        per_particle,  # [G * N, kv_heads, C * group, dim]
-        _by_head(keys[num_prefix:], size * num_particles),
-        _by_head(values[num_prefix:], size * num_particles),
-        plan.tail_mask,
-        softmax,
-    )
-    if softmax.sinks is not None:  # [G * N * C * group, kv_heads], the layout of the parts
-        by_head = softmax.sinks.view(kv_heads, -1).t().repeat(query[..., 0, 0].numel(), 1)
-        softmax = softmax._replace(sinks=by_head)
-    joined = join(
-        _by_query(prefix), _by_query(tails), softmax
-    )  # [G * N * C * group, kv_heads, dim]
-    unfolded = joined.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
-    return unfolded.transpose(3, 4).reshape(query.shape)
+    by_row = query.view(size, num_particles * num_columns, kv_heads, -1, head_dim)
+    by_key = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
+    by_value = by_key
+    if values is not None:
+        by_value = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
+
+    def over(query: torch.Tensor, start: int, end: int, mask: torch.Tensor) -> Attended:
+        own = slice(start, end)
+        key, value = _by_head(by_key[own], len(query)), _by_head(by_value[own], len(query))
+        return attend(query, key, value, mask, softmax)
+
+    group, end = by_row.shape[3], num_prefix
+    folded = _fold(_distinct(by_row, plan.distinct))  # [G, kv_heads, Q * group, dim]
+    prefix = over(folded, 0, end, plan.prefix_mask)
+    for one in plan.siblings:
+        start, end = end, end + len(one.slots)
+        together = folded[one.first : one.last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        shared = over(together, start, end, query.new_zeros(1, 1, 1, len(one.slots)))
+        _add_shared(prefix, shared, one)
+    found = Attended(*(_unfold(part, group) for part in prefix))
+    if plan.distinct is not None:
+        back = plan.distinct[1]
+        found = Attended(*(_of_requests(part, back) for part in found))
+    if plan.tail_mask is not None:
+        single = query.view(-1, num_columns, *by_row.shape[2:])  # [G * N, C, kv_heads, group, dim]
+        tails = over(_fold(single), end, len(plan.slots), plan.tail_mask)
+        of_rows = (_unfold(part, group).flatten(0, 1) for part in tails)
+        found = join(Attended(*(part.flatten(0, 1) for part in found)), Attended(*of_rows))
+    if softmax.sinks is not None:
+        softmax = softmax._replace(sinks=softmax.sinks.view(kv_heads, -1))
+    return finish(found, softmax).reshape(query.shape)
+
+
+def _add_shared(prefix: Attended, shared: Attended, one: Siblings) -> None:
+    """Join what siblings attend to in common into ``prefix``, in place.
+
+    Args:
+        prefix: of all requests, ``[G, kv_heads, Q * group, ...]``.
+        shared: of the siblings, ``[1, kv_heads, their number * Q * group, ...]``.
+    """
+    own, number = slice(one.first, one.last), one.last - one.first
+    each = (part[0].unflatten(1, (number, -1)).transpose(0, 1) for part in shared)
+    both = join(Attended(*(part[own] for part in prefix)), Attended(*each))
+    prefix.output[own], prefix.log_sum[own] = both
+
+
+def _of_requests(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``rows[g, index[g]]`` of each request, ``[G, R, ...]`` and ``[G, Q]``."""
+    return rows[torch.arange(len(rows), device=rows.device).unsqueeze(1), index]
+
+
+def _distinct(
+    rows: torch.Tensor, distinct: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Return the rows ``[G, N * C, ...]`` that attend to prefixes, ``[G, Q, ...]``."""
+    return rows if distinct is None else _of_requests(rows, distinct[0])
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """Reshape ``[B, R, kv_heads, group, dim]`` to ``[B, kv_heads, R * group, dim]``."""
+    return rows.transpose(1, 2).flatten(2, 3)
+
+
+def _unfold(folded: torch.Tensor, group: int) -> torch.Tensor:
+    """Reshape ``[B, kv_heads, R * group, ...]`` to ``[B, R, kv_heads, group, ...]``."""
+    return folded.unflatten(2, (-1, group)).transpose(1, 2)
 
 
 def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -349,8 +434,3 @@ def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Ten
 def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:
     """Reshape ``[rows * L, kv_heads, head_dim]`` to ``[rows, kv_heads, L, head_dim]``."""
     return gathered.unflatten(0, (rows, -1)).transpose(1, 2)
-
-
-def _by_query(attended: Attended) -> Attended:
-    """Reshape attention ``[B, H, Q, ...]`` to ``[B * Q, H, ...]``."""
-    return Attended(*(part.transpose(1, 2).flatten(0, 1) for part in attended))

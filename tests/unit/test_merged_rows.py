@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from particle_cases import make_case, plan_of
+from particle_cases import PLAIN, SCALING, make_case, plan_of
 
 from sglang_smc.models.chains import merge_rows
+from sglang_smc.models.softmax import Softmax, shared_prefix_attention
 
 
 @st.composite
@@ -63,3 +64,40 @@ def test_keys_are_gathered_once_and_where_some_query_sees_them(
     committed: list[int], ahead: list, how: dict[str, int], expected: int
 ) -> None:
     assert len(plan_of(make_case(committed, ahead, num_columns=2, **how)).slots) == expected
+
+
+@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize("num_particles", [1, 3])
+@pytest.mark.parametrize("softmax", [PLAIN, Softmax(SCALING, cap=5.0)])
+def test_siblings_read_their_prompt_once(
+    num_particles: int, first_key: int, softmax: Softmax, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests 1 to 3 of one prompt, with texts of their own behind it, between two others."""
+    monkeypatch.setattr("sglang_smc.models.softmax._LONG", 64)
+    committed, ahead = [90, 100, 101, 130, 80], [[1] * num_particles] * 5
+    case = make_case(committed, ahead, num_columns=2, first_key=first_key, softmax=softmax)
+    before = len(plan_of(case).slots)
+    _, one, *others, _ = case.rows.tolist()
+    for row, length in zip(others, (99, 95), strict=True):
+        case.req_to_token[row, :length] = case.req_to_token[one, :length]
+    plan = plan_of(case)
+    runs = [(one.first, one.last, len(one.slots) + first_key) for one in plan.siblings]
+    assert runs == [(0, 1, 89), (1, 4, 95), (4, 5, 79)]
+    assert len(plan.slots) < before - 2 * 95
+    case.assert_close(shared_prefix_attention(case.query, case.keys, case.values, plan, softmax))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_of_one_text_ask_a_prefix_once(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_smc.models.softmax._LONG", 20)
+    case = make_case([50, 30], [[0] * 3] * 2, num_columns=3, window=window)
+    slots = torch.arange(1, 19).view(2, 3, 3)
+    slots[0, 1, :2], slots[0, 2, :1], slots[1, 1] = slots[0, 0, :2], slots[0, 0, :1], slots[1, 0]
+    merged = merge_rows(slots, last=False)
+    assert merged is not None
+    query = case.query.flatten(0, 2)[merged.kept][merged.results].view_as(case.query)
+    case, plan = case._replace(query=query), plan_of(case, merged)
+    assert plan.distinct is not None and plan.distinct[0].shape == (2, 6)
+    case.assert_close(shared_prefix_attention(query, case.keys, case.values, plan, case.softmax))
