@@ -6,7 +6,7 @@ with NaN (and -1) as the region is paused, and comes back where it has a backup 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -102,26 +102,41 @@ def answers(server: Server) -> list[list[int]]:
     return [reply.output_ids for reply in replies]
 
 
-def test_texts_are_the_same_after_a_sleep(saver: MemorySaver, pair: tuple[str, str]) -> None:
-    """As a trainer has it: all is released, then the weights come, then the KV cache."""
+@pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_texts_are_the_same_after_a_sleep(
+    saver: MemorySaver, pair: tuple[str, str], tiny: Callable[..., str], cycles: int
+) -> None:
+    """As a trainer has it: clients leave, all is released, then weights come, then the KV cache.
+
+    The weights are in turn others and the first.
+    """
+    folders = tiny(seed=3, vocab_size=64, scale=0.3), pair[0]
     sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32}
     with running(**smc_arguments(*pair, **sizes, enable_memory_saver=True)) as server:
-        before = answers(server)
+        texts = {pair[0]: answers(server)}
         draft: Any = server.scheduler.draft_worker.draft_worker
         models = server.scheduler.tp_worker.model_runner.model, draft.model_runner.model
         target, of_draft = (dict(model.named_parameters()) for model in models)
-        for _ in range(2):
+        for cycle in range(cycles):
+            load = [server.send(input_ids=[9, place, *range(20, 31)]) for place in range(5)]
+            server.step(4)
+            for one in load:
+                server.abort(one)
+            server.finish()
             server.ask(ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"]))
             assert all(weight.isnan().all() for weight in (target | of_draft).values())
             server.ask(ResumeMemoryOccupationReqInput(tags=["weights"]))
             assert all(weight.isnan().all() for weight in target.values())
             assert not any(weight.isnan().any() for weight in of_draft.values())
-            update = UpdateWeightFromDiskReqInput(model_path=pair[0], load_format="auto")
+            folder = folders[cycle % 2]
+            update = UpdateWeightFromDiskReqInput(model_path=folder, load_format="auto")
             loaded = server.ask(update)
             assert loaded.success, loaded.message
             server.ask(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
-            assert answers(server) == before
+            found = answers(server)
+            assert texts.setdefault(folder, found) == found
             server.flush()
+        assert texts[folders[0]] != texts[folders[1]]
 
 
 class Manager(SimpleNamespace):
