@@ -263,7 +263,6 @@ def plan_shared_prefix(
     siblings = find_siblings(req_to_token, rows, committed, first_key) if window is None else []
     for one in siblings:
         begin[one.first : one.last] += len(one.slots)
-
     if starts.shape[1] == 1 and window is None and not sees_block:
         whole, hidden = _whole_sequences(req_to_token, tails, locations, starts, num_columns, begin)
         masks = _of_heads(hidden, group, dtype), None
@@ -291,8 +290,9 @@ def plan_shared_prefix(
         oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] first key that a query attends to
         unseen = unseen | (position[:tail_len] < oldest)
         offset = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
-        left_out = (hidden.view(len(rows), 1, 1, -1) | (offset < oldest)).flatten(1, 2)
-        prefix_mask = _of_heads(_distinct(left_out, distinct), group, dtype)  # [G, N * C, P]
+        left_out = hidden.view(len(rows), 1, 1, -1) | (offset < oldest)  # [G, N, C, P]
+        left_out = _distinct(left_out.flatten(1, 2), distinct)  # [G, Q, P]
+        prefix_mask = _of_heads(left_out, group, dtype)
 
     prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]
     place = (begins.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
