@@ -467,13 +467,13 @@ class ParticleTable:
         present = place < num_particles.unsqueeze(1)
         columns.present[rows] = present
         columns.roots[rows] = place
-        columns.lengths[rows] = 0
+        columns.lengths.index_fill_(0, rows, 0)
         columns.ended[rows] = ~present if ended is None else ~present | ended
         columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
         columns.texts[rows, :, 1] = first_tokens.view(len(rows), -1).expand_as(present)
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
-        columns.unread[rows] = False
+        columns.unread.index_fill_(0, rows, False)
         columns.fidelity[rows] = 0.0 if fidelity is None else fidelity.unsqueeze(1)
         for column in columns.scores or ():  # no sequence has a value yet
-            column[rows] = 0
+            column.index_fill_(0, rows, 0)

@@ -177,11 +177,11 @@ class RequestTable:
         for dtype, columns in _COLUMNS.items():
             values = [[value(start) for start in starts] for value in columns.values()]
             self._tables[dtype][:, rows] = on_device(self._device, values, dtype)
-        self._stop_mask[rows] = False
+        self._stop_mask.index_fill_(0, rows, False)
         pairs = [(start.row, token) for start in starts for token in sorted(start.stop_tokens)]
         if pairs:
             stop_rows, tokens = on_device(self._device, pairs).unbind(1)
-            self._stop_mask[stop_rows, tokens] = True
+            self._stop_mask[stop_rows, tokens] = tokens >= 0
 
 
 def stop_tokens(
