@@ -164,15 +164,15 @@ def find_siblings(
     Other requests are then runs of one, so that their length pads no others. The last committed
     token is not shared: each request has a key of its own. Arguments as for `plan_shared_prefix`.
     """
-    begins = req_to_token[rows, 0]
-    if len(rows) < 2 or not (begins[1:] == begins[:-1]).any():
+    fewest = first_key + _LONG
+    there = req_to_token[:, :fewest][rows, -1]  # where nobody shares that far, no more is read
+    if committed.max() <= fewest or not (there[1:] == there[:-1]).any():
         return []
     prefix = req_to_token[:, : int(committed.max())][rows]  # [G, P]
     differs = prefix[1:] != prefix[:-1]
-    common = torch.where(differs.any(1), differs.int().argmax(1), prefix.shape[1])  # [G - 1]
-    shorter = committed[1:].minimum(committed[:-1]) - 1
-    common = common.minimum(shorter)
-    joins = (2 * common >= shorter) & (common >= first_key + _LONG)
+    shorter = committed[1:].minimum(committed[:-1]) - 1  # [G - 1]
+    common = torch.where(differs.any(1), differs.int().argmax(1), shorter).minimum(shorter)
+    joins = (2 * common >= shorter) & (common >= fewest)
     if not joins.any():
         return []
     shared, found, first = (committed - 1).tolist(), [], 0
@@ -180,7 +180,7 @@ def find_siblings(
         if length:
             shared[last] = min(shared[last - 1], length)
             continue
-        if shared[last - 1] >= first_key + _LONG:
+        if shared[last - 1] >= fewest:
             found.append(Siblings(first, last, prefix[first, first_key : shared[last - 1]]))
         first = last
     return found
