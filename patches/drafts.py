@@ -1,7 +1,8 @@
 """Load an SMC server's draft as the whole model of its checkpoint.
 
 SGLang loads some checkpoints, given as a draft, for their extra layers alone (MTP, NextN), which
-read a target's hidden states. In SMC that holds for the target's own checkpoint.
+read a target's hidden states. In SMC that holds for the target's own checkpoint, and for one that
+names the class of such a layer.
 
 SGLang sizes the target's KV pool by the draft's configuration, before it builds a worker. So these
 hooks are installed earlier than those of `server.hooks.SMC`.
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_smc.process import is_own_layer, is_smc
+from sglang_smc.process import is_mtp_layer, is_smc
 from sglang_smc.server.hooks import Hooks
 
 PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
@@ -24,8 +25,8 @@ PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
     "DeepSeek V3 and some twenty others, whatever the algorithm is.",
 )
 def keep_architecture(original: Callable, config: ModelConfig) -> None:
-    """Load a draft as the architecture that its checkpoint names, but the target's MTP layer."""
-    if not (config.is_draft_model and is_smc(config)) or is_own_layer(config):
+    """Load a draft as the architecture that its checkpoint names, but an MTP layer."""
+    if not (config.is_draft_model and is_smc(config)) or is_mtp_layer(config):
         original(config)
 
 
@@ -43,5 +44,5 @@ def count_own_layers(original: Callable, config: ModelConfig) -> None:
     `hf_config` keeps the number of extra layers: the models skip their weights by it.
     """
     original(config)
-    if config.is_draft_model and is_smc(config) and not is_own_layer(config):
+    if config.is_draft_model and is_smc(config) and not is_mtp_layer(config):
         config.num_nextn_predict_layers = None

@@ -68,10 +68,12 @@ def drafts_all(resolved: Arguments) -> bool:
     return path is None or knows_all(path, revision, resolved.trust_remote_code)
 
 
-def is_own_layer(config: "ModelConfig") -> bool:
-    """Return whether a draft's configuration is of the target's checkpoint, for its MTP layer."""
-    from sglang_smc.models.head_kinds import reads_states
+def is_mtp_layer(config: "ModelConfig") -> bool:
+    """Return whether a draft is an MTP layer: named by its checkpoint, or within the target's."""
+    from sglang_smc.models.head_kinds import kind_of, reads_states
 
+    if kind_of(config) == "mtp":
+        return True
     try:
         resolved = upstream.resolved(get_server_args())
     except ValueError:  # in the process that starts a server, where `models.supported` knows it

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
 
-EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
-KINDS = (EAGLE3, HOT, DFLASH)
+EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
+KINDS = (EAGLE3, HOT, APART, DFLASH)
 
 
 def make_head(kind: str, target: str, folder: Path) -> str:
@@ -22,6 +22,8 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
+    elif kind == APART:
+        made = new_head("mtp", target, folder, **given)
     else:
         vocab_size = AutoModelForCausalLM.from_pretrained(target).config.vocab_size
         hot = [token for token in range(vocab_size) if token % 4 != 2]
@@ -41,7 +43,7 @@ class Draft:
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.head: Any = load_head(folder, target).double().eval()
-        self.is_block, self.num_steps = kind == DFLASH, num_steps
+        self.kind, self.num_steps = kind, num_steps
 
     def probs(self, text: list[int], anchor: int) -> torch.Tensor:
         """Of the K tokens behind ``text[anchor]``, ``[K, V]``; see `laws`."""
@@ -56,11 +58,13 @@ class Draft:
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
-        if self.is_block:
+        if self.kind == DFLASH:
             mask = embed(torch.tensor(self.head.mask_token_id))
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
             return self.model.lm_head(filled)[:, 0].softmax(-1)
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
+        if self.kind == APART:
+            return self.model.lm_head(logits).softmax(-1)
         probs = logits.new_zeros(*logits.shape[:2], len(self.model.lm_head.weight))
         return probs.index_copy(2, self.head.hot, logits.softmax(-1))
 

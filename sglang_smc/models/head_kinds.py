@@ -115,12 +115,6 @@ def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterat
         if other is not None:
             yield f"is {other} ({name})"
         return
-    if kind == "mtp" and config.model_path != target.model_path:
-        yield (
-            "is an MTP layer in a checkpoint of its own: leave the flag out where the target's "
-            "checkpoint has one"
-        )
-        return
     if kind == "eagle3":
         if _eagle(config).get("use_aux_hidden_state") is False:
             yield (

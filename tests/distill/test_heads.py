@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
 from sglang_smc.tools.distill.drafts import Draft, load_draft
+from sglang_smc.tools.distill.heads import MTP
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate
 
 CPU = torch.device("cpu")
@@ -17,16 +18,17 @@ ANCHORS = torch.tensor([[4, 7]])
 WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
 
 
-@pytest.fixture(params=["eagle3", "dflash"])
+@pytest.fixture(params=["eagle3", "mtp", "dflash"])
 def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Draft:
-    new_head(request.param, target, tmp_path, layer_ids=(0, 2), dtype=torch.float32)
+    layers = {} if request.param == "mtp" else {"layer_ids": (0, 2)}
+    new_head(request.param, target, tmp_path, **layers, dtype=torch.float32)
     return load_draft(tmp_path, target, CPU)
 
 
-def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> Lesson:
+def lesson(teacher: Teacher, head: Draft, ids: list[int], other: list[int] | None = None) -> Lesson:
     """Of a text, in a batch with another one."""
     rows = [Text(row, 2) for row in (ids, *([other] if other else []))]
-    return teacher.teach(collate(rows, CPU), (0, 2))
+    return teacher.teach(collate(rows, CPU), head.layer_ids)
 
 
 TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
@@ -34,7 +36,7 @@ TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
 
 def test_states_before_an_anchor_are_read_and_no_others(head: Draft, teacher: Teacher) -> None:
     """The first of them, too, and for the first anchor none that only the second one has."""
-    given = lesson(teacher, TEXT)
+    given = lesson(teacher, head, TEXT)
     before = head.logits(teacher, given, ANCHORS, DEPTH)[:, 0]
     for place, is_read in ((0, True), (3, True), (4, False), (6, False), (11, False)):
         features = given.features.clone()
@@ -45,8 +47,8 @@ def test_states_before_an_anchor_are_read_and_no_others(head: Draft, teacher: Te
 
 def test_what_stands_beside_a_text_changes_nothing(head: Draft, teacher: Teacher) -> None:
     """Neither padding nor another text nor another anchor."""
-    beside = lesson(teacher, TEXT, [2] * 20)
-    alone = head.logits(teacher, lesson(teacher, TEXT), ANCHORS[:, :1], DEPTH)
+    beside = lesson(teacher, head, TEXT, [2] * 20)
+    alone = head.logits(teacher, lesson(teacher, head, TEXT), ANCHORS[:, :1], DEPTH)
     both = head.logits(teacher, beside, ANCHORS.expand(2, -1), DEPTH)
     assert torch.allclose(alone[0, 0], both[0, 0], atol=1e-5)
 
@@ -64,13 +66,18 @@ def test_weights_come_back(head: Draft, target: Path, tmp_path: Path) -> None:
     """Under the names of public checkpoints, which may begin with `model.`; others are left."""
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    assert set(stored) == {name for name, _ in head.module.named_parameters()}
-    new_names = {name: f"model.{name.replace('midlayer', 'layers.0')}" for name in stored}
-    renamed = {new_names[name]: weight + 1 for name, weight in stored.items()}
+    own = dict(head.module.named_parameters())
+    if isinstance(head.module, MTP):  # all of SGLang's class begin so
+        new_names = {name: name.replace("layer.", "model.mtp_layers.0.", 1) for name in own}
+        assert set(stored) == set(new_names.values())
+    else:
+        new_names = {name: f"model.{name.replace('midlayer', 'layers.0')}" for name in own}
+        assert set(stored) == set(own)
+    renamed = {new_names[name]: weight.detach() + 1 for name, weight in own.items()}
     save_file({**renamed, "model.embed_tokens.weight": torch.zeros(1)}, file)
     again = load_draft(tmp_path, target, CPU)
     for name, weight in again.module.named_parameters():
-        assert torch.equal(weight, stored[name] + 1)
+        assert torch.equal(weight, own[name] + 1)
 
 
 @pytest.mark.parametrize(

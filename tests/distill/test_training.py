@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from sglang_smc.tools.distill.train import (
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")
-KINDS = ("eagle3", "dflash")
+KINDS = ("eagle3", "mtp", "dflash")
 
 
 # --- Samples
@@ -109,8 +110,12 @@ def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_pat
     last = teacher.model.lm_head.weight[[4, 9, 16]]
     assert torch.equal(head.module.lm_head.weight, last)
     assert torch.equal(head.module.norm.weight, teacher.model.model.norm.weight)
-    own = head.module.fc.weight[:, -32:]
-    assert ((own - torch.eye(32)).abs() < 0.1).all()
+    new_head("mtp", target, tmp_path / "mtp", dtype=torch.float32)
+    layer = load_draft(tmp_path / "mtp", target, CPU)
+    begin_as_target(layer, teacher)
+    of_states = layer.module.layer.input_proj.weight[:, :32]  # before those of the token
+    for own in (head.module.fc.weight[:, -32:], of_states):
+        assert ((own - torch.eye(32)).abs() < 0.1).all()
 
 
 def test_the_target_itself_is_accepted(target: Path, teacher: Teacher, texts: list[Text]) -> None:
@@ -211,13 +216,20 @@ def test_muon_in_float32_is_torchs_but_for_rounding(shape: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize(
-    "begin", ["draft", "eagle3", pytest.param("dflash", marks=pytest.mark.nightly)]
+    "begin",
+    [
+        "draft",
+        "eagle3",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("mtp", "dflash")),
+    ],
 )
 def test_from_prompts_to_a_checkpoint(
     begin: str, target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And on from there, on the texts that were kept."""
-    start = {"draft": draft} if begin == "draft" else {"new": begin}
+    start: dict[str, Any] = {"draft": draft} if begin == "draft" else {"new": begin}
+    if begin == "eagle3":
+        start["hot-tokens"] = 9
     texts = {"texts": tmp_path / "texts.jsonl"}
     assert main(words(target, tmp_path, **start, **texts)) == 0
     assert "accepted of a block, N = 1" in capsys.readouterr().out
@@ -228,6 +240,12 @@ def test_from_prompts_to_a_checkpoint(
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
         files = {path.name for path in (tmp_path / "out").iterdir()}
         assert model.dtype == torch.bfloat16 and {path.name for path in draft.iterdir()} <= files
+    if begin == "eagle3":  # the tokens that learned answers have most often
+        told = [json.loads(line) for line in texts["texts"].read_text().splitlines()[1:31]]
+        times = Counter(token for one in told for token in one["ids"][one["prompt"] :])
+        fewest = times.most_common(9)[-1][1]
+        hot = load_file(tmp_path / "out" / "model.safetensors")["t2d"].nonzero()[:, 0].tolist()
+        assert len(hot) == 9 and all(times[token] >= fewest for token in hot)
     again = words(target, tmp_path, draft=tmp_path / "out", out=tmp_path / "more", **texts)
     assert main([*again, "--loss", "acceptance"]) == 0
     more = json.loads((tmp_path / "more" / "distill.json").read_text())
@@ -260,6 +278,8 @@ def test_refusals(
         "--held-out is 40, of 40 texts": {"draft": draft, "held-out": 40},
         "no held-out answer has 13 tokens": {"draft": draft, "depth": 13},
         "--block-size does not go with --new eagle3": {"new": "eagle3", "block-size": 4},
+        "--layer-ids does not go with --new mtp": {"new": "mtp", "layer-ids": "1"},
+        "--hot-tokens is 25; allowed: 1 to 24": {"new": "eagle3", "hot-tokens": 25},
         "--num-heads does not go with --draft": {"draft": draft, "num-heads": 4},
         "No such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
     }

@@ -59,7 +59,10 @@ def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
 
 
 def test_what_fits_is_taken() -> None:
-    for config, kind in ((eagle3(), "eagle3"), (dflash(), "dflash"), (TARGET, "model")):
+    mtp = eagle3(architectures=["MiMoMTP"])
+    for config, kind in zip(
+        (eagle3(), mtp, dflash(), TARGET), ("eagle3", "mtp", "dflash", "model"), strict=True
+    ):
         assert kinds.kind_of(config) == kind
         assert list(kinds.problems(config, TARGET, num_steps=8)) == []
 
@@ -84,7 +87,7 @@ def test_what_fits_is_taken() -> None:
         (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
         (eagle3(architectures=["LlamaForCausalLMEagle"]), "is an EAGLE head of the first or"),
         (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer of a kind that"),
-        (eagle3(architectures=["MiMoMTP"]), "is an MTP layer in a checkpoint of its own"),
+        (eagle3(architectures=["MiMoMTP"], hidden_size=32), "reads states of width 32"),
         (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
     ],
 )

@@ -1,6 +1,7 @@
 """Read and write heads as folders with SGLang's configuration keys and weight names.
 
-EAGLE-3 heads use those of `LlamaForCausalLMEagle3`, DFlash heads those of `DFlashDraftModel`.
+EAGLE-3 heads use those of `LlamaForCausalLMEagle3`, DFlash heads those of `DFlashDraftModel`, MTP
+layers those of `MiMoMTP`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_smc.tools.distill.heads import DFlash, Eagle3, flattened
+from sglang_smc.tools.distill.heads import MTP, DFlash, Eagle3, Head, flattened
 from sglang_smc.tools.plan.shapes import architecture, contents
 
-EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+EAGLE3, DFLASH, MIMO = "LlamaForCausalLMEagle3", "DFlashDraftModel", "MiMoMTP"
+#: Names of the layer in checkpoints and here, by the kind of a head.
+LAYER_NAMES = {"eagle3": ("layers.0.", "midlayer."), "mtp": ("mtp_layers.0.", "layer.")}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTS = "model.safetensors"
 #: Configuration keys of variants that these heads do not implement.
@@ -29,6 +32,7 @@ UNSUPPORTED = {
         *("attention_value_scale", "output_multiplier", "final_logit_softcapping"),
         *("use_gemma_norm", "is_causal", "use_sliding_window", "attention_bias"),
     ),
+    MIMO: ("use_sliding_window",),
 }
 
 
@@ -45,14 +49,14 @@ def new_head(
     """Write an untrained head for a Llama-like target into ``folder``; return the folder.
 
     Args:
-        kind: ``eagle3`` or ``dflash``.
+        kind: ``eagle3``, ``mtp`` or ``dflash``.
         target: the target's folder.
         scale: of the weights: 1 keeps activations' size; more gives peaked distributions.
-        sizes: those of `_new_settings` and of `_new_eagle3` or `_new_dflash`.
+        sizes: those of `_new_settings` and of the kind's function below.
 
     Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
-    make = {"eagle3": _new_eagle3, "dflash": _new_dflash}[kind]
+    make = {"eagle3": _new_eagle3, "mtp": _new_mtp, "dflash": _new_dflash}[kind]
     head = make(target_config(target), **sizes)
     generator = torch.Generator().manual_seed(seed)
     for weight in head.parameters():
@@ -77,6 +81,17 @@ def _new_eagle3(config: Any, *, hot_tokens: Sequence[int] | None = None, **sizes
         "eagle_config": {LAYER_IDS: list(layer_ids)},
     }
     return Eagle3(settings, layer_ids, hot)
+
+
+def _new_mtp(config: Any, **sizes: Any) -> MTP:
+    """Return an MTP layer, which reads the target's last hidden state."""
+    _, settings = _new_settings(config, **sizes)
+    settings |= {"architectures": [MIMO], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    return MTP(settings, _last_layer(config))
+
+
+def _last_layer(config: Any) -> tuple[int]:
+    return (config.num_hidden_layers - 1,)
 
 
 def _new_dflash(
@@ -116,7 +131,7 @@ def _new_dflash(
     return DFlash(settings, layer_ids)
 
 
-def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
+def load_head(folder: str | Path, target: str | Path) -> Eagle3 | MTP | DFlash:
     """Return a head in float32; raise ValueError unless it is one and fits this target."""
     settings, config = _settings_of(folder, target)
     flat, tensors = flattened(settings), _tensors(folder)
@@ -126,6 +141,8 @@ def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
         shifts = tensors.get("d2t")  # [draft vocabulary]: the target's id less the head's own
         hot = None if shifts is None else shifts.long() + torch.arange(len(shifts))
         head = Eagle3(settings, layer_ids, hot)
+    elif settings["architectures"][0] == MIMO:
+        head = MTP(settings, _last_layer(config))
     else:
         for name in ("target_layer_ids", "mask_token_id", "block_size"):
             if flat.get(name) is None:
@@ -142,13 +159,16 @@ def load_head(folder: str | Path, target: str | Path) -> Eagle3 | DFlash:
     return head
 
 
-def save_head(head: Eagle3 | DFlash, folder: str | Path, dtype: torch.dtype) -> None:
+def save_head(head: Head, folder: str | Path, dtype: torch.dtype) -> None:
     """Write ``head`` and its configuration; the head itself keeps its dtype."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: w.detach().to("cpu", dtype).contiguous() for name, w in head.named_parameters()
     }
+    if isinstance(head, MTP):
+        stored, own = LAYER_NAMES["mtp"]
+        tensors = {f"model.{stored}{n.removeprefix(own)}": w for n, w in tensors.items()}
     if isinstance(head, Eagle3) and head.is_hot:
         hot = head.hot.cpu()
         drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool)
@@ -167,9 +187,8 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     plain = {name.removeprefix("model."): tensor for name, tensor in found.items()}
-    if kind_of(folder) != "eagle3":
-        return plain
-    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in plain.items()}
+    names = LAYER_NAMES.get(kind_of(folder))
+    return {name.replace(*names): tensor for name, tensor in plain.items()} if names else plain
 
 
 # --- Configurations
@@ -192,8 +211,9 @@ def target_config(folder: str | Path) -> Any:
 
 
 def kind_of(folder: str | Path) -> str:
-    """Return ``eagle3``, ``dflash``, or ``model`` for any other checkpoint."""
-    return {EAGLE3: "eagle3", DFLASH: "dflash"}.get(architecture(contents(folder)), "model")
+    """Return ``eagle3``, ``mtp``, ``dflash``, or ``model`` for any other checkpoint."""
+    kinds = {EAGLE3: "eagle3", MIMO: "mtp", DFLASH: "dflash"}
+    return kinds.get(architecture(contents(folder)), "model")
 
 
 def _new_settings(
@@ -206,7 +226,7 @@ def _new_settings(
     head_dim: int | None = None,
     intermediate_size: int | None = None,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the layers that a new head reads, and its settings, both kinds' alike.
+    """Return the layers that a new head reads, and its settings, all kinds' alike.
 
     Args:
         layer_ids: of the target, ascending, 0 to its number of layers - 2; None for an early, the
@@ -260,7 +280,7 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         given.append("layer_types")
     if settings.get("hidden_act", "silu") != "silu":
         given.append("hidden_act")
-    if kind == EAGLE3 and settings["num_hidden_layers"] != 1:
+    if kind != DFLASH and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")
     if given:
         raise ValueError(

@@ -32,9 +32,13 @@ from sglang_smc.tools.distill.train import Course, Worth, products_of, train, va
 
 REPORT = "distill.json"
 DTYPES = ("bfloat16", "float16", "float32")
-_BOTH = ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+_ALL = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 #: Size options of a new head, by its kind.
-SIZES = {"eagle3": _BOTH, "dflash": (*_BOTH, "num_layers", "block_size", "mask_token_id")}
+SIZES = {
+    "eagle3": (*_ALL, "layer_ids", "hot_tokens"),
+    "mtp": _ALL,
+    "dflash": (*_ALL, "layer_ids", "num_layers", "block_size", "mask_token_id"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,11 +50,15 @@ def parser() -> argparse.ArgumentParser:
     add("--target", type=Path, required=True, help="the target's folder")
     add("--out", type=Path, required=True, help="where the checkpoint is written")
     begun = result.add_mutually_exclusive_group(required=True)
-    kinds = "go on from this: a model, an EAGLE-3 head or a DFlash head"
+    kinds = "go on from this: a model, an EAGLE-3 head, an MTP layer or a DFlash head"
     begun.add_argument("--draft", type=Path, help=kinds)
     begun.add_argument("--new", choices=tuple(SIZES), help="begin a head of this kind")
-    layers = "new heads: layers of the target, from 0, that it reads; default: an early, the "
+    layers = (
+        "new EAGLE-3, DFlash heads: the target's layers, from 0, to read; default: an early, the "
+    )
     add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}middle and a late one")
+    hot = "new EAGLE-3 heads: draft this many tokens alone, the most frequent; default: all"
+    add("--hot-tokens", type=positive, metavar="H", help=hot)
     add("--num-layers", type=positive, help="new DFlash heads; default 1")
     add("--block-size", type=positive, help="new DFlash heads: a token and its drafts; default 9")
     add("--mask-token-id", type=int, help="new DFlash heads; default: the padding token's")
@@ -93,9 +101,10 @@ def run(arguments: argparse.Namespace) -> None:
     stored = "auto" if products == torch.bfloat16 else products
     model = load_model(arguments.target, stored, arguments.device)
     teacher = Teacher(model, arguments.temperature)
-    draft = _begin(arguments, new_sizes, teacher)
+    texts = _texts(arguments, teacher)
+    learned, held_out = _split(texts, arguments.held_out)
+    draft = _begin(arguments, new_sizes, teacher, learned)
     course = _course(arguments, draft)
-    learned, held_out = _split(_texts(arguments, teacher), arguments.held_out)
     names = ("depth", "anchors", "batch", "particles")
     sizes = {name: getattr(arguments, name) for name in names}
     before = validate(draft, teacher, held_out, **sizes)
@@ -133,7 +142,7 @@ def _rounded(worth: Worth) -> dict[str, Any]:
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of a new head that are given; raise ValueError for one it does not have."""
-    given = {name: getattr(arguments, name) for name in SIZES["dflash"]}
+    given = {name: getattr(arguments, name) for sizes in SIZES.values() for name in sizes}
     found = {name: value for name, value in given.items() if value is not None}
     new = arguments.new
     for name in found:
@@ -143,16 +152,30 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _begin(arguments: argparse.Namespace, sizes: dict[str, Any], teacher: Teacher) -> Draft:
+def _begin(
+    arguments: argparse.Namespace, sizes: dict[str, Any], teacher: Teacher, texts: list[Text]
+) -> Draft:
     target, device = arguments.target, arguments.device
     if arguments.draft is not None:
         return load_draft(arguments.draft, target, device)
+    if "hot_tokens" in sizes:
+        sizes["hot_tokens"] = _most_frequent(sizes["hot_tokens"], texts, teacher)
     with tempfile.TemporaryDirectory() as folder:
         how = {"dtype": torch.float32, "seed": arguments.seed}
         new_head(arguments.new, target, folder, **how, **sizes)
         draft = load_draft(Path(folder), target, device)
     begin_as_target(draft, teacher)
     return draft
+
+
+def _most_frequent(count: int, texts: list[Text], teacher: Teacher) -> list[int]:
+    """Return the ``count`` most frequent tokens of the texts' answers, ascending."""
+    vocab_size = teacher.model.get_output_embeddings().weight.shape[0]
+    if count > vocab_size:
+        raise ValueError(f"--hot-tokens is {count}; allowed: 1 to {vocab_size}, the vocabulary.")
+    answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
+    times = torch.bincount(answers, minlength=vocab_size)
+    return times.topk(count).indices.sort().values.tolist()
 
 
 def _course(arguments: argparse.Namespace, draft: Draft) -> Course:

@@ -1,4 +1,4 @@
-"""Compute the logits of the three kinds of drafts for training, beside the target's."""
+"""Compute the logits of the kinds of drafts for training, beside the target's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.tools.distill.checkpoints import kind_of, load_head, save_head
-from sglang_smc.tools.distill.heads import DFlash, Eagle3, Head, at_columns
+from sglang_smc.tools.distill.heads import MTP, DFlash, Eagle3, Head, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
 from sglang_smc.tools.plan.shapes import contents
 
@@ -39,6 +39,8 @@ class Draft:
         ids = lesson.batch.ids
         if isinstance(self.module, Eagle3):
             return self.module(teacher.embed(ids), lesson.features, anchors, depth)
+        if isinstance(self.module, MTP):
+            return teacher.head(self.module(teacher.embed(ids), lesson.features, anchors, depth))
         if isinstance(self.module, DFlash):
             mask = teacher.embed(anchors.new_full((), self.module.mask_token_id))
             tokens = teacher.embed(ids.gather(1, anchors))
@@ -48,7 +50,7 @@ class Draft:
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write a checkpoint that SGLang loads."""
-        if isinstance(self.module, Eagle3 | DFlash):
+        if isinstance(self.module, Head):
             save_head(self.module, folder, dtype)
             return
         # Copy the model as a whole, so that tied weights stay tied.
@@ -72,13 +74,17 @@ def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
 def begin_as_target(draft: Draft, teacher: Teacher) -> None:
     """Initialise a new head from the target's weights, which shortens training.
 
-    Its residual stream begins as the last hidden state that it reads, and its output becomes
-    logits as the target's does, with the same last norm and, for an EAGLE-3 head, the same LM
-    head.
+    Its residual stream begins as the last hidden state that it reads. Its output becomes logits as
+    the target's does: with the same last norm, which an MTP layer's state has had before, and for
+    an EAGLE-3 head with the same LM head.
     """
-    head = draft.module
-    size = head.fc.weight.shape[0]
-    head.fc.weight.mul_(0.1)[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    head, size = draft.module, draft.module.config.hidden_size
+    is_mtp = isinstance(head, MTP)
+    weight = head.layer.input_proj.weight if is_mtp else head.fc.weight
+    own = slice(size) if is_mtp else slice(-size, None)
+    weight.mul_(0.1)[:, own] += torch.eye(size, device=weight.device)
+    if is_mtp:
+        return
     norm = dict(teacher.model.base_model.named_parameters()).get("norm.weight")
     if norm is not None:  # its name in Llama and models derived from it
         head.norm.weight.copy_(norm)

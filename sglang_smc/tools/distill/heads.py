@@ -1,10 +1,14 @@
-"""Define the two kinds of heads, with the parameter names of SGLang's checkpoints.
+"""Define the three kinds of heads, with the parameter names of SGLang's checkpoints.
 
 *EAGLE-3*: one layer that reads a token and the target's hidden states before it. Column i holds
 the pair (token i + 1, the target's states at i) at position i, and predicts token i + 2. Behind
 the last kept token the target's states are not available: there the head reads its own output of
 the column before, taken ahead of its last norm. Training does the same for as many columns as a
 round drafts ("training-time test", Li et al. 2025, arXiv 2503.01840).
+
+*MTP* (multi-token prediction, arXiv 2412.19437, section 2.2; here MiMo's layer): the same, but it
+reads the target's last hidden state alone, and its own behind its last norm; the target embeds its
+tokens and turns its states into logits.
 
 *DFlash*: a few layers that fill a block of masks in one pass. A block is the last kept token and
 masks behind it. It attends to the kept columns before it, with keys and values computed from
@@ -26,6 +30,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     rotate_half,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -63,8 +68,32 @@ class Midlayer(LlamaDecoderLayer):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
+class MTPLayer(Qwen2DecoderLayer):
+    """MiMo's MTP layer, which reads state and token side by side and norms its output."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, layer_idx=0)
+        size = config.hidden_size
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        norms = (nn.RMSNorm(size, config.rms_norm_eps) for _ in range(3))
+        self.hidden_layernorm, self.token_layernorm, self.final_layernorm = norms
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- of tokens and states
+        self,
+        embedded: torch.Tensor,
+        states: torch.Tensor,
+        at: Rotation,
+        cache: DynamicCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output ``[B, T, D]``; arguments as for `Midlayer.forward`."""
+        read = torch.cat([self.hidden_layernorm(states), self.token_layernorm(embedded)], -1)
+        of_layer = {"past_key_values": cache, "position_embeddings": at}
+        return self.final_layernorm(super().forward(self.input_proj(read), mask, **of_layer))
+
+
 class Head(nn.Module):
-    """The parts that both kinds have, by the ``settings`` of a config.json.
+    """The parts that all kinds have, by the ``settings`` of a config.json.
 
     Args:
         layer_ids: of the target's layers whose hidden states the head reads.
@@ -78,9 +107,7 @@ class Head(nn.Module):
             self._rotary = [LlamaRotaryEmbedding(config)]  # in a list, so that it is no submodule
         except KeyError as error:
             raise ValueError(f"config.json: rotary embedding {error} is not known.") from error
-        size, self.config = config.hidden_size, config
-        self.fc = nn.Linear(len(layer_ids) * size, size, bias=False)
-        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.config = config
 
     def rotation(self, states: torch.Tensor, positions: torch.Tensor | None = None) -> Rotation:
         """Return the rotation at ``positions`` ``[B, T]``, those from 0 on for None."""
@@ -88,8 +115,62 @@ class Head(nn.Module):
             positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
         return self._rotary[0](states, positions)
 
+    def drafted(
+        self,
+        layer: nn.Module,
+        embedded: torch.Tensor,
+        states: torch.Tensor,
+        anchors: torch.Tensor,
+        depth: int,
+    ) -> torch.Tensor:
+        """Return a layer's outputs ``[B, A, depth, D]`` for the tokens behind each anchor.
 
-class Eagle3(Head):
+        Args:
+            layer: as `Midlayer`.
+            embedded: ``[B, L, D]``, the texts' tokens; those behind an anchor count as drafted.
+            states: ``[B, L, D]``, of which those before an anchor are read.
+            anchors: ``[B, A]`` int64 in 1..L - 1, the last kept tokens.
+            depth: number of drafted tokens, 1 or more.
+        """
+        columns, cache, states = anchors - 1, DynamicCache(), states[:, :-1]
+        states = layer(embedded[:, 1:], states, self.rotation(states), cache)
+        drafts = [at_columns(states, columns)]  # each [B, A, D]
+        seen, own = visible(anchors, states.shape[1], 1)
+        for step in range(1, depth):
+            token = at_columns(embedded, (anchors + step).clamp_max(embedded.shape[1] - 1))
+            seen = torch.cat([seen, own], 3)
+            at = self.rotation(token, columns + step)
+            drafts.append(layer(token, drafts[-1], at, cache, seen))
+        return torch.stack(drafts, 2)
+
+
+class LayersHead(Head):
+    """A head over the states of several layers of the target, projected to its width."""
+
+    def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
+        super().__init__(settings, layer_ids)
+        size = self.config.hidden_size
+        self.fc = nn.Linear(len(layer_ids) * size, size, bias=False)
+        self.norm = nn.RMSNorm(size, self.config.rms_norm_eps)
+
+
+class MTP(Head):
+    """An MTP layer; the target embeds its tokens and turns its states into logits."""
+
+    def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
+        super().__init__(settings, layer_ids)
+        self.layer = MTPLayer(self.config)
+
+    def forward(
+        self, embedded: torch.Tensor, features: torch.Tensor, anchors: torch.Tensor, depth: int
+    ) -> torch.Tensor:
+        """Return normed states ``[B, A, depth, D]``; arguments as for `Head.drafted`."""
+        # SGLang's class masks the token of the pair at position 0.
+        embedded = embedded.index_fill(1, anchors.new_ones(1), 0.0)
+        return self.drafted(self.layer, embedded, features, anchors, depth)
+
+
+class Eagle3(LayersHead):
     """An EAGLE-3 head; ``hot`` ``[draft vocabulary]`` int64: the target's ids of its tokens."""
 
     hot: torch.Tensor
@@ -116,27 +197,13 @@ class Eagle3(Head):
     ) -> torch.Tensor:
         """Return the logits ``[B, A, depth, draft vocabulary]`` of the tokens behind each anchor.
 
-        Args:
-            embedded: ``[B, L, D]``, the texts' tokens; those behind an anchor count as drafted.
-            features: ``[B, L, layers * D]``, the target's states, of which those before an anchor
-                are read.
-            anchors: ``[B, A]`` int64 in 1..L - 1, the last kept tokens.
-            depth: number of drafted tokens, 1 or more.
+        ``features`` are ``[B, L, layers * D]``, the target's; others as for `Head.drafted`.
         """
-        columns, cache = anchors - 1, DynamicCache()
-        states = self.fc(features[:, :-1])
-        states = self.midlayer(embedded[:, 1:], states, self.rotation(states), cache)
-        drafts = [at_columns(states, columns)]  # each [B, A, D]
-        seen, own = visible(anchors, states.shape[1], 1)
-        for step in range(1, depth):
-            token = at_columns(embedded, (anchors + step).clamp_max(embedded.shape[1] - 1))
-            seen = torch.cat([seen, own], 3)
-            at = self.rotation(token, columns + step)
-            drafts.append(self.midlayer(token, drafts[-1], at, cache, seen))
-        return self.lm_head(self.norm(torch.stack(drafts, 2)))
+        states = self.drafted(self.midlayer, embedded, self.fc(features), anchors, depth)
+        return self.lm_head(self.norm(states))
 
 
-class DFlash(Head):
+class DFlash(LayersHead):
     """A DFlash head; the target embeds its tokens and turns its states into logits."""
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
