@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
 
     name: str
     folder: str | None  # of its checkpoint, beside the target; None without one
-    kind: Literal["model", "eagle3", "dflash", "ngram"]
+    kind: Literal["model", "eagle3", "mtp", "dflash", "ngram"]
     planned: str  # the planner's name of such a draft for an 8B
     settings: Mapping[str, Any] = MappingProxyType({})  # further engine settings
 
@@ -54,6 +54,7 @@ PROPOSALS = (
     DRAFT,
     Proposal("tuned draft", "tuned", "model", "llama-3.2-1b"),
     Proposal("EAGLE-3", "eagle3", "eagle3", "eagle3-8b"),
+    Proposal("MTP layer", "mtp", "mtp", "mtp"),
     Proposal("DFlash", "dflash", "dflash", "dflash-8b"),
     Proposal("n-gram", None, "ngram", "ngram", {WEIGHT: 1.0, "speculative_smc_mode": EXACT}),
     Proposal("model + n-gram", "draft", "ngram", "ngram+llama-3.2-1b", {WEIGHT: 0.1}),
@@ -119,9 +120,10 @@ def round_seconds(planned: str, num_particles: int) -> float:
     """Return a lower bound of the time of a round of K steps of an 8B.
 
     Args:
-        planned: the draft, one of `sglang_smc.tools.plan.shapes.DRAFTS`.
+        planned: the draft, one of `sglang_smc.tools.plan.shapes.DRAFTS`, or its own layer, mtp.
     """
-    target, draft = shapes.from_config(EXPECTED), shapes.draft_from_config(planned)
+    target = replace(shapes.from_config(EXPECTED), mtp_layers=1)
+    draft = shapes.draft_for(target, planned)
     device = named(DEVICE, shapes.lowest_precision(target, draft))
     scenario = Scenario(target, draft, device, CONTEXT, TAIL)
     return scenario.smc(BATCH, num_particles, NUM_STEPS).seconds

@@ -19,6 +19,7 @@ from sglang_smc.tools.command import doctor, machine, pair
 from sglang_smc.tools.command.machine import FAIL, OK, WARNING, Finding
 from sglang_smc.tools.plan import shapes
 from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.roofline import Scenario
 from sglang_smc.tools.plan.shapes import BUILT_IN, draft_from_config
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
@@ -151,14 +152,24 @@ def test_without_a_draft_the_target_s_own_layer_drafts(
     status = doctor.main(["--target", str(tmp_path), "--device", "h100", "--json"])
     found = {one["about"]: one for one in json.loads(capsys.readouterr().out)}
     assert "vocabulary" not in found
-    if count == 0:
-        assert (status, found["server arguments"]["level"]) == (1, FAIL)
-        assert "has 0 MTP layers" in found["arithmetic"]["do"]
+    if count == 0:  # what could draft: no built-in model has this vocabulary
+        assert (status, found["draft"]["level"], len(found)) == (1, FAIL, 1)
+        times = found["draft"]["numbers"]
+        assert times["an EAGLE-3 head"] > times["n-gram matches alone"] and len(times) == 2
         return
     assert status == 0 and "with --disable-radix-cache" in found["server arguments"]["found"]
     target = shapes.from_config(tmp_path)
     weights = target.resident_bytes + shapes.draft_for(target, "mtp").resident_bytes
     assert found["memory"]["numbers"]["weight_bytes"] == weights
+
+
+def test_drafts_for_a_target_are_compared() -> None:
+    """By a round's bound; of the models with its vocabulary the smallest."""
+    times = findings_of("h200", "--draft", "mtp")["draft"].numbers or {}
+    assert list(times) == ["an EAGLE-3 head", "llama-3.2-1b", "n-gram matches alone"]
+    target, draft = map(draft_from_config, LLAMA[1::2])
+    load = Scenario(target, draft, named("h200"), pair.CONTEXT)
+    assert times["llama-3.2-1b"] == pytest.approx(1e3 * load.smc(1, 8, 8).seconds)
 
 
 def test_what_makes_room_is_advised() -> None:

@@ -64,6 +64,7 @@ def test_json_has_what_the_table_has(capsys: Capture) -> None:
     ("more", "faster"),
     [
         (("--dtype", "fp8"), True),
+        (("--draft-dtype", "fp8"), True),
         (("--tp", "2"), True),
         (("--no-shared-prefix",), False),
         (("--context", "8192"), False),

@@ -1,6 +1,7 @@
 """Sizes of models and heads, against hand-computed and published ones, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,13 @@ def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int
         others = dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), count)
         with pytest.raises(ValueError, match=f"configuration has {count} MTP layers.*allowed: one"):
             draft_for(from_config(config | others), "mtp")
+
+
+def test_a_layer_in_a_checkpoint_of_its_own_drafts_as_the_target_s() -> None:
+    sizes = LLAMA_CONFIG | {"architectures": ["MiMoMTP"], "num_hidden_layers": 1}
+    target = from_config(LLAMA_CONFIG | {"num_nextn_predict_layers": 1})
+    assert replace(draft_of(sizes), mtp_layers=1) == draft_for(target, "mtp")
+    assert draft_for(target, "mtp", 1.0).weight_bytes == 1.0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_smc.kv.arena import arena
@@ -15,7 +16,7 @@ from sglang_smc.tools.plan import memory, shapes
 from sglang_smc.tools.plan.devices import Device, measure, named
 from sglang_smc.tools.plan.report import si
 from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
-from sglang_smc.tools.plan.shapes import MTP, ModelShape
+from sglang_smc.tools.plan.shapes import EAGLE3, EAGLE3_STATES, MTP, NGRAM, ModelShape
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -34,6 +35,9 @@ def findings(
         device: that of the options for None.
         most_slots: bounds SGLang's KV pool regardless of the memory.
     """
+    if options.draft == MTP and _has_no_layer(options.target):
+        yield _recommended(options, device)
+        return
     if not _has_name(options):
         if not _is_head(options.draft):
             yield _vocabularies(options.target, options.draft)
@@ -66,6 +70,37 @@ def findings(
             yield pair.round_graphs()
     yield pair.speed()
     yield pair.advice()
+
+
+def _has_no_layer(target: str) -> bool:
+    try:
+        return shapes.from_config(target).mtp_layers != 1
+    except ValueError:  # reported by other findings
+        return False
+
+
+def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
+    """Return a failure that compares what could draft for the target, by the planner's bounds."""
+    target, known = shapes.from_config(options.target), shapes.BUILT_IN.values()
+    layer = shapes.draft_for(replace(target, mtp_layers=1), MTP)
+    alike = (one for one in known if one.vocab_size == target.vocab_size)
+    smallest = min(alike, key=lambda one: one.num_parameters, default=target)
+    drafts = {
+        "an EAGLE-3 head": replace(layer, kind=EAGLE3, num_states=EAGLE3_STATES),
+        **{name: one for name, one in shapes.BUILT_IN.items() if one is smallest is not target},
+        "n-gram matches alone": shapes.DRAFTS[NGRAM],
+    }
+    device = (device or _device(options, target.weight_bytes)[0]).times(options.tp)
+    sizes, plain, times = (options.num_particles, options.num_steps), 0.0, {}
+    for name, draft in drafts.items():
+        load = Scenario(target, draft, device, options.context or CONTEXT)
+        times[name], plain = 1e3 * load.smc(1, *sizes).seconds, 1e3 * load.ar(1).seconds
+    told = ", ".join(f"{ms:.2f} ms with {name}" for name, ms in times.items())
+    do = f"A round of N = {sizes[0]}, K = {sizes[1]} takes at least {told}; a token of plain "
+    do += f"decoding {plain:.2f} ms. Take a head made for this target, or train one (sglang-smc "
+    do += "distill --new eagle3); else a small model of its family and vocabulary; n-gram matches "
+    do += "where texts repeat. docs/drafts.md has what each yields."
+    return fail("draft", "none, and the target has no MTP layer", do, times)
 
 
 def _device(options: argparse.Namespace, weight_bytes: float) -> tuple[Device, int | None]:

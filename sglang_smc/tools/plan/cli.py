@@ -25,11 +25,12 @@ Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these co
 def run(arguments: argparse.Namespace) -> None:
     """Print a plan; raise ValueError for invalid arguments."""
     weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
+    of_drafts = WEIGHT_BYTES.get(arguments.draft_dtype, weight_bytes)
     target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
     drafts = {
-        name: shapes.draft_for(target, source, weight_bytes).on_devices(arguments.tp)
+        name: shapes.draft_for(target, source, of_drafts).on_devices(arguments.tp)
         for name, source in zip(names, arguments.draft, strict=True)
     }
     weight_bytes = shapes.lowest_precision(target, *drafts.values())
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     precision = "of the weights; without it fp8 where the configuration says so, otherwise bf16"
     add("--dtype", choices=WEIGHT_BYTES, help=precision)
+    add("--draft-dtype", choices=WEIGHT_BYTES, help="of the drafts' weights; default: as --dtype")
     add("--batch", type=positives, default=(1,), help="requests at once; default 1")
     shared = "tokens that a request's particles share; default 1024"
     add("--context", type=positive, default=1024, help=shared)

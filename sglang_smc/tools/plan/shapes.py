@@ -444,7 +444,7 @@ def draft_for(target: ModelShape, source: Source, weight_bytes: float | None = N
         experts=target.experts and replace(target.experts, dense_layers=0),
         states=target.states and replace(target.states, layers=0),
         windowed_layers=0,
-    )
+    ).in_precision(weight_bytes)
 
 
 def _shape_of(
@@ -572,8 +572,17 @@ def _read_dflash(config: Config) -> ModelShape:
     return replace(layers, kind=DFLASH, num_states=states, max_steps=most)
 
 
+def _read_mtp(config: Config) -> ModelShape:
+    of_target = _parse({**config, "architectures": ["Qwen2ForCausalLM"]})
+    return draft_for(replace(of_target, mtp_layers=1), MTP)
+
+
 #: Parsers of head configurations, by architecture.
-HEADS = {"LlamaForCausalLMEagle3": _read_eagle3, "DFlashDraftModel": _read_dflash}
+HEADS = {
+    "LlamaForCausalLMEagle3": _read_eagle3,
+    "DFlashDraftModel": _read_dflash,
+    "MiMoMTP": _read_mtp,
+}
 
 
 def quantized_bytes(quantization: Config | None) -> float:
