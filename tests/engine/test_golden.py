@@ -1,7 +1,7 @@
 """Answers of engines equal those of the package's own rounds over the same models in transformers.
 
 Each engine answers some thirty requests, of all modes, in one batch, behind cache hits and with
-prompts in pieces: tokens are equal, and log-evidence within 3e-4. The rounds that they
+prompts in pieces: tokens are equal, and log-evidence within 1e-4. The rounds that they
 are held against are those whose laws tests/property proves. So an engine need prove no law, and a
 wrong one shows in a single text: whatever the logits of a model, the slots of a particle, a mask
 or a state of it have wrong changes some weight in the third digit.
