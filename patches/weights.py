@@ -30,6 +30,10 @@ _HELD = (
     "flush_cache False they go on from the KV that they have."
 )
 _COPIES = "ongoing_write_through", "ongoing_load_back"  # of a hierarchical cache
+_NOT_DIRECT = (
+    "load_format is 'direct'; allowed: none, since the LM head of a draft with "
+    "--speculative-token-map is a copy, which SGLang's own loading alone renews. Leave it out."
+)
 _NOT_LOADED = (
     "Tensors cannot be read, or do not fit the model. Those before them in the list may be in "
     "place: send all of them again. "
@@ -147,6 +151,9 @@ def update_from_tensor(
     recv_req: io_struct.UpdateWeightsFromTensorReqInput,
 ) -> Any:
     """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
+    tokens = upstream.resolved(_scheduler(manager).server_args).speculative_token_map
+    if tokens is not None and recv_req.load_format == "direct":
+        return _NOT_DIRECT
     try:
         names = names_in(recv_req.serialized_named_tensors[0])
         return _unfit(manager, recv_req, names) or original(manager, recv_req)

@@ -60,12 +60,15 @@ def config_of(server_args: Arguments) -> SMCConfig:
 
 
 def drafts_all(resolved: Arguments) -> bool:
-    """Return whether the draft model of these resolved arguments may draft any token."""
+    """Return whether the draft of these resolved arguments may draft any token."""
     from sglang_smc.models.head_kinds import knows_all
 
     path = resolved.speculative_draft_model_path
     revision = resolved.speculative_draft_model_revision
-    return path is None or knows_all(path, revision, resolved.trust_remote_code)
+    if path is None:
+        return True
+    is_whole = resolved.speculative_token_map is None
+    return is_whole and knows_all(path, revision, resolved.trust_remote_code)
 
 
 def is_mtp_layer(config: "ModelConfig") -> bool:

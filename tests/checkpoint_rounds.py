@@ -77,10 +77,11 @@ class Checkpoint:
     Args:
         model: of transformers.
         width: V, of the target's logits: a draft's get -inf where it has none, or are cut.
+        hot: the only tokens that a draft has mass on; None for all.
     """
 
-    def __init__(self, model: Any, width: int | None = None) -> None:
-        self.model = model
+    def __init__(self, model: Any, width: int | None = None, hot: list[int] | None = None) -> None:
+        self.model, self.hot = model, hot
         self.own = int(model.get_input_embeddings().weight.shape[0])
         self.width = width or self.own
 
@@ -91,6 +92,10 @@ class Checkpoint:
         read = different.clamp_max(self.own - 1)  # what it has no embedding for reads as the last
         found = self.model(input_ids=read, use_cache=False).logits
         found = torch.nn.functional.pad(found, (0, self.width - self.own), value=-torch.inf)
+        if self.hot is not None:
+            every = torch.full_like(found, -torch.inf)
+            every[..., self.hot] = found[..., self.hot]
+            found = every
         return found[which.unsqueeze(1), places].float()
 
 
@@ -147,6 +152,7 @@ class CheckpointRounds(ToyWorker):
         draft: another one, or a head's law; None: n-gram matches alone.
         settings: of the server, as `SMCConfig` has them.
         num_requests: that it has rows for.
+        hot: the only tokens that the draft has mass on; None for all.
     """
 
     def __init__(
@@ -158,11 +164,12 @@ class CheckpointRounds(ToyWorker):
         *,
         corpus: Corpus | None = None,
         attention: str = "eager",
+        hot: list[int] | None = None,
     ) -> None:
         self.models = Checkpoint(load(target, attention=attention)), draft
         width = self.models[0].width
         if isinstance(draft, str):
-            self.models = self.models[0], Checkpoint(load(draft, attention=attention), width)
+            self.models = self.models[0], Checkpoint(load(draft, attention=attention), width, hot)
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader leaves it
         blank = Language(torch.zeros(1, width))

@@ -295,7 +295,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     drafts_all: bool = True
-    """No setting: whether the draft can propose any token. EAGLE-3 heads may not."""
+    """No setting: whether the draft can propose any token; some know only frequent ones."""
 
     @property
     def round_sizes(self) -> tuple[int, int, bool]:

@@ -20,6 +20,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, LanguageModel
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
+from sglang_smc.proposers.frequent import cut_head, read_map
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.upstream import Arguments
@@ -60,18 +61,20 @@ _SHARED = "embed_tokens.weight", "lm_head.weight"
 
 
 def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
-    """Share the target's hidden states, embedding and LM head with a head.
+    """Share the target's states, embedding and LM head with a head; cut a draft model's LM head.
 
     Runs before pools and graphs are built, which depend on it.
 
-    Raises ValueError for a target that does not expose them.
+    Raises ValueError for a target that does not expose them, and an LM head that cannot be cut.
     """
     config = draft.model_runner.model_config
     kind = kinds.kind_of(config)
+    head = draft.model_runner.model
     if kind == "model":
+        if (hot := _hot_tokens(target, draft)) is not None:
+            cut_head(head, hot)
         return
     model: Any = target.model_runner.model
-    head = draft.model_runner.model
     lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
@@ -95,6 +98,15 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
             "the target's own embedding; allowed: block heads whose mask is a token of the "
             "target's. Choose another head."
         )
+
+
+def _hot_tokens(target: TpModelWorker, draft: TpModelWorker) -> torch.Tensor | None:
+    """Return the tokens ``[H]`` in the map of a draft model, on its device; None without a map."""
+    path = upstream.resolved(draft.server_args).speculative_token_map
+    if path is None:
+        return None
+    runners = target.model_runner, draft.model_runner
+    return read_map(path, min(one.model_config.vocab_size for one in runners)).to(runners[1].device)
 
 
 def _share_embedding(model: Any, head: Any) -> None:
@@ -160,8 +172,8 @@ def assemble(
         return passes, UniformDraft(passes.attn_backend, vocab_size)
     runner = draft.model_runner
     if kind == "model":
-        num_missing = vocabulary.num_missing(target, draft)
-        return passes, LanguageModel(ParticleForward(runner, *over), runner, num_missing)
+        num_missing, hot = vocabulary.num_missing(target, draft), _hot_tokens(target, draft)
+        return passes, LanguageModel(ParticleForward(runner, *over), runner, num_missing, hot)
     if kind == "dflash":
         forward = BlockForward(runner, *over, of_target.model)
         passes.reader = BlockHead(forward, kinds.mask_token(runner.model_config))

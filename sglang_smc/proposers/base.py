@@ -105,8 +105,9 @@ class LanguageModel(DraftProposer):
     with the token after it, in one pass. Rounds of single chains without drafts do not run the
     model: one pass reads the tokens of K + 1 of them.
 
-    Tokens of the target alone get -inf, so that they are never drafted: as for any token outside of
-    q's support, p's mass there is left to bonus tokens and to rejections in verification. Where
+    Tokens of the target alone, and all but ``hot`` ones, get -inf, so that they are never drafted:
+    as for any token outside of q's support, p's mass there is left to bonus tokens and to
+    rejections in verification. Where
     they are read (special tokens that the draft lacks, as those of images in Gemma 3, token ids of
     a prompt, or padding that the target sampled) the draft reads its last id, which changes q
     alone. Tokens of the draft alone are cut off.
@@ -115,14 +116,21 @@ class LanguageModel(DraftProposer):
         forward: the draft model over particles.
         runner: SGLang's, which runs over prompts.
         num_missing: ids that the target's logits have beyond the draft's; below 0: the draft's.
+        hot: ``[H]`` int64 the only tokens that its LM head has rows of; None for all.
     """
 
     has_stock_passes = lags = True
     # It may be sure of other tokens than the target: nearly equal chains would miss all of these.
     least_temperature = 0.8
 
-    def __init__(self, forward: ParticleForward, runner: ModelRunner, num_missing: int = 0) -> None:
-        self.forward, self._runner, self._missing = forward, runner, num_missing
+    def __init__(
+        self,
+        forward: ParticleForward,
+        runner: ModelRunner,
+        num_missing: int = 0,
+        hot: torch.Tensor | None = None,
+    ) -> None:
+        self.forward, self._runner, self._missing, self._hot = forward, runner, num_missing, hot
         self.attn_backend = forward.attn_backend
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
@@ -135,10 +143,12 @@ class LanguageModel(DraftProposer):
 
     def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
         logits = self.forward.next_logits(at.chains(self._readable(tokens), first))
-        if not self._missing:
+        if self._hot is None and not self._missing:
             return logits
+        width = self._runner.model_config.vocab_size + self._missing
+        known = width if self._hot is None else len(self._hot)  # of a rank's share some are padding
         # Contiguous, for the kernels.
-        return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf).contiguous()
+        return spread(logits[..., :known], self._hot, width).contiguous()
 
     def _readable(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._missing <= 0:
@@ -152,7 +162,7 @@ class LanguageModel(DraftProposer):
     def recorded(self, recording: PassRecording) -> DraftProposer:
         """Return the proposer with captured passes; see `DraftProposer.recorded`."""
         forward = recording.of(self.forward, "next_logits", (2, 1))
-        return LanguageModel(forward, self._runner, self._missing)
+        return LanguageModel(forward, self._runner, self._missing, self._hot)
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
@@ -172,3 +182,18 @@ class LanguageModel(DraftProposer):
         assert isinstance(output, LogitsProcessorOutput)
         assert output.next_token_logits is not None
         return output.next_token_logits
+
+
+def spread(logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Scatter logits ``[..., H]`` of the draft vocabulary to ``[..., V]``; all others get -inf.
+
+    Args:
+        hot: ``[H]`` int64 token ids; None for the first H.
+    """
+    if hot is None and logits.shape[-1] == vocab_size:
+        return logits
+    every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    if hot is None:
+        every[..., : logits.shape[-1]] = logits
+        return every
+    return every.index_copy_(-1, hot, logits)

@@ -32,7 +32,7 @@ from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, KVLocations, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer, DraftSlots
+from sglang_smc.proposers.base import DraftProposer, DraftSlots, spread
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
 
@@ -233,18 +233,3 @@ def _token_of(req: Req, position: int) -> int:
     """Return the token at a position of a request's sequence."""
     prompt = req.origin_input_ids
     return prompt[position] if position < len(prompt) else req.output_ids[position - len(prompt)]
-
-
-def spread(logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Scatter logits ``[..., H]`` of the draft vocabulary to ``[..., V]``; all others get -inf.
-
-    Args:
-        hot: ``[H]`` int64 token ids; None for the first H.
-    """
-    if hot is None and logits.shape[-1] == vocab_size:
-        return logits
-    every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    if hot is None:
-        every[..., : logits.shape[-1]] = logits
-        return every
-    return every.index_copy_(-1, hot, logits)

@@ -207,3 +207,10 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
             "matches alone, where drafts are verified. A target with an MTP layer needs none: "
             f"{' or '.join(MTP)}."
         )
+    tokens, view = server_args.speculative_token_map, resolved_view(server_args)
+    if tokens is not None and (path is None or reads_states(view)):
+        yield (
+            f"--speculative-token-map is {tokens!r}; allowed: with a language model as the draft, "
+            "whose LM head it cuts. Heads have tokens of their own or the target's LM head, n-gram "
+            "matches no LM head. Leave it out."
+        )

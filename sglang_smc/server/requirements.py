@@ -83,7 +83,6 @@ _AT_DEFAULT = {
     "SMC weighs the draft's tokens, it rejects none": "speculative_accept_threshold_single "
     "speculative_accept_threshold_acc speculative_use_rejection_sampling "
     "speculative_use_block_verification",
-    "the draft must reach the whole vocabulary": "speculative_token_map",
     "this belongs to other algorithms and would have no effect": "speculative_draft_window_size "
     "speculative_draft_sink_size speculative_skip_dp_mlp_sync enable_multi_layer_eagle "
     "speculative_dflash_block_size speculative_domino_candidate_pool_size uno_lora_path "

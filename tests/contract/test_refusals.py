@@ -218,6 +218,16 @@ def test_ngram_matches_alone_take_no_draft_model(smc: dict) -> None:
         resolve(**{**smc, **ALONE, **WITH})
 
 
+def test_a_token_map_is_for_a_language_model_beside_bonus_tokens(smc: dict, tmp_path: Path) -> None:
+    given = {**smc, "speculative_token_map": "map.pt"}
+    resolve(**given)
+    for other in (ALONE, saved(tmp_path, **HEAD)):
+        with pytest.raises(ValueError, match=r"-map is 'map\.pt'; allowed: with a language model"):
+            resolve(**given | other)
+    with pytest.raises(ValueError, match="evidence_threshold 0, beside a draft that knows a part"):
+        resolve(**given, speculative_smc_evidence_threshold=0)
+
+
 # --- Models that SMC cannot run are refused by their configuration, and no others
 
 LATENT = {

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +21,8 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import connect, load_own
-from sglang_smc.proposers.base import DraftSlots, LanguageModel
-from sglang_smc.proposers.eagle3 import spread
+from sglang_smc.proposers.base import DraftSlots, LanguageModel, spread
+from sglang_smc.proposers.frequent import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
 
@@ -321,7 +322,40 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 markers differ")
 
 
-def padded(width: int, num_missing: int) -> LanguageModel:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([3, 4, 3], "3 token ids in 1 dimensions, 2 of them different and from 0 to 4"),
+        ([4, 5], "2 token ids in 1 dimensions, 1 of them"),
+        ([-1, 2], "allowed: a list of such ids"),
+        ([], "0 token ids"),
+        ([[1, 2]], "in 2 dimensions"),
+        ({"a": 1}, "cannot be read"),
+        (None, "Pass a file that torch.save wrote"),
+    ],
+)
+def test_maps_that_are_no_lists_of_different_tokens_are_refused(
+    tmp_path: Path, content: Any, told: str
+) -> None:
+    path = str(tmp_path / "map.pt")
+    torch.save([4, 0], path)
+    assert read_map(path, 5).tolist() == [4, 0]
+    if content is None:
+        Path(path).write_text("0\n4\n")
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=f"(?s)^--speculative-token-map .*{told}"):
+        read_map(path, 5)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "output"])
+def test_an_lm_head_that_is_quantized_or_unknown_is_not_cut(name: str) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 8)})
+    with pytest.raises(ValueError, match="a draft of ModuleDict, whose LM head is quantized or of"):
+        cut_head(model, torch.tensor([3]))
+
+
+def padded(width: int, num_missing: int, hot: torch.Tensor | None = None) -> LanguageModel:
     """A draft with logits of a width, behind which, or within, the target's end."""
     table = torch.arange(width * width).float().view(width, width)  # no row of an id beyond it
     draft: Any = SimpleNamespace(
@@ -330,7 +364,7 @@ def padded(width: int, num_missing: int) -> LanguageModel:
         chain_logits=lambda chains: table[chains.tokens],
     )
     runner: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=width))
-    return LanguageModel(draft, runner, num_missing)
+    return LanguageModel(draft, runner, num_missing, hot)
 
 
 NONE = torch.zeros(3, 1, 2, dtype=torch.int64)
@@ -343,6 +377,17 @@ def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> No
     assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
     assert torch.equal(draft.next_logits(0, torch.tensor([[1, 5]]), SLOTS), logits)
     assert draft.attn_backend == "its own"
+
+
+@pytest.mark.parametrize(("num_missing", "behind"), [(0, 0), (2, 2), (-1, -1)])
+def test_frequent_tokens_get_their_places_without_what_ranks_add(
+    num_missing: int, behind: int
+) -> None:
+    """Three logits for two tokens: two ranks have as many rows each."""
+    draft = padded(3, num_missing, hot=torch.tensor([1, 0]))
+    as_it_is: Any = SimpleNamespace(of=lambda forward, *_: forward)
+    logits = draft.recorded(as_it_is).next_logits(0, torch.tensor([[1]]), SLOTS)
+    assert logits.tolist() == [[[4, 3, *[-torch.inf] * (1 + behind)]]]
 
 
 def test_what_the_target_lacks_is_cut_off() -> None:

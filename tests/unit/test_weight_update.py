@@ -60,7 +60,10 @@ class Scheduler:
     """What a hook looks at, of a server that is paused or not."""
 
     def __init__(self, *, smc: bool = True, paused: bool = False, running: bool = False) -> None:
-        self.server_args = SimpleNamespace(speculative_algorithm="SMC" if smc else None)
+        algorithm = "SMC" if smc else None
+        self.server_args = SimpleNamespace(
+            speculative_algorithm=algorithm, speculative_token_map=None
+        )
         self._engine_paused = paused
         self.running_batch = SimpleNamespace(is_empty=lambda: not running)
         self.last_batch = self.chunked_req = self.tree_cache = None
@@ -127,6 +130,10 @@ def test_what_tensors_raise_is_an_answer_and_no_rank_waits(
     answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"
+    request.load_format, manager.scheduler.server_args.speculative_token_map = "direct", "map.pt"
+    answer = update_from_tensor(Manager.update, manager, request)
+    assert (answer.success, "'direct'; allowed: none" in answer.message) == (False, True)
+    request.load_format = None
     request.selector, manager.draft_worker = "draft", SimpleNamespace(draft_worker=None)
     answer = update_from_tensor(Manager.update, manager, request)
     assert (answer.success, "no draft model" in answer.message) == (False, True)
