@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from http_server import running_server
 from model_families import make_model
 from tiny_models import smc_arguments
@@ -49,6 +50,10 @@ def request(index: int) -> dict[str, Any]:
 REQUESTS = [request(index) for index in range(NUM_REQUESTS)]
 
 
+def smc_of(asked: dict[str, Any]) -> dict[str, Any]:
+    return asked["sampling_params"]["custom_params"]["smc"]
+
+
 @pytest.fixture(scope="module")
 def pair(tiny: Callable[..., str]) -> tuple[str, str]:
     """A target, and a draft with one key head, of which each rank gets a copy."""
@@ -57,11 +62,13 @@ def pair(tiny: Callable[..., str]) -> tuple[str, str]:
     )
 
 
-def of_one_rank(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
+def of_one_rank(
+    pair: tuple[str, str], requests: list[dict[str, Any]] = REQUESTS, **settings: Any
+) -> list[tuple[list[int], str]]:
     import in_process
 
-    with in_process.running(**smc_arguments(*pair, **SETTINGS)) as server:
-        replies = server.play(REQUESTS, every=0)
+    with in_process.running(**smc_arguments(*pair, **SETTINGS, **settings)) as server:
+        replies = server.play(requests, every=0)
     found = [(reply.output_ids, str(reply.why)) for reply in replies]
     assert {end for _, end in found} == {"stop", "length"}
     return found
@@ -92,9 +99,9 @@ def start(
     )
 
 
-def answers(running: Any) -> list[tuple[list[int], str]]:
+def answers(running: Any, requests: list[dict[str, Any]] = REQUESTS) -> list[tuple[list[int], str]]:
     """Tokens, and why they end, of one batch of requests of all kinds."""
-    together = {name: [one[name] for one in REQUESTS] for name in REQUESTS[0]}
+    together = {name: [one[name] for one in requests] for name in requests[0]}
     found = running.generate(**together)
     return [(a["output_ids"], a["meta_info"]["finish_reason"]["type"]) for a in found]
 
@@ -143,6 +150,19 @@ def test_experts_on_two_ranks_give_one_ranks_text(
         found = answers(start(*models, tp_size=2, ep_size=2))
     assert_ranks_agree(ranks)
     assert found == of_one_rank(models)
+
+
+@pytest.mark.nightly
+def test_frequent_tokens_on_two_ranks_give_one_ranks_text(
+    start: Callable[..., Any], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Each rank has 19 of 37 rows, some from the other's part of the table; the last is padding."""
+    path = tmp_path / "map.pt"
+    torch.save([*range(60, 23, -1)], path)
+    requests = [one for one in REQUESTS if "power" not in smc_of(one)]  # would never reach others
+    given = {"speculative_token_map": str(path)}
+    expected = of_one_rank(pair, requests, **given)
+    assert answers(start(tp_size=2, **given), requests) == expected
 
 
 @pytest.mark.nightly  # scheduler/test_adaptive.py has the ranks' one count

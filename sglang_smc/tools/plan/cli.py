@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> None:
     target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
-    drafts = {
-        name: shapes.draft_for(target, source, of_drafts).on_devices(arguments.tp)
-        for name, source in zip(names, arguments.draft, strict=True)
-    }
+    found = (shapes.draft_for(target, source, of_drafts) for source in arguments.draft)
+    rows = arguments.frequent_tokens
+    cut = (one if rows is None else one.with_head_of(rows) for one in found)
+    drafts = {name: one.on_devices(arguments.tp) for name, one in zip(names, cut, strict=True)}
     weight_bytes = shapes.lowest_precision(target, *drafts.values())
     lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
     loads = [
@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     drafts += f"or {MTP}, the target's own layer; or {NGRAM}, alone or beside a model, as "
     drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
     add("--draft", required=True, nargs="+", help=drafts)
+    rows = "ids in the draft model's --speculative-token-map; without it, all have logits"
+    add("--frequent-tokens", type=positive, help=rows)
     devices = f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
     devices += "sees none, in about three seconds (measured:cpu and measured:cuda insist)"
     add("--device", required=True, nargs="+", help=devices)

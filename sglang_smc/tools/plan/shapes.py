@@ -127,6 +127,7 @@ class ModelShape:
     num_states: int = 0  # layers of the target whose concatenated hidden states a head's fc reads
     mtp_layers: int = 0  # behind the layers of a target
     max_steps: int | None = None  # the largest K of a draft; None for any
+    head_rows: int | None = None  # of a copy of the LM head's rows; None for all, with no copy
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
@@ -169,8 +170,8 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Return the weights of the LM head, as many as the embedding table's."""
-        return self.vocab_size * self.hidden_size
+        """Return the weights of the LM head, as many as the embedding table's unless it is cut."""
+        return (self.head_rows or self.vocab_size) * self.hidden_size
 
     @property
     def fc_parameters(self) -> int:
@@ -183,7 +184,9 @@ class ModelShape:
     @property
     def _own_tables(self) -> int:
         """Return the weights of the embedding and the LM head that are not another model's."""
-        return self.head_parameters * (self.kind != MTP) * (1 if self.tied_embeddings else 2)
+        is_one = self.tied_embeddings and self.head_rows is None
+        tables = self.vocab_size * self.hidden_size + self.head_parameters * (not is_one)
+        return tables * (self.kind != MTP)
 
     @property
     def num_parameters(self) -> int:
@@ -275,6 +278,16 @@ class ModelShape:
         if self.latents is None:
             return self
         return replace(self, latents=replace(self.latents, copies=count))
+
+    def with_head_of(self, rows: int) -> ModelShape:
+        """Return a draft model whose LM head is cut to ``rows``; ValueError for others."""
+        if self.kind != MODEL or rows > self.vocab_size:
+            raise ValueError(
+                f"--frequent-tokens is {rows} with a draft of kind {self.kind} with "
+                f"{self.vocab_size} tokens; allowed: at most as many, of a language model. Leave "
+                "it out."
+            )
+        return replace(self, head_rows=rows)
 
     def in_precision(self, weight_bytes: float | None) -> ModelShape:
         """Return the model with weights of ``weight_bytes``, or with its own for None.
