@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> None:
     target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
-    found = (shapes.draft_for(target, source, of_drafts) for source in arguments.draft)
     rows = arguments.frequent_tokens
-    cut = (one if rows is None else one.with_head_of(rows) for one in found)
+    whole = (shapes.draft_for(target, source, of_drafts) for source in arguments.draft)
+    cut = (one if rows is None else one.with_head_of(rows) for one in whole)
     drafts = {name: one.on_devices(arguments.tp) for name, one in zip(names, cut, strict=True)}
     weight_bytes = shapes.lowest_precision(target, *drafts.values())
     lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
