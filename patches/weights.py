@@ -30,9 +30,10 @@ _HELD = (
     "flush_cache False they go on from the KV that they have."
 )
 _COPIES = "ongoing_write_through", "ongoing_load_back"  # of a hierarchical cache
-_NOT_DIRECT = (
-    "load_format is 'direct'; allowed: none, since the LM head of a draft with "
-    "--speculative-token-map is a copy, which SGLang's own loading alone renews. Leave it out."
+_LOADED_BY_MODELS = None, "flattened_bucket"
+_NOT_BY_MODELS = (
+    "; allowed: none or 'flattened_bucket', since the LM head of a draft with "
+    "--speculative-token-map is a copy, which only the model's own loading renews. Leave it out."
 )
 _NOT_LOADED = (
     "Tensors cannot be read, or do not fit the model. Those before them in the list may be in "
@@ -152,8 +153,8 @@ def update_from_tensor(
 ) -> Any:
     """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
     tokens = upstream.resolved(_scheduler(manager).server_args).speculative_token_map
-    if tokens is not None and recv_req.load_format == "direct":
-        return _NOT_DIRECT
+    if tokens is not None and recv_req.load_format not in _LOADED_BY_MODELS:
+        return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}"
     try:
         names = names_in(recv_req.serialized_named_tensors[0])
         return _unfit(manager, recv_req, names) or original(manager, recv_req)

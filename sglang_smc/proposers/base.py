@@ -107,10 +107,9 @@ class LanguageModel(DraftProposer):
 
     Tokens of the target alone, and all but ``hot`` ones, get -inf, so that they are never drafted:
     as for any token outside of q's support, p's mass there is left to bonus tokens and to
-    rejections in verification. Where
-    they are read (special tokens that the draft lacks, as those of images in Gemma 3, token ids of
-    a prompt, or padding that the target sampled) the draft reads its last id, which changes q
-    alone. Tokens of the draft alone are cut off.
+    rejections in verification. Where tokens of the target alone are read (special tokens that the
+    draft lacks, as those of images in Gemma 3, token ids of a prompt, or padding that the target
+    sampled) the draft reads its last id, which changes q alone. Those of the draft alone are cut.
 
     Args:
         forward: the draft model over particles.

@@ -29,7 +29,7 @@ def read_map(path: str, width: int) -> torch.Tensor:
     Raises ValueError for a file that cannot be read, and for ids that repeat or are out of range.
     """
     try:
-        hot = load_token_map(path)
+        hot = torch.as_tensor(load_token_map(path))
     except _UNREADABLE as error:
         raise ValueError(
             f"{_FLAG} {path} cannot be read: {error}. Pass a file that torch.save wrote, with a "
