@@ -38,6 +38,7 @@ DATA = {
     "pair/tuned": GENERATES | {"distill.json"},
     "pair/reward": MODEL,
     "pair/eagle3": HEAD | {"distill.json"},
+    "pair/mtp": HEAD | {"distill.json"},
     "pair/dflash": HEAD | {"distill.json"},
 }
 ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"

@@ -86,7 +86,12 @@ def _new_eagle3(config: Any, *, hot_tokens: Sequence[int] | None = None, **sizes
 def _new_mtp(config: Any, **sizes: Any) -> MTP:
     """Return an MTP layer, which reads the target's last hidden state."""
     _, settings = _new_settings(config, **sizes)
-    settings |= {"architectures": [MIMO], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    settings |= {
+        "architectures": [MIMO],
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+        "attention_bias": True,  # of queries, keys and values, in every layer of Qwen2
+    }
     return MTP(settings, _last_layer(config))
 
 
