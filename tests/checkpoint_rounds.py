@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import Draft, MTPDraft
+from head_laws import Draft, PairDraft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -120,7 +120,7 @@ class CheckpointSlots(SlotModel):
 class HeadSlots(CheckpointSlots):
     """A head, which knows where its round began."""
 
-    head: Draft | MTPDraft
+    head: Draft | PairDraft
     anchors: torch.Tensor  # [G, N]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
@@ -158,7 +158,7 @@ class CheckpointRounds(ToyWorker):
     def __init__(
         self,
         target: str,
-        draft: str | Draft | MTPDraft | None,
+        draft: str | Draft | PairDraft | None,
         settings: dict[str, Any],
         num_requests: int,
         *,
@@ -196,7 +196,7 @@ class CheckpointRounds(ToyWorker):
         if draft is None:
             proposal: Any = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
             worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
-        elif isinstance(draft, Draft | MTPDraft):
+        elif isinstance(draft, Draft | PairDraft):
             own.head = draft
             nobody: Any = None
             worker._steps = Steps(steps.target, HeadDrafts(own, nobody), steps.ledger, self.ops)

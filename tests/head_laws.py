@@ -126,13 +126,43 @@ def add_mtp_layer(target: str, *, seed: int = 4, scale: float = 0.3) -> None:
     (folder / "config.json").write_text(json.dumps(told | more))
 
 
-class MTPDraft:
-    """The law of drafts by the MTP layer of a checkpoint; see `Draft`."""
+OPTIONS: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+
+
+class PairDraft:
+    """The law of drafts over pairs of a token and the state before it; see `Draft`."""
 
     def __init__(self, target: str, num_steps: int) -> None:
-        options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
-        self.model: Any = AutoModelForCausalLM.from_pretrained(target, **options).eval()
-        self.num_steps, self.config = num_steps, self.model.config
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, **OPTIONS).eval()
+        self.num_steps = num_steps
+
+    def states(self, texts: torch.Tensor) -> torch.Tensor:
+        """What the target gives out at each token ``[R, L, H]``."""
+        return self.model.model(texts).last_hidden_state
+
+    def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own states and logits of tokens ``[R, L]`` and the states before them ``[R, L, H]``."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """As `Draft.laws`; the pair of x_{i + 1} and the state at i has position i."""
+        before, found = self.states(texts)[:, :-1].clone(), []
+        row = torch.arange(len(texts))
+        for step in range(self.num_steps):
+            own, logits = self.run(texts[:, 1:], before)
+            found.append(logits[row, anchors - 1 + step].softmax(-1))
+            if step + 1 < self.num_steps:
+                before[row, anchors + step] = own[row, anchors - 1 + step]
+        return torch.stack(found, 1)
+
+
+class MTPDraft(PairDraft):
+    """The law of drafts by the MTP layer of a checkpoint."""
+
+    def __init__(self, target: str, num_steps: int) -> None:
+        super().__init__(target, num_steps)
+        self.config, options = self.model.config, dict(OPTIONS)
         self.layout = layout = LAYOUTS.get(self.config.model_type, NEXTN)
         config, count = self.config, self.config.num_hidden_layers
         weights, prefix = load_file(Path(target, "model.safetensors")), layout.prefix_of(config)
@@ -168,21 +198,10 @@ class MTPDraft:
         parts = parts if self.layout.token_first else parts[::-1]
         return torch.cat(parts, -1) @ self.own["join"].T
 
-    @torch.no_grad()
-    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """As `Draft.laws`; the pair of x_{i + 1} and the state at i has position i."""
-        states, row = self.model.model(texts).last_hidden_state, torch.arange(len(texts))
-        before, found = states[:, :-1].clone(), []
-        length = before.shape[1]
-        places = torch.arange(length).unsqueeze(0)
+    def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs, length = self._pairs(tokens, before), tokens.shape[1]
         mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        for step in range(self.num_steps):
-            pairs = self._pairs(texts[:, 1:], before)
-            rotary = self.model.model.rotary_emb(pairs, places)
-            given = {"position_embeddings": rotary, "attention_mask": mask}
-            output = self.layer(pairs, **given)
-            state = self._norm("last", output[row, anchors - 1 + step])  # [R, H]
-            found.append(self.model.lm_head(state).softmax(-1))
-            if step + 1 < self.num_steps:
-                before[row, anchors + step] = state
-        return torch.stack(found, 1)
+        rotary = self.model.model.rotary_emb(pairs, torch.arange(length).unsqueeze(0))
+        output = self.layer(pairs, position_embeddings=rotary, attention_mask=mask)
+        state = self._norm("last", output)
+        return state, self.model.lm_head(state)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from head_laws import KINDS, add_mtp_layer, make_head
+from published_heads import PUBLISHED, write_head
 from support.families import EOS, FAMILIES, VOCAB
 from tiny_models import make_tiny_model, tiny_tokenizer
 
@@ -60,13 +61,15 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
 def make_model(path: Path, kind: str, seed: int, target: str = "") -> str:
     """Save a model, or a draft for a ``target``: a head, or a layer within it; return its path.
 
-    ``kind`` is a family, "padded", one of `head_laws.KINDS`, or `MTP`.
+    ``kind`` is a family, "padded", one of `head_laws.KINDS` or `PUBLISHED`, or `MTP`.
     """
     if kind == MTP:
         add_mtp_layer(target)
         return target
     if kind in KINDS:
         return make_head(kind, target, path)
+    if kind in PUBLISHED:
+        return write_head(kind, target, path)
     if kind == "padded":
         return make_tiny_model(path, padding=3, seed=seed, layers=4)
     changes = {"num_hidden_layers": 4} if kind == "llama" else {}

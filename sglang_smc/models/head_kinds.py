@@ -6,9 +6,12 @@ from typing import Any, Literal
 
 from sglang.srt.configs.model_config import ModelConfig
 
-Kind = Literal["model", "eagle3", "dflash", "mtp"]
+Kind = Literal["model", "eagle", "eagle3", "dflash", "mtp"]
 
+EAGLE = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle")
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+LATENT_EAGLE3 = "Eagle3DeepseekV2ForCausalLM"
+DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel")
 MTP = {
     "DeepseekV3ForCausalLM": "DeepseekV3ForCausalLMNextN",
     "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",
@@ -21,17 +24,38 @@ MTP = {
 }
 """SGLang's classes of MTP layers, by the class of the target whose checkpoint has one."""
 
-_HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash", **dict.fromkeys(MTP.values(), "mtp")}
+HEADS: dict[str, Kind] = {
+    **dict.fromkeys(EAGLE, "eagle"),
+    **dict.fromkeys((EAGLE3, LATENT_EAGLE3), "eagle3"),
+    **dict.fromkeys((DFLASH, *DSPARK), "dflash"),
+}
+"""Kinds of heads in a checkpoint of their own, by SGLang's class."""
+
+_KINDS: dict[str, Kind] = {**HEADS, **dict.fromkeys(MTP.values(), "mtp")}
 
 # Unsupported heads, by a part of their architecture's name.
 _OTHER_HEADS = {
-    "Eagle3": "an EAGLE-3 head with layers that are not Llama's",
-    "Eagle": "an EAGLE head of the first or second kind",
+    "Eagle3": "an EAGLE-3 head of a class that is not supported",
+    "Eagle": "an EAGLE head of a class that is not supported",
     "DFlash": "a block head of a kind that walks through candidates",
-    "DSpark": "a DSpark head",
+    "DSpark": "a DSpark head of a class that is not supported",
     "NextN": "an MTP layer of a kind that is not supported",
     "MTP": "an MTP layer of a kind that is not supported",
 }
+# What SGLang's class of EAGLE-3 heads has no part for, by the setting that says so.
+_EAGLE3_EXTRAS = {
+    "norm_before_residual": "a norm before the residual",
+    "attention_bias": "biases of attention",
+    "mlp_bias": "biases of the MLP",
+    "bias": "biases",
+    "parallel_drafting": "masks, for several tokens a pass",
+    "parallel_draft_step": "further heads, for several tokens a pass",
+    "next_layer_regular": "ordinary later layers",
+    "layer_types": "windows",
+    "norm_before_fc": "a norm of all states before fc",
+}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_NUM_DEFAULT_LAYERS = 3
 _DFLASH_EXTRAS = {
     "projector_type": "a projector (Domino)",
     "selector_rank": "a selector of candidates",
@@ -44,7 +68,7 @@ _DFLASH_EXTRAS = {
 
 def kind_of(config: ModelConfig) -> Kind:
     """Return the kind of a draft's checkpoint."""
-    return _HEADS.get(_named(config.hf_config), "model")
+    return _KINDS.get(_named(config.hf_config), "model")
 
 
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
@@ -66,13 +90,13 @@ def reads_states(server_args: Any) -> bool:
     if path is None:
         return False
     where = path, server_args.speculative_draft_model_revision, server_args.trust_remote_code
-    return _named(_config_at(*where)) in _HEADS or (path == of_target and has_mtp(*where))
+    return _named(_config_at(*where)) in _KINDS or (path == of_target and has_mtp(*where))
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a draft can propose every token: an EAGLE-3 head may lack rare ones."""
     config = _config_at(path, revision, trust_remote_code)
-    if _named(config) != EAGLE3:
+    if _KINDS.get(_named(config)) != "eagle3":
         return True
     return (getattr(config, "draft_vocab_size", None) or config.vocab_size) >= config.vocab_size
 
@@ -94,6 +118,16 @@ def mask_token(config: ModelConfig) -> int:
     return _dflash(config).mask_token_id
 
 
+def is_dspark(config: ModelConfig) -> bool:
+    """Return whether a block head has a Markov head (DSpark)."""
+    return _named(config.hf_config) in DSPARK
+
+
+def drafts_from_anchor(config: ModelConfig) -> bool:
+    """Return whether a block's first row, that of the last token, drafts, as most of DSpark do."""
+    return is_dspark(config) and config.hf_config.to_dict().get("sample_from_anchor", True)
+
+
 def captured_layers(config: ModelConfig, num_layers: int) -> list[int] | None:
     """Return which of the target's layers give a head its hidden states; None: SGLang's default.
 
@@ -104,7 +138,14 @@ def captured_layers(config: ModelConfig, num_layers: int) -> list[int] | None:
         return parsed.resolve_target_layer_ids(
             target_num_layers=num_layers, draft_num_layers=config.num_hidden_layers
         )
-    return _eagle(config).get("eagle_aux_hidden_state_layer_ids")
+    return _eagle(config).get(_LAYER_IDS)
+
+
+def num_states(config: ModelConfig) -> int:
+    """Return of how many of the target's layers an EAGLE head or MTP layer reads states."""
+    if kind_of(config) != "eagle3":
+        return 1
+    return len(captured_layers(config, 0) or ()) or _NUM_DEFAULT_LAYERS
 
 
 def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
@@ -114,25 +155,56 @@ def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterat
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
             yield f"is {other} ({name})"
+        elif "draft_vocab_size" in config.hf_config.to_dict():
+            yield f"is an EAGLE-3 head that names {name} in its config.json: write {EAGLE3} there"
         return
     if kind == "eagle3":
-        if _eagle(config).get("use_aux_hidden_state") is False:
-            yield (
-                "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
-            )
-        if not hasattr(config.hf_config, "draft_vocab_size"):
-            yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
+        yield from _eagle3_problems(config, target)
+    elif name == EAGLE[0] and config.hf_config.to_dict().get("bias"):
+        yield "has bias in its config.json, of which SGLang makes biases of attention: remove it"
     elif kind == "dflash":
         yield from _block_problems(config, target, num_steps)
     yield from _width_problems(config, target)
     yield from _layer_problems(config, target)
 
 
+def _eagle3_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
+    told = config.hf_config.to_dict() | _eagle(config)
+    extras = {name: told.get(name) for name in _EAGLE3_EXTRAS}
+    extras["parallel_draft_step"] = (told.get("parallel_draft_step") or 1) > 1
+    extras["next_layer_regular"] = extras["next_layer_regular"] and config.num_hidden_layers > 1
+    extras["layer_types"] = "sliding_attention" in (told.get("layer_types") or ())
+    latent = _named(config.hf_config) == LATENT_EAGLE3
+    extras["norm_before_fc"] = latent and told.get("norm_before_fc")
+    for name in (name for name, value in extras.items() if value):
+        yield f"is an EAGLE-3 head with {_EAGLE3_EXTRAS[name]} ({name})"
+    reads, width = num_states(config), config.hidden_size
+    if told.get("use_aux_hidden_state") is False:
+        yield "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
+    elif _LAYER_IDS in told and _LAYER_IDS not in _eagle(config):
+        yield f"has {_LAYER_IDS} outside of eagle_config, where SGLang does not look for it"
+    elif told.get("num_aux_hidden_states") not in (None, reads):
+        count = told["num_aux_hidden_states"]
+        yield f"has num_aux_hidden_states {count} and reads the states of {reads} layers"
+    elif reads * target.hidden_size == width:
+        yield f"reads states of its own width, {width}, to which SGLang's class applies no fc"
+    if "draft_vocab_size" not in told and not latent:
+        yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
+    elif told.get("draft_vocab_size") is None and width != target.hidden_size:
+        yield f"has width {width} without an LM head, and the target's has {target.hidden_size}"
+
+
 def _block_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
-    given = config.hf_config.to_dict().get("dflash_config") or {}  # 0.5.17 does not parse extras
+    whole = config.hf_config.to_dict()
+    given = whole.get("dflash_config") or {}  # 0.5.17 does not parse extras
     extras = {name: given.get(name) or getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
+    if is_dspark(config):
+        extras["projector_type"] = extras["projector_type"] not in (None, "dspark")
+        markov = (whole | given).get("markov_head_type")
+        if markov != "vanilla":
+            yield f"has a Markov head of type {markov!r}, and 'vanilla' alone is supported"
     for name in (name for name, value in extras.items() if value):
         yield f"is a block head with {_DFLASH_EXTRAS[name]} ({name})"
     if parsed.mask_token_id is None:
@@ -142,11 +214,11 @@ def _block_problems(config: ModelConfig, target: ModelConfig, num_steps: int) ->
             f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for ids "
             f"below {target.vocab_size}"
         )
-    size = parsed.resolve_block_size(default=16)
-    if num_steps > size - 1:
+    most = parsed.resolve_block_size(default=16) - (not is_dspark(config))
+    if num_steps > most:
         yield (
-            f"drafts blocks of {size - 1} tokens, and --speculative-num-steps is {num_steps}: pass "
-            f"--speculative-num-steps {size - 1} or less"
+            f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
+            f"--speculative-num-steps {most} or less"
         )
 
 
@@ -156,20 +228,21 @@ def _width_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
     if reads != target.hidden_size:
         yield f"reads states of width {reads}, and the target's have {target.hidden_size}"
-    elif kind_of(config) != "dflash" and config.hidden_size != target.hidden_size:
-        yield f"has width {config.hidden_size}, and the target {target.hidden_size}"
     if kind_of(config) != "dflash" and config.vocab_size != target.vocab_size:
         yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
 
 
 def _layer_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
-    if kind_of(config) == "mtp":  # it reads the last layer's output
+    if kind_of(config) in ("eagle", "mtp"):  # they read the last layer's output
         return
     last = target.num_hidden_layers - 2  # the last layer's output is not captured
     try:
         layers = captured_layers(config, target.num_hidden_layers)
     except ValueError as error:
         yield f"cannot read the target's states: {error}"
+        return
+    boundaries = "GptOssForCausalLM" in (target.hf_config.architectures or ())
+    if boundaries and max(layers or [0]) == target.num_hidden_layers:  # counted as layers' inputs
         return
     wrong = [layer for layer in layers or () if not 0 <= layer <= last]
     if wrong:

@@ -126,8 +126,8 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         )
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [
-        f"{flag} {draft} {what}; allowed: a language model, an EAGLE-3 head ({kinds.EAGLE3}), a "
-        f"DFlash block head ({kinds.DFLASH}) or an MTP layer of this target. Choose another draft."
+        f"{flag} {draft} {what}; allowed: a language model, a head of {', '.join(kinds.HEADS)}, or "
+        "an MTP layer of this target. Choose another draft."
         for what in kinds.problems(config, target, num_steps)
     ]
     if kinds.kind_of(config) == "model":

@@ -34,6 +34,7 @@ _GIVES_OUT = {
         "logits_processor",
         "lm_head",
     ),
+    "eagle": ("get_embed_and_head",),
     "mtp": ("get_embed_and_head",),
 }
 
@@ -75,6 +76,7 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
             cut_head(head, hot)
         return
     model: Any = target.model_runner.model
+    head: Any = draft.model_runner.model
     lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
@@ -82,22 +84,20 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
             f"{type(model).__name__} gives out no states for one (it has no {lacking[0]}). Choose "
             "a language model as the draft, or a target of another family."
         )
-    if kind == "mtp":
-        layer: Any = head
-        # The classes' own `set_embed_and_head` wait for a CUDA device.
-        layer.model.embed_tokens.weight, layer.lm_head.weight = model.get_embed_and_head()
-        layer.load_weights = partial(load_own, layer, layer.load_weights, _SHARED, None)
-        return
-    layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
-    getattr(model, _GIVES_OUT[kind][0])(layers)
-    if kind == "eagle3":
-        _share_embedding(model, head)
+    of_target = target.model_runner.model_config
+    if kind in ("eagle3", "dflash"):
+        layers = kinds.captured_layers(config, of_target.num_hidden_layers)
+        getattr(model, _GIVES_OUT[kind][0])(layers)
+    if kind != "dflash":
+        _share(model, head, kind, embedding=config.hidden_size == of_target.hidden_size)
     elif (Path(config.model_path) / "mask_embedding.pt").exists():
         raise ValueError(
             "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
             "the target's own embedding; allowed: block heads whose mask is a token of the "
             "target's. Choose another head."
         )
+    if kind == "eagle" and config.hf_config.to_dict().get("bias") is False:
+        torch.nn.init.zeros_(head.model.fc.bias)  # random in SGLang's class, where none is loaded
 
 
 def _hot_tokens(target: TpModelWorker, draft: TpModelWorker) -> torch.Tensor | None:
@@ -109,35 +109,43 @@ def _hot_tokens(target: TpModelWorker, draft: TpModelWorker) -> torch.Tensor | N
     return read_map(path, min(one.model_config.vocab_size for one in runners)).to(runners[1].device)
 
 
-def _share_embedding(model: Any, head: Any) -> None:
-    embedding, lm_head = model.get_embed_and_head()
-    if head.load_lm_head_from_target:
-        head.set_embed_and_head(embedding, lm_head)
-    else:
-        head.set_embed(embedding)
-    shared = _SHARED[: 1 + head.load_lm_head_from_target]
-    if head.hot_token_id is not None:
-        head.hot_token_id = head.hot_token_id.to(embedding.device)
-    head.load_weights = partial(load_own, head, head.load_weights, shared, head.hot_token_id)
+def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
+    """Share the target's embedding with a head, if told to, and the LM head that it lacks."""
+    weights, shared = model.get_embed_and_head(), _SHARED
+    kept: list[tuple[Any, str]] = []
+    if kind == "eagle3":
+        shared = _SHARED[not embedding : 1 + head.load_lm_head_from_target]
+        if head.hot_token_id is not None:
+            head.hot_token_id = head.hot_token_id.to(weights[0].device)
+            kept = [(head, "hot_token_id")]
+    # The classes' own `set_embed_and_head` wait for a CUDA device.
+    if _SHARED[0] in shared:
+        head.model.embed_tokens.weight = weights[0]
+    if _SHARED[1] in shared:
+        head.lm_head.weight = weights[1]
+    if hasattr(head.model, "midlayer"):  # over latents: parts of a projection, split as it loads
+        kept += [(head.model.midlayer.self_attn, name) for name in ("w_kc", "w_vc")]
+    head.load_weights = partial(load_own, head.load_weights, shared, kept)
 
 
 def load_own(
-    head: Any,
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
     shared: tuple[str, ...],
-    hot: torch.Tensor | None,
+    kept: Iterable[tuple[Any, str]],
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Load new weights into a running head in place, except those that it shares with the target.
 
     Args:
+        load: the class's own method.
         shared: suffixes of the names of shared weights.
-        hot: the head's hot tokens, which captured rounds read; None without.
+        kept: objects and names of tensors that the class replaces, and captured rounds read.
     """
+    before = [getattr(owner, name) for owner, name in kept]
     load((name, weight) for name, weight in weights if not name.endswith(shared))
-    if hot is not None:
-        hot.copy_(head.hot_token_id)
-        head.hot_token_id = hot
+    for (owner, name), tensor in zip(kept, before, strict=True):
+        tensor.copy_(getattr(owner, name))
+        setattr(owner, name, tensor)
 
 
 def assemble(
@@ -171,20 +179,24 @@ def assemble(
     if draft is None:
         return passes, UniformDraft(passes.attn_backend, vocab_size)
     runner = draft.model_runner
+    model: Any = runner.model
     if kind == "model":
         num_missing, hot = vocabulary.num_missing(target, draft), _hot_tokens(target, draft)
         return passes, LanguageModel(ParticleForward(runner, *over), runner, num_missing, hot)
     if kind == "dflash":
         forward = BlockForward(runner, *over, of_target.model)
-        passes.reader = BlockHead(forward, kinds.mask_token(runner.model_config))
+        config = runner.model_config
+        own = {
+            "first": 1 - kinds.drafts_from_anchor(config),
+            "markov": model.markov_head if kinds.is_dspark(config) else None,
+        }
+        passes.reader = BlockHead(forward, kinds.mask_token(config), **own)
         return passes, passes.reader
-    model: Any = runner.model
-    is_eagle = kind == "eagle3"
-    width = model.model.fc.in_features if is_eagle else of_target.model_config.hidden_size
+    width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
     passes.reader = EagleHead(
         EagleForward(runner, *over),
         StateTable.of(ledger, num_columns=num_columns, width=width, dtype=of_target.dtype),
-        model.hot_token_id if is_eagle else None,
+        model.hot_token_id if kind == "eagle3" else None,
         vocab_size,
         target=passes,
         ledger=ledger,

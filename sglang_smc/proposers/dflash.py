@@ -2,9 +2,11 @@
 
 One pass returns the distributions of all K draft tokens: the block is the last token and K masks,
 which attend to the text before them and to each other, in both directions. So q is a product of
-marginals, from which each particle samples its own chain. For the text before the block, the head's
-keys and values are computed from the target's hidden states, and written to the slots of their
-tokens right after the target's pass.
+marginals, from which each particle samples its own chain. A DSpark block (DeepSpec, 2026) has a
+Markov head beside it: what it adds to the block's logits depends on the token before, and q is a
+chain. Its first row, that of the last token, may draft as well. For the text before the block, the
+head's keys and values are computed from the target's hidden states, and written to the slots of
+their tokens right after the target's pass.
 """
 
 from typing import Any
@@ -42,15 +44,15 @@ class BlockForward(ParticleForward):
         scales = hasattr(target, "get_dflash_noise_embedding_scale")
         self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
 
-    def block_logits(self, blocks: Chains) -> torch.Tensor:
-        """Return the logits ``[K, G, N, V]`` at the masks of blocks of K + 1 tokens."""
+    def block_logits(self, blocks: Chains, first: int) -> torch.Tensor:
+        """Return the logits ``[K, G, N, V]`` of blocks, from the row ``first`` on."""
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
         embedded = self._embed(batch.input_ids) * self._scale
         with self._attending(blocks):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
             )
-        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, 1:]
+        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, first:]
         steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
         return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
 
@@ -80,26 +82,39 @@ class BlockForward(ParticleForward):
 
 
 class BlockHead(DraftProposer):
-    """A draft by a block head with a mask token: one pass for the distributions of all K tokens."""
+    """A draft by a block head with a mask token: one pass for the distributions of all K tokens.
+
+    Args:
+        first: row of a block that drafts its first token.
+        markov: SGLang's Markov head of a DSpark block, if any.
+    """
 
     wants_states = True
 
-    def __init__(self, forward: BlockForward, mask: int) -> None:
+    def __init__(
+        self, forward: BlockForward, mask: int, *, first: int = 1, markov: Any = None
+    ) -> None:
         self.attn_backend = forward.attn_backend
         self._forward = forward
-        self._mask = mask
+        self._mask, self._first, self._markov = mask, first, markov
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the one pass of a round; see `DraftProposer.first_logits`."""
         last = last_two[:, :, 1:]
-        masks = torch.full_like(last, self._mask).expand(-1, -1, len(at.slots) - 2)
-        self._steps = self._forward.block_logits(at.chains(torch.cat([last, masks], dim=2), 1))
-        return self._steps[0]
+        num_masks = len(at.slots) - 3 + self._first
+        masks = torch.full_like(last, self._mask).expand(-1, -1, num_masks)
+        blocks = at.chains(torch.cat([last, masks], dim=2), 1)
+        self._steps = self._forward.block_logits(blocks, self._first)
+        return self.next_logits(0, last_two[:, :, 1], at)
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return logits that do not depend on earlier tokens; see `DraftProposer.next_logits`."""
-        return self._steps[step]
+        """Return logits after a token, of which a Markov head alone knows; see `DraftProposer`."""
+        if self._markov is None:
+            return self._steps[step]
+        return self._steps[step] + self._markov.project_bias(
+            self._markov.get_prev_embeddings(tokens)
+        )
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Write keys and values of the target's states; see `StatesReader.read_chains`."""

@@ -1,11 +1,12 @@
-"""Draft with EAGLE-3 heads (arXiv 2503.01840) and MTP layers, over particles on SGLang's classes.
+"""Draft with EAGLE heads and MTP layers, over particles on SGLang's classes.
 
 A head reads pairs: a token x_i, and the target's hidden state at the token before it, that of some
-layers (EAGLE-3) or of the last one (multi-token prediction, arXiv 2412.19437, section 2.2). A pair
-gives the distribution of x_{i+1}. Within a round a head takes its own output in place of the hidden
-state, until the target has scored the draft tokens. So each draft token is run twice: on the
-head's own state while the round drafts, and on the target's hidden state right after the target's
-pass. The second run overwrites the keys of the first, and later rounds attend to it.
+layers (EAGLE-3, arXiv 2503.01840) or of the last one (EAGLE, arXiv 2401.15077, and multi-token
+prediction, arXiv 2412.19437, section 2.2). A pair gives the distribution of x_{i+1}. Within a round
+a head takes its own output in place of the hidden state, until the target has scored the draft
+tokens. So each draft token is run twice: on the head's own state while the round drafts, and on the
+target's hidden state right after the target's pass. The second run overwrites the keys of the
+first, and later rounds attend to it.
 
 SGLang stores the key of a pair at the position of its hidden state, one before its token. Here it
 is stored in the slot of its token: two particles with the same prefix and different last tokens
@@ -38,7 +39,7 @@ from sglang_smc.proposers.prompt_attention import PromptAttention
 
 
 class EagleForward(ParticleForward):
-    """An EAGLE-3 head over particles; arguments as in `ParticleForward`."""
+    """An EAGLE head over particles; arguments as in `ParticleForward`."""
 
     _first_key, _captured = 1, CaptureHiddenMode.FULL
     _states: torch.Tensor  # [rows, F] of the target, or [rows, H] of the head itself, of a pass
@@ -117,7 +118,7 @@ class EagleForward(ParticleForward):
 
 
 class EagleHead(DraftProposer):
-    """A draft by an EAGLE-3 head, with chains that are sampled token by token.
+    """A draft by an EAGLE head, with chains that are sampled token by token.
 
     ``hot`` and ``vocab_size`` are as in `spread`.
     """

@@ -20,6 +20,7 @@ from adapters import make_adapter, merge
 from checkpoint_rounds import Answer, CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, KINDS, Draft, MTPDraft
 from model_families import MTP, make_model
+from published_heads import DSPARK, EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, draft_of
 from seen_images import add_processor, check_images, with_names
 from tiny_models import smc_arguments
 
@@ -81,7 +82,8 @@ CASES = {
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in KINDS},
-    "adapters": Case("llama", EAGLE3, {"max_loras_per_batch": 3}, adapters=("a", "b")),
+    "adapters": Case("llama", FULL, {"max_loras_per_batch": 3}, adapters=("a", "b")),
+    "an EAGLE head": Case("llama", EAGLE),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
     # More particles than columns: their states find no room among those of columns.
     "an MTP layer beside recurrent states": Case("qwen3_5_text", MTP, RECURRENT, num_particles=6),
@@ -99,6 +101,9 @@ OTHERS = {
     "an MTP layer behind dense layers": Case("qwen2", MTP),
     "an MTP layer over latents of a later family": Case("glm4_moe_lite", MTP),
     "a model beside recurrent states": Case("qwen3_5_text", "llama", RECURRENT),
+    "an EAGLE head with biases": Case("qwen2", EAGLE_QWEN2),
+    "an EAGLE-3 head over latents": Case("deepseek_v3", LATENT),
+    "a DSpark block": Case("llama", DSPARK),
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
@@ -170,7 +175,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     if case.draft == HOT:  # weights alone would never reach what it does not know
         asked = [each for each in ASKED if not {"evidence_threshold", "power"} & {*each[0]}]
         known = {"drafts_all": False}
-    if case.draft == DFLASH:  # the law here has as many masks as the server's K
+    if case.draft in (DFLASH, DSPARK):  # the law here has as many masks as the server's K
         asked = [each for each in ASKED if "num_steps" not in each[0]]
     attention = case.arguments.get("kv_cache_dtype", "eager")
     targets: dict[str | None, str] = {None: target}
@@ -184,6 +189,8 @@ def test_answers_are_those_of_rounds_over_transformers(
         law: Any = draft
         if case.draft in KINDS:
             law = Draft(case.draft, target, draft, NUM_STEPS)
+        elif case.draft in PUBLISHED:
+            law = draft_of(case.draft, target, draft, NUM_STEPS)
         elif case.draft == MTP:
             law = MTPDraft(target, NUM_STEPS)
         sizes = settings | known, 2 * len(asked + NEXT)

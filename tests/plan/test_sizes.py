@@ -258,6 +258,13 @@ def test_eagle3_sizes_by_hand() -> None:
         assert draft_of(EAGLE3_CONFIG | said).fc_parameters == 4 * 4 * 4
 
 
+def test_an_eagle_head_has_the_sizes_of_an_mtp_layer() -> None:
+    for name in ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"):
+        head = draft_of(EAGLE3_CONFIG | {"architectures": [name], "vocab_size": 9})
+        assert (head.kind, head.vocab_size) == ("mtp", 9)
+        assert head.num_parameters == 120 + 2 * 4 * 4
+
+
 def test_dflash_sizes_by_hand() -> None:
     head = draft_of(DFLASH_CONFIG)
     assert (head.num_parameters, head.max_steps) == (2 * 120 + 48, 7)

@@ -20,14 +20,17 @@ from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.assembly import connect, load_own
+from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, spread
+from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.frequent import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PARTIAL = SMCConfig(drafts_all=False)
+NONE = torch.zeros(3, 1, 2, dtype=torch.int64)
+SLOTS = DraftSlots(NONE, NONE, cast("Any", None))
 
 
 def model_config(config: Any) -> Any:
@@ -47,9 +50,30 @@ def eagle3(**more: Any) -> Any:
     sizes = {"hidden_size": 64, "vocab_size": 100, "draft_vocab_size": 32}
     given = {"architectures": [kinds.EAGLE3], "num_hidden_layers": 1, **sizes}
     made = LlamaConfig(**{**given, **more})
-    if made.draft_vocab_size is None:
-        del made.draft_vocab_size
     return model_config(made)
+
+
+NARROW = {"target_hidden_size": 64, "hidden_size": 32}
+
+
+def with_ids(*ids: int, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*ids], **more}}
+
+
+def latent(**more: Any) -> Any:
+    return eagle3(architectures=[kinds.LATENT_EAGLE3], **more)
+
+
+def unnamed() -> Any:
+    made = eagle3()
+    del made.hf_config.draft_vocab_size
+    return made
+
+
+def eagle(name: str = kinds.EAGLE[0], **more: Any) -> Any:
+    made = eagle3(architectures=[name], **more)
+    del made.hf_config.draft_vocab_size
+    return made
 
 
 def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
@@ -59,37 +83,74 @@ def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     return model_config(made)
 
 
+def dspark(markov: str = "vanilla", **own: Any) -> Any:
+    made = dflash(8, projector_type="dspark", markov_rank=4, markov_head_type=markov)
+    made.hf_config.update({"architectures": [kinds.DSPARK[1]], **own})
+    return made
+
+
 def test_what_fits_is_taken() -> None:
-    mtp = eagle3(architectures=["MiMoMTP"])
-    for config, kind in zip(
-        (eagle3(), mtp, dflash(), TARGET), ("eagle3", "mtp", "dflash", "model"), strict=True
-    ):
+    taken = [(eagle3(), "eagle3"), (eagle(), "eagle"), (eagle(kinds.EAGLE[1]), "eagle")]
+    taken += [(eagle3(**NARROW, **with_ids(0, 3), num_aux_hidden_states=2), "eagle3")]
+    taken += [
+        (eagle3(**with_ids(0, 2, 4, parallel_draft_step=1, next_layer_regular=True)), "eagle3")
+    ]
+    taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
+    taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
+    taken += [(eagle3(architectures=["MiMoMTP"]), "mtp"), (TARGET, "model")]
+    for config, kind in taken:
         assert kinds.kind_of(config) == kind
         assert list(kinds.problems(config, TARGET, num_steps=8)) == []
+
+
+def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
+    target = LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=6)
+    for names, fits in ((["GptOssForCausalLM"], True), (["LlamaForCausalLM"], False)):
+        target.architectures = names
+        found = kinds.problems(eagle3(**with_ids(0, 2, 6)), model_config(target), num_steps=8)
+        assert (list(found) == []) == fits
 
 
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (eagle3(draft_vocab_size=None), "has no draft_vocab_size"),
+        (unnamed(), "has no draft_vocab_size"),
         (eagle3(hidden_size=32), "reads states of width 32, and the target's have 64"),
-        (eagle3(target_hidden_size=64, hidden_size=32), "has width 32, and the target 64"),
+        (latent(**with_ids(0, 2, 4, norm_before_fc=True)), "with a norm of all states before fc"),
+        (eagle3(**NARROW, draft_vocab_size=None), "has width 32 without an LM head"),
         (eagle3(vocab_size=99), "has vocab_size 99, and the target 100"),
         (
-            eagle3(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}),
+            eagle3(**with_ids(0, 2, 5)),
             r"reads what layers \[5\] of the target pass on; it gives out those of 0 to 4",
         ),
+        (eagle3(norm_before_residual=True), r"with a norm before the residual \(norm_before_res"),
+        (eagle3(attention_bias=True), "with biases of attention"),
+        (eagle3(layer_types=["sliding_attention"]), "with windows"),
+        (eagle3(**with_ids(0, 2, 4, parallel_draft_step=2)), "with further heads"),
+        (eagle3(**with_ids(0, 2, 4, next_layer_regular=True), num_hidden_layers=2), "ordinary"),
+        (eagle3(eagle_aux_hidden_state_layer_ids=[0, 1]), "outside of eagle_config"),
+        (eagle3(**with_ids(0, 2), num_aux_hidden_states=3), "3 and reads the states of 2 layers"),
+        (eagle3(num_aux_hidden_states=4), "4 and reads the states of 3 layers"),
+        (eagle3(**with_ids(2)), "reads states of its own width, 64, to which .* no fc"),
+        (eagle3(architectures=["LlamaForCausalLM"]), "names LlamaForCausalLM in its config.json"),
         (eagle3(eagle_config={"use_aux_hidden_state": False}), "reads the last layer alone"),
         (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
+        (dflash(projector_type="dspark"), "is a block head with a projector"),
+        (dspark("rnn"), "has a Markov head of type 'rnn', and 'vanilla' alone"),
+        (dspark(block_size=7), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(hidden_size=32), "reads states of width 32"),
         (dflash(mask_token_id=None), "has no mask_token_id"),
         (dflash(mask_token_id=100), "has mask_token_id 100"),
         (dflash(target_layer_ids=[0, 9]), "cannot read the target's states: .*out-of-range"),
         (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
-        (eagle3(architectures=["LlamaForCausalLMEagle"]), "is an EAGLE head of the first or"),
+        (eagle3(architectures=["MistralForCausalLMEagle"]), "is an EAGLE head of a class that"),
+        (eagle3(architectures=["Eagle3LlamaForCausalLM"]), "is an EAGLE-3 head of a class that"),
+        (eagle(hidden_size=32), "reads states of width 32"),
+        (eagle(bias=True), "has bias in its config.json"),
         (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer of a kind that"),
         (eagle3(architectures=["MiMoMTP"], hidden_size=32), "reads states of width 32"),
         (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
+        (eagle3(architectures=["LingDSparkModel"]), "is a DSpark head of a class that is not"),
     ],
 )
 def test_what_does_not_fit_is_told(config: Any, told: str) -> None:
@@ -131,35 +192,98 @@ def test_hot_tokens_get_their_places_and_others_nothing() -> None:
     assert spread(logits, None, 2) is logits
 
 
-def test_new_weights_of_a_head_leave_the_targets_alone() -> None:
-    """And its list of hot tokens is changed where rounds read it."""
-    hot, loaded = torch.tensor([1, 2]), []
-    head = SimpleNamespace(hot_token_id=hot)
+def test_new_weights_go_where_captured_rounds_read_them() -> None:
+    """A head's class replaces its list of hot tokens, and what latents are multiplied by."""
+    hot, split = torch.tensor([1, 2]), (torch.tensor([3.0]), torch.tensor([4.0]))
+    attention = SimpleNamespace(w_kc=split[0], w_vc=split[1])
 
     def load(weights: Any) -> None:
-        loaded.extend(name for name, _ in weights)
+        list(weights)
         head.hot_token_id = torch.tensor([4, 5])
+        attention.w_kc, attention.w_vc = torch.tensor([6.0]), torch.tensor([7.0])
 
-    names = ["embed_tokens.weight", "fc.weight", "model.embed_tokens.weight", "lm_head.weight"]
-    weights = [(name, torch.zeros(1)) for name in names]
-    load_own(head, load, ("embed_tokens.weight",), hot, weights)
-    assert loaded == ["fc.weight", "lm_head.weight"]
-    assert head.hot_token_id is hot
-    assert hot.tolist() == [4, 5]
+    model = SimpleNamespace(embed_tokens=SimpleNamespace(), fc=None)
+    model.midlayer = SimpleNamespace(self_attn=attention)
+    head = SimpleNamespace(model=model, load_weights=load, load_lm_head_from_target=False)
+    head.hot_token_id = hot
+    weights = torch.zeros(1), torch.zeros(1)
+    target = SimpleNamespace(get_embed_and_head=lambda: weights)
+    target.set_eagle3_layers_to_capture = lambda _: None
+    joined(target, head, latent())
+    head.load_weights([])
+    read = head.hot_token_id, attention.w_kc, attention.w_vc
+    assert all(now is before for now, before in zip(read, (hot, *split), strict=True))
+    assert [tensor.tolist() for tensor in read] == [[4, 5], [6.0], [7.0]]
 
 
-def test_new_weights_of_mtp_layers_leave_the_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "kind_of", lambda _: "mtp")
-    loaded: list[str] = []
-    layer: Any = SimpleNamespace(model=SimpleNamespace(embed_tokens=SimpleNamespace()))
-    layer.lm_head = SimpleNamespace()
-    layer.load_weights = lambda weights: loaded.extend(name for name, _ in weights)
-    target = SimpleNamespace(get_embed_and_head=lambda: ("embedding", "head"))
-    runners = (SimpleNamespace(model=model, model_config=None) for model in (target, layer))
+def joined(target: Any, head: Any, config: Any) -> None:
+    pairs = zip((target, head), (TARGET, config), strict=True)
+    runners = (SimpleNamespace(model=model, model_config=its) for model, its in pairs)
     connect(*(cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners))
-    names = "model.embed_tokens.weight", "fc.weight", "lm_head.weight"
-    layer.load_weights((name, None) for name in names)
-    assert loaded == ["fc.weight"]
+
+
+NAMES = ("model.embed_tokens.weight", "fc.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "lacks_lm_head", "own"),
+    [
+        (eagle(kinds.MTP["MiMoForCausalLM"]), True, NAMES[1:2]),
+        (eagle(bias=False), True, NAMES[1:2]),
+        (eagle3(draft_vocab_size=None), True, NAMES[1:2]),
+        (eagle3(), False, NAMES[1:]),
+        (eagle3(**NARROW), False, NAMES),
+    ],
+)
+def test_what_a_head_lacks_is_the_targets_and_stays_so(
+    config: Any, lacks_lm_head: bool, own: tuple[str, ...]
+) -> None:
+    loaded: list[str] = []
+    fc, target = (
+        torch.nn.Linear(2, 2),
+        SimpleNamespace(get_embed_and_head=lambda: (NAMES[0], NAMES[2])),
+    )
+    target.set_eagle3_layers_to_capture = lambda _: None
+    head = SimpleNamespace(model=SimpleNamespace(embed_tokens=SimpleNamespace(weight=None), fc=fc))
+    head.lm_head = SimpleNamespace(weight=None)
+    if kinds.kind_of(config) == "eagle3":
+        head.hot_token_id, head.load_lm_head_from_target = None, lacks_lm_head
+    head.load_weights = lambda weights: loaded.extend(name for name, _ in weights)
+    joined(target, head, config)
+    given = head.model.embed_tokens.weight, head.lm_head.weight
+    assert {name for name in given if name is not None} == set(NAMES) - {*own}
+    head.load_weights((name, None) for name in NAMES)
+    assert (*loaded,) == own
+    assert bool(fc.bias.any()) == (kinds.kind_of(config) != "eagle")
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [(dflash(), 3), (dspark(), 2), (dspark(sample_from_anchor=False), 3)],
+)
+def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: int) -> None:
+    """With K = 2; what follows a token is added to the block's logits, which are its numbers."""
+    drafts_from = 1 - kinds.drafts_from_anchor(config)
+    shown: list[Any] = []
+
+    def block_logits(blocks: Any, first: int) -> torch.Tensor:
+        shown.extend((blocks.tokens.tolist(), first))
+        return torch.arange(2.0).view(2, 1, 1, 1).expand(2, 1, 1, 4)
+
+    forward: Any = SimpleNamespace(attn_backend=None, block_logits=block_logits)
+    markov = SimpleNamespace(
+        get_prev_embeddings=lambda tokens: torch.nn.functional.one_hot(tokens, 4).float(),
+        project_bias=lambda embedded: 10 * embedded,
+    )
+    own = markov if kinds.is_dspark(config) else None
+    head = BlockHead(forward, kinds.mask_token(config), first=drafts_from, markov=own)
+    zeros = torch.zeros(4, 1, 1, dtype=torch.int64)
+    first = head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, SLOTS.locations))
+    assert shown == [[[[2, 3, 3][:rows]]], drafts_from]
+    second = head.next_logits(1, torch.tensor([[0]]), SLOTS)
+    bias = 10.0 * (own is not None)
+    assert first.tolist() == [[[0, 0, bias, 0]]]
+    assert second.tolist() == [[[1 + bias, 1, 1, 1]]]
 
 
 # --- Layers
@@ -365,10 +489,6 @@ def padded(width: int, num_missing: int, hot: torch.Tensor | None = None) -> Lan
     )
     runner: Any = SimpleNamespace(model_config=SimpleNamespace(vocab_size=width))
     return LanguageModel(draft, runner, num_missing, hot)
-
-
-NONE = torch.zeros(3, 1, 2, dtype=torch.int64)
-SLOTS = DraftSlots(NONE, NONE, cast("Any", None))
 
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:

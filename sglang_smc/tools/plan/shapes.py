@@ -518,7 +518,7 @@ def _parse(config: Config) -> ModelShape:
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
             f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
             f"experts {', '.join(LATENT)}, with states {', '.join(RECURRENT)}, and with images "
-            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {' and '.join(HEADS)}, too."
+            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {', '.join(HEADS)}, too."
         )
     tied = config.get("tie_word_embeddings", False)
     counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
@@ -585,16 +585,18 @@ def _read_dflash(config: Config) -> ModelShape:
     return replace(layers, kind=DFLASH, num_states=states, max_steps=most)
 
 
-def _read_mtp(config: Config) -> ModelShape:
-    of_target = _parse({**config, "architectures": ["Qwen2ForCausalLM"]})
-    return draft_for(replace(of_target, mtp_layers=1), MTP)
+def _read_eagle(config: Config) -> ModelShape:
+    """Read a layer over an embedding and the last state, which has the costs of an MTP layer."""
+    return replace(dense(config, "vocab_size", tied=False), kind=MTP, num_states=1)
 
 
 #: Parsers of head configurations, by architecture.
 HEADS = {
+    "LlamaForCausalLMEagle": _read_eagle,
     "LlamaForCausalLMEagle3": _read_eagle3,
     "DFlashDraftModel": _read_dflash,
-    "MiMoMTP": _read_mtp,
+    "MiMoMTP": _read_eagle,
+    "Qwen2ForCausalLMEagle": _read_eagle,
 }
 
 

@@ -97,9 +97,17 @@ srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method(self 
 srt.layers.attention.base_attn_backend.AttentionBackend: prefill_attention_backend_str
         decode_attention_backend_str
 srt.models.llama_eagle3.LlamaForCausalLMEagle3: model hot_token_id load_lm_head_from_target
-        load_weights set_embed set_embed_and_head
-srt.models.llama_eagle3.LlamaModel: fc
+        load_weights lm_head
+srt.models.llama_eagle3.LlamaModel: embed_tokens
     .forward(self input_ids positions forward_batch)
+srt.models.kimi_k25_eagle3.Eagle3DeepseekV2ForCausalLM: model lm_head hot_token_id
+        load_lm_head_from_target load_weights
+srt.models.kimi_k25_eagle3.Eagle3MLAModel: embed_tokens midlayer
+srt.models.kimi_k25_eagle3.Eagle3MLADecoderLayer: self_attn
+srt.models.llama_eagle.LlamaForCausalLMEagle: model lm_head
+srt.models.llama_eagle.LlamaModel: embed_tokens fc
+srt.models.qwen2_eagle.Qwen2ForCausalLMEagle: model lm_head
+srt.models.qwen2_eagle.Qwen2Model: embed_tokens fc
 srt.models.deepseek_nextn.DeepseekV3ForCausalLMNextN: model lm_head
 srt.models.glm4_moe_nextn.Glm4MoeForCausalLMNextN: model lm_head
 srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN: model lm_head
@@ -108,6 +116,10 @@ srt.models.dflash.DFlashDraftModel: layers
     .forward(self input_ids positions forward_batch * input_embeds)
     .project_target_hidden(self target_hidden)
     .prepare_context_hidden_for_kv(self layer ctx_hidden)
+srt.models.dspark.Qwen3DSparkModel: markov_head
+srt.models.dspark.VanillaMarkov
+    .get_prev_embeddings(self token_ids)
+    .project_bias(self latent_states)
 srt.models.dflash.DFlashAttention: attn num_kv_heads head_dim
     .kv_proj_only(self hidden_states)
     .apply_k_norm(self k)
@@ -119,8 +131,6 @@ srt.models.llama.LlamaForCausalLM
     .set_eagle3_layers_to_capture(self layer_ids)
     .set_dflash_layers_to_capture(self layer_ids)
     .get_embed_and_head(self)
-    .set_embed_and_head(self embed head)
-    .set_embed(self embed)
     .get_input_embeddings(self)
 srt.layers.logits_processor.LogitsProcessorOutput: hidden_states
 srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator | calls

@@ -1,0 +1,235 @@
+"""Heads as trainers publish them: random checkpoints, and their drafts by transformers' layers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from head_laws import DFLASH, Draft, PairDraft
+from safetensors.torch import load_file, save_file
+from support.families import LATENT as LATENTS
+from support.families import VOCAB
+from torch import nn
+from transformers import AutoConfig, DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3MLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from sglang_smc.tools.distill.checkpoints import new_head
+from sglang_smc.tools.distill.heads import Midlayer
+
+EAGLE, EAGLE_QWEN2, DSPARK = "eagle", "eagle of qwen2", "dspark"
+IDS = "eagle_aux_hidden_state_layer_ids"
+FULL = "eagle3 with all that SGLang's class takes"
+LATENT = "eagle3 over latents"
+#: What their config.json says beside sizes of the target.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    EAGLE: {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "bias": False,
+    },
+    EAGLE_QWEN2: {
+        "architectures": ["Qwen2ForCausalLMEagle"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 1,
+    },
+    FULL: {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 24,
+        "target_hidden_size": 32,
+        "draft_vocab_size": VOCAB,
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_config": {IDS: [0, 2], "norm_before_fc": True},
+    },
+    LATENT: {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 1,
+        "hidden_size": 24,
+        "target_hidden_size": 32,
+        "draft_vocab_size": VOCAB,
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_config": {IDS: [1]},
+        **{name: LATENTS[name] for name in LATENTS if "rank" in name or "head_dim" in name},
+    },
+    DSPARK: {
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "block_size": 3,
+    },
+}
+STD = 0.15
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
+    *("num_key_value_heads", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"),
+)
+
+
+class LatentLayer(nn.Module):
+    """EAGLE-3's layer with DeepSeek's attention."""
+
+    forward = Midlayer.forward
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = DeepseekV3Attention(config, 0)
+        for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+            size = self.self_attn.get_submodule(name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * width, size, bias=False))
+        self.mlp = DeepseekV3MLP(config)
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+
+
+class Published(nn.Module):
+    """The weights of a head's checkpoint, by its config.json, and what they compute.
+
+    Args:
+        told: the config.json of an EAGLE head, or of an EAGLE-3 head with all that SGLang's class
+            takes.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.config: Any = AutoConfig.for_model(**told, attn_implementation="sdpa")
+        width, eps, count = told["hidden_size"], told["rms_norm_eps"], told["num_hidden_layers"]
+        self.layer_ids: list[int] | None = told.get("eagle_config", {}).get(IDS)
+        self.embed_tokens = nn.Embedding(told["vocab_size"], width)
+        first = LatentLayer if told["model_type"] == "deepseek_v3" else Midlayer
+        layer = Qwen2DecoderLayer if told["model_type"] == "qwen2" else LlamaDecoderLayer
+        num_later = count - (self.layer_ids is not None)  # the first of EAGLE-3 is another
+        layers: list[nn.Module] = [layer(self.config, count - 1) for _ in range(num_later)]
+        self.rotary = LlamaRotaryEmbedding(self.config)
+        if self.layer_ids is None:
+            self.fc = nn.Linear(2 * width, width, bias=told.get("bias", True))
+            layers[0].input_layernorm = nn.Identity()
+        else:
+            reads = told["target_hidden_size"]
+            self.fc = nn.Linear(len(self.layer_ids) * reads, width, bias=False)
+            self.input_norm = nn.Identity()
+            if told["eagle_config"].get("norm_before_fc"):
+                self.input_norm = nn.RMSNorm(len(self.layer_ids) * reads, eps)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(reads, eps) for _ in self.layer_ids)
+            layers.insert(0, first(self.config))
+            self.norm = nn.RMSNorm(width, eps)
+            self.lm_head = nn.Linear(width, told["vocab_size"], bias=False)
+        self.layers = nn.ModuleList(layers)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Map the target's states ``[R, L, F]`` to those of pairs ``[R, L, H]``."""
+        assert self.layer_ids is not None
+        parts = self.input_norm(features).chunk(len(self.layer_ids), -1)
+        normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        return self.fc(torch.cat(normed, -1))
+
+    def forward(self, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's output ``[R, L, H]`` for pairs."""
+        at = self.rotary(before, torch.arange(before.shape[1]).unsqueeze(0))
+        if self.layer_ids is None:
+            hidden, later = self.fc(torch.cat([embedded, before], -1)), self.layers
+        else:
+            hidden, later = self.layers[0](embedded, before, at, DynamicCache()), self.layers[1:]
+        for layer in later:
+            hidden = layer(hidden, position_embeddings=at)
+        return hidden
+
+    @staticmethod
+    def renamed(name: str) -> str:
+        """SGLang's name of a weight: later layers have no norm of embeddings."""
+        return name.replace("layers.1.input_layernorm", "layers.1.hidden_norm")
+
+
+class PublishedDraft(PairDraft):
+    """The law of a head that `write_head` wrote."""
+
+    def __init__(self, target: str, folder: str, num_steps: int) -> None:
+        super().__init__(target, num_steps)
+        self.told = json.loads(Path(folder, "config.json").read_text())
+        self.head = Published(self.told)
+        weights = load_file(Path(folder, "model.safetensors"))
+        names = {self.head.renamed(name): name for name in self.head.state_dict()}
+        self.head.load_state_dict({names[name]: weight for name, weight in weights.items()})
+        self.head.double().eval()
+
+    def states(self, texts: torch.Tensor) -> torch.Tensor:
+        if self.head.layer_ids is None:
+            return super().states(texts)
+        states = self.model(texts, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
+        return self.head.project(features)
+
+    def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.head.layer_ids is None:
+            own = self.head(self.model.get_input_embeddings()(tokens), before)
+            return own, self.model.lm_head(own)
+        normed = self.head.norm(self.head(self.head.embed_tokens(tokens), before))
+        return normed, self.head.lm_head(normed)
+
+
+class DSparkDraft(Draft):
+    """The law of a DSpark block that `write_head` wrote: it drafts from its first row on."""
+
+    def __init__(self, target: str, folder: str, num_steps: int) -> None:
+        super().__init__(DFLASH, target, str(Path(folder, DFLASH)), num_steps)
+        weights = load_file(Path(folder, "model.safetensors"))
+        self.after, self.before = (weights[name].double() for name in MARKOV)
+
+    @torch.no_grad()
+    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        normed: list[torch.Tensor] = []  # of all rows
+        hook = self.head.norm.register_forward_hook(lambda *its: normed.append(its[2]))
+        super().laws(texts, anchors)
+        hook.remove()
+        places = anchors.unsqueeze(1) + torch.arange(self.num_steps)
+        bias = self.before[texts.gather(1, places)] @ self.after.T
+        return (self.model.lm_head(normed[0]) + bias).softmax(-1)
+
+
+MARKOV = ("markov_head.markov_w2.weight", "markov_head.markov_w1.weight")
+
+
+def write_block(target: str, folder: Path) -> str:
+    """Write a DFlash block, and another with a random Markov head beside its weights."""
+    sizes: dict[str, Any] = {"num_layers": 2, "block_size": 3, "dtype": torch.float32, "seed": 3}
+    block = new_head("dflash", target, folder / DFLASH, **sizes)
+    told = json.loads((block / "config.json").read_text()) | PUBLISHED[DSPARK]
+    (folder / "config.json").write_text(json.dumps(told))
+    weights = load_file(block / "model.safetensors")
+    draw = torch.Generator().manual_seed(5)
+    for name in MARKOV:
+        weights[name] = torch.randn(told["vocab_size"], told["markov_rank"], generator=draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def draft_of(kind: str, target: str, folder: str, num_steps: int) -> Draft | PairDraft:
+    """Return the law of a head that `write_head` wrote."""
+    law = DSparkDraft if kind == DSPARK else PublishedDraft
+    return law(target, folder, num_steps)
+
+
+def write_head(kind: str, target: str, folder: Path, *, seed: int = 5) -> str:
+    """Write a random head in the form of published ones; see `Published`."""
+    if kind == DSPARK:
+        return write_block(target, folder)
+    of_target = AutoConfig.from_pretrained(target)
+    told = {name: getattr(of_target, name) for name in SIZES} | PUBLISHED[kind]
+    torch.manual_seed(seed)
+    head = Published(told)
+    for name, weight in head.named_parameters():
+        nn.init.normal_(weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, STD)
+    folder.mkdir()
+    weights = {
+        head.renamed(name): weight.contiguous() for name, weight in head.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(told))
+    return str(folder)
