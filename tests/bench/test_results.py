@@ -10,7 +10,7 @@ import pytest
 from drafts.run import Drafts
 from fidelity.run import Fidelity
 from intervals import wilson
-from results import over_rounds, tokens_a_pass
+from results import interval_cell, over_rounds, tokens_a_pass
 from scipy.stats import binomtest
 from speed.remote import EngineError
 from steering.run import Steering, shown, summaries
@@ -62,6 +62,9 @@ def test_pages_say_what_was_published() -> None:
         mean, low, high, _ = peer[system]["tokens a second"]
         assert f"{mean:.0f} [{low:.0f}, {high:.0f}]" in " ".join(pages["potentials"].split())
         assert f" {peer[system]['Z-hat'][0]:.2f}" in pages["potentials"]
+    for row in Drafts.report.read(PUBLISHED / "drafts" / "mtp"):
+        if row.proposal:
+            assert interval_cell(row.tokens_per_pass, ".2f") in " ".join(pages["drafts"].split())
     trees = (PUBLISHED / "trees" / "trees.md").read_text()
     made = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
     for heading, table in (("Measured", made), ("Beside SGLang's trees", trees)):

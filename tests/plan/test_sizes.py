@@ -208,7 +208,8 @@ def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int
 def test_a_layer_in_a_checkpoint_of_its_own_drafts_as_the_target_s() -> None:
     sizes = LLAMA_CONFIG | {"architectures": ["MiMoMTP"], "num_hidden_layers": 1}
     target = from_config(LLAMA_CONFIG | {"num_nextn_predict_layers": 1})
-    assert replace(draft_of(sizes), mtp_layers=1) == draft_for(target, "mtp")
+    alike = {"mtp_layers": 1, "tied_embeddings": target.tied_embeddings}  # of the target
+    assert replace(draft_of(sizes), **alike) == draft_for(target, "mtp")
     assert draft_for(target, "mtp", 1.0).weight_bytes == 1.0
 
 
