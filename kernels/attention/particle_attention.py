@@ -13,12 +13,35 @@ from sglang_smc.kernels.attention.spans import (
     Slots,
     add_scores,
     attend,
+    join_last,
     own_rows,
     own_span,
     slots_of,
     store,
 )
 from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
+from sglang_smc.kernels.tensors import contiguous
+
+
+class New(NamedTuple):
+    """Keys and values of the rows of a pass, to be rotated and written; queries are rotated, too.
+
+    Rotations are NeoX's, of all of a head (RoPE, arXiv 2104.09864).
+    """
+
+    key: torch.Tensor  # [R, kv_heads, head_dim]
+    key_stride: int
+    value: torch.Tensor  # [R, kv_heads, head_dim]
+    value_stride: int
+    slots: torch.Tensor  # [R] int64; 0 for a first token that is written already, or no token
+    positions: torch.Tensor  # [R] int64 rows of `cos_sin`
+    cos_sin: torch.Tensor  # [positions, head_dim]: cosines, then sines
+    arrivals: torch.Tensor  # as in `attend`
+
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> "New":
+        """Return the new keys, with the places, its last fields, made contiguous."""
+        return cls(key, key.stride(0), value, value.stride(0), *contiguous(places))
 
 
 class _Cache(NamedTuple):
@@ -30,6 +53,7 @@ class _Cache(NamedTuple):
     value: torch.Tensor
     value_stride: int
     value_head_stride: int
+    new: New | None
 
 
 def particle_attention(
@@ -52,6 +76,7 @@ def particle_attention(
     window: int | None = None,
     sees_block: bool = False,
     first_key: int = 0,
+    new: New | None = None,
 ) -> torch.Tensor:
     """Compute softmax attention of particles over prefix and tails, causal except in blocks.
 
@@ -61,12 +86,15 @@ def particle_attention(
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent. Read in
             place if its tokens have one stride, as in a slice of a wider matrix.
-        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, the new tokens' included; of the
-            queries' dtype, or 8-bit.
+        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, the new tokens' included unless
+            ``new`` has them; of the queries' dtype, or 8-bit.
         req_to_token, tails, starts, window, sees_block, first_key: as in `plan_shared_prefix`.
         rows, committed, particle_rows, max_tail: as in `KVLocations`.
         max_prefix: upper bound of the prefix length.
         scaling, cap, sinks, value_scale: as in `Softmax`.
+        new: what the layer has not rotated and written yet, except in blocks. The result is that of
+            doing so first. In a request either all first tokens of particles are written already,
+            or none that is read.
 
     Returns:
         The output, contiguous, in the shape of ``query``.
@@ -76,23 +104,25 @@ def particle_attention(
     head_dim = query.shape[4]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
-    assert window is None or not sees_block, "checked with the layers"
+    assert not sees_block or (window is None and new is None), "checked with the layers"
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)
     chip = work.chip_of(query.device)
-    split = cut_work(query.shape, kv_heads, query.element_size(), max_prefix, max_tail, chip)
+    sizes = query.shape, kv_heads, query.element_size(), max_prefix, max_tail
+    split = cut_work(*sizes, chip, new is not None)
     flags = {"has_window": window is not None, "has_cap": cap > 0, "sees_block": sees_block}
     return attend(
         _attend_spans,
         query,
-        _Cache(keys, *keys.stride()[:2], values, *values.stride()[:2]),
+        _Cache(keys, *keys.stride()[:2], values, *values.stride()[:2], new),
         Slots.of(req_to_token, tails, rows, committed, particle_rows, starts),
         (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, first_key),
         split,
         Layer.of(query, kv_heads, head_dim, split, **flags),
         sinks,
         value_scale,
+        None if new is None else new.arrivals,
     )
 
 
@@ -127,42 +157,111 @@ def _attend_spans(
     parts = prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span
     span = own_span(slots, layer, window, first_key, sizes, parts)
     token, head, column, in_rows = own_rows(span, layer)
-    dim = tl.arange(0, layer.block_dim)
-    in_dim = dim < layer.head_dim
-    # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
-    asked = (in_rows & (span.begin < span.end))[:, None]
+    own_start = tl.load(slots.starts + token // layer.num_columns, mask=in_rows, other=0)
+    own_start = own_start.to(tl.int32)
+    first_seen = own_start + column - window
+    end = span.end
+    if cache.new is None:
+        last_seen, some = span.start + column, span.begin < end
+    else:
+        last_seen, end = _cached(cache.new, span, token, own_start, in_rows, layer)
+        some = (span.begin < end) | span.is_first_of_tail
+    # A program without keys loads nothing, runs no iteration, and stores log-sums of -inf alone.
+    asked = in_rows & some
     place = token.to(tl.int64) * queries.stride + head * queries.head_stride
-    own = queries.tensor + place[:, None] + dim[None, :]
-    query = tl.load(own, mask=asked & in_dim[None, :], other=0.0)
-    keys = cache.key + span.head * cache.key_head_stride
-    values = cache.value + span.head * cache.value_head_stride
-    last_seen = span.start + column
-    if layer.has_window:
-        own_start = tl.load(slots.starts + token // layer.num_columns, mask=in_rows, other=0)
-        first_seen = own_start.to(tl.int32) + column - window
+    query = _rows(queries.tensor + place, token, asked, cache.new, layer)
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    keys = cache.key + span.head * cache.key_head_stride + dim
+    values = cache.value + span.head * cache.value_head_stride + dim
 
     highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
     total = tl.zeros([layer.block_rows], tl.float32)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
-    for first in range(span.begin, span.end, layer.block_keys):
+    for first in range(span.begin, end, layer.block_keys):
         position = first + tl.arange(0, layer.block_keys)
         slot = slots_of(span, position)
-        loaded = (slot > 0)[:, None] & in_dim[None, :]
-        at = slot[:, None] * cache.key_stride + dim[None, :]
-        key = tl.load(keys + at, mask=loaded, other=0.0)
-        at = slot[:, None] * cache.value_stride + dim[None, :]
-        value = tl.load(values + at, mask=loaded, other=0.0)
-        scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
-        if layer.has_cap:  # cap * tanh(score), in a form that does not overflow
-            scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
-        seen = (position < span.end)[None, :]
+        loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
+        key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
+        value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
+        seen = (position < end)[None, :]
         if not layer.sees_block:
             seen &= position[None, :] <= last_seen[:, None]
         if layer.has_window:
             seen &= position[None, :] >= first_seen[:, None]
-        scores = tl.where(seen, scores, float("-inf"))
-        weights, decay, highest, total = add_scores(scores, highest, total)
-        output = output * decay[:, None] + tl.dot(
-            weights.to(query.dtype), value.to(query.dtype), input_precision="tf32x3"
-        )
+        softmax = _attend(query, key, value, seen, scaling, cap, highest, total, output, layer)
+        highest, total, output = softmax
+    if cache.new is not None:  # noqa: SIM102 -- which is known as this is compiled
+        if span.is_first_of_tail:
+            position, slot, key, value = _new_keys(cache.new, span, layer)
+            written = ((slot > 0) & (span.block == 0))[:, None] & (dim < layer.head_dim)
+            tl.store(keys + slot[:, None] * cache.key_stride, key, mask=written)
+            tl.store(values + slot[:, None] * cache.value_stride, value, mask=written)
+            value = tl.where((position >= first_key)[:, None], value, 0.0)  # there may be NaN
+            seen = (position >= first_key)[None, :] & (position[None, :] > last_seen[:, None])
+            seen &= position[None, :] <= (span.start + column)[:, None]
+            if layer.has_window:
+                seen &= position[None, :] >= first_seen[:, None]
+            softmax = _attend(query, key, value, seen, scaling, cap, highest, total, output, layer)
+            highest, total, output = softmax
     store(partial, span, token, head, output, highest, total, in_rows, layer)
+    if partial.whole is not None:
+        join_last(partial, span, sizes, parts, layer)
+
+
+@triton.jit
+def _attend(query, key, value, seen, scaling, cap, highest, total, output, layer):
+    """Return the softmax of a block of rows, with one more block of keys."""
+    scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
+    if layer.has_cap:  # cap * tanh(score), in a form that does not overflow
+        scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
+    scores = tl.where(seen, scores, float("-inf"))
+    weights, decay, highest, total = add_scores(scores, highest, total)
+    output = output * decay[:, None] + tl.dot(
+        weights.to(query.dtype), value.to(query.dtype), input_precision="tf32x3"
+    )
+    return highest, total, output
+
+
+@triton.jit
+def _cached(new, span, token, own_start, in_rows, layer):
+    """Return the last position before the new keys of each row, and where a program's keys end.
+
+    A key that is written now is not to be loaded: it may be NaN yet, and NaN times a weight of 0 is
+    NaN. So a prefix ends where the particles' new keys begin, idle ones aside.
+    """
+    first = token // layer.num_columns * layer.num_columns
+    is_new = tl.load(new.slots + first, mask=in_rows, other=0) != 0
+    last = own_start - is_new.to(tl.int32)
+    end = tl.max(tl.where(in_rows & (is_new | span.is_tail), last, -2), 0) + 1
+    return last, tl.where(end >= 0, tl.minimum(end, span.end), span.end)
+
+
+@triton.jit
+def _new_keys(new, span, layer):
+    """Return the positions, slots, rotated keys and values of a particle's new tokens."""
+    column, dim = tl.arange(0, layer.block_columns), tl.arange(0, layer.block_dim)[None, :]
+    token = span.first_token + column
+    slot = tl.load(new.slots + token, mask=column < layer.num_columns, other=0)
+    place = token.to(tl.int64) * new.key_stride + span.head * layer.head_dim
+    key = _rows(new.key + place, token, slot > 0, new, layer)
+    place = token.to(tl.int64) * new.value_stride + span.head * layer.head_dim
+    loaded = (slot > 0)[:, None] & (dim < layer.head_dim)
+    value = tl.load(new.value + place[:, None] + dim, mask=loaded, other=0.0)
+    return span.start + column, slot, key, value
+
+
+@triton.jit
+def _rows(rows, token, asked, new, layer):
+    """Return the heads that begin at addresses ``rows``, rotated if ``new`` has the rotation."""
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    mask = asked[:, None] & (dim < layer.head_dim)
+    own = tl.load(rows[:, None] + dim, mask=mask, other=0.0)
+    if new is not None:
+        half: tl.constexpr = layer.head_dim // 2
+        other = tl.load(rows[:, None] + (dim + half) % layer.head_dim, mask=mask, other=0.0)
+        position = tl.load(new.positions + token, mask=asked, other=0)
+        angle = new.cos_sin + position[:, None] * layer.head_dim + dim % half
+        cos = tl.load(angle, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(angle + half, mask=mask, other=0.0).to(tl.float32)
+        own = (own * cos + other * tl.where(dim < half, -sin, sin)).to(own.dtype)
+    return own

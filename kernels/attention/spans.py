@@ -1,6 +1,7 @@
 """Attend over spans of keys, and join their softmaxes: the parts that all attention shares.
 
-Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes:
+Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes,
+unless the last program of a request and key head does (`join_last`):
 
 - A prefix is split into a number of spans that depends on shapes alone. Its queries are all of a
   request's: N particles * C columns * the query heads of one key head, in blocks of rows.
@@ -53,11 +54,21 @@ class Queries(NamedTuple):
     head_stride: int
 
 
+class Whole(NamedTuple):
+    """The result of all spans, for programs that join them; see `attend`."""
+
+    output: torch.Tensor  # [tokens, q_heads, head_dim]
+    sinks: torch.Tensor | None
+    value_scale: float
+    arrivals: torch.Tensor
+
+
 class Partial(NamedTuple):
     """The results of each span, of all tokens, in this order."""
 
     output: torch.Tensor  # [spans, tokens, q_heads, head_dim] float32
     log_sums: torch.Tensor  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
+    whole: Whole | None = None  # None: `join_spans` joins
 
 
 class Layer(NamedTuple):
@@ -71,6 +82,7 @@ class Layer(NamedTuple):
     block_rows: Any
     block_keys: Any
     block_columns: Any
+    most_spans: Any
     rope: Any = 0  # numbers of a latent behind its value
     block_rope: Any = 0
     has_window: Any = False
@@ -91,7 +103,8 @@ class Layer(NamedTuple):
             block_dim=max(16, triton.next_power_of_2(head_dim)),
             block_rows=split.block_rows,
             block_keys=split.block_keys,
-            block_columns=triton.next_power_of_2(num_columns),
+            block_columns=max(16, triton.next_power_of_2(num_columns)),
+            most_spans=MAX_SPANS,
             **more,
         )
         return cls(*map(tl.constexpr, found))
@@ -100,6 +113,8 @@ class Layer(NamedTuple):
 class _Span(NamedTuple):
     """The work of one program: a block of query rows (token, head) over one span of keys."""
 
+    is_tail: bool
+    is_first_of_tail: bool
     block: int
     head: int  # of keys
     slots: torch.Tensor  # of the span's positions, modulo `mask` + 1
@@ -122,6 +137,7 @@ def attend(
     layer: Layer,
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch a kernel over all spans, and join them.
 
@@ -135,6 +151,8 @@ def attend(
         layer: the kernel's constants.
         sinks: ``[q_heads]`` scores of a key without a value.
         value_scale: factor of the output.
+        arrivals: ``[G * kv_heads]`` int32 zeros, or more, kept from launch to launch: with it one
+            launch does both, where one block has all rows of a request and key head.
 
     Returns:
         ``[G, N, C, q_heads, head_dim]``, contiguous.
@@ -151,6 +169,9 @@ def attend(
         query.new_empty(*shape, dtype=torch.float32),
     )
     output = query.new_empty(*query.shape[:-1], head_dim)
+    if arrivals is not None and split.prefix_blocks == 1:
+        assert len(arrivals) >= size * kv_heads, "one for each request and key head"
+        partial = partial._replace(whole=Whole(output, sinks, value_scale, arrivals))
     queries = query.flatten(0, 2)
     kernel[(num_prefix + num_tail,)](
         Queries(queries, *queries.stride()[:2]),
@@ -166,7 +187,8 @@ def attend(
         num_warps=split.num_warps,
         num_stages=split.num_stages,
     )
-    join_spans(*partial, output, sinks, value_scale)
+    if partial.whole is None:
+        join_spans(*partial[:2], output, sinks, value_scale)
     return output
 
 
@@ -211,6 +233,8 @@ def own_span(slots, layer, window, first_key, sizes, parts):
     num_tokens = tl.where(is_tail, 1, num_particles) * layer.num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
     return _Span(
+        is_tail,
+        is_tail & (span == 0),
         block,
         head,
         tl.where(is_tail, own_tail, prefix),
@@ -279,6 +303,67 @@ def store(partial, span, token, head, output, highest, total, in_rows, layer):
         output / tl.where(some, total, 1.0)[:, None],
         mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
     )
+
+
+@triton.jit
+def join_last(partial, span, sizes, parts, layer):
+    """Join the spans of a request and key head, if all other programs of them have stored theirs.
+
+    In order of the spans, whichever program is the last. The barrier and the counter order their
+    stores before its loads. The counter is left at 0 for the next launch.
+    """
+    num_particles, all_tokens, _ = sizes
+    _, prefix_spans, tail_blocks, tail_spans, _ = parts
+    num_tokens = num_particles * layer.num_columns
+    request = span.first_token // num_tokens
+    counter = partial.whole.arrivals + request * layer.kv_heads + span.head
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    if arrived == prefix_spans + num_particles * tail_blocks * tail_spans - 1:
+        tl.store(counter, 0)
+        row = tl.arange(0, layer.block_rows)
+        token, head = request * num_tokens + row // layer.group, row % layer.group
+        in_rows = row < num_tokens * layer.group
+        place = token * (layer.kv_heads * layer.group) + span.head * layer.group + head
+        step = all_tokens.to(tl.int64) * (layer.kv_heads * layer.group)
+        _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer)
+
+
+@triton.jit
+def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
+    """Join the spans of a block of query rows; see `_join_spans`.
+
+    Args:
+        place: of the rows in a span's results.
+        step: from span to span.
+    """
+    whole, dim = partial.whole, tl.arange(0, layer.block_dim)[None, :]
+    nth = tl.arange(0, layer.most_spans)
+    known = (nth < prefix_spans + tail_spans)[:, None] & in_rows[None, :]
+    log_sums = place[None, :] + nth[:, None] * step
+    log_sums = tl.load(partial.log_sums + log_sums, mask=known, other=float("-inf"))
+    highest = tl.max(log_sums, 0)
+    if whole.sinks is not None:
+        sink_of = place % (layer.kv_heads * layer.group)
+        sink = tl.load(whole.sinks + sink_of, mask=in_rows, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, sink * 1.4426950408889634)  # log2 e
+    highest = tl.where(highest > float("-inf"), highest, 0.0)
+    total = tl.sum(tl.exp2(log_sums - highest[None, :]), 0)
+    if whole.sinks is not None:
+        total += tl.exp2(sink * 1.4426950408889634 - highest)
+    output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
+    # The first spans of a prefix have keys. Loads of several spans are to be on their way at once.
+    some = (tl.max(log_sums, 1) > float("-inf")) & (nth < prefix_spans)
+    used = tl.max(tl.where(some, nth + 1, 0), 0)
+    for one in tl.range(0, used + tail_spans, loop_unroll_factor=4):
+        at = place + tl.where(one < used, one, one - used + prefix_spans) * step
+        log_sum = tl.load(partial.log_sums + at, mask=in_rows, other=float("-inf"))
+        weight = tl.exp2(log_sum - highest)[:, None]
+        part = partial.output + at[:, None] * layer.head_dim + dim
+        output += weight * tl.load(part, mask=(weight != 0) & (dim < layer.head_dim), other=0.0)
+    output *= whole.value_scale / tl.where(total != 0, total, 1.0)[:, None]
+    own = whole.output + place[:, None] * layer.head_dim + dim
+    tl.store(own, output, mask=in_rows[:, None] & (dim < layer.head_dim))
 
 
 def join_spans(

@@ -61,6 +61,7 @@ WIDE_BLOCKS = {2: Blocks(32, 32, 8, 3), 4: Blocks(16, 16, 8, 3)}
 SMALL_BLOCKS = {2: Blocks(64, 64, 8, 5), 4: Blocks(32, 32, 8, 3)}
 SMALL_WIDE_BLOCKS = {2: Blocks(32, 32, 4, 3), 4: Blocks(16, 16, 8, 3)}
 NARROW = 128
+MAX_ROTATED = 4096  # numbers of a block of queries that a program rotates: 32 a thread
 MAX_HEAD_DIM = 256
 # A program joins a single tile, spans * head_dim: at most 32 numbers a thread.
 MAX_SPANS = 32
@@ -84,10 +85,22 @@ class WorkSplit(NamedTuple):
 
 @lru_cache
 def cut_work(
-    shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int, chip: Chip
+    shape: torch.Size,
+    kv_heads: int,
+    element_size: int,
+    max_prefix: int,
+    max_tail: int,
+    chip: Chip,
+    rotates: bool = False,
 ) -> WorkSplit:
-    """Split the work for queries ``[G, N, C, q_heads, head_dim]`` of ``element_size`` bytes."""
+    """Split the work for queries ``[G, N, C, q_heads, head_dim]`` of ``element_size`` bytes.
+
+    ``rotates``: whether programs rotate them.
+    """
     blocks = _blocks(shape[4], chip)[element_size]
+    if rotates:
+        most = MAX_ROTATED // triton.next_power_of_2(shape[4])
+        blocks = blocks._replace(most_rows=min(blocks.most_rows, most))
     return cut(shape, kv_heads, blocks, max_prefix, max_tail, chip.resident_programs(2))
 
 

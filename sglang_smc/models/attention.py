@@ -97,10 +97,16 @@ class PoolAttention(AttentionBackend):
         unsupported = kwargs if self.rank is None else {**kwargs, "sinks": sinks}
         check_layer(layer, self.group, unsupported, self.rank, blocks=self.blocks)
         if save_kv_cache and k is not None and v is not None:
-            store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
+            self.write(layer, forward_batch.out_cache_loc, k, v)
             if layer.layer_id == self.ends_at:
                 raise KeysWritten
         return self.attended(q, layer, softmax_of(layer, sinks, self.is_scaled))
+
+    def write(
+        self, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write keys and values; arguments as in `store`."""
+        store(self.token_to_kv_pool, layer, slots, k, v)
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
@@ -131,6 +137,9 @@ class ParticleAttention(PoolAttention):
     Raises ValueError for a model or a KV cache that this attention does not support.
     """
 
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Positions and table by which the next layer's queries and keys are yet to be rotated."""
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -146,12 +155,21 @@ class ParticleAttention(PoolAttention):
             gpu = torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None
             check_kernel_type(self.token_to_kv_pool.dtype, gpu)
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
+        # Whether it can rotate. In float32 registers spill.
+        plain = self.rank is None and not blocks and self.dtype.itemsize == 2
+        plain = plain and self.token_to_kv_pool.dtype == self.dtype
+        self.rotates = implementation == "triton" and plain
         self._max_prefix = runner.model_config.context_len
         self._first_key, self.blocks = first_key, blocks
         if self.rank is not None:
             self._set_up_latents(runner, implementation)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
+        self._new: dict[str, Any] = {}  # keys of the running layer that are yet to be written
+        if self.rotates:
+            pool, rows = self.token_to_kv_pool, len(self.req_to_token_pool.req_to_token)
+            kv_heads = pool.get_key_buffer(kv_layers(pool)[0]).shape[1]
+            self._arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32, device=tails.device)
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
@@ -183,10 +201,25 @@ class ParticleAttention(PoolAttention):
         # Layers of one kind share their plan.
         self._attend_over = cache(partial(self._plan, chains))
 
+    def write(
+        self, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write keys and values, or leave them to `attended` if they are not rotated."""
+        if self.rotation is None:
+            super().write(layer, slots, k, v)
+            return
+        from sglang_smc.kernels.attention.particle_attention import New
+
+        self._new = {"new": New.of(k, v, slots, *self.rotation, self._arrivals)}
+        self.rotation = None
+
     def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
         """Attend with the plan of `plan`; of all G * N * C rows, or of the merged ones."""
+        assert self.rotation is None, "a layer that leaves its rotation writes keys, too"
         attend = self._attend_over(window_of(layer), sees_block(layer))
-        output = attend(self._queries(q, layer), *self.caches(layer.layer_id), softmax=softmax)
+        query, caches = self._queries(q, layer), self.caches(layer.layer_id)
+        new, self._new = self._new, {}
+        output = attend(query, *caches, softmax=softmax, **new)
         return self._outputs(output)[..., : self.rank].reshape(len(q), -1)
 
     def _queries(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
@@ -236,8 +269,8 @@ class ParticleAttention(PoolAttention):
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
         sight = {"window": window, "sees_block": block, "first_key": self._first_key}
-        return lambda query, keys, values, softmax: particle_attention(
-            query, keys, values, **sight, **places, **softmax._asdict()
+        return lambda query, keys, values, softmax, **new: particle_attention(
+            query, keys, values, **sight, **places, **softmax._asdict(), **new
         )
 
 

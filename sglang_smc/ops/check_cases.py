@@ -306,12 +306,16 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
 
 
 def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
-    """Attend with each model's heads of a kind, for one new token per particle and for a block."""
-    each = product(of.sizes.heads, (1, of.sizes.num_steps + 1))
-    return [_attend(ops, of, *one) for one in each if bool(one[0].rank) == latent]
+    """Attend with each model's heads of a kind, for one new token per particle and for a block.
+
+    And with a draft's, by which two tokens are rotated and written, too.
+    """
+    models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
+    found = [_attend(ops, of, *one) for one in product(models, (1, of.sizes.num_steps + 1))]
+    return found + [_attend(ops, of, one, 2, rotates=True) for one in models if not latent]
 
 
-def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tensor:
+def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int, rotates: bool = False) -> Any:
     size, num_particles, _ = of.shape
     width = 1 << (num_columns + 4).bit_length()
     num_slots = size * (PREFIX + num_particles * width)
@@ -329,25 +333,70 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
     shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
     of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
     query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
-    scaling = heads.head_dim**-0.5
-    if ops.kind == "triton":
-        from sglang_smc.kernels.attention import latent, particle_attention
+    run = _attend_by_kernel if ops.kind == "triton" else _attend_by_torch
+    if not rotates:
+        return run((query, keys, values), heads, locations, places)
+    # Those in prefixes are written already.
+    position = places["starts"].unsqueeze(2) + torch.arange(num_columns, device=of.device)
+    slots = places["tails"][particle_rows.unsqueeze(2), position % width].long()
+    slots = slots.where(position >= committed.view(-1, 1, 1), 0).flatten()
+    new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
+    angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    output = run((query, keys, values), heads, locations, places, (*new, slots, position, cos_sin))
+    written = slots[slots > 0]
+    return output, keys[written], values[written]
 
-        places |= {"max_prefix": PREFIX, "scaling": scaling, **locations._asdict()}
-        if heads.rank:
-            return latent.latent_attention(query, keys, rank=heads.rank, **places)
-        return particle_attention.particle_attention(query, keys, values, **places)
+
+_Tensors = tuple[torch.Tensor, ...]
+
+
+def _attend_by_kernel(
+    qkv: _Tensors, heads: Heads, locations: KVLocations, places: dict[str, Any], new: _Tensors = ()
+) -> torch.Tensor:
+    from sglang_smc.kernels.attention import latent
+    from sglang_smc.kernels.attention.particle_attention import New, particle_attention
+
+    query, keys, values = qkv
+    scaling = heads.head_dim**-0.5
+    places = {**places, **locations._asdict(), "max_prefix": PREFIX, "scaling": scaling}
+    if heads.rank:
+        return latent.latent_attention(query, keys, rank=heads.rank, **places)
+    if new:
+        arrivals = torch.zeros(len(query) * heads.kv_heads, dtype=torch.int32, device=query.device)
+        places["new"] = New.of(*new, arrivals)
+    return particle_attention(query, keys, values, **places)
+
+
+def _attend_by_torch(
+    qkv: _Tensors, heads: Heads, locations: KVLocations, places: dict[str, Any], new: _Tensors = ()
+) -> torch.Tensor:
+    query, keys, values = qkv
+    if new:
+        key, value, slots, position, cos_sin = new
+        turn = cos_sin[position.flatten()]
+        query = _rotated(query.flatten(0, 2), turn).view(query.shape)
+        keys[slots], values[slots] = _rotated(key, turn), value
     plan = plan_shared_prefix(
         **places,
         locations=locations,
-        num_columns=num_columns,
+        num_columns=query.shape[2],
         group=heads.q_heads // heads.kv_heads,
         dtype=heads.dtype,
         cache=keys,
     )
+    softmax = Softmax(heads.head_dim**-0.5)
     if heads.rank:
-        return shared_prefix_attention(query, keys, None, plan, Softmax(scaling))[..., : heads.rank]
-    return shared_prefix_attention(query, keys, values, plan, Softmax(scaling))
+        return shared_prefix_attention(query, keys, None, plan, softmax)[..., : heads.rank]
+    return shared_prefix_attention(query, keys, values, plan, softmax)
+
+
+def _rotated(heads: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[R, heads, head_dim]`` by cosines and sines ``[R, head_dim]``, NeoX style."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=2)
+    first, second = heads.float().chunk(2, dim=2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+    return turned.to(heads.dtype)
 
 
 def _gated_delta(ops: Ops, of: Inputs) -> Any:

@@ -16,6 +16,7 @@ from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
+from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, LanguageModel
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
@@ -182,7 +183,9 @@ def assemble(
     model: Any = runner.model
     if kind == "model":
         num_missing, hot = vocabulary.num_missing(target, draft), _hot_tokens(target, draft)
-        return passes, LanguageModel(ParticleForward(runner, *over), runner, num_missing, hot)
+        forward = ParticleForward(runner, *over)
+        leave_rotations(model, forward.attn_backend)
+        return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
         forward = BlockForward(runner, *over, of_target.model)
         config = runner.model_config
@@ -193,8 +196,10 @@ def assemble(
         passes.reader = BlockHead(forward, kinds.mask_token(config), **own)
         return passes, passes.reader
     width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
+    forward = EagleForward(runner, *over)
+    leave_rotations(model, forward.attn_backend)
     passes.reader = EagleHead(
-        EagleForward(runner, *over),
+        forward,
         StateTable.of(ledger, num_columns=num_columns, width=width, dtype=of_target.dtype),
         model.hot_token_id if kind == "eagle3" else None,
         vocab_size,

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
-from sglang_smc.kernels.attention.particle_attention import particle_attention
+from sglang_smc.kernels.attention.particle_attention import New, particle_attention
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
@@ -90,6 +90,8 @@ def _attention(sizes: Sizes) -> None:
     for layer, num_columns in (*layers, *product(sizes.layers, (1, sizes.steps + 1))):
         if driver.active.get_current_target().arch >= layer.least_capability:
             _attend(sizes, layer, num_columns)
+    for num_columns in (1, 2) if sizes.dtype.itemsize == 2 else ():
+        _attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
     draft, target = sizes.latent_draft, sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
         for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):
@@ -99,13 +101,19 @@ def _attention(sizes: Sizes) -> None:
             latent_attention(query, cache, rank=latents.rank, **_texts(sizes))
 
 
-def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
-    """With queries as a GPU has them: a slice of what one projection made."""
+def _attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) -> None:
+    """With queries as a GPU has them: a slice of what one projection made; and late: new keys."""
     heads = layer.heads
     cache = torch.zeros(64, heads.kv, heads.dim, dtype=layer.cache or sizes.dtype)
     shape = sizes.groups, sizes.particles, num_columns, heads.q, heads.dim
     width = heads.q * heads.dim
     rows = torch.zeros(math.prod(shape[:3]), width + 2 * heads.kv * heads.dim, dtype=sizes.dtype)
+    late: dict[str, Any] = {}
+    if is_late:
+        new = rows[:, width:].view(len(rows), 2 * heads.kv, heads.dim).chunk(2, dim=1)
+        index = torch.zeros(len(rows), dtype=torch.int64)
+        arrivals = torch.zeros(sizes.groups * heads.kv, dtype=torch.int32)
+        late["new"] = New.of(*new, index, index, torch.zeros(64, heads.dim), arrivals)
     particle_attention(
         rows[:, :width].view(shape),
         cache,
@@ -115,6 +123,7 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
         sees_block=layer.sees_block,
+        **late,
     )
 
 

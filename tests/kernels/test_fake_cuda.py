@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
+from fake_llama import layer_launches
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
@@ -75,6 +76,18 @@ def test_memory_is_what_the_arithmetic_says(
     found = trace_round(monkeypatch, config, shape, 4, kernels)
     expected = 4 * round_bytes(*sizes, mixes=True)
     assert found.peak == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("size", [1, 48])
+@pytest.mark.parametrize("num_columns", [1, 2])
+def test_a_layer_of_a_draft_pass_takes_few_launches(
+    num_columns: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where a pass launches more than the layer's products, norms and attention."""
+    launches = layer_launches(monkeypatch, num_columns, size)
+    print(*launches)
+    assert launches.count("mm") == 4 and len(launches) <= 8, launches
 
 
 def test_arguments_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,12 +14,18 @@ from compile_sizes import CHIPS
 from fake_cuda import Account
 from particle_cases import SCALING, Case, backend_of, make_case, plan_of
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.llama import LlamaAttention
+from sglang.srt.models.ministral3 import Ministral3Attention
 
 from sglang_smc.kernels.attention import latent, spans, work
 from sglang_smc.kernels.attention import particle_attention as plain
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.models import softmax
 from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.models.rotary import LateRotary, leave_rotations
 from sglang_smc.models.softmax import Softmax, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,6 +60,8 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "catch up": (*CATCH_UP, 2, {}),
     "verify": (*VERIFY, 9, {}),
     "no tail at all": (*NO_TAIL, 1, {}),
+    "unread": ([70, 3, 12], [[-1, -1], [-1, None], [2, 5]], 2, {}),
+    "unread, in a window": ([70, 3], [[-1, -1], [-1, None]], 2, {"window": 30, "first_key": 1}),
     "of unlike columns": (*UNLIKE, 5, {"open_columns": [2, 4]}),
     "one particle": ([33], [[2]], 9, {}),
     "a tail of two spans": (*LONG_TAILS, 2, {}),
@@ -152,6 +161,74 @@ def test_attention(name: str, run: Any) -> None:
     assert output.dtype == case.query.dtype
     assert output.cpu()[case.present].isfinite().all(), "a query that sees no key, too"
     case.assert_close(output)
+
+
+ROTARY = {
+    dim: RotaryEmbedding(dim, dim, 1024, 10_000, is_neox_style=True, dtype=torch.float32)
+    for dim in (64, 96, 128, 256)
+}
+
+
+def rotated(positions: torch.Tensor, *heads: torch.Tensor) -> list[torch.Tensor]:
+    """Heads ``[R, heads, head_dim]``, rotated by SGLang."""
+    rotary = ROTARY[heads[0].shape[2]]
+    pairs = (rotary.forward_native(positions, one.float(), one.float()) for one in heads)
+    return [one.to(heads[0].dtype) for one, _ in pairs]
+
+
+def late(case: Case, unread: bool) -> tuple[Case, dict[str, Any]]:
+    """The case with its queries and new keys rotated; and the kernel's arguments, which are not.
+
+    The new keys are not in the cache, and what is not to be read is NaN. ``unread``: also a last
+    token of the prefix is new, if all particles of its request begin with it.
+    """
+    position = case.starts.unsqueeze(2) + torch.arange(case.query.shape[2])
+    slots = case.tails[case.particle_rows.unsqueeze(2), position % case.tails.shape[1]]
+    in_prefix = position < case.committed.view(-1, 1, 1)
+    alone = (in_prefix[:, :, :1] | ~case.present.unsqueeze(2)).all(1, keepdim=True) & unread
+    last = case.req_to_token[case.rows, case.committed - 1].view(-1, 1, 1)
+    slots = torch.where(in_prefix, last.where(alone, 0), slots)
+    slots = slots.where(case.present.unsqueeze(2), 0).flatten().long()
+    places, query, is_new = position.flatten(), case.query.flatten(0, 2), slots > 0
+    key, value = (cache[slots].clone() for cache in (case.keys, case.values))
+    turned, turned_key = rotated(places, query, key)
+    keys, values, kept = case.keys.clone(), case.values.clone(), case.keys.clone()
+    kept[slots[is_new]] = turned_key[is_new]
+    keys[slots] = values[slots] = float("nan")
+    key[~is_new] = value[~is_new] = float("nan")
+    ready = case._replace(query=turned.view(case.query.shape), keys=kept)
+    cos_sin = ROTARY[case.query.shape[4]].cos_sin_cache
+    wide = (
+        torch.cat([key.flatten(1), value.flatten(1)], 1).to(DEVICE).view(len(key), -1, key.shape[2])
+    )
+    arrivals = torch.zeros(case.rows.numel() * key.shape[1], dtype=torch.int32)
+    places = (one.to(DEVICE) for one in (slots, places, cos_sin, arrivals))
+    new = plain.New.of(*wide.chunk(2, dim=1), *places)
+    return ready, {"keys": keys.to(DEVICE), "values": values.to(DEVICE), "new": new}
+
+
+# Others differ in what rotations have no part in.
+NOT_LATE = ("latents", "block", "head by head", "beyond the text", "bfloat16", "wide heads")
+LATE = [name for name in CASES if not any(part in name for part in NOT_LATE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "unread"),
+    [
+        *product(LATE, [False]),
+        *((name, True) for name in LATE if "un" in name or "no tail" in name),
+    ],
+)
+def test_attention_rotates_and_writes(name: str, unread: bool) -> None:
+    """Red where it differs from rotating, writing and attending in turn."""
+    case = case_of(name)
+    ready, given = late(case, unread)
+    ready.assert_close(launch(case, **given))
+    assert not given["new"].arrivals.any(), "for the next launch"
+    for kind, expected in (("keys", ready.keys), ("values", ready.values)):
+        found = given[kind].cpu()[1:]
+        close: Any = {"atol": 2e-3, "rtol": 2e-3, "equal_nan": True}
+        torch.testing.assert_close(found, expected[1:], **close)
 
 
 PREFIXES = make_case([300, 1, 65], [[3, None], [-1, 0], [0, 0]], num_columns=2)
@@ -358,6 +435,67 @@ def test_layers_of_one_pass_see_what_each_asks_for(implementation: Any) -> None:
         expected.assert_close(run(**kind))
     case = case_of("latents, no key at the first")
     case.assert_close(layer_over(case, implementation, first_key=1)[1]())
+
+
+def of_class(kind: Any, rotary: Any) -> Any:
+    """A layer of SGLang's that has a rotary embedding alone."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.rotary_emb = rotary
+    return layer
+
+
+def test_a_layer_leaves_its_rotation_to_attention_over_particles() -> None:
+    """In passes of its own, which attend; red where another pass gets queries not rotated."""
+    case = case_of("float16")
+    ready, given = late(case, unread=False)
+    keys, values, new = given["keys"], given["values"], given["new"]
+    pool = {"get_key_buffer": lambda _: keys, "get_kv_buffer": lambda _: (keys, values)}
+    own, other = (backend_of(on_device(case), "triton", pool) for _ in range(2))
+    layers = [of_class(LlamaAttention, ROTARY[64]) for _ in range(2)]
+    leave_rotations(layers[0], own)
+    query, key = arguments_of(case)["query"].flatten(0, 2).flatten(1), new.key.flatten(1)
+    for attention, nth, ends_at in ((own, 1, None), (other, 0, None), (own, 0, 0)):
+        own.ends_at = ends_at
+        with forward_context(ForwardContext(attn_backend=attention)):
+            turned, _ = layers[nth].rotary_emb(new.positions, query, key)
+        close: Any = {"atol": 4e-3, "rtol": 4e-3}
+        torch.testing.assert_close(turned.view(ready.query.shape).cpu(), ready.query, **close)
+    own.ends_at = None
+    with forward_context(ForwardContext(attn_backend=own)):
+        query, _ = layers[0].rotary_emb(new.positions, query, key)
+        heads, width = case.query.shape[3:]
+        radix = RadixAttention(heads, width, SCALING, case.keys.shape[1], 0)
+        batch: Any = SimpleNamespace(out_cache_loc=new.slots)
+        output = own.forward_extend(query, new.key, new.value, radix, batch)
+    ready.assert_close(output.view(case.query.shape))
+    assert own.rotation is None
+
+
+def of_rotary(dim: int = 64, is_neox_style: bool = True) -> Any:
+    return RotaryEmbedding(64, dim, 99, 10_000, is_neox_style, HALF)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotary", "implementation", "dtype", "is_left"),
+    [
+        (LlamaAttention, of_rotary(), "triton", HALF, True),
+        (LlamaAttention, of_rotary(), "torch", HALF, False),
+        (LlamaAttention, of_rotary(), "triton", torch.float32, False),
+        (LlamaAttention, of_rotary(32), "triton", HALF, False),
+        (LlamaAttention, of_rotary(is_neox_style=False), "triton", HALF, False),
+        (LlamaAttention, MRotaryEmbedding(64, 64, 99, 10_000, True, HALF), "triton", HALF, False),
+        (Ministral3Attention, of_rotary(), "triton", HALF, False),
+    ],
+)
+def test_rotations_are_left_where_nothing_else_happens_to_what_is_rotated(
+    kind: Any, rotary: Any, implementation: Any, dtype: torch.dtype, is_left: bool
+) -> None:
+    layer = of_class(kind, rotary)
+    case = make_case([3], [[0]], num_columns=1, dtype=dtype)
+    pool = {"get_key_buffer": lambda _: case.keys}
+    leave_rotations(layer, backend_of(on_device(case), implementation, pool))
+    assert isinstance(layer.rotary_emb, LateRotary) == is_left
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])

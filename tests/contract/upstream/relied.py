@@ -37,6 +37,17 @@ srt.managers.overlap_utils.FutureMap(* device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
     .__init__ | calls self._config_draft_model self._derive_model_shapes
+srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
+    .forward_native(self positions query key)
+    .forward_cuda(self positions query key)
+srt.models.llama.LlamaAttention: rotary_emb
+    .forward_prepare_native(self positions hidden_states) | calls self.rotary_emb
+    .forward | calls self.attn self.forward_prepare_native
+srt.models.qwen2.Qwen2Attention: rotary_emb
+    .forward | calls self.rotary_emb self.attn
+srt.models.qwen3.Qwen3Attention: rotary_emb
+    .forward_prepare_native(self positions hidden_states) | calls self.rotary_emb
+    .forward | calls self.attn self.forward_prepare_native
 srt.constrained.base_grammar_backend.BaseGrammarBackend: cache
     .get_cached_or_future_value | calls self.cache.get
 srt.constrained.xgrammar_backend.XGrammarGrammarBackend: grammar_compiler
