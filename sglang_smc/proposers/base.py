@@ -145,9 +145,7 @@ class LanguageModel(DraftProposer):
         if self._hot is None and not self._missing:
             return logits
         width = self._runner.model_config.vocab_size + self._missing
-        known = width if self._hot is None else len(self._hot)  # of a rank's share some are padding
-        # Contiguous, for the kernels.
-        return spread(logits[..., :known], self._hot, width).contiguous()
+        return spread(logits, self._hot, width).contiguous()  # for the kernels
 
     def _readable(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._missing <= 0:
@@ -184,15 +182,15 @@ class LanguageModel(DraftProposer):
 
 
 def spread(logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Scatter logits ``[..., H]`` of the draft vocabulary to ``[..., V]``; all others get -inf.
+    """Return logits ``[..., V]`` of a draft's ``[..., H]``, cut or with -inf for tokens it lacks.
 
     Args:
-        hot: ``[H]`` int64 token ids; None for the first H.
+        hot: ``[H]`` int64 token ids, behind whose logits there may be padding; None for the first.
     """
-    if hot is None and logits.shape[-1] == vocab_size:
-        return logits
-    every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    missing = vocab_size - logits.shape[-1]
     if hot is None:
-        every[..., : logits.shape[-1]] = logits
-        return every
-    return every.index_copy_(-1, hot, logits)
+        return (
+            torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        )
+    every = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return every.index_copy_(-1, hot, logits[..., : len(hot)])
