@@ -28,10 +28,9 @@ HEADS: dict[str, Kind] = {
     **dict.fromkeys(EAGLE, "eagle"),
     **dict.fromkeys((EAGLE3, LATENT_EAGLE3), "eagle3"),
     **dict.fromkeys((DFLASH, *DSPARK), "dflash"),
+    **dict.fromkeys(MTP.values(), "mtp"),
 }
-"""Kinds of heads in a checkpoint of their own, by SGLang's class."""
-
-_KINDS: dict[str, Kind] = {**HEADS, **dict.fromkeys(MTP.values(), "mtp")}
+"""Kinds of heads, by SGLang's class."""
 
 # Unsupported heads, by a part of their architecture's name.
 _OTHER_HEADS = {
@@ -68,7 +67,7 @@ _DFLASH_EXTRAS = {
 
 def kind_of(config: ModelConfig) -> Kind:
     """Return the kind of a draft's checkpoint."""
-    return _KINDS.get(_named(config.hf_config), "model")
+    return HEADS.get(_named(config.hf_config), "model")
 
 
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
@@ -90,13 +89,13 @@ def reads_states(server_args: Any) -> bool:
     if path is None:
         return False
     where = path, server_args.speculative_draft_model_revision, server_args.trust_remote_code
-    return _named(_config_at(*where)) in _KINDS or (path == of_target and has_mtp(*where))
+    return _named(_config_at(*where)) in HEADS or (path == of_target and has_mtp(*where))
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a draft can propose every token: an EAGLE-3 head may lack rare ones."""
     config = _config_at(path, revision, trust_remote_code)
-    if _KINDS.get(_named(config)) != "eagle3":
+    if HEADS.get(_named(config)) != "eagle3":
         return True
     return (getattr(config, "draft_vocab_size", None) or config.vocab_size) >= config.vocab_size
 

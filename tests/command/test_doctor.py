@@ -261,6 +261,9 @@ def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pair, "_accepted", lambda asked: machine.ok("server arguments", "yes"))
     found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
     assert "memory" in found and "vocabulary" not in found
+    edit(tmp_path, architectures=["DSparkDraftModel"])  # which the planner does not know
+    found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
+    assert "arithmetic" in found and "vocabulary" not in found
 
 
 def test_what_configurations_say(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
