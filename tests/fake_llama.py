@@ -56,14 +56,20 @@ class FakeLlama(torch.nn.Module):
 class Product(torch.nn.Module):
     def __init__(self, width: int, height: int) -> None:
         super().__init__()
-        self.weight = torch.empty(height, width, dtype=DTYPE, device="cuda")
+        self.weight, self.read = torch.empty(height, width, dtype=DTYPE, device="cuda"), 0
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        self.read += self.weight.nbytes
         return torch.nn.functional.linear(rows, self.weight), None
 
 
-def layer_launches(monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int) -> list[str]:
-    """Calls of one layer as a draft of 8 particles of each of ``size`` requests runs it."""
+def layer_pass(
+    monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int
+) -> tuple[list[str], int]:
+    """Launches of one layer, and the bytes of weights that its products read.
+
+    As a draft of 8 particles of each of ``size`` requests runs it.
+    """
     with fake_cuda(monkeypatch) as (gpu, account):
 
         def rotate(_: Any, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
@@ -90,4 +96,5 @@ def layer_launches(monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int)
         chains = Chains.of_padding((size, 8, num_columns), MAX_TAIL, "cuda")
         with gpu.no_waiting(), account:
             forward.next_logits(chains)
-        return model.launches
+        products = (one for one in model.modules() if isinstance(one, Product))
+        return model.launches, sum(one.read for one in products)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
-from fake_llama import layer_launches
+from fake_llama import layer_pass
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
@@ -17,6 +17,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
 from sglang_smc.state.population import recorded_logprobs
+from sglang_smc.tools.plan.shapes import from_config
 
 FILTERS = {"filtered": True}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
@@ -84,10 +85,15 @@ def test_memory_is_what_the_arithmetic_says(
 def test_a_layer_of_a_draft_pass_takes_few_launches(
     num_columns: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red where a pass launches more than the layer's products, norms and attention."""
-    launches = layer_launches(monkeypatch, num_columns, size)
+    """Red where a pass launches more than the layer's products, norms and attention.
+
+    Or reads other weights than the planner says.
+    """
+    launches, read = layer_pass(monkeypatch, num_columns, size)
     print(*launches)
     assert launches.count("mm") == 4 and len(launches) <= 8, launches
+    model = from_config("llama-3.2-1b")
+    assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
 
 
 def test_arguments_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:
