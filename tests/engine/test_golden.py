@@ -207,7 +207,9 @@ def test_answers_are_those_of_rounds_over_transformers(
     names = [[*targets][i // len(LENGTHS) % len(targets)] for i in range(len(prompts))]
     expected = generate(own, prompts, params, names)
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names)
-    compared, first = check(answers, expected), answers
+    # Rounding may move a key of 8 bits by a step.
+    within = {"tolerance": 1e-4 if attention == "eager" else 3e-4}
+    compared, first = check(answers, expected, **within), answers
     # Next turns, behind what the cache keeps of the first; half of them are read anew, for scores.
     turns = zip(prompts, expected, strict=True)
     prompts = [[*prompt, *answer.output_ids, last] for prompt, answer in turns][: 2 * len(NEXT)]
@@ -216,7 +218,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     expected = generate(own, prompts, params, names)
     scored = {"return_logprob": True, "logprob_start_len": [0, -1] * len(NEXT)}
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
-    compared += check(answers, expected)
+    compared += check(answers, expected, **within)
     if sees:
         check_images(running, target)
     if paths:  # one adapter leaves and comes back under another name, beyond what fits a batch
