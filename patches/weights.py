@@ -152,12 +152,10 @@ def update_from_tensor(
     recv_req: io_struct.UpdateWeightsFromTensorReqInput,
 ) -> Any:
     """Update one model, as `update_from_distributed` does, or return what is wrong with tensors."""
-    tokens = upstream.resolved(_scheduler(manager).server_args).speculative_token_map
-    if tokens is not None and recv_req.load_format not in _LOADED_BY_MODELS:
-        return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}"
     try:
         names = names_in(recv_req.serialized_named_tensors[0])
-        return _unfit(manager, recv_req, names) or original(manager, recv_req)
+        problem = _unfit(manager, recv_req, names) or _past_loaders(manager, recv_req)
+        return problem or original(manager, recv_req)
     except Exception as error:  # reported to the sender, whatever it is
         # Ranks that have loaded theirs wait here.
         torch.distributed.barrier(group=manager.tp_cpu_group)
@@ -261,6 +259,16 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
     is_drafts = getattr(recv_req, "selector", None) == "draft"
     no_draft = is_drafts and manager.draft_worker.draft_worker is None
     return NO_DRAFT if no_draft else reason_not_to_name(names)
+
+
+def _past_loaders(manager: Any, recv_req: Any) -> str | None:
+    """Return why a payload would leave a cut LM head as it was; None if it would not."""
+    if getattr(recv_req, "selector", "draft") != "draft" or (
+        upstream.resolved(_scheduler(manager).server_args).speculative_token_map is None
+    ):
+        return None
+    is_loaded = recv_req.load_format in _LOADED_BY_MODELS
+    return None if is_loaded else f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}"
 
 
 def _tags(obj: Any, allowed: set[str]) -> list[str]:

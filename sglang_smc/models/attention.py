@@ -155,7 +155,7 @@ class ParticleAttention(PoolAttention):
             gpu = torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None
             check_kernel_type(self.token_to_kv_pool.dtype, gpu)
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
-        # Whether it can rotate. In float32 registers spill.
+        # Whether the kernel applies RoPE and writes KV; in float32 registers would spill.
         plain = self.rank is None and not blocks and self.dtype.itemsize == 2
         plain = plain and self.token_to_kv_pool.dtype == self.dtype
         self.rotates = implementation == "triton" and plain

@@ -73,9 +73,13 @@ def kind_of(config: ModelConfig) -> Kind:
 def has_mtp(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     """Return whether a checkpoint is of a target with an MTP layer."""
     config = _config_at(path, revision, trust_remote_code)
+    return _named(config) in MTP and 1 in _num_mtp(config)
+
+
+def _num_mtp(config: Any) -> tuple[int | None, ...]:
+    """Return the number of MTP layers by each key that a configuration may give it under."""
     told = config.to_dict() | config.get_text_config().to_dict()
-    counts = told.get("num_nextn_predict_layers"), told.get("mtp_num_hidden_layers")
-    return _named(config) in MTP and 1 in counts
+    return told.get("num_nextn_predict_layers"), told.get("mtp_num_hidden_layers")
 
 
 def take_mtp(config: ModelConfig) -> None:
@@ -161,6 +165,11 @@ def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterat
         yield from _eagle3_problems(config, target)
     elif name == EAGLE[0] and config.hf_config.to_dict().get("bias"):
         yield "has bias in its config.json, of which SGLang makes biases of attention: remove it"
+    elif kind == "eagle" and _is_tied(config) and not _is_tied(target):
+        yield "ties its LM head to its embedding (tie_word_embeddings), and the target has two"
+    elif kind == "mtp" and 1 not in (counts := _num_mtp(config.hf_config)):
+        count = next((count for count in counts if count is not None), "no number of")
+        yield f"has {count} MTP layers (num_nextn_predict_layers), and one alone drafts"
     elif kind == "dflash":
         yield from _block_problems(config, target, num_steps)
     yield from _width_problems(config, target)
@@ -201,7 +210,7 @@ def _block_problems(config: ModelConfig, target: ModelConfig, num_steps: int) ->
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
     if is_dspark(config):
         extras["projector_type"] = extras["projector_type"] not in (None, "dspark")
-        markov = (whole | given).get("markov_head_type")
+        markov = whole.get("markov_head_type", "vanilla")
         if markov != "vanilla":
             yield f"has a Markov head of type {markov!r}, and 'vanilla' alone is supported"
     for name in (name for name, value in extras.items() if value):
@@ -227,8 +236,13 @@ def _width_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
     if reads != target.hidden_size:
         yield f"reads states of width {reads}, and the target's have {target.hidden_size}"
-    if kind_of(config) != "dflash" and config.vocab_size != target.vocab_size:
+    has_all = kind_of(config) != "dflash" or is_dspark(config)
+    if has_all and config.vocab_size != target.vocab_size:
         yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
+
+
+def _is_tied(config: ModelConfig) -> bool:
+    return bool(config.hf_config.get_text_config().to_dict().get("tie_word_embeddings"))
 
 
 def _layer_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:

@@ -21,8 +21,8 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, LanguageModel
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
-from sglang_smc.proposers.frequent import cut_head, read_map
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
+from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.upstream import Arguments
 
@@ -71,13 +71,15 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
     """
     config = draft.model_runner.model_config
     kind = kinds.kind_of(config)
-    head = draft.model_runner.model
+    head: Any = draft.model_runner.model
     if kind == "model":
-        if (hot := _hot_tokens(target, draft)) is not None:
-            cut_head(head, hot)
+        path = upstream.resolved(draft.server_args).speculative_token_map
+        if path is not None:
+            both = config, target.model_runner.model_config
+            hot = read_map(path, min(one.vocab_size for one in both))
+            cut_head(head, hot.to(draft.model_runner.device))
         return
     model: Any = target.model_runner.model
-    head: Any = draft.model_runner.model
     lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
@@ -99,15 +101,6 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
         )
     if kind == "eagle" and config.hf_config.to_dict().get("bias") is False:
         torch.nn.init.zeros_(head.model.fc.bias)  # random in SGLang's class, where none is loaded
-
-
-def _hot_tokens(target: TpModelWorker, draft: TpModelWorker) -> torch.Tensor | None:
-    """Return the tokens ``[H]`` in the map of a draft model, on its device; None without a map."""
-    path = upstream.resolved(draft.server_args).speculative_token_map
-    if path is None:
-        return None
-    runners = target.model_runner, draft.model_runner
-    return read_map(path, min(one.model_config.vocab_size for one in runners)).to(runners[1].device)
 
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
@@ -182,7 +175,7 @@ def assemble(
     runner = draft.model_runner
     model: Any = runner.model
     if kind == "model":
-        num_missing, hot = vocabulary.num_missing(target, draft), _hot_tokens(target, draft)
+        num_missing, hot = vocabulary.num_missing(target, draft), vars(model).get("hot_token_id")
         forward = ParticleForward(runner, *over)
         leave_rotations(model, forward.attn_backend)
         return passes, LanguageModel(forward, runner, num_missing, hot)

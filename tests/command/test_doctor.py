@@ -170,6 +170,18 @@ def test_drafts_for_a_target_are_compared() -> None:
     target, draft = map(draft_from_config, LLAMA[1::2])
     load = Scenario(target, draft, named("h200"), pair.CONTEXT)
     assert times["llama-3.2-1b"] == pytest.approx(1e3 * load.smc(1, 8, 8).seconds)
+    small = findings_of("h200", "--target", "llama-3.2-1b", "--draft", "mtp")["draft"].numbers or {}
+    assert list(small) == ["an EAGLE-3 head", "n-gram matches alone"]
+
+
+def test_several_layers_are_not_said_to_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = json.loads((PAIR / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told | {"num_nextn_predict_layers": 3}))
+    monkeypatch.setattr(pair, "_accepted", lambda _: machine.ok("server arguments", "yes"))
+    found = findings_of("h200", "--target", str(tmp_path), "--draft", "mtp")
+    assert "has 3 MTP layers" in (found["arithmetic"].do or "") and "draft" not in found
 
 
 def test_what_makes_room_is_advised() -> None:

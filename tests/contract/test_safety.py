@@ -110,7 +110,7 @@ LISTED: Listed = {
     # Potentials: code that the server's owner names in a flag; requests choose among their names.
     "potentials/spec.py": {"importlib"},
     # The name of an error: torch reads the file of --speculative-token-map as weights alone.
-    "proposers/frequent.py": {"pickle"},
+    "proposers/hot_tokens.py": {"pickle"},
     # A method of theirs, not a file.
     "process.py": {"open"},
     "potentials/library.py": {"open"},

@@ -101,6 +101,7 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
     edits = [
         ({"norm_output": True}, r"sets norm_output in config\.json"),
         ({"num_hidden_layers": 2}, "sets num_hidden_layers in config"),
+        ({"num_nextn_predict_layers": 2}, "sets num_nextn_predict_layers in config"),
         ({"layer_types": ["sliding_attention"]}, "sets layer_types in config"),
         ({"hidden_size": 48}, "hidden_size is 48, and 32 in the target"),
         ({"intermediate_size": 20}, r"size mismatch for midlayer.mlp.gate_proj.weight"),

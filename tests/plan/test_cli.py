@@ -48,20 +48,20 @@ def test_table(capsys: Capture) -> None:
     assert "upper bounds" in text and "does not fit" not in text
 
 
-def test_a_draft_of_frequent_tokens_reads_that_part_of_its_lm_head(capsys: Capture) -> None:
+def test_a_draft_of_hot_tokens_reads_that_part_of_its_lm_head(capsys: Capture) -> None:
     """In each of K passes, in bf16; a tied table stays, and the rows are a copy."""
     whole, cut = (
         as_json(capsys, *H200, *ONE, *more)["settings"][-1]["bytes"]
-        for more in ((), ("--frequent-tokens", "32000"))
+        for more in ((), ("--hot-tokens", "32000"))
     )
     assert whole - cut == 8 * (128256 - 32000) * 2 * 2048
     tied, untied = draft_from_config("llama-3.2-1b"), draft_from_config("llama-3.1-8b")
     assert tied.with_head_of(9).num_parameters - tied.num_parameters == 9 * 2048
     assert untied.num_parameters - untied.with_head_of(9).num_parameters == (128256 - 9) * 4096
     for draft in ("eagle3-8b", "ngram", "llama-3.2-1b"):
-        given = (*PAIR[:2], "--draft", draft, "--device", "h200", "--frequent-tokens", "200000")
+        given = (*PAIR[:2], "--draft", draft, "--device", "h200", "--hot-tokens", "200000")
         assert main([*given]) != 0
-        assert "--frequent-tokens is 200000 with a draft" in capsys.readouterr().err
+        assert "--hot-tokens is 200000 with a draft" in capsys.readouterr().err
 
 
 def test_json_has_what_the_table_has(capsys: Capture) -> None:

@@ -23,7 +23,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, spread
 from sglang_smc.proposers.dflash import BlockHead
-from sglang_smc.proposers.frequent import cut_head, read_map
+from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
 
@@ -84,9 +84,15 @@ def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
 
 
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
-    made = dflash(8, projector_type="dspark", markov_rank=4, markov_head_type=markov)
-    made.hf_config.update({"architectures": [kinds.DSPARK[1]], **own})
+    made = dflash(8, projector_type="dspark", markov_rank=4)
+    named = {"architectures": [kinds.DSPARK[1]], "markov_head_type": markov}
+    made.hf_config.update(named | own)
+    made.vocab_size = made.hf_config.vocab_size
     return made
+
+
+def mtp(count: int | None = 1, **own: Any) -> Any:
+    return eagle3(architectures=["MiMoMTP"], num_nextn_predict_layers=count, **own)
 
 
 def test_what_fits_is_taken() -> None:
@@ -97,7 +103,7 @@ def test_what_fits_is_taken() -> None:
     ]
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
-    taken += [(eagle3(architectures=["MiMoMTP"]), "mtp"), (TARGET, "model")]
+    taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
         assert list(kinds.problems(config, TARGET, num_steps=8)) == []
@@ -137,6 +143,7 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(projector_type="dspark"), "is a block head with a projector"),
         (dspark("rnn"), "has a Markov head of type 'rnn', and 'vanilla' alone"),
+        (dspark(vocab_size=96), "has vocab_size 96, and the target 100"),
         (dspark(block_size=7), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(hidden_size=32), "reads states of width 32"),
         (dflash(mask_token_id=None), "has no mask_token_id"),
@@ -148,7 +155,10 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (eagle(hidden_size=32), "reads states of width 32"),
         (eagle(bias=True), "has bias in its config.json"),
         (eagle3(architectures=["Qwen3NextForCausalLMMTP"]), "is an MTP layer of a kind that"),
-        (eagle3(architectures=["MiMoMTP"], hidden_size=32), "reads states of width 32"),
+        (mtp(hidden_size=32), "reads states of width 32"),
+        (mtp(3), "has 3 MTP layers .*, and one alone drafts"),
+        (mtp(None), "has no number of MTP layers"),
+        (eagle(tie_word_embeddings=True), "ties its LM head .*, and the target has two"),
         (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
         (eagle3(architectures=["LingDSparkModel"]), "is a DSpark head of a class that is not"),
     ],

@@ -131,8 +131,11 @@ def test_what_tensors_raise_is_an_answer_and_no_rank_waits(
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"
     request.load_format, manager.scheduler.server_args.speculative_token_map = "direct", "map.pt"
-    answer = update_from_tensor(Manager.update, manager, request)
-    assert (answer.success, "'direct'; allowed: none or" in answer.message) == (False, True)
+    manager.draft_worker = SimpleNamespace(draft_worker="the draft")
+    for selector, told in (("draft", "'direct'; allowed: none or"), ("target", "shapes differ")):
+        request.selector = selector
+        answer = update_from_tensor(Manager.update, manager, request)
+        assert (answer.success, told in answer.message) == (False, True)
     request.load_format = None
     request.selector, manager.draft_worker = "draft", SimpleNamespace(draft_worker=None)
     answer = update_from_tensor(Manager.update, manager, request)

@@ -74,7 +74,7 @@ def findings(
 
 def _has_no_layer(target: str) -> bool:
     try:
-        return shapes.from_config(target).mtp_layers != 1
+        return shapes.from_config(target).mtp_layers == 0
     except ValueError:  # reported by other findings
         return False
 
@@ -83,8 +83,8 @@ def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
     """Return a failure that compares what could draft for the target, by the planner's bounds."""
     target, known = shapes.from_config(options.target), shapes.BUILT_IN.values()
     layer = shapes.draft_for(replace(target, mtp_layers=1), MTP)
-    alike = (one for one in known if one.vocab_size == target.vocab_size)
-    smallest = min(alike, key=lambda one: one.num_parameters, default=target)
+    alike = [one for one in known if one.vocab_size == target.vocab_size]
+    smallest = min([target, *alike], key=lambda one: one.num_parameters)
     drafts = {
         "an EAGLE-3 head": replace(layer, kind=EAGLE3, num_states=EAGLE3_STATES),
         **{name: one for name, one in shapes.BUILT_IN.items() if one is smallest is not target},

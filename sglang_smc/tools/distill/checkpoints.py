@@ -287,6 +287,8 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         given.append("hidden_act")
     if kind != DFLASH and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")
+    if settings.get("num_nextn_predict_layers", 1) != 1:
+        given.append("num_nextn_predict_layers")
     if given:
         raise ValueError(
             f"{folder} sets {', '.join(given)} in config.json, which this program does not "

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
-    rows = arguments.frequent_tokens
+    rows = arguments.hot_tokens
     whole = (shapes.draft_for(target, source, of_drafts) for source in arguments.draft)
     cut = (one if rows is None else one.with_head_of(rows) for one in whole)
     drafts = {name: one.on_devices(arguments.tp) for name, one in zip(names, cut, strict=True)}
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
     add("--draft", required=True, nargs="+", help=drafts)
     rows = "ids in the draft model's --speculative-token-map; without it, all have logits"
-    add("--frequent-tokens", type=positive, help=rows)
+    add("--hot-tokens", type=positive, help=rows)
     devices = f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
     devices += "sees none, in about three seconds (measured:cpu and measured:cuda insist)"
     add("--device", required=True, nargs="+", help=devices)

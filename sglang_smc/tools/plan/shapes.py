@@ -283,7 +283,7 @@ class ModelShape:
         """Return a draft model whose LM head is cut to ``rows``; ValueError for others."""
         if self.kind != MODEL or rows > self.vocab_size:
             raise ValueError(
-                f"--frequent-tokens is {rows} with a draft of kind {self.kind} with "
+                f"--hot-tokens is {rows} with a draft of kind {self.kind} with "
                 f"{self.vocab_size} tokens; allowed: at most as many, of a language model. Leave "
                 "it out."
             )

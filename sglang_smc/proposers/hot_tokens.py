@@ -1,4 +1,4 @@
-"""Cut a draft model's LM head to frequent tokens: FR-Spec (arXiv 2502.14856).
+"""Cut a draft model's LM head to hot tokens, the frequent ones: FR-Spec (arXiv 2502.14856).
 
 A small model over a large vocabulary spends much of each pass on its LM head. Only the rows of
 tokens in `--speculative-token-map` are multiplied; q has no mass on others.
@@ -68,12 +68,13 @@ def cut_head(model: Any, hot: torch.Tensor) -> None:
     cut = CutHead(model, head, hot)
 
     def put_in_place(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert given[2] is head, "the LM head is what it is called"
+        assert given[2] is head, "the model passes another LM head than the one of that name"
         return (*given[:2], cut, *given[3:])
 
     for each in model.modules():
         if isinstance(each, LogitsProcessor):
             each.register_forward_pre_hook(put_in_place)
+    model.hot_token_id = hot  # as of SGLang's heads
 
 
 class CutHead(torch.nn.Module):
