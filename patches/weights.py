@@ -263,12 +263,11 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
 
 def _past_loaders(manager: Any, recv_req: Any) -> str | None:
     """Return why a payload would leave a cut LM head as it was; None if it would not."""
-    if getattr(recv_req, "selector", "draft") != "draft" or (
-        upstream.resolved(_scheduler(manager).server_args).speculative_token_map is None
-    ):
+    is_drafts = getattr(recv_req, "selector", "draft") == "draft"
+    if not is_drafts or recv_req.load_format in _LOADED_BY_MODELS:
         return None
-    is_loaded = recv_req.load_format in _LOADED_BY_MODELS
-    return None if is_loaded else f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}"
+    is_cut = upstream.resolved(_scheduler(manager).server_args).speculative_token_map is not None
+    return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}" if is_cut else None
 
 
 def _tags(obj: Any, allowed: set[str]) -> list[str]:

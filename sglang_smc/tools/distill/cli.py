@@ -6,6 +6,8 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -53,10 +55,8 @@ def parser() -> argparse.ArgumentParser:
     kinds = "go on from this: a model, an EAGLE-3 head, an MTP layer or a DFlash head"
     begun.add_argument("--draft", type=Path, help=kinds)
     begun.add_argument("--new", choices=tuple(SIZES), help="begin a head of this kind")
-    layers = (
-        "new EAGLE-3, DFlash heads: the target's layers, from 0, to read; default: an early, the "
-    )
-    add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}middle and a late one")
+    layers = "new EAGLE-3, DFlash heads: the target's layers to read, from 0; default: an early, "
+    add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}the middle and a late one")
     hot = "new EAGLE-3 heads: draft this many tokens alone, the most frequent; default: all"
     add("--hot-tokens", type=positive, metavar="H", help=hot)
     add("--num-layers", type=positive, help="new DFlash heads; default 1")
@@ -101,10 +101,11 @@ def run(arguments: argparse.Namespace) -> None:
     stored = "auto" if products == torch.bfloat16 else products
     model = load_model(arguments.target, stored, arguments.device)
     teacher = Teacher(model, arguments.temperature)
-    texts = _texts(arguments, teacher)
-    learned, held_out = _split(texts, arguments.held_out)
-    draft = _begin(arguments, new_sizes, teacher, learned)
+    # Mistakes are told before texts are sampled, which takes minutes.
+    texts = cache(lambda: _split(_texts(arguments, teacher), arguments.held_out))
+    draft = _begin(arguments, new_sizes, teacher, lambda: texts()[0])
     course = _course(arguments, draft)
+    learned, held_out = texts()
     names = ("depth", "anchors", "batch", "particles")
     sizes = {name: getattr(arguments, name) for name in names}
     before = validate(draft, teacher, held_out, **sizes)
@@ -153,7 +154,10 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _begin(
-    arguments: argparse.Namespace, sizes: dict[str, Any], teacher: Teacher, texts: list[Text]
+    arguments: argparse.Namespace,
+    sizes: dict[str, Any],
+    teacher: Teacher,
+    texts: Callable[[], list[Text]],
 ) -> Draft:
     target, device = arguments.target, arguments.device
     if arguments.draft is not None:
@@ -168,12 +172,12 @@ def _begin(
     return draft
 
 
-def _most_frequent(count: int, texts: list[Text], teacher: Teacher) -> list[int]:
+def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher) -> list[int]:
     """Return the ``count`` most frequent tokens of the texts' answers, ascending."""
     vocab_size = teacher.model.get_output_embeddings().weight.shape[0]
     if count > vocab_size:
         raise ValueError(f"--hot-tokens is {count}; allowed: 1 to {vocab_size}, the vocabulary.")
-    answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
+    answers = torch.tensor([token for text in texts() for token in text.ids[text.prompt :]])
     times = torch.bincount(answers, minlength=vocab_size)
     return times.topk(count).indices.sort().values.tolist()
 
