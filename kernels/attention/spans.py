@@ -196,19 +196,20 @@ def attend(
 def own_span(slots, layer, window, first_key, sizes, parts):
     """Return this program's work, a `_Span`.
 
-    The innermost index runs fastest: blocks of rows that read the same keys run concurrently. The
-    owner of a tail is a particle, that of a prefix a request.
+    The innermost index runs fastest: blocks of rows that read the same keys run concurrently, and
+    so do requests with one prefix, whose keys then leave memory once for all. The owner of a tail
+    is a particle, that of a prefix a request.
     """
     num_particles, all_tokens, num_prefix = sizes
-    prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span = parts
+    prefix_blocks, prefix_spans, tail_blocks, _, tail_span = parts
     program = tl.program_id(0)
     is_tail = program >= num_prefix
     rest = program - tl.where(is_tail, num_prefix, 0)
     blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
     block, rest = rest % blocks, rest // blocks
-    spans = tl.where(is_tail, tail_spans, prefix_spans)
-    span, rest = rest % spans, rest // spans
-    head, owner = rest % layer.kv_heads, rest // layer.kv_heads
+    owners = all_tokens // (layer.num_columns * tl.where(is_tail, 1, num_particles))
+    owner, rest = rest % owners, rest // owners
+    head, span = rest % layer.kv_heads, rest // layer.kv_heads
 
     request = owner // tl.where(is_tail, num_particles, 1)
     committed = tl.load(slots.committed + request).to(tl.int32)

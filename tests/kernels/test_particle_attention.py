@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+import triton.runtime.interpreter as interpreter
 from compile_sizes import CHIPS
 from fake_cuda import Account
 from particle_cases import SCALING, Case, backend_of, make_case, plan_of
@@ -252,6 +253,34 @@ def test_spans(case: Case, spans: dict[str, int], monkeypatch: pytest.MonkeyPatc
     cut_work = module.cut_work
     monkeypatch.setattr(module, "cut_work", lambda *a: cut_work(*a)._replace(**spans))
     case.assert_close(run_kernel(case))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="programs are watched in Triton's interpreter")
+def test_requests_with_one_prompt_load_its_keys_from_memory_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the programs that run at a time on a device, one load of a key is from memory.
+
+    The others find it in the cache, since all read the same part of the prompt.
+    """
+    case = make_case([72] * 8, [[0]] * 8, num_columns=3)
+    case.req_to_token[case.rows, :70] = case.req_to_token[case.rows[0], :70].clone()
+    chip = work.Chip(multiprocessors=4, shared=work.H100.shared)
+    monkeypatch.setattr(work, "chip_of", lambda _: chip)
+    builder, loads = interpreter.interpreter_builder, []
+    caches = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in (case.keys, case.values)]
+    load = builder.create_masked_load
+
+    def watched(pointers: Any, mask: Any, *more: Any) -> Any:
+        wave = builder.grid_idx[0] // chip.resident_programs(2)
+        used = pointers.data.ravel()[mask.data.ravel()].tolist()
+        loads.extend((wave, at) for at in used if any(a <= at < b for a, b in caches))
+        return load(pointers, mask, *more)
+
+    monkeypatch.setattr(builder, "create_masked_load", watched)
+    case.assert_close(run_kernel(case))
+    keys = {at for _, at in loads}
+    assert len(set(loads)) == len(keys) < len(loads) / 4
 
 
 def cut(size: int, columns: int, *, prefix: int = 2**17, tail: int = 265, chip: work.Chip) -> Any:
