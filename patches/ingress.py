@@ -78,8 +78,8 @@ def validate_request(
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
-        sees = bool(resolved(manager.server_args).enable_multimodal)
-        config = check_request(obj, config_of(manager.server_args), sees=sees)
+        served = refusals.served(resolved(manager.server_args))
+        config = check_request(obj, config_of(manager.server_args), served=served)
         refusals.check(config, manager.server_args)
         check_ids(input_ids, vocab_size)
         room = manager.context_len - len(input_ids or ())

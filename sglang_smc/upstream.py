@@ -17,6 +17,7 @@ from packaging.version import Version
 from sglang import version
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -264,6 +265,53 @@ def without_lora(layer: Any) -> Any:
     from sglang.srt.lora.layers import unwrap_lora_layer
 
     return unwrap_lora_layer(layer)
+
+
+# The experts that tokens were routed to, which trainers replay. SGLang keeps them by KV slot.
+
+
+def keep_experts_of(num_rows: int) -> None:
+    """Make room for the experts of a pass over ``num_rows`` tokens, where SGLang keeps any."""
+    if (capturer := _experts_capturer()) is not None:
+        last = capturer.device_cache.buffer
+        if len(last) < num_rows:
+            capturer.device_cache.buffer = last.new_zeros(num_rows, *last.shape[1:])
+
+
+def last_experts() -> "torch.Tensor | None":
+    """Return the experts ``[rows, layers, experts a token]`` of the target's last pass, in place.
+
+    None where SGLang keeps none: without --enable-return-routed-experts, and in 0.5.17.
+    """
+    if (capturer := _experts_capturer()) is None:
+        return None
+    return capturer.device_cache.buffer[:, :, : capturer.topk_size]
+
+
+def experts_by_slot(slots: "torch.Tensor", experts: "torch.Tensor") -> Any:
+    """Return the experts of tokens at some KV slots as SGLang stores them with a batch's result."""
+    from sglang.srt.state_capturer.base import TopkCaptureOutput
+
+    return TopkCaptureOutput(slots, experts, _experts_capturer().host_cache)
+
+
+def allocate_pageable(device: str) -> None:
+    """Have what a device keeps on the host, such as experts, be memory that is not pinned."""
+    if IS_NEWER:
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        def allocate(dims: tuple, *, dtype: Any, allocator: Any, **_: Any) -> Any:
+            return allocator.allocate(dims, dtype=dtype, device="cpu")
+
+        ALLOC_MEMORY_FUNCS[device] = allocate
+
+
+def _experts_capturer() -> Any:
+    if not IS_NEWER:
+        return None
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    return get_global_experts_capturer()
 
 
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:

@@ -161,6 +161,8 @@ class Reply:
         for name, values in (output.customized_info or {}).items():
             if values[place] and values[place] != [None] * len(values[place]):
                 self.meta[name] = values[place][-1]
+        if output.routed_experts and output.routed_experts[place] is not None:
+            self.meta["routed_experts"] = output.routed_experts[place]
         if output.output_token_logprobs_val:
             self.logprobs += output.output_token_logprobs_val[place]
         self.chunks.append((step, list(output.output_ids[place])))

@@ -18,6 +18,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_smc import upstream
 from sglang_smc.cpu import threads
 from sglang_smc.dtype import default_dtype
 
@@ -118,6 +119,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
         hooks.install(hooks.CPU_PLATFORM)
+        upstream.allocate_pageable("cpu")
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

@@ -67,6 +67,20 @@ class ParticleForward:
         output = self._run(ForwardMode.TARGET_VERIFY, chains)
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
+    def of_tokens(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Copy what `chain_logits` has left in ``rows`` ``[R, ...]`` of a buffer, by token.
+
+        Args:
+            rows: of the model's batch, and more.
+            slots: ``[G, N, C]`` of the chains.
+
+        Returns:
+            ``[G, N, C, ...]``.
+        """
+        merged = merge_rows(slots, last=False) if self._merges else None
+        found = rows[: slots.numel()].clone() if merged is None else rows[merged.results]
+        return found.unflatten(0, slots.shape)
+
     def init_from_prompt(self, batch: ScheduleBatch) -> None:
         """Start the particles of prefilled prompts, where a model keeps more of them than KV."""
         self._shift(batch.req_pool_indices, batch.reqs)

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_smc import upstream
 from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
@@ -254,6 +255,13 @@ class Steps:
             return p, log_p, None
         shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
         return p, log_p, shown
+
+    def experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the KV slots that `score` has written, and the experts of these tokens."""
+        if (experts := upstream.last_experts()) is None:
+            return None
+        written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
+        return written, self.target.of_tokens(experts, written)
 
     def _edited(
         self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
@@ -490,6 +498,7 @@ class Round:
         continued = measure(batch, before, continued, ancestors, p, drafts)
         narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, continued)
         outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
+        outcome = outcome._replace(experts=steps.experts(slots))
         if not shape.traces:
             return outcome
         made = begun, before, decision, failure, extended, continued, narrowed, narrowed_to

@@ -15,7 +15,7 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_smc import process
+from sglang_smc import process, upstream
 from sglang_smc.kv.transfer import each_tensor, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
@@ -99,6 +99,8 @@ class Outcome(NamedTuple):
     particles: Population | None  # before the final draw, where some request sets return_particles
     logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
     trace: Traced | None = None  # where some request sets trace
+    # KV slots [G, N, K + 1] and experts [G, N, K + 1, layers, experts a token], where kept
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def first(self, size: int) -> "Outcome":
         """Return copies of the first ``size`` groups."""
@@ -120,8 +122,12 @@ class SMCBatchResult(GenerationBatchResult):
         """Return a round's outcome in the scheduler's form; others are fields."""
         tokens = outcome.tokens.flatten()
         has_logprobs = outcome.logprobs is not None
+        if outcome.experts is not None:
+            slots, experts = outcome.experts
+            by_slot = upstream.experts_by_slot(slots.flatten(), experts.flatten(0, 2))
+            others["routed_experts_output"] = by_slot
         return cls(
-            outcome=outcome,
+            outcome=outcome._replace(experts=None),
             next_token_ids=tokens,
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,

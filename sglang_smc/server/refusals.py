@@ -5,7 +5,7 @@ SGLang turns the ValueError into HTTP 400.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -50,7 +50,7 @@ _FIELDS = (
     _Refusal("input_embeds", bool, "Send text or input_ids"),
     _Refusal("positional_embed_overrides", bool, "Send text or input_ids"),
     _Refusal("return_hidden_states", bool, _WITHOUT_IT),
-    _Refusal("return_routed_experts", bool, _WITHOUT_IT),
+    _Refusal("return_routed_experts", bool, "Start the server with --enable-return-routed-experts"),
     _Refusal("return_indexer_topk", bool, _WITHOUT_IT),
     _Refusal("return_sampling_mask", bool, _WITHOUT_IT),
     _Refusal("return_entropy", bool, _WITHOUT_IT),
@@ -65,15 +65,24 @@ _SAMPLING = (
 )
 
 
+def served(server_args: Arguments) -> list[str]:
+    """Return the fields of requests that a server with these arguments takes, and others refuse."""
+    by_flag = {
+        "image_data": server_args.enable_multimodal,
+        "return_routed_experts": server_args.enable_return_routed_experts,
+    }
+    return [field for field, is_on in by_flag.items() if is_on]
+
+
 def check_request(
-    request: GenerateReqInput, server: SMCConfig, *, sees: bool = False
+    request: GenerateReqInput, server: SMCConfig, *, served: Container[str] = ()
 ) -> RequestConfig:
     """Return the configuration of one request, within the bounds of ``server``.
 
-    Images are taken if the server ``sees``. Raises ValueError naming all that SMC cannot honor.
+    Raises ValueError naming all that SMC cannot honor, but fields that this server has ``served``.
     """
     params = _params(request)
-    refused = [one for one in _FIELDS if not (sees and one.field == "image_data")]
+    refused = [one for one in _FIELDS if one.field not in served]
     problems = _used(refused, lambda field: getattr(request, field, None))
     problems += _used(_SAMPLING, params.get)
     if problems:

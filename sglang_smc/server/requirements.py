@@ -30,6 +30,7 @@ _NO_BLOCKS = "the attention over particles reads no KV of 4 bits or in blocks"
 _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
 NO_STORAGE = "a storage's keys name neither weights nor draft: KV of others would come back"
 _NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
+_NO_EXPERTS = "rounds keep experts by KV slot, as 0.5.22 and later do"
 _NO_WAIT = "a round loads the adapters of its requests, and waits for none"
 _NO_HOST_POOL = "the host keeps all of the draft's KV on 0.5.23 and later alone"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
@@ -77,7 +78,7 @@ _AT_DEFAULT = {
     "msprobe_dump_config enable_eplb expert_distribution_recorder_mode "
     "enable_expert_distribution_metrics expert_balancedness_report_mode "
     "enable_return_hidden_states enable_return_aux_hidden_states return_hidden_states_mode "
-    "enable_return_routed_experts enable_return_indexer_topk",
+    "enable_return_indexer_topk",
     "it adapts K alone; SMC's own is --speculative-smc-adaptive": "speculative_adaptive "
     "speculative_adaptive_config",
     "SMC weighs the draft's tokens, it rejects none": "speculative_accept_threshold_single "
@@ -141,6 +142,7 @@ if IS_NEWER:
     _OF_RELEASE = (Requirement("enable_lora_overlap_loading", (None, False), _NO_WAIT),)
 else:
     _OF_RELEASE = (
+        Requirement("enable_return_routed_experts", (False,), _NO_EXPERTS),
         Requirement("enable_lora", (None, False), _NO_ADAPTERS),
         Requirement("lora_paths", (None, []), _NO_ADAPTERS),
     )
@@ -170,7 +172,12 @@ def unmet(server_args: Arguments) -> list[str]:
         for required in REQUIREMENTS
         if hasattr(view, required.field) and not (texts and required.field in _NGRAM)
         if getattr(view, required.field) not in required.allowed
-    ] + [*_draft_problems(view), *_ngram_problems(view), *_environment_problems()]
+    ] + [
+        *_draft_problems(view),
+        *_expert_problems(view),
+        *_ngram_problems(view),
+        *_environment_problems(),
+    ]
 
 
 def _keeps_texts(view: Any) -> bool:
@@ -208,6 +215,18 @@ def _draft_problems(view: Any) -> Iterator[str]:
         yield (
             f"--speculative-moe-runner-backend is {given!r}; allowed: {of_target!r}, as "
             "--moe-runner-backend, since the draft's experts run as the target's do. Leave it out."
+        )
+
+
+def _expert_problems(view: Any) -> Iterator[str]:
+    """Yield settings by which KV comes to other slots than those that experts are kept by."""
+    if not view.enable_return_routed_experts:
+        return
+    if view.enable_hierarchical_cache or view.disaggregation_mode != "null":
+        yield (
+            "--enable-return-routed-experts is True with --enable-hierarchical-cache or "
+            "--disaggregation-mode; allowed: without both, since the experts of a prompt do not "
+            "move with its KV. Leave one out."
         )
 
 

@@ -48,14 +48,14 @@ def test_what_is_refused_is_named_with_its_value() -> None:
         with pytest.raises(ValueError, match=f"does not support {name}="):
             check({}, **{name: value})
     seen = request({}, image_data="image")
-    refusals.check_request(seen, SERVER, sees=True)
+    refusals.check_request(seen, SERVER, served=["image_data"])
     for processed in ({"format": "processor_output"}, [[{"format": "precomputed_embedding"}]]):
         seen.image_data = processed
         with pytest.raises(ValueError, match="image_data has what is processed already"):
-            refusals.check_request(seen, SERVER, sees=True)
+            refusals.check_request(seen, SERVER, served=["image_data"])
     seen.video_data = "video"
     with pytest.raises(ValueError, match="does not support video_data="):
-        refusals.check_request(seen, SERVER, sees=True)
+        refusals.check_request(seen, SERVER, served=["image_data"])
 
 
 def nested(depth: int) -> str:
