@@ -270,22 +270,22 @@ def without_lora(layer: Any) -> Any:
 # The experts that tokens were routed to, which trainers replay. SGLang keeps them by KV slot.
 
 
-def keep_experts_of(num_rows: int) -> None:
-    """Make room for the experts of a pass over ``num_rows`` tokens, where SGLang keeps any."""
-    if (capturer := _experts_capturer()) is not None:
-        last = capturer.device_cache.buffer
-        if len(last) < num_rows:
-            capturer.device_cache.buffer = last.new_zeros(num_rows, *last.shape[1:])
+def experts_of_passes(num_rows: int) -> "torch.Tensor | None":
+    """Return where SGLang leaves the experts of the target's last pass, with room for all tokens.
 
+    Args:
+        num_rows: the most tokens of a pass.
 
-def last_experts() -> "torch.Tensor | None":
-    """Return the experts ``[rows, layers, experts a token]`` of the target's last pass, in place.
-
-    None where SGLang keeps none: without --enable-return-routed-experts, and in 0.5.17.
+    Returns:
+        ``[rows, layers, experts a token]`` int32; None without --enable-return-routed-experts.
     """
     if (capturer := _experts_capturer()) is None:
         return None
-    return capturer.device_cache.buffer[:, :, : capturer.topk_size]
+    buffer = capturer.device_cache.buffer
+    if len(buffer) < num_rows:
+        buffer = buffer.new_zeros(num_rows, *buffer.shape[1:])
+        capturer.device_cache.buffer = buffer
+    return buffer[:, :, : capturer.topk_size]
 
 
 def experts_by_slot(slots: "torch.Tensor", experts: "torch.Tensor") -> Any:

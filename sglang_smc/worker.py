@@ -95,7 +95,6 @@ class SMCWorker(WeightUpdates):
             device=self.device,
         )
         upstream.refresh_tables(self._target_worker.model_runner)
-        upstream.keep_experts_of(num_rows * config.num_particles * (config.num_steps + 1))
         super().alloc_memory_pool(memory_pool_config, pool, token_to_kv_pool_allocator)
         self._tables = Tables.of(
             config,

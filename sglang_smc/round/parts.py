@@ -18,7 +18,7 @@ from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.state.request import RequestStates
-from sglang_smc.upstream import is_gated_delta
+from sglang_smc.upstream import experts_of_passes, is_gated_delta
 
 
 def operations(
@@ -78,7 +78,9 @@ def assemble(
     num_columns = config.num_steps + 1
     sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
     passes, proposer = drafts.assemble(target, draft, tables.ledger, tables.ops.kind, **sizes)
-    steps = Steps(passes, proposer, tables.ledger, tables.ops)
+    num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
+    routed = experts_of_passes(num_rows * config.num_particles * num_columns)
+    steps = Steps(passes, proposer, tables.ledger, tables.ops, routed)
     check_layers(target.model_runner)
     if draft is not None:
         runner = draft.model_runner

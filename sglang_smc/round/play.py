@@ -24,7 +24,6 @@ from functools import partial
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_smc import upstream
 from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
@@ -69,6 +68,7 @@ class Steps:
     draft: DraftProposer
     ledger: Ledger  # of the particles' KV slots
     ops: Ops  # the small operations
+    routed: torch.Tensor | None = None  # `upstream.experts_of_passes`
 
     def record_passes(
         self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
@@ -256,12 +256,11 @@ class Steps:
         shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
         return p, log_p, shown
 
-    def experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the KV slots that `score` has written, and the experts of these tokens."""
-        if (experts := upstream.last_experts()) is None:
-            return None
+        assert self.routed is not None, "asked where SGLang keeps experts"
         written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
-        return written, self.target.of_tokens(experts, written)
+        return written, self.target.of_tokens(self.routed, written)
 
     def _edited(
         self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
@@ -498,7 +497,8 @@ class Round:
         continued = measure(batch, before, continued, ancestors, p, drafts)
         narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, continued)
         outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
-        outcome = outcome._replace(experts=steps.experts(slots))
+        if steps.routed is not None:
+            outcome = outcome._replace(experts=steps.experts(slots))
         if not shape.traces:
             return outcome
         made = begun, before, decision, failure, extended, continued, narrowed, narrowed_to
