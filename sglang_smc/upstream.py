@@ -300,10 +300,11 @@ def allocate_pageable(device: str) -> None:
     if IS_NEWER:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        def allocate(dims: tuple, *, dtype: Any, allocator: Any, **_: Any) -> Any:
-            return allocator.allocate(dims, dtype=dtype, device="cpu")
+        def allocate(dims: Any, dtype: Any, device: str, *_: Any, allocator: Any, **__: Any) -> Any:
+            return allocator.allocate(dims, dtype=dtype, device=device)
 
-        ALLOC_MEMORY_FUNCS[device] = allocate
+        functions: Any = ALLOC_MEMORY_FUNCS
+        functions[device] = allocate
 
 
 def _experts_capturer() -> Any:

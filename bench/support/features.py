@@ -69,7 +69,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 def run_features(folder: Path) -> dict[str, dict[str, str]]:
     """Return by feature and algorithm "yes", or why not."""
     found: dict[str, dict[str, str]] = {}
-    answers: dict[str, dict[str, Any]] = {name: _fields(name, folder) for name in ALGORITHMS}
+    answers = {name: _fields(name, folder) for name in ALGORITHMS if FIELDS}
     for field in FIELDS:
         found[field] = _compared({name: answers[name][field] for name in ALGORITHMS})
     for feature, flags in FLAGS.items():
