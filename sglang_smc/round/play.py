@@ -79,8 +79,9 @@ class Steps:
         """
         max_tail = arena.max_tail(config) + 1
         recording = PassRecording(record, config.num_particles, sizes, max_tail, device)
-        target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
-        self.target, self.draft = target, self.draft.recorded(recording)
+        if self.routed is None:  # a replay leaves experts in the order of its own, larger shape
+            self.target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
+        self.draft = self.draft.recorded(recording)
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
