@@ -15,7 +15,6 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.upstream import allocated, kv_of
 
 PATCHES = Hooks(retire_when="Admission asks the algorithm what a request reserves.")
 
@@ -31,10 +30,9 @@ def init_budget(original: Callable, adder: PrefillAdder, *args: Any, **kwargs: A
     config = active_config()
     if config is None:
         return
-    budget = active.budget
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, kv_of(req).kv_committed_len + arena.arena_of(config, req, budget) - allocated(req))
+        arena.num_new(arena.sizes_of(config, req, active.budget), req)
         for req in running
         if upstream.holds_kv(req)  # else it has finished and waits to be filtered out
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.allocation import alloc_token_slots
+from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_extend, alloc_token_slots
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_smc.cpu.trees import spans as entries
@@ -20,7 +21,7 @@ from sglang_smc.options.request import Budget
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import find_state, shared_ids, state_of
-from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
+from sglang_smc.upstream import NEWEST, allocated, holds_kv, kv_of, owner_of_slots
 
 PATCHES = Hooks()
 
@@ -77,19 +78,27 @@ def _num_free(batch: ScheduleBatch) -> int:
 
 def _num_new(reqs: list[Req], budget: Budget | None) -> int:
     """Return the KV slots that a round on ``budget`` takes beside those that are owned."""
-    return sum(_allocated_after(req, budget) - allocated(req) for req in reqs)
+    return sum(arena.num_new(state_of(req).span(budget), req) for req in reqs)
 
 
 def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
     """Fill each request's row with new slots from ``start`` to ``end`` of its span."""
-    total = sum(end - start for start, end in spans)
-    if total == 0:
-        return
-    slots = alloc_token_slots(batch.tree_cache, total)
     rows = [kv_of(req).req_pool_idx for req in batch.reqs]
-    known = [(row, start, end) for row, (start, end) in zip(rows, spans, strict=True)]
-    places = torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))  # [2, total]
-    batch.req_to_token_pool.write(to_device(batch.device, places).unbind(), slots.int())
+    each = zip(rows, spans, strict=True)
+    known = [(row, start, end) for row, (start, end) in each if end > start]
+    if not known:
+        return
+    host = torch.tensor(known, device="cpu").T  # [3, rows to fill]
+    places = torch.stack(entries(*host))  # [2, total]
+    total, pool, tree = places.shape[1], batch.req_to_token_pool, batch.tree_cache
+    if batch.token_to_kv_pool_allocator.page_size == 1:
+        slots = alloc_token_slots(tree, total)
+    else:  # first the rest of a prompt's last page, whose slots are in order
+        which, starts, ends = to_device(batch.device, host)
+        last = pool.req_to_token[which, starts - 1]
+        lengths = starts, host[1], ends, host[2]
+        slots = alloc_paged_token_slots_extend(tree, *lengths, last, total)
+    pool.write(to_device(batch.device, places).unbind(), slots.int())
 
 
 @PATCHES.on(
@@ -110,9 +119,25 @@ def tokens_required(
 
 def _allocated_after(req: Req, budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by commits, not by freeing slots.
-    span = state_of(req).span(budget)
-    wanted = kv_of(req).kv_committed_len + arena.arena(span, arena.remaining(req))
-    return max(allocated(req), wanted)
+    return max(allocated(req), arena.end_of(state_of(req).span(budget), req))
+
+
+@PATCHES.on(
+    "sglang.srt.mem_cache.common.release_kv_cache",
+    "srt/mem_cache/common.py (frees the row by pages, caches it, or leaves it to a session)",
+    "srt/mem_cache/base_prefix_cache.py:497 (one slot names a page)",
+    why="A row is freed and cached page by page, and rounds leave its slots in any order. "
+    "`prepare_for_kv_cache_release` is not called on retraction.",
+    retire_when="A worker is asked before any row is released.",
+    family=NEWEST,
+)
+def release_kv_cache(
+    original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool
+) -> None:
+    """Put a request's KV into the order of pages before its row is given back."""
+    if active.order_pages is not None and holds_kv(req):
+        active.order_pages(req)
+    original(req, tree_cache, checkpoint=checkpoint)
 
 
 @PATCHES.on(
@@ -137,6 +162,8 @@ def trim_overshoot(
         sessions._free_kv_aligned(owner_of_slots(req), end, allocated(req))
         # The next prefill reads a token: without an open one, the last of what the tree owns.
         end = min(end, _last_place(req))
+        if end < kv.cache_protected_len:  # the next turn writes no page of the tree's
+            end -= end % sessions.cache.page_size
         req.kv.kv_allocated_len = kv.kv_committed_len = end
         kv.cache_protected_len = min(kv.cache_protected_len, end)
     original(sessions, req, finished_len)

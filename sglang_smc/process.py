@@ -21,6 +21,7 @@ from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.schedule_batch import Req
 
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Active:
     monitor: Monitor | None = None  # in which rounds count; None before the worker is built
     measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
     memory: Table | None = None  # of `log_memory_report`; None before that
+    order_pages: Callable[["Req"], None] | None = None  # `SMCWorker.order_pages`; None for 1 slot
     begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
     ranks: RankCheck = field(default_factory=RankCheck)
     # The options, behind the arguments that they were read from.
@@ -56,7 +58,7 @@ def config_of(server_args: Arguments) -> SMCConfig:
     """Return the options of an SMC server with these arguments."""
     resolved = upstream.resolved(server_args)
     config = SMCConfig.from_server_args(resolved)
-    return config if drafts_all(resolved) else replace(config, drafts_all=False)
+    return replace(config, drafts_all=drafts_all(resolved), page_size=resolved.page_size)
 
 
 def drafts_all(resolved: Arguments) -> bool:

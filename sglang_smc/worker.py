@@ -4,6 +4,7 @@ The algorithm is `round.play.Round.play`. Its state is on the device, in tables 
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import RequestStates, find_state, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -39,7 +40,7 @@ class SMCWorker(WeightUpdates):
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
 
-    _stream: Any  # of rounds in which the draft has skipped tokens
+    _stream: Any  # of the last batch
     _most_launched: int | None = None  # most requests of a round without a graph; None: any number
 
     def __init__(
@@ -75,6 +76,7 @@ class SMCWorker(WeightUpdates):
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
         process.active.begin_transferred = self.begin_transferred
+        process.active.order_pages = self.order_pages if self.config.page_size > 1 else None
 
     def alloc_memory_pool(
         self,
@@ -100,7 +102,7 @@ class SMCWorker(WeightUpdates):
             config,
             self._ops,
             pool.req_to_token,
-            num_slots=num_slots + 1,
+            num_slots=num_slots + config.page_size,  # with the padding page
             vocab_size=self._target_worker.model_runner.model_config.vocab_size,
             device=self.device,
         )
@@ -191,6 +193,7 @@ class SMCWorker(WeightUpdates):
         self, batch: "ScheduleBatch", on_publish: "Callable | None" = None, **_: Any
     ) -> "GenerationBatchResult":
         """Prefill a batch of prompts, or launch one round for all running requests."""
+        self._stream = torch.get_device_module(self.device).current_stream()
         if batch.forward_mode.is_extend():
             result = self._prefill.run(batch, process.active.budget)
         else:
@@ -214,7 +217,6 @@ class SMCWorker(WeightUpdates):
         shape = shape_of(batch.reqs, batch.return_logprob)
         inputs = RoundInputs.of(batch, self.device)
         if shape.skips_draft and self._steps.draft.lags:
-            self._stream = torch.get_device_module(self.device).current_stream()
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
@@ -249,11 +251,32 @@ class SMCWorker(WeightUpdates):
         tokens that the cache already owns, in a prefill.
         """
         if (state := find_state(req)) is not None and state.num_read is not None:
-            device = torch.get_device_module(self.device)
-            with device.stream(self._stream):
+            with self._after_rounds():
                 self._prefill.catch_up([req])
-            # SGLang gives the row to another request, and writes it on the current stream.
-            device.current_stream().wait_stream(self._stream)
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
+
+    def order_pages(self, req: "Req") -> None:
+        """Move the KV of a request's output into the order of pages, if rounds have had its row."""
+        kv, page, end = upstream.kv_of(req), self.config.page_size, upstream.allocated(req)
+        start = max(kv.cache_protected_len, len(req.origin_input_ids) // page * page)
+        # Before the first round a row ends with its text, and is in order.
+        if find_state(req) is None or end <= start or end % page:
+            return
+        workers = filter(None, (self._target_worker, self._draft_worker))
+        pools = [worker.model_runner.token_to_kv_pool for worker in workers]
+        with self._after_rounds():
+            row = self._tables.ledger.table[kv.req_pool_idx]
+            self._tables.ledger.order(row[start:end], kv.kv_committed_len - start, pools)
+
+    @contextmanager
+    def _after_rounds(self) -> "Iterator[None]":
+        """Work on the stream of rounds, of which one may run; the current stream waits for it.
+
+        SGLang gives rows to other requests, and writes them, on the current stream.
+        """
+        device = torch.get_device_module(self.device)
+        with device.stream(self._stream):
+            yield
+        device.current_stream().wait_stream(self._stream)

@@ -52,10 +52,11 @@ SPECULATIVE_OPTIONS = {
     "speculative_adaptive": False,
     "enable_multi_layer_eagle": False,
 }
+# What pages may be with these algorithms, and before SGLang 0.5.23.
+_ONE_SLOT = {"page_size": (1, None)}
 
 # What fields of server arguments may be; first what runs here, then defaults of SGLang's.
 _ALLOWED = {
-    "page_size": (1, None),
     "enable_torch_compile": (False,),
     "hicache_mem_layout": ("layer_first", "page_first"),
 }
@@ -141,9 +142,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return CpuKVPool
 
     def get_paged_allocator_cls(self) -> Any:
-        """Return SGLang's allocator of slots, which 0.5.17 calls with the size of a page, too."""
+        """Return None for SGLang's allocator of pages; on 0.5.17, where this is for pages of 1."""
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
+        from sglang_smc.upstream import IS_NEWEST
+
+        if IS_NEWEST:
+            return None
         return lambda size, *, page_size, **how: TokenToKVPoolAllocator(size, **how)
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
@@ -215,6 +220,8 @@ def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
 
 
 def _check_server_args(server_args: Arguments) -> None:
+    from sglang_smc.upstream import IS_NEWEST  # which imports SGLang, and that this module
+
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     found, fields = [], _ALLOWED | ({} if is_interpreted else _ALLOWED_BACKENDS)
     if server_args.device != "cpu":
@@ -222,7 +229,10 @@ def _check_server_args(server_args: Arguments) -> None:
             f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
             "for example with CUDA_VISIBLE_DEVICES='')"
         )
-    if server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN"):
+    is_stock = server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN")
+    if is_stock or not IS_NEWEST:
+        fields |= _ONE_SLOT
+    if is_stock:
         fields |= {field: (nothing,) for field, nothing in SPECULATIVE_OPTIONS.items()}
     for field, allowed in fields.items():
         value = getattr(server_args, field, allowed[0])  # each release lacks some

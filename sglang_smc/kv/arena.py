@@ -6,13 +6,16 @@ slot, is reserved: a constant per request. Verification leaves no tails, nor doe
 
 Under the overlap schedule the host reserves a round's arena before it has the result of the round
 that still runs. That round may commit c tokens, which takes c slots out of the arena, and c from
-each tail: with N > 1 the arena is short by K + 1 slots at most, which `in_flight` adds.
+each tail: with N > 1 the arena is short by K + 1 slots at most.
+
+An arena ends with a page, so that a request owns whole pages: that takes up to a page less one.
 """
 
 from typing import TYPE_CHECKING
 
 from sglang_smc.options.request import Budget, apply_budget, config_of
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,12 +32,12 @@ def max_tail(config: SMCConfig) -> int:
 
 def max_arena(config: SMCConfig) -> int:
     """Return the largest arena that a request can need, in KV slots."""
-    return config.num_particles * max_tail(config) + in_flight(config)
+    return config.num_particles * max_tail(config) + _beside(config)
 
 
-def in_flight(config: SMCConfig) -> int:
-    """Return the slots that an arena may lack while a round's result is not on the host yet."""
-    return config.num_steps + 1
+def _beside(config: SMCConfig) -> int:
+    """Return the slots of an arena for a result that is under way, and to the end of a page."""
+    return config.num_steps + 1 + config.page_size - 1
 
 
 def row_width(config: SMCConfig, longest: int) -> int:
@@ -61,7 +64,7 @@ def tail(config: SMCConfig, remaining: int) -> int:
 
 def arena(config: SMCConfig, remaining: int) -> int:
     """Return the arena of a request that may emit ``remaining`` more tokens, in KV slots."""
-    return config.num_particles * tail(config, remaining) + in_flight(config)
+    return config.num_particles * tail(config, remaining) + _beside(config)
 
 
 def remaining(req: "Req") -> int:
@@ -71,9 +74,26 @@ def remaining(req: "Req") -> int:
     return most - len(req.output_ids)
 
 
+def sizes_of(server: SMCConfig, req: "Req", budget: Budget | None) -> SMCConfig:
+    """Return the options of a running or waiting request on ``budget``."""
+    return apply_budget(config_of(server, req), budget)
+
+
 def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int:
     """Return the arena that a running or waiting request needs on ``budget``, in KV slots."""
-    return arena(apply_budget(config_of(server, req), budget), remaining(req))
+    return arena(sizes_of(server, req, budget), remaining(req))
+
+
+def end_of(config: SMCConfig, req: "Req") -> int:
+    """Return where the arena of a running request with these options ends in its row, at least."""
+    end = kv_of(req).kv_committed_len + arena(config, remaining(req))
+    return end - end % config.page_size
+
+
+def num_new(config: SMCConfig, req: "Req") -> int:
+    """Return the slots that a running request with these options takes for its next round."""
+    owned = -(-allocated(req) // config.page_size) * config.page_size
+    return max(0, end_of(config, req) - owned)
 
 
 def longest(config: SMCConfig, num_slots: int, limit: int) -> int:

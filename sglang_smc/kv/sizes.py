@@ -1,5 +1,6 @@
-"""Measure the bytes of a running server's pools and tensors."""
+"""List the tensors of a running server's KV pools, and measure bytes."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,12 +8,18 @@ import torch
 from sglang_smc.upstream import kv_layers
 
 
+def kv_buffers(pool: Any) -> Iterator[torch.Tensor]:
+    """Yield keys and values ``[slots, ...]`` of each layer; in MLA they share one tensor."""
+    for layer in kv_layers(pool):
+        key, value = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+        yield key
+        if value.data_ptr() != key.data_ptr():
+            yield value
+
+
 def slot_bytes(pool: Any) -> int:
-    """Return the bytes of a slot in all layers: keys and values, which share storage in MLA."""
-    layers = kv_layers(pool)
-    key, value = pool.get_key_buffer(layers[0]), pool.get_value_buffer(layers[0])
-    parts = 1 if value.data_ptr() == key.data_ptr() else 2
-    return parts * len(layers) * tensor_bytes(key[0])
+    """Return the bytes of a slot in all layers."""
+    return sum(tensor_bytes(buffer[0]) for buffer in kv_buffers(pool))
 
 
 def tensor_bytes(part: Any) -> int:

@@ -296,6 +296,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     drafts_all: bool = True
     """No setting: whether the draft can propose any token; some know only frequent ones."""
+    page_size: int = 1
+    """No setting: the KV slots of a page, SGLang's --page-size."""
 
     @property
     def round_sizes(self) -> tuple[int, int, bool]:

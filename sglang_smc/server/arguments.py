@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from copy import deepcopy
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
@@ -21,7 +21,7 @@ from sglang_smc.options.server import (
     SMCConfig,
     flag_of,
 )
-from sglang_smc.process import drafts_all
+from sglang_smc.process import config_of
 from sglang_smc.server import presets, refusals, requirements
 from sglang_smc.upstream import IS_NEWER, Arguments
 
@@ -61,7 +61,7 @@ def _draft_from_target(server_args: Arguments) -> None:
 
 def resolve(server_args: Arguments) -> None:
     """Write the settings that follow from accepted arguments back into them."""
-    config = SMCConfig.from_server_args(server_args)
+    config = config_of(server_args)
     for name, attribute in SERVER_ARGS_FIELDS.items():
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
@@ -147,7 +147,7 @@ def _widest_heads(server_args: Arguments) -> int | None:
 
 def _setting_problems(server_args: Arguments) -> Iterator[str]:
     try:
-        config = SMCConfig.from_server_args(server_args)
+        config = config_of(server_args)
     except ValueError as error:
         yield str(error)
         return
@@ -156,10 +156,8 @@ def _setting_problems(server_args: Arguments) -> Iterator[str]:
             arena.check_pool(config, server_args.max_total_tokens)
         except ValueError as error:
             yield str(error)
-    if not drafts_all(resolved_view(server_args)):
-        lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
-        if lacking:
-            yield f"The settings are {lacking}"
+    if not config.drafts_all and (lacking := check_support(RequestConfig(**asdict(config)))):
+        yield f"The settings are {lacking}"
     if config.round_graph == "on" and _has_lora(server_args):
         yield (
             "--speculative-smc-round-graph is 'on' with LoRA adapters; allowed: 'auto' or 'off', "

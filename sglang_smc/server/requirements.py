@@ -32,6 +32,7 @@ NO_STORAGE = "a storage's keys name neither weights nor draft: KV of others woul
 _NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
 _NO_EXPERTS = "rounds keep experts by KV slot, as 0.5.22 and later do"
 _NO_WAIT = "a round loads the adapters of its requests, and waits for none"
+_NO_PAGES = "rows of particles are put in the order of pages on 0.5.23 and later alone"
 _NO_HOST_POOL = "the host keeps all of the draft's KV on 0.5.23 and later alone"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
@@ -106,12 +107,6 @@ _OTHERS = (
     Requirement("smg_grpc_mode", (False,), _NO_PLUGINS, "Leave it out; --grpc-port serves gRPC."),
     Requirement("grpc_mode", (False,), _NO_PLUGINS, "Leave it out; --grpc-port serves gRPC."),
     Requirement(
-        "page_size",
-        (1,),
-        _SHARED_KV,
-        "Pass --page-size 1, with an --attention-backend for prefill that takes it.",
-    ),
-    Requirement(
         "kv_cache_dtype", _CACHE_TYPES, _NO_BLOCKS, "Pass --kv-cache-dtype auto or fp8_e4m3."
     ),
     Requirement("speculative_draft_kv_cache_dtype", (None, *_CACHE_TYPES), _NO_BLOCKS),
@@ -147,7 +142,10 @@ else:
         Requirement("lora_paths", (None, []), _NO_ADAPTERS),
     )
 if not IS_NEWEST:
-    _OF_RELEASE += (Requirement("enable_hierarchical_cache", (False,), _NO_HOST_POOL),)
+    _OF_RELEASE += (
+        Requirement("enable_hierarchical_cache", (False,), _NO_HOST_POOL),
+        Requirement("page_size", (1,), _NO_PAGES, "Pass --page-size 1, or install 0.5.23."),
+    )
 
 
 def _at_default() -> Iterator[Requirement]:
@@ -222,11 +220,15 @@ def _expert_problems(view: Any) -> Iterator[str]:
     """Yield settings by which KV comes to other slots than those that experts are kept by."""
     if not view.enable_return_routed_experts:
         return
-    if view.enable_hierarchical_cache or view.disaggregation_mode != "null":
+    others = {
+        "--page-size": view.page_size > 1,
+        "--enable-hierarchical-cache": view.enable_hierarchical_cache,
+        "--disaggregation-mode": view.disaggregation_mode != "null",
+    }
+    if given := [flag for flag, moves in others.items() if moves]:
         yield (
-            "--enable-return-routed-experts is True with --enable-hierarchical-cache or "
-            "--disaggregation-mode; allowed: without both, since the experts of a prompt do not "
-            "move with its KV. Leave one out."
+            f"--enable-return-routed-experts is True with {', '.join(given)}; allowed: without, "
+            "since the experts of tokens do not move with their KV. Leave one out."
         )
 
 

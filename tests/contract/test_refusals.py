@@ -99,7 +99,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
 
 def test_every_field_is_declared_as_a_setting() -> None:
     """But for what the draft's checkpoint says."""
-    assert set(SERVER_ARGS_FIELDS) | {"drafts_all"} == set(SMCConfig.__struct_fields__)
+    assert set(SERVER_ARGS_FIELDS) | {"drafts_all", "page_size"} == set(SMCConfig.__struct_fields__)
 
 
 def server_args(**changed: Any) -> Any:

@@ -85,6 +85,7 @@ def pair(
     shared: dict[str, Any] = {
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_bootstrap_port": port,
+        "page_size": 4,
     }
     # On a CPU SGLang sends no prompt in parts.
     alone = {"disable_radix_cache": True, "chunked_prefill_size": -1}

@@ -100,7 +100,7 @@ OTHERS = {
     "an MTP layer": Case("glm4_moe", MTP),
     "an MTP layer behind dense layers": Case("qwen2", MTP),
     "an MTP layer over latents of a later family": Case("glm4_moe_lite", MTP),
-    "a model beside recurrent states": Case("qwen3_5_text", "llama", RECURRENT),
+    "a model beside recurrent states": Case("qwen3_5_text", "llama", RECURRENT | {"page_size": 4}),
     "an EAGLE head with biases": Case("qwen2", EAGLE_QWEN2),
     "an EAGLE-3 head over latents": Case("deepseek_v3", LATENT),
     "a DSpark block": Case("llama", DSPARK),

@@ -73,7 +73,7 @@ def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
     ("change", "message"),
     [
         ({"device": "cuda"}, "hide the accelerator"),
-        ({"page_size": 16}, "page_size=16"),
+        ({"page_size": 16, "speculative_algorithm": "NGRAM"}, "page_size=16"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
         ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),
         ({"attention_backend": "triton"}, "attention_backend='triton' .allowed: 'torch_native'"),

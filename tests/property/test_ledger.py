@@ -6,10 +6,16 @@ Programs of ten kinds of server play the package's own rounds; `pool_programs` c
 """
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pool_programs import CONFIGS, PoolProgram
 
+from sglang_smc.kv import ledger
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
@@ -48,3 +54,50 @@ def test_long_programs(
         assert len(program.seen) == 8
         often = {what for what, count in program.seen.items() if count > 2}
         assert often == {what for what in program.seen if adapts or "particles" not in what}
+
+
+class Pool(SimpleNamespace):
+    """KV of two layers: keys and values, or latents that are both."""
+
+    start_layer, layer_num = 0, 2
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.keys[layer]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.keys[layer][..., :2] if self.is_latent else self.values[layer]
+
+
+def drawn_pool(num_slots: int, is_latent: bool) -> Any:
+    keys, values = torch.randn(2, 2, num_slots, 2, 4)
+    return Pool(keys=keys.bfloat16(), values=values, is_latent=is_latent)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from([1, 2, 4, 16]), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_a_row_in_the_order_of_pages_keeps_the_kv_of_its_text(
+    page: int, num_owned: int, rng: random.Random
+) -> None:
+    """Slots of the text are others' destinations. No slot of another request changes."""
+    owned = rng.sample(range(1, 10), num_owned)
+    slots = [number * page + i for number in owned for i in range(page)]
+    rng.shuffle(slots)
+    num_kept = rng.randrange(len(slots) + 1)
+    pools = [drawn_pool(10 * page, is_latent) for is_latent in (False, True)]
+    tensors = [tensor for pool in pools for tensor in (pool.keys, pool.values)]
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_MOST_COPIED", rng.choice([1, 3 * len(slots), 1 << 24]))
+        row = torch.tensor(slots, dtype=torch.int32)
+        nothing: Any = torch.empty(0)
+        sizes = {"num_particles": 1, "max_tail": 1, "num_slots": 1}
+        ledger.Ledger(nothing, nothing, **sizes).order(row, num_kept, pools)
+    ordered = row.long()
+    assert sorted(slots) == ordered.sort().values.tolist()
+    numbers, places = ordered.view(num_owned, page) // page, ordered % page
+    assert (numbers == numbers[:, :1]).all()
+    assert places.tolist() == [*range(page)] * num_owned
+    others = [slot for slot in range(10 * page) if slot not in slots]
+    for tensor, was in zip(tensors[:3], before, strict=False):  # latents have no values
+        assert torch.equal(tensor[:, ordered[:num_kept]], was[:, slots[:num_kept]])
+        assert torch.equal(tensor[:, others], was[:, others])

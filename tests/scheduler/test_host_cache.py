@@ -82,18 +82,19 @@ def begin(
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "policy", "ratio"),
+    ("target", "draft", "policy", "ratio", "page"),
     [
-        ("llama", "llama", "write_through", 6.0),
-        ("deepseek_v3", MTP, "write_back", 6.0),
-        ("llama", EAGLE3, "write_back", 6.0),
-        ("llama", DFLASH, "write_through", 1.2),  # the host is full, too
+        ("llama", "llama", "write_through", 6.0, 1),
+        ("deepseek_v3", MTP, "write_back", 6.0, 4),
+        ("llama", EAGLE3, "write_back", 6.0, 16),
+        ("llama", DFLASH, "write_through", 1.2, 4),  # the host is full, too
     ],
 )
 def test_a_prefix_comes_back_from_the_host(
-    begin: Callable[..., Server], target: str, draft: str, policy: str, ratio: float
+    begin: Callable[..., Server], target: str, draft: str, policy: str, ratio: float, page: int
 ) -> None:
-    server = begin(target, draft, hicache_write_policy=policy, hicache_ratio=ratio)
+    how = {"hicache_write_policy": policy, "hicache_ratio": ratio}
+    server = begin(target, draft, **how, page_size=page)
     first = [server.generate(**one) for one in REQUESTS]
     assert from_host(first) == 0
     # One after another, so that rounds of others run while a prefix is copied.
@@ -104,11 +105,17 @@ def test_a_prefix_comes_back_from_the_host(
     again = server.generate(**REQUESTS[0])
     assert from_host([again]) == 0
     check([again], first[:1])
+    longer = REQUESTS[0] | {"input_ids": [*REQUESTS[0]["input_ids"], *again.output_ids]}
+    found = server.generate(**longer)
+    assert found.meta["cached_tokens"] == (64 + 12 - 2) // page * page
+    server.flush()
+    check([found], [server.generate(**longer)])
 
 
 def test_an_update_leaves_nothing_of_the_weights_before(begin: Callable[..., Server]) -> None:
     """It arrives while the last prompt is copied to the host. A storage would keep old KV."""
-    server = begin("llama", "llama", hicache_ratio=6.0, hicache_write_policy="write_through")
+    how = {"hicache_ratio": 6.0, "hicache_write_policy": "write_through"}
+    server = begin("llama", "llama", **how, page_size=1)
     first = server.send(**REQUESTS[0])
     server.run_until(lambda: first.end is not None)
     assert server.scheduler.tree_cache.ongoing_write_through

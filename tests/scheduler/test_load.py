@@ -99,8 +99,8 @@ def roomy(
     start: Callable[..., Server],
     pair: tuple[str, str],
 ) -> Server:
-    """A server with room for all, under either schedule."""
-    server = start(**smc_arguments(*pair, **ROOMY), overlap=request.param)
+    """A server with room for all, under either schedule, with other pages than that of `alone`."""
+    server = start(**smc_arguments(*pair, **ROOMY), page_size=4, overlap=request.param)
     assert resolved(server.scheduler.server_args).disable_overlap_schedule is not request.param
     return server
 
@@ -130,11 +130,36 @@ def test_neither_company_nor_schedule_changes_an_answer(roomy: Server, alone: Al
     roomy.flush()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "one round late"])
+def test_a_text_that_is_read_on_is_found_in_whole_pages(roomy: Server, alone: Alone) -> None:
+    """Prompt and answer, but for two tokens; what a flushed server reads anew gives the rest."""
+    roomy.flush()
+    roomy.play(KINDS, every=0)
+    requests, cached = [], []
+    for index, (kind, answer) in enumerate(zip(KINDS, alone.answers, strict=False)):
+        text = [*kind["input_ids"], *answer.output_ids]
+        longer = [*text, 7, 8][: len(text) - 1 + index % 4]
+        requests.append(kind | {"input_ids": longer})
+        cached.append(min(len(longer) - 1, len(text) - 2) // 4 * 4)
+    found = roomy.play(requests, every=0)
+    assert [reply.meta["cached_tokens"] for reply in found] == cached
+    roomy.flush()
+    known = roomy.play(requests, every=0)
+    assert not any(reply.meta["cached_tokens"] for reply in known)
+    assert [reply.output_ids for reply in found] == [reply.output_ids for reply in known]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "page_size"), [(False, 16), (True, 1)], ids=["in turn", "one round late"]
+)
 def test_a_full_pool_changes_no_text_before_a_retraction(
-    alone: Alone, start: Callable[..., Server], pair: tuple[str, str], overlap: bool
+    alone: Alone,
+    start: Callable[..., Server],
+    pair: tuple[str, str],
+    overlap: bool,
+    page_size: int,
 ) -> None:
-    server = start(**smc_arguments(*pair, **SMALL, chunked_prefill_size=24), overlap=overlap)
+    own = {**SMALL, "chunked_prefill_size": 24, "page_size": page_size}
+    server = start(**smc_arguments(*pair, **own), overlap=overlap)
     replies = server.play(REQUESTS[:MANY], every=0, aborted=ABORTED, after=3)
     server.flush()
     for index, (found, known) in enumerate(zip(replies, alone.answers[:MANY], strict=True)):
@@ -250,14 +275,15 @@ def test_a_turn_that_is_retracted_before_its_first_round_goes_on(
     start: Callable[..., Server], pair: tuple[str, str]
 ) -> None:
     """Its only token is withdrawn where particles differ in it, though its prompt is cached."""
-    server = start(**smc_arguments(*pair, **SIZES), enable_streaming_session=True, overlap=True)
+    own = {**SIZES, "page_size": 4}
+    server = start(**smc_arguments(*pair, **own), enable_streaming_session=True, overlap=True)
     for name, smc in (("s", {}), ("t", {"power": 2.0})):
         server.ask(OpenSessionReqInput(capacity_of_str_len=1000, session_id=name, streaming=True))
         server.send(**asked(0))
         server.step(3)
         own = {"max_new_tokens": 8, "ignore_eos": True, "custom_params": {"smc": smc}}
         asking = {"sampling_params": own, "session_params": {"id": name}}
-        turn = server.send(input_ids=[5, 6, 7, 8, 9], **asking)
+        turn = server.send(input_ids=[5, 6, 7, 8], **asking)
         server.retract(turn)
         server.finish()
         assert (turn.num_retractions, len(turn.output_ids)) == (1, 8)

@@ -111,7 +111,7 @@ def test_texts_are_the_same_after_a_sleep(
     The weights are in turn others and the first.
     """
     folders = tiny(seed=3, vocab_size=64, scale=0.3), pair[0]
-    sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32}
+    sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "page_size": 4}
     with running(**smc_arguments(*pair, **sizes, enable_memory_saver=True)) as server:
         texts = {pair[0]: answers(server)}
         draft: Any = server.scheduler.draft_worker.draft_worker

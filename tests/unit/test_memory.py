@@ -29,6 +29,7 @@ configs = st.builds(
     num_particles=st.integers(1, 64),
     num_steps=st.integers(1, 20),
     max_lag=st.none() | st.integers(1, 300),
+    page_size=st.sampled_from([1, 4, 64]),
 )
 quick = settings(max_examples=200)
 
@@ -52,6 +53,27 @@ def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
     own = request_config(config, {"smc": chosen})
     assert arena.arena(own, remaining) <= arena.max_arena(config)
     assert arena.tail(own, remaining) <= arena.max_tail(config)
+
+
+@quick
+@given(configs, st.integers(1, 900), st.integers(0, 999), st.data())
+def test_a_round_leaves_whole_pages_with_room_for_it_and_takes_none_beside(
+    config: SMCConfig, prompt: int, num_emitted: int, data: st.DataObject
+) -> None:
+    """Of a text that is not in a whole number of pages the first round takes the rest, too."""
+    page, asked = config.page_size, req(1000)
+    asked.kv = asked
+    texts = prompt, prompt + data.draw(st.integers(0, num_emitted))
+    for length, output in zip(texts, ([], [0] * num_emitted), strict=True):
+        asked.kv_committed_len = asked.kv_allocated_len = length
+        asked.output_ids = output
+        needed = arena.arena(config, arena.remaining(asked)) - (page - 1)
+        end, new = arena.end_of(config, asked), arena.num_new(config, asked)
+        assert end % page == new % page == 0
+        assert needed <= end - asked.kv_committed_len < needed + page
+        assert 0 <= end - new - asked.kv_committed_len < page
+        asked.kv_allocated_len = end
+        assert arena.num_new(config, asked) == 0
 
 
 @quick
