@@ -218,7 +218,7 @@ def _draft_problems(view: Any) -> Iterator[str]:
 
 def _expert_problems(view: Any) -> Iterator[str]:
     """Yield settings by which KV comes to other slots than those that experts are kept by."""
-    if not view.enable_return_routed_experts:
+    if not IS_NEWER or not view.enable_return_routed_experts:
         return
     others = {
         "--page-size": view.page_size > 1,

@@ -107,7 +107,9 @@ def server_args(**changed: Any) -> Any:
     meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
     experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
     own = {"speculative_smc_ngram_weight": None, "enable_multimodal": None}
-    return SimpleNamespace(**{**meeting, **experts, **own, **changed})
+    own |= dict.fromkeys(("enable_return_routed_experts", "enable_hierarchical_cache"), False)
+    own |= {"page_size": 1, "disaggregation_mode": "null"}
+    return SimpleNamespace(**{**own, **meeting, **experts, **changed})
 
 
 def other_than(allowed: tuple[Any, ...]) -> Any:
@@ -142,6 +144,13 @@ def test_experts_of_the_draft_run_as_the_targets_do() -> None:
     assert unmet(server_args(**same)) == []
     (problem,) = unmet(server_args(**{**same, "speculative_moe_runner_backend": "cutlass"}))
     assert problem.startswith("--speculative-moe-runner-backend is 'cutlass'; allowed: 'triton'")
+
+
+@pytest.mark.skipif(not upstream.IS_NEWER, reason="refused whatever is beside it")
+def test_experts_are_kept_where_kv_stays_in_its_slots() -> None:
+    assert unmet(server_args(enable_return_routed_experts=True)) == []
+    (problem,) = unmet(server_args(enable_return_routed_experts=True, disaggregation_mode="decode"))
+    assert problem.startswith("--enable-return-routed-experts is True with --disaggregation-mode;")
 
 
 # What SMC leaves to SGLang to refuse: it does without something that SMC refuses, as half of a
