@@ -10,6 +10,7 @@ import torch
 import transformers
 from head_laws import KINDS, add_mtp_layer, make_head
 from published_heads import PUBLISHED, write_head
+from safetensors.torch import load_file, save_file
 from support.families import EOS, FAMILIES, VOCAB
 from tiny_models import make_tiny_model, tiny_tokenizer
 
@@ -18,9 +19,11 @@ MTP = "its own MTP layer"
 # Of decays of linear attention, as slow as trained ones: random ones forget all in a token.
 LOG_RATE = -2.0
 _MORE: dict[str, dict[str, Any]] = {
+    "gemma3": {"boi_token_index": 62, "eoi_token_index": 63},
     "cohere2": {"layer_norm_eps": 1e-5, "logit_scale": 1.0},
     "glm4_moe": {"num_nextn_predict_layers": 1},
 }
+RENAMED = {one.model_type: one.renamed for one in FAMILIES if one.renamed}
 CONFIGS = {one.model_type: one.config | _MORE.get(one.model_type, {}) for one in reversed(FAMILIES)}
 
 
@@ -43,6 +46,8 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
             torch.nn.init.constant_(parameter, LOG_RATE)
+        elif name.endswith(".mm_input_projection_weight"):  # zeros: no image would be seen
+            torch.nn.init.normal_(parameter, std=0.3)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
     if interval := config.get("full_attention_interval"):
@@ -50,6 +55,10 @@ def make_family(path: Path, family: str, *, seed: int = 0, **changes: Any) -> st
         saved = path / "config.json"
         told = json.loads(saved.read_text()) | {"full_attention_interval": interval}
         saved.write_text(json.dumps(told))
+    if family in RENAMED:
+        file = path / "model.safetensors"
+        weights = {name.replace(*RENAMED[family]): value for name, value in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
     tokenizer = tiny_tokenizer(VOCAB, EOS)
     if takes_images:
         template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

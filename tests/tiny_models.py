@@ -76,7 +76,7 @@ def make_tiny_model(
 
 
 def tiny_tokenizer(
-    vocab_size: int, eos: int, last: tuple[str, ...] = ()
+    vocab_size: int, eos: int, last: tuple[str, ...] = (), **special: Any
 ) -> PreTrainedTokenizerFast:
     words = [*(f"t{i}" for i in range(vocab_size - len(last))), *last]
     words[0], words[eos] = "<pad>", "<eos>"
@@ -84,7 +84,11 @@ def tiny_tokenizer(
     tokenizer = Tokenizer(word_level)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<pad>",
+        **special,
     )
 
 

@@ -213,9 +213,9 @@ _QWEN2 = {**_TEXT, "rope_parameters": _ROPE}
 _INTERLEAVED = {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _QWEN3 = {**_TEXT, "rope_parameters": _INTERLEAVED}
 _DEEP = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-_VL_WINDOWS = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}
+_VL_WINDOWS = {**QWEN_VISION, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0]}
 _OLD = {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32}
-_PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+_PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 32}
 _SIGLIP = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 
@@ -233,7 +233,7 @@ _GEMMA = _images(
     {**_TEXT, **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": True},
     _SIGLIP,
     image_token_index=60,
-    mm_tokens_per_image=4,
+    mm_tokens_per_image=16,
     tie_word_embeddings=True,
 )
 _IMAGES = [

@@ -71,8 +71,8 @@ _TEXT_OF_IMAGES = {
 }
 
 # Those of them that also run with images (`--enable-multimodal`): in rounds, which are all text, an
-# image has shifted rotary positions, and nothing else.
-_SEEING = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
+# image has shifted rotary positions, if that.
+_SEEING = {name for name in _TEXT_OF_IMAGES if not name.startswith(("Pixtral", "Qwen3_5"))}
 
 # Architectures with linear attention that have been run over particles.
 _RECURRENT = {
@@ -176,9 +176,8 @@ def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
 def _image_problems(server_args: Arguments, target: ModelConfig) -> Iterator[str]:
     """Yield a sentence where images are asked for and the target does not take them in rounds."""
     names = target.hf_config.architectures or ["none"]
-    if resolved_view(server_args).enable_multimodal and not (
-        IS_NEWER and _SEEING.intersection(names)
-    ):
+    sees = IS_NEWER and _SEEING.intersection(names)
+    if resolved_view(server_args).enable_multimodal and not sees:
         yield (
             f"--enable-multimodal is True with a target of {names[0]}; allowed: "
             f"{', '.join(sorted(_SEEING))}, on SGLang 0.5.22 and later. Leave it out to serve text."

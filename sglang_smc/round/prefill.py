@@ -83,8 +83,9 @@ class Prefill:
         )
         if self._draft.wants_states:
             forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        draws = not batch.is_prefill_only
+        draws, positions = not batch.is_prefill_only, forward_batch.positions.clone()
         result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
+        forward_batch.positions = positions  # Gemma 3 with images adds 1 in place
         output = result.logits_output
         assert isinstance(output, LogitsProcessorOutput), "there is one pipeline stage alone"
         # Used only here: SGLang would copy the hidden states to the host.

@@ -167,8 +167,8 @@ def test_answers_are_those_of_rounds_over_transformers(
     draft = make_model(tmp_path / "draft", case.draft, 2, target)
     sees = case.target == "qwen3_vl" and upstream.IS_NEWER
     if sees:
-        add_processor(target)
-        with_names().save_pretrained(draft)
+        add_processor(target, case.target)
+        with_names(case.target).save_pretrained(draft)
     asked: list[Any] = ASKED
     known: dict[str, Any] = {}
     settings = {"num_particles": case.num_particles, "num_steps": NUM_STEPS, "max_lag": 16}
@@ -220,7 +220,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
     compared += check(answers, expected, **within)
     if sees:
-        check_images(running, target)
+        check_images(running, target, case.target)
     if paths:  # one adapter leaves and comes back under another name, beyond what fits a batch
         assert running.unload_lora_adapter("b").success
         for name in ("c", "d"):

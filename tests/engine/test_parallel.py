@@ -4,7 +4,9 @@ Ranks talk over gloo, SGLang's strict memory checks run at every step, and a see
 the one rank that runs in this process.
 """
 
+import os
 import random
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -106,10 +108,14 @@ def answers(running: Any, requests: list[dict[str, Any]] = REQUESTS) -> list[tup
     return [(a["output_ids"], a["meta_info"]["finish_reason"]["type"]) for a in found]
 
 
+def lines_of_ranks(folder: Path) -> list[list[str]]:
+    texts = [path.read_text() for path in sorted(folder.iterdir())]
+    return [text[: text.rfind("\n")].splitlines() for text in texts]
+
+
 def assert_ranks_agree(folder: Path) -> None:
     """The first rank answers; the second may have yet to write its last lines."""
-    texts = [path.read_text() for path in sorted(folder.iterdir())]
-    first, second = (text[: text.rfind("\n")].splitlines() for text in texts)
+    first, second = lines_of_ranks(folder)
     rounds = min(len(first), len(second))
     assert rounds > 20
     assert abs(len(first) - len(second)) <= 2, "they meet in each pass of a model"
@@ -136,6 +142,55 @@ def test_two_nodes_give_one_ranks_text(
         found = first.generate(REQUESTS)
     ends = [(one["output_ids"], one["meta_info"]["finish_reason"]["type"]) for one in found]
     assert ends == expected
+
+
+@pytest.mark.nightly
+def test_two_replicas_of_two_ranks_give_one_ranks_text(
+    start: Callable[..., Any],
+    pair: tuple[str, str],
+    expected: list,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each replica has its metrics, and forgets a request whose client leaves."""
+    (ranks := tmp_path / "ranks").mkdir()
+    monkeypatch.setenv("RANK_PROBE_OUT", str(ranks))
+    given = smc_arguments(*pair, **SETTINGS, tp_size=2, dp_size=2, enable_metrics=True)
+    given["load_balance_method"] = "round_robin"
+    where = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # of the probe, too
+    with running_server(tmp_path, where, **given) as server:
+        found = server.generate(REQUESTS)
+        told = server.get("/server_info").json()["internal_states"]
+        metrics = server.get("/metrics").text
+        params = {"max_new_tokens": 200, "ignore_eos": True}
+        asked = {"input_ids": [3, 4], "sampling_params": params}
+        for index in range(2):  # a replica each
+            with server.stream(**asked, rid=f"gone-{index}") as chunks:
+                next(chunks)
+                assert server.post("/abort_request", rid=f"gone-{index}").status_code == 200
+                assert [*chunks][-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    ends = [(one["output_ids"], one["meta_info"]["finish_reason"]["type"]) for one in found]
+    assert ends == expected
+    assert [state["smc"]["memory"]["pool_slots"] for state in told] == [4096, 4096]
+    for replica in range(2):
+        assert f'spec_smc_ess_ratio_count{{dp_rank="{replica}"' in metrics
+    first, second = map(sorted, lines_of_ranks(ranks))  # of both replicas, mixed
+    assert first == second
+
+
+@pytest.mark.nightly
+def test_prefixes_of_two_ranks_come_back_from_the_host(
+    start: Callable[..., Any], expected: list, tmp_path: Path
+) -> None:
+    given = {"hicache_write_policy": "write_through", "hicache_ratio": 6.0, "max_total_tokens": 500}
+    running = start(tp_size=2, enable_hierarchical_cache=True, **given)
+    assert answers(running) == expected
+    together = {name: [one[name] for one in REQUESTS] for name in REQUESTS[0]}
+    found = running.generate(**together)
+    assert [one["output_ids"] for one in found] == [tokens for tokens, _ in expected]
+    details = [one["meta_info"]["cached_tokens_details"] or {} for one in found]
+    assert any(of.get("host") for of in details)
+    assert_ranks_agree(tmp_path)
 
 
 @pytest.mark.nightly

@@ -144,13 +144,28 @@ def prefilled(**options: Any) -> GenerationBatchResult:
     logits = torch.zeros(2, worker.vocab_size, device="cuda")
     output = LogitsProcessorOutput(logits, hidden_states=None)
     target, draft = mock.Mock(), mock.Mock(wants_states=False)
-    target.forward_batch_generation.return_value = GenerationBatchResult(logits_output=output)
+
+    def forward(_: None, batch: Any, *, is_verify: bool) -> GenerationBatchResult:
+        batch.positions.add_(1)  # as Gemma 3 with images does
+        return GenerationBatchResult(logits_output=output)
+
+    target.forward_batch_generation = forward
     draft.read_prompts.return_value = logits
     own = worker.worker._prefill
     own._target, own._draft, own._init_from_prompt = target, draft, mock.Mock()
     batch = worker.batch([worker.make_request(row) for row in (1, 2)])
     batch.is_prefill_only, batch.hicache_consumer_index = False, -1
     return own.run(batch, None)
+
+
+def test_heads_read_prompts_at_the_positions_before_the_pass_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = SimpleNamespace(positions=torch.arange(3))
+    monkeypatch.setattr(prefill.ForwardBatch, "init_new", lambda *_, **__: made)
+    with fake_gpu():
+        prefilled()
+    assert made.positions.tolist() == [0, 1, 2]
 
 
 COMING: list[Callable[[], torch.Tensor]] = [
