@@ -55,6 +55,6 @@ def outcome_of(size: int, **changed: Any) -> Outcome:
         **dict.fromkeys(Outcome._fields, zeros),
         "tokens": zeros.unsqueeze(1),
         "counters": torch.zeros(size, len(Counters._fields)),
-        **dict.fromkeys(("first_tokens", "particles", "logprobs", "trace")),
+        **dict.fromkeys(("first_tokens", "particles", "logprobs", "trace", "experts")),
     }
     return Outcome(**{**nothing, **changed})

@@ -32,7 +32,7 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
         is_plain: for the target itself: bonus tokens, and first ones, weigh nothing.
         tolerance: of all numbers.
     """
-    state = Replay(is_plain and trace.mode == "smc", tolerance)
+    state = Replay(is_plain and trace.mode == "smc", tolerance, trace.chains_per_particle)
     for record in trace.rounds:
         state.play(record, weighs=trace.mode == "smc")
     state.emitted += trace.emitted_after
@@ -43,8 +43,8 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
 class Replay:
     """Particles as a reader of the trace knows them."""
 
-    def __init__(self, is_plain: bool, tolerance: float) -> None:
-        self.is_plain = is_plain
+    def __init__(self, is_plain: bool, tolerance: float, num_chains: int) -> None:
+        self.is_plain, self.num_chains = is_plain, num_chains
         self.near = partial(pytest.approx, abs=tolerance)
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
@@ -62,7 +62,7 @@ class Replay:
         before, weighed = as_floats(record.log_weights_before), as_floats(record.log_weights)
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
-            assert record.ess == self.near(ess_of(weighed))
+            assert record.ess == self.near(ess_of(weighed[:: self.num_chains]))
         added = as_floats(record.log_potentials or [0.0] * num_particles)
         judged = [old + new for old, new in zip(before, added, strict=True)]
         self.scores |= {tuple(t): new for t, new in zip(self.texts, added, strict=True) if new}

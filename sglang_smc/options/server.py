@@ -54,7 +54,7 @@ class Range(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     is_open: bool = False  # without ``low`` itself
-    choices: tuple[str, ...] | None = None
+    choices: tuple[Any, ...] | None = None
 
     def holds(self, value: Any) -> bool:
         """Return whether a value is allowed."""
@@ -64,7 +64,7 @@ class Range(NamedTuple):
         is_of_kind = isinstance(value, int | float if self.kind is float else self.kind)
         if not is_of_kind or isinstance(value, bool) != (self.kind is bool):
             return False
-        if isinstance(value, str):
+        if self.choices is not None or isinstance(value, str):
             return self.choices is None or value in self.choices
         return value <= self.high and (self.low < value if self.is_open else self.low <= value)
 
@@ -84,9 +84,9 @@ def numbers(low: float, high: float = MAX_FLOAT, *, above: bool = False, words: 
     return Range(float, words, bounds, low, high, above)
 
 
-def one_of(words: tuple[str, ...]) -> Range:
-    """Return the range of some words."""
-    return Range(str, "one of " + ", ".join(words), choices=words)
+def one_of(values: tuple[Any, ...]) -> Range:
+    """Return the range of some words, or some integers."""
+    return Range(type(values[0]), "one of " + ", ".join(map(str, values)), choices=values)
 
 
 class Setting(NamedTuple):
@@ -133,6 +133,17 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             modes=_SMC,
         ),
     ] = None
+    # M: each M consecutive ones of the N particles are equal between rounds, and weigh as one.
+    chains_per_particle: Annotated[
+        int,
+        Setting(
+            integers(1, MAX_PARTICLES),
+            "With verified proposals, chains that a particle drafts, which are verified together: "
+            "more tokens a pass. They are counted among the particles, so their number divides "
+            "that of the particles",
+            modes=_SMC,
+        ),
+    ] = 1
     ess_threshold: Annotated[
         float,
         Setting(
@@ -315,6 +326,21 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.weighs and self.proposal == "verified"
 
     @property
+    def may_extend(self) -> bool:
+        """Return whether some request's rounds may be such, by these settings alone."""
+        return self.proposal != "draft" and self.resample_at == "block"
+
+    @property
+    def num_chains(self) -> int:
+        """Return M: the chains that each particle of its rounds drafts."""
+        return self.chains_per_particle if self.extends else 1
+
+    @property
+    def num_weights(self) -> int:
+        """Return the number of particles with weights of their own: N, over M chains of each."""
+        return self.num_particles // self.num_chains
+
+    @property
     def drafted_power(self) -> float:
         """Return the power of q that is drafted from: that of p where this is verified."""
         return self.power if self.extends else 1.0
@@ -394,6 +420,13 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
+        asks = self.weighs and "chains_per_particle" in chosen and self.chains_per_particle > 1
+        if asks and not self.may_extend:
+            told = "1, or proposal 'verified', since weighed drafts are chains of their own"
+            yield ("chains_per_particle", "proposal", "resample_at"), told
+        elif self.may_extend and self.num_particles % self.chains_per_particle:
+            told = "a number of particles that the chains divide: they are counted among them"
+            yield ("chains_per_particle", "num_particles"), told
         if self.has_no_draft and self.draft_temperature is not None:
             told = "a smaller weight, with a draft model, since matches have no temperature"
             yield ("draft_temperature", "ngram_weight"), told

@@ -1,5 +1,6 @@
 """Define the inputs of a round, its shape on the host, and the tensors between its steps."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,12 @@ class RoundShape(NamedTuple):
     powered: bool  # some request samples from a power of p
     weighs_drafts: bool  # some request's rounds weigh draft tokens, and resample
     walks: bool  # some request's rounds verify sampled chains as one multi-draft
-    extends: bool  # some request's rounds verify each particle's own chain, and resample
+    # M of each request whose rounds verify each particle's own chains, and resample.
+    extends: tuple[int, ...]
     has_open_token: bool  # particles of some request may differ in its first token
     methods: tuple[str, ...]  # resampling methods that occur
     resizes: bool = False  # the number of particles of some request changes
+    many_chains: bool = False  # some particle has more chains than one
     filtered: bool = False  # some request uses top-k, top-p or min-p, and is not greedy
     edits: bool = False  # some request has penalties, biases or min_new_tokens
     branches: bool = False  # some request's rounds verify a tree, at temperature 0
@@ -75,7 +78,7 @@ class RoundShape(NamedTuple):
             "a power of p": self.powered,
             "mode smc": self.weighs_drafts,
             "a mode that verifies": self.walks,
-            "verified proposals": self.extends,
+            "verified proposals": frozenset(self.extends),
             "trees at temperature 0": self.branches,
             "return_particles": self.shows_particles,
             "trace": self.traces,
@@ -143,6 +146,12 @@ class RoundBatch(NamedTuple):
     edits: Edits | None = None  # where some request has one
     matches: Matches | None = None  # where some request uses them
 
+    def extends_by(self, chains: int) -> torch.Tensor:
+        """Return the groups whose particles are extended by that many chains each, ``[G]`` bool."""
+        extends = self.settings.extends
+        is_only = len(self.shape.extends) == 1
+        return extends if is_only else extends & (self.settings.chains == chains)
+
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
     """Return the largest shape of batches of requests that set only sizes.
@@ -162,7 +171,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         powered=config.power != 1.0,
         weighs_drafts=(now.weighs and not now.extends) or not drafts,
         walks=not now.weighs or not drafts,
-        extends=now.extends,
+        extends=(now.num_chains,) if now.extends else (),
+        many_chains=now.num_chains > 1,
         has_open_token=config.power != 1.0,
         methods=(config.resampling_method,) if now.weighs or not drafts else (),
     )
@@ -197,11 +207,13 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
     draws = [config for config in configs if config.weighs or config.num_steps == 0]
+    extends = tuple(sorted({config.num_chains for config in configs if config.extends}))
+    most, in_turn = max(config.num_particles for config in configs), math.lcm(*extends)
     return RoundShape(
         budget=states[0].budget,
         num_held=max(map(max, sizes)),
         resizes=any(before != after for before, after in sizes),
-        num_particles=max(config.num_particles for config in configs),
+        num_particles=-(-most // in_turn) * in_turn,  # chains of a particle are consecutive rows
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
@@ -210,7 +222,8 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
         weighs_drafts=any(config.weighs and not config.extends for config in configs),
-        extends=any(config.extends for config in configs),
+        extends=extends,
+        many_chains=in_turn > 1,
         walks=not all(config.weighs or config.branches for config in configs),
         branches=any(config.branches for config in configs),
         shows_particles=any(config.return_particles for config in configs),

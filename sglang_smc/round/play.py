@@ -146,6 +146,9 @@ class Steps:
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
+        if batch.shape.many_chains:  # those of one particle are independent
+            own = settings.of_chain(texts.shape[1])
+            same_text = same_text & (own.unsqueeze(1) == own.unsqueeze(2))
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
@@ -292,9 +295,10 @@ class Steps:
         found: tuple[Decision, TokenDistribution] | None = None
         if shape.walks or shape.branches:
             found = verify(batch, population, drafts, p, log_p)
-        if shape.extends:
-            extended = extend_each(batch, population, drafts, p, thresholds[1])
-            found = extended if found is None else unless(found, settings.extends, extended)
+        for chains in shape.extends:
+            extended = extend_each(batch, population, drafts, p, thresholds[1], chains)
+            mine = batch.extends_by(chains)
+            found = extended if found is None else unless(found, mine, extended)
         if shape.weighs_drafts:
             weighed = self._weigh(batch, population, drafts, p, log_p, *thresholds)
             mine = settings.weighs & ~settings.extends if shape.extends else settings.weighs
@@ -369,6 +373,8 @@ class Steps:
         if batch.shape.walks or batch.shape.branches:
             # After verification all particles are copies of one, and must draw the same token.
             uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
+        if batch.shape.many_chains:
+            uniforms = settings.of_first_chains(uniforms)
         tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
         ends = settings.ends(tokens, positions.unsqueeze(2))
         if batch.shape.has_rules:
@@ -634,6 +640,9 @@ class Round:
             of_roots = narrowed.logprobs, narrowed.roots[:, 0]
             emitted = tables.particles.logprobs.emitted(batch.rows, *of_roots)
         settings = batch.settings
+        num_weights = settings.num_particles
+        if shape.many_chains:
+            num_weights = num_weights // settings.chains
         counters = tables.counters.add_round(
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
@@ -642,9 +651,9 @@ class Round:
             all_zero_ct=decision.all_zero,
             nan_ct=failure > 0,
             exact_ct=decision.verified,
-            killed_ct=(settings.num_particles - num_parents) * decision.resampled,
+            killed_ct=(num_weights - num_parents) * decision.resampled,
             ess_sum=decision.ess,
-            particles_sum=settings.num_particles,
+            particles_sum=num_weights,
             steps_sum=settings.num_steps,
             ancestors=num_roots,
             log_evidence=log_evidence,

@@ -71,34 +71,49 @@ def extend_each(
     drafts: Drafts,
     p: TokenDistribution,
     ess_threshold: torch.Tensor,
+    num_chains: int,
 ) -> tuple[Decision, TokenDistribution]:
-    """Verify each particle's own chain, and resample by the other factors of the request's target.
+    """Verify each particle's own chains, and resample by the other factors of the request's target.
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
     `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
     no weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
+    The N places are of P = N / M particles, of which each has M equal ones: its chains are verified
+    as one multi-draft, and all become copies of the chain that carries the accepted tokens.
+
     Args:
-        ess_threshold: ``[G]`` float64 tau; the other arguments are those of `verify`.
+        ess_threshold: ``[G]`` float64 tau.
+        num_chains: M; groups of another M get undefined values. The other arguments are those of
+            `verify`.
     """
-    settings, ops, (size, num_particles, num_steps) = batch.settings, batch.ops, drafts.tokens.shape
+    settings, ops, (size, num_places, num_steps) = batch.settings, batch.ops, drafts.tokens.shape
     law, log_sums = p, p.log_masses()
     if batch.shape.powered:
         raised, log_sums = p.to_power(settings.power)
         law = raised.summed()
-    limits = of_each_draw(settings.num_steps, size * num_particles)  # K of each chain
-    found = _verified(batch, drafts, law, (len(limits), 1, num_steps), limits, None)
-    live = population.present & ~population.ended
+    num_particles, each = num_places // num_chains, slice(None, None, num_chains)
+    limits = of_each_draw(settings.num_steps, size * num_particles)  # K of each particle
+    found = _verified(batch, drafts, law, (len(limits), num_chains, num_steps), limits, None)
+    ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
+    first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
+    chain = first
+    if num_chains > 1:
+        chain = found.winner + num_chains * torch.arange(len(first), device=sums.device)
+        first = chain * (num_steps + 1)  # [G * P] rows of p after the particles
+        ends, sums = (x.flatten(0, 1)[chain].view(size, num_particles, -1) for x in (ends, sums))
+    present = population.present[:, each]  # [G, P]
+    live = present & ~population.ended[:, each]
     num_kept = found.num_columns.view(size, num_particles).where(live, 0)
-    continues = live & ~(drafts.ends & (batch.column < num_kept.unsqueeze(2))).any(2)
+    continues = live & ~(ends & (batch.column < num_kept.unsqueeze(2))).any(2)
     num_weighed = num_kept + continues
-    rest = torch.arange(num_steps + 1, device=num_kept.device) >= num_weighed.unsqueeze(2)
-    gains = log_sums.double().view(rest.shape).masked_fill(rest, 0.0).sum(2)
-    ahead = _ahead(gains, num_weighed, batch.output_lengths + num_weighed, continues)
+    rest = torch.arange(num_steps + 1, device=sums.device) >= num_weighed.unsqueeze(2)
+    gains = sums.masked_fill(rest, 0.0).sum(2)
+    ahead = _ahead(gains, num_weighed, batch.output_lengths[:, each] + num_weighed, continues)
     column, once = gains.unsqueeze(2), torch.ones_like(settings.num_steps)
     decision = ops.reweight_and_resample(
-        population.log_weights - ahead,
+        population.log_weights[:, each] - ahead,
         column,  # which is kept whatever its evidence
         torch.zeros_like(column),
         torch.ones_like(column, dtype=torch.bool),
@@ -107,15 +122,17 @@ def extend_each(
         ess_threshold,
         once < 1,
         torch.zeros_like(settings.power),  # the evidence threshold
-        population.present,
+        present,
         settings.ess_threshold,  # as uniforms for the evidence: any will do
-        ops.uniforms(settings.seeds, batch.position, Purpose.RESAMPLE),
+        ops.uniforms(settings.seeds, batch.position[:, each], Purpose.RESAMPLE),
         settings.scheme,
         batch.shape.methods,
     )
-    first = torch.arange(0, log_sums.numel(), num_steps + 1, device=num_kept.device)  # [G * N]
     row, left, rejects = (
-        of_particles.view(size, num_particles).gather(1, decision.ancestors).flatten()
+        of_each_draw(
+            of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),
+            live.numel() * num_chains,
+        )
         for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
     )
     masses = None if p.log_mass is None else p.log_mass[row]
@@ -128,7 +145,30 @@ def extend_each(
         log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
         verified=torch.ones_like(decision.all_zero),
     )
+    if num_chains > 1:
+        decision = _of_chains(decision, num_chains, chain.view(live.shape) % num_places)
     return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+
+
+def _of_chains(decision: Decision, num_chains: int, winner: torch.Tensor) -> Decision:
+    """Return a decision about P particles as one about the M chains of each.
+
+    Args:
+        decision: with fields ``[G, P]`` in place of ``[G, N]``, N = P M.
+        num_chains: M.
+        winner: ``[G, P]`` int64: the place of the chain that a particle goes on with, among N.
+    """
+
+    def spread(of_particles: torch.Tensor) -> torch.Tensor:
+        return of_particles.unsqueeze(2).expand(-1, -1, num_chains).flatten(1)
+
+    none = spread(torch.zeros_like(decision.num_kept))
+    return decision._replace(
+        num_kept=none.scatter(1, winner, decision.num_kept),
+        weighed=spread(decision.weighed),
+        ancestors=spread(winner.gather(1, decision.ancestors)),
+        log_weights=spread(decision.log_weights),
+    )
 
 
 def _ahead(

@@ -178,7 +178,7 @@ class RequestState(msgspec.Struct):
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
         """Return the state of a new request."""
-        return cls(seed, config, zero_counters(config.num_particles), config, config)
+        return cls(seed, config, zero_counters(config.num_weights), config, config)
 
     @property
     def sizes(self) -> Budget:
@@ -255,6 +255,7 @@ class RequestState(msgspec.Struct):
             mode=self.config.mode,
             num_particles=self.config.num_particles,
             num_steps=self.config.num_steps,
+            chains_per_particle=self.config.num_chains,
             prompt_length=prompt_length,
             rounds=self.rounds,
             emitted_after=self._unrecorded(output_ids),
@@ -276,9 +277,8 @@ class RequestState(msgspec.Struct):
         """Return the particles of a sequence that ended with a shared first token, else None."""
         if len(output_ids) != self.num_prefilled + 1 or self.open_token.is_open:
             return None  # aborted
-        num_particles = self.config.num_particles
-        weight = 1.0 / num_particles
-        return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
+        count = self.config.num_weights
+        return [as_particle(list(output_ids), 1.0 / count, 0.0) for _ in range(count)]
 
 
 def as_particle(output_ids: list[int], weight: float, log_weight: float | None) -> dict[str, Any]:
@@ -433,12 +433,13 @@ def particles_of(req: Req, population: Population, group: int) -> list[dict[str,
     """Return one request's particles for `meta_info`; None while some have not ended."""
     if not population.ended[group].all():
         return None
-    log_weights = population.log_weights[group]
+    each = slice(None, None, state_of(req).config.num_chains)
+    log_weights = population.log_weights[group, each]
     rows = zip(
-        tails_of(req, population, group),
+        tails_of(req, population, group)[each],
         normalized(log_weights).tolist(),
         log_weights.tolist(),
-        population.present[group].tolist(),
+        population.present[group, each].tolist(),
         strict=True,
     )
     shared = shared_ids(req)

@@ -79,6 +79,7 @@ class Settings(NamedTuple):
     # Rounds weigh and resample, else they verify; those that extend weigh verified chains.
     weighs: Annotated[Tensor, Column(torch.bool, lambda of: of.config.weighs)]
     extends: Annotated[Tensor, Column(torch.bool, lambda of: of.config.extends)]
+    chains: Annotated[Tensor, Column(torch.int64, lambda of: of.config.num_chains)]  # a particle's
     ess_threshold: Annotated[Tensor, Column(torch.float64, lambda of: of.config.ess_threshold)]
     scheme: Annotated[Tensor, Column(torch.int64, _scheme)]  # index of the resampling method
     resample_each_token: Annotated[
@@ -127,6 +128,15 @@ class Settings(NamedTuple):
     def branches(self) -> Tensor:
         """Return the groups whose chains are a tree, where they draft any, ``[G]`` bool."""
         return self.greedy & (self.num_particles > 1)
+
+    def of_chain(self, num_particles: int) -> Tensor:
+        """Return each chain's number among those of its particle, ``[G, N]`` int64."""
+        return torch.arange(num_particles, device=self.rows.device) % self.chains.unsqueeze(1)
+
+    def of_first_chains(self, values: Tensor) -> Tensor:
+        """Give all chains of a particle the value of its first: ``[G, N]`` to ``[G, N]``."""
+        place = torch.arange(values.shape[1], device=values.device)
+        return values.gather(1, place - self.of_chain(len(place)))
 
     @property
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:

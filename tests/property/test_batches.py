@@ -26,6 +26,7 @@ class Kind(NamedTuple):
 
 
 PENALTIES = {"frequency_penalty": 1.2, "repetition_penalty": 1.8, "logit_bias": {"1": 0.8}}
+SCORED = {"potentials": [{"name": "letters", "when": "round"}]}
 KINDS = (
     Kind({}),
     Kind({"num_particles": 1, "num_steps": 1}),
@@ -40,6 +41,7 @@ KINDS = (
     Kind({"mode": "auto", "num_particles": 2, "num_steps": 1}),
     Kind({"power": 2.0, "num_particles": 3}),
     Kind({"power": 2.0, "num_particles": 3, "num_steps": 2, "proposal": "verified"}),
+    Kind({"power": 2.0, "num_particles": 4, "proposal": "verified", "chains_per_particle": 4}),
     Kind({"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0}),
     Kind({"ngram_weight": 0.9}),
     Kind({"ngram_weight": 0.0}),
@@ -51,7 +53,8 @@ KINDS = (
     Kind({"num_particles": 4}, regex="abb|b(a|b)*"),
     Kind({"num_particles": 4, "proposal": "draft"}, regex="abb|b(a|b)*"),
     Kind({"mode": "mixed", "num_particles": 3}, regex="abb|b(a|b)*"),
-    Kind({"potentials": [{"name": "letters", "when": "round"}], "num_particles": 4}),
+    Kind({**SCORED, "num_particles": 4}),
+    Kind({**SCORED, "num_particles": 6, "chains_per_particle": 2}, PENALTIES),
 )
 PER_KIND = 12
 

@@ -51,6 +51,7 @@ def test_docs_targets_says_how_far_texts_are_from_p_given_the_grammar() -> None:
         BUDGETS,
         {"power": 2.0},
         {"regex": BLIND},
+        {"regex": BLIND, "chains_per_particle": 2, "num_steps": 3, "ess_threshold": 0.9},
         {"num_particles": 1, **WEIGHED},
         {"num_steps": 4, **WEIGHED},
         {"max_lag": 1, **WEIGHED},

@@ -22,10 +22,13 @@ from toy_laws import (
     TARGET,
     VOCAB,
     P,
+    Text,
     assert_properly_weighted,
     frequencies,
     languages,
     law,
+    law_by,
+    next_law,
     p_value,
     pairwise,
     run,
@@ -231,22 +234,56 @@ def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
     assert f" {distance:.2f}" in PAGE.read_text()
 
 
+VERIFIED: dict[str, Any] = {"proposal": "verified"}
+IN_PAIRS = VERIFIED | {"chains_per_particle": 2, "ess_threshold": 1.0}
+
+
 @pytest.mark.parametrize(
     ("sizes", "power", "advance"),
-    pairwise(
-        [(1, 2, 256), (4, 1, 1), (8, 5, 256)],
-        [0.5, 2.0, 4.0],
-        [{"resample_at": "block"}, {"resample_at": "token"}, {"proposal": "verified"}],
-    ),
+    [
+        *pairwise(
+            [(1, 2, 256), (4, 1, 1), (8, 5, 256)],
+            [0.5, 2.0, 4.0],
+            [{"resample_at": "block"}, {"resample_at": "token"}, VERIFIED],
+        ),
+        ((6, 2, 2), 2.0, IN_PAIRS),
+        ((4, 3, 256), 4.0, IN_PAIRS | {"budgets": (Budget(4, 3), Budget(1, 0))}),
+    ],
     ids=str,
 )
 def test_texts_are_weighed_by_the_power_of_p(
-    sizes: tuple[int, int, int], power: float, advance: dict[str, str]
+    sizes: tuple[int, int, int], power: float, advance: dict[str, Any]
 ) -> None:
-    """Without the sums at the first token, at every bonus or behind an end it would be far off."""
+    """Without the sums at the first token, at every bonus or behind an end it would be far off.
+
+    So it would be if weights gained what each chain of a particle gains, or if its chains drew
+    their own ancestors, with drafts or without.
+    """
     names = "num_particles", "num_steps", "max_lag"
     outcome = run(**dict(zip(names, sizes, strict=True)), power=power, **advance)
     assert_properly_weighted(outcome, P, power)
+
+
+@pytest.mark.parametrize(("num_chains", "num_steps", "power"), [(2, 1, 2.0), (3, 3, 1.0)])
+def test_chains_of_one_particle_follow_the_power_of_each_token(
+    num_chains: int, num_steps: int, power: float
+) -> None:
+    """Error probability 1e-4: red if chains share uniforms, or draw bonus tokens of their own.
+
+    A round yields more tokens than with one chain, which it would not if only that were verified.
+    """
+
+    def raised(before: Text) -> torch.Tensor:
+        mass = next_law(TARGET, before) ** power
+        return mass / mass.sum()
+
+    own: dict[str, Any] = {"num_steps": num_steps, "power": power} | VERIFIED
+    pair = TARGET, Language(torch.zeros_like(TARGET.logits))  # that shared uniforms would cover
+    outcome = run(pair, num_particles=num_chains, chains_per_particle=num_chains, **own)
+    alone = run(pair, num_particles=1, num_runs=400, **own)
+    assert p_value(outcome, law_by(raised)) > 1e-4
+    speed, of_one = (one.num_tokens / one.num_rounds for one in (outcome, alone))
+    assert speed > of_one + 0.1
 
 
 ENDLESS = (

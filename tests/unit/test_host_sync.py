@@ -88,6 +88,7 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     VERIFIED,
     {"mode": "mixed"},
     POWERED,
+    {**POWERED, "proposal": "verified", "chains_per_particle": 3},
     {"return_particles": True},
     {"trace": True},
     {**VERIFIED, "trace": True},
