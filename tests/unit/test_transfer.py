@@ -208,6 +208,7 @@ def reserved(table: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         reqs=[ToyRequest(row, 4, 9, {}, None) for row in (2, 5, 1)],
         device=str(table.device),
         tree_cache=None,
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=1),
         req_to_token_pool=SimpleNamespace(write=table.__setitem__),
     )
     decode_memory._allocate(batch, [(3, 5), (4, 4), (0, 3)])
