@@ -14,12 +14,12 @@ from sglang.srt.managers.scheduler_components.weight_updater import (
     SchedulerWeightUpdaterManager,
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc import upstream
-from sglang_smc.models.weight_update import NO_DRAFT, names_in, reason_not_to_name
+from sglang_smc.models.weight_update import NO_DRAFT, name_of_kv, names_in, reason_not_to_name
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.server.requirements import NO_STORAGE
 
 Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
 """Runs an update by SGLang's own function; returns its response, or why there is none."""
@@ -28,6 +28,10 @@ _HELD = (
     "Requests hold KV of the present weights, and flush_cache is True. Allowed: no requests in "
     "progress, or ones that are paused with mode 'retract', which read their texts anew. With "
     "flush_cache False they go on from the KV that they have."
+)
+_STORED = (
+    "A storage's keys name the checkpoints that a server starts with: KV of other weights would "
+    "come back. Allowed: weights and --hicache-storage-backend as at start."
 )
 _COPIES = "ongoing_write_through", "ongoing_load_back"  # of a hierarchical cache
 _LOADED_BY_MODELS = None, "flattened_bucket"
@@ -237,10 +241,24 @@ async def resume_memory(
     family=upstream.NEWEST,
 )
 def attach_storage(original: Callable, scheduler: Scheduler, recv_req: Any) -> Any:
-    """Refuse to attach a storage to the hierarchical cache, as at start."""
+    """Refuse to attach a storage to the hierarchical cache of a running server."""
     if not is_smc(scheduler.server_args):
         return original(scheduler, recv_req)
-    return io_struct.AttachHiCacheStorageReqOutput(success=False, message=f"Refused: {NO_STORAGE}.")
+    return io_struct.AttachHiCacheStorageReqOutput(success=False, message=_STORED)
+
+
+@PATCHES.on(
+    "sglang.srt.managers.cache_controller.storage_model_name",
+    "srt/managers/cache_controller.py:792 (the name in a storage's keys)",
+    "srt/mem_cache/hybrid_cache/hybrid_cache_controller.py:1434 (no hit without the draft's KV)",
+    why="Keys have the served model's name: KV of other weights or drafts would come back.",
+    retire_when="A storage's keys name the weights of all models whose KV it holds.",
+    family=upstream.NEWEST,
+)
+def name_storage(original: Callable, model_name: str | None, host_pool: Any) -> str | None:
+    """Name a storage's keys by the checkpoints of target, draft and adapters."""
+    server_args = get_server_args()
+    return original(name_of_kv(server_args) if is_smc(server_args) else model_name, host_pool)
 
 
 def released(manager: TokenizerManager) -> set[str]:
@@ -286,6 +304,8 @@ def _scheduler(manager: SchedulerWeightUpdaterManager) -> Scheduler:
 
 
 def _held(scheduler: Scheduler, recv_req: Any) -> str | None:
+    if upstream.resolved(scheduler.server_args).hicache_storage_backend is not None:
+        return _STORED
     if not recv_req.flush_cache:
         return None
     # Unless the server is paused, SGLang has waited for all requests to end.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,18 @@ def run_features(folder: Path) -> dict[str, dict[str, str]]:
 
 def _compared(answers: dict[str, Any]) -> dict[str, str]:
     """Return what to say of each algorithm's answers; an error is a text itself."""
-    expected = answers["without"]
-    if isinstance(expected, str):
-        return dict.fromkeys(ALGORITHMS, f"not here: {expected}")
-    return {
-        name: "yes" if found == expected else found if isinstance(found, str) else "other texts"
-        for name, found in answers.items()
-    }
+    expected = answers.pop("without")
+    here = not isinstance(expected, str)
+    return {name: _said(found, expected, here) for name, found in answers.items()}
+
+
+def _said(found: Any, expected: Any, here: bool) -> str:
+    """Return "yes", why SMC refuses, or that SGLang does not run here, this error or other texts."""
+    if not isinstance(found, str):
+        return "yes" if found == expected else "other texts"
+    if refused := re.search(r"SMC .*?since (.+?)[.;]", found, re.DOTALL):
+        return f"refused: {refused[1]}"
+    return f"no: {found}" if here else "not here"
 
 
 def _fields(algorithm: str, folder: Path) -> dict[str, Any]:
@@ -128,9 +132,8 @@ def _ask(engine: Any, asked: dict[str, Any]) -> list[list[int]]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return the first sentence of an error, without paths and times."""
-    told = re.sub(r"^refused: |^\w+Error: ", "", str(error) or type(error).__name__)
-    return re.split(r"(?<=[a-z)])[.;\n] ?|\n", told, maxsplit=1)[0][:120]
+    """Return an error's own words."""
+    return re.sub(r"^refused: |^\w+Error: ", "", str(error) or type(error).__name__)
 
 
 RESULTS = PUBLISHED / "support" / "features.json"
@@ -139,13 +142,12 @@ MARKS = "<!-- features by bench/support -->", "<!-- end of features -->"
 
 
 def table(found: dict[str, dict[str, str]]) -> str:
-    """Return the rows of features by EAGLE-3 and SMC."""
-    return "\n".join(["| | SGLang's EAGLE-3 | SMC |", "| --- | --- | --- |", *_rows(found)])
-
-
-def _rows(found: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Return a row for all features with the same result."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for feature, by in found.items():
-        yield f"| {feature} | {by['EAGLE-3']} | {by['SMC']} |"
+        alike.setdefault((by["EAGLE-3"], by["SMC"]), []).append(feature)
+    rows = [f"| {', '.join(names)} | {eagle} | {smc} |" for (eagle, smc), names in alike.items()]
+    return "\n".join(["| | EAGLE-3 | SMC |", "| --- | --- | --- |", *rows])
 
 
 def publish(found: dict[str, dict[str, str]]) -> None:

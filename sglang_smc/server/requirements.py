@@ -28,7 +28,6 @@ _NO_BATCH_SYNC = "rounds do not balance batches between ranks"
 _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_BLOCKS = "the attention over particles reads no KV of 4 bits or in blocks"
 _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
-NO_STORAGE = "a storage's keys name neither weights nor draft: KV of others would come back"
 _NO_ADAPTERS = "this release runs none in a pass over particles: 0.5.22 and later do"
 _NO_EXPERTS = "rounds keep experts by KV slot, as 0.5.22 and later do"
 _NO_WAIT = "a round loads the adapters of its requests, and waits for none"
@@ -59,8 +58,7 @@ _AT_DEFAULT = {
     _NO_PLUGINS: "tokenizer_worker_num use_ray",
     _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
     "enable_lmcache enable_flexkv radix_cache_backend disaggregation_decode_enable_offload_kvcache "
-    "disaggregation_decode_host_receive_threshold",
-    NO_STORAGE: "hicache_storage_backend",
+    "disaggregation_decode_host_receive_threshold hicache_host_memory_mode",
     "rounds are recorded, and timed, with the weights in place": "startup_weight_load_mode",
     "a recorded round cannot wait for experts": "enable_paged_experts",
     _TEXT_ONLY: "prefill_only_disable_kv_cache is_embedding encoder_only language_only",
@@ -173,6 +171,7 @@ def unmet(server_args: Arguments) -> list[str]:
     ] + [
         *_draft_problems(view),
         *_expert_problems(view),
+        *_storage_problems(view),
         *_ngram_problems(view),
         *_environment_problems(),
     ]
@@ -229,6 +228,23 @@ def _expert_problems(view: Any) -> Iterator[str]:
         yield (
             f"--enable-return-routed-experts is True with {', '.join(given)}; allowed: without, "
             "since the experts of tokens do not move with their KV. Leave one out."
+        )
+
+
+def _storage_problems(view: Any) -> Iterator[str]:
+    """Yield settings with which a storage lacks KV of the draft, or has no name for the weights."""
+    if (backend := view.hicache_storage_backend) is None:
+        return
+    needed = {
+        "--hicache-storage-backend file": backend == "file",
+        "--enable-hierarchical-cache": view.enable_hierarchical_cache,
+        "--tp-size 1": view.tp_size == 1,  # of a draft beside latents rank 0's heads alone are kept
+        "--load-format auto": view.load_format in ("auto", "safetensors"),
+    }
+    if lacking := [flag for flag, is_so in needed.items() if not is_so]:
+        yield (
+            f"--hicache-storage-backend is {backend!r}; allowed: with {', '.join(lacking)}, since "
+            "else KV is not kept for both models, or not named by their weights. Leave it out."
         )
 
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 from resolved_args import field_names, options, resolve, with_other
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
+from tiny_models import ENGINE_DEFAULTS, smc_arguments
 from transformers import CONFIG_MAPPING
 
 from sglang_smc import upstream
 from sglang_smc.kv import arena
 from sglang_smc.models import head_kinds, supported
+from sglang_smc.models.weight_update import name_of_kv
 from sglang_smc.options.server import (
     MODES,
     RESAMPLING_METHODS,
@@ -108,7 +112,8 @@ def server_args(**changed: Any) -> Any:
     experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
     own = {"speculative_smc_ngram_weight": None, "enable_multimodal": None}
     own |= dict.fromkeys(("enable_return_routed_experts", "enable_hierarchical_cache"), False)
-    own |= {"page_size": 1, "disaggregation_mode": "null"}
+    own |= {"page_size": 1, "disaggregation_mode": "null", "hicache_storage_backend": None}
+    own |= {"tp_size": 1, "load_format": "auto"}
     return SimpleNamespace(**{**own, **meeting, **experts, **changed})
 
 
@@ -151,6 +156,41 @@ def test_experts_are_kept_where_kv_stays_in_its_slots() -> None:
     assert unmet(server_args(enable_return_routed_experts=True)) == []
     (problem,) = unmet(server_args(enable_return_routed_experts=True, disaggregation_mode="decode"))
     assert problem.startswith("--enable-return-routed-experts is True with --disaggregation-mode;")
+
+
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="refused whatever is beside it")
+def test_a_storage_is_of_files_and_keeps_kv_of_both_models() -> None:
+    with_files = {"hicache_storage_backend": "file", "enable_hierarchical_cache": True}
+    assert unmet(server_args(**with_files)) == []
+    for other, needed in (
+        ({"hicache_storage_backend": "nixl"}, "--hicache-storage-backend file,"),
+        ({"enable_hierarchical_cache": False}, "--enable-hierarchical-cache,"),
+        ({"tp_size": 2}, "--tp-size 1,"),
+        ({"load_format": "remote_instance"}, "--load-format auto,"),
+    ):
+        (problem,) = unmet(server_args(**{**with_files, **other}))
+        assert problem.startswith("--hicache-storage-backend is ") and f"with {needed}" in problem
+
+
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="no storage holds KV of both models")
+def test_a_storage_is_named_by_all_that_its_kv_depends_on(tiny: Callable[..., str]) -> None:
+    target, draft = tiny(seed=1), tiny(seed=2)
+    given = ENGINE_DEFAULTS | smc_arguments(target, draft)
+
+    def name(**changed: Any) -> str:
+        return name_of_kv(resolve(**given | changed))
+
+    names = [
+        name(),
+        name(kv_cache_dtype="bf16"),
+        name(json_model_override_args='{"rope_theta": 5.0}'),
+    ]
+    for path in (target, draft):
+        (file,) = Path(path).glob("*.safetensors")
+        os.utime(file)
+        names.append(name())
+    assert len({*names}) == len(names)
+    assert name(served_model_name="another", schedule_policy="lpm") == names[-1]
 
 
 # What SMC leaves to SGLang to refuse: it does without something that SMC refuses, as half of a

@@ -1,4 +1,4 @@
-"""Prefixes come back from the host with the draft's KV beside the target's.
+"""Prefixes come back from the host, and from files, with the draft's KV beside the target's.
 
 A seeded text and its evidence depend on every key of both models: were one of them not what it was
 before the pool was full, some text would differ.
@@ -6,6 +6,8 @@ before the pool was full, some text would differ.
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -23,6 +25,11 @@ SERVER: dict[str, Any] = {
     "max_lag": 16,
     "max_total_tokens": SLOTS,
     "enable_hierarchical_cache": True,
+}
+STORAGE = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+    "hicache_storage_prefetch_policy": "wait_complete",
 }
 SMC: list[dict[str, Any]] = [
     {},
@@ -52,9 +59,9 @@ def check(replies: list[Reply], known: list[Reply]) -> None:
         assert reply.meta.get("spec_smc_log_evidence") == pytest.approx(evidence, abs=1e-4)
 
 
-def from_host(replies: list[Reply]) -> int:
+def came_back(replies: list[Reply], tier: str = "host") -> int:
     """Prompt tokens that came back."""
-    return sum((reply.meta["cached_tokens_details"] or {}).get("host", 0) for reply in replies)
+    return sum((reply.meta["cached_tokens_details"] or {}).get(tier, 0) for reply in replies)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,14 +103,14 @@ def test_a_prefix_comes_back_from_the_host(
     how = {"hicache_write_policy": policy, "hicache_ratio": ratio}
     server = begin(target, draft, **how, page_size=page)
     first = [server.generate(**one) for one in REQUESTS]
-    assert from_host(first) == 0
+    assert came_back(first) == 0
     # One after another, so that rounds of others run while a prefix is copied.
     second = server.play(REQUESTS, aborted=LEAVING, after=3)
-    assert from_host(second) > (SLOTS // 2 if ratio > 2 else 0)
+    assert came_back(second) > (SLOTS // 2 if ratio > 2 else 0)
     check(*([some[i] for i in range(len(some)) if i not in LEAVING] for some in (second, first)))
     server.flush()
     again = server.generate(**REQUESTS[0])
-    assert from_host([again]) == 0
+    assert came_back([again]) == 0
     check([again], first[:1])
     longer = REQUESTS[0] | {"input_ids": [*REQUESTS[0]["input_ids"], *again.output_ids]}
     found = server.generate(**longer)
@@ -113,7 +120,7 @@ def test_a_prefix_comes_back_from_the_host(
 
 
 def test_an_update_leaves_nothing_of_the_weights_before(begin: Callable[..., Server]) -> None:
-    """It arrives while the last prompt is copied to the host. A storage would keep old KV."""
+    """It arrives while the last prompt is copied to the host."""
     how = {"hicache_ratio": 6.0, "hicache_write_policy": "write_through"}
     server = begin("llama", "llama", **how, page_size=1)
     first = server.send(**REQUESTS[0])
@@ -127,3 +134,43 @@ def test_an_update_leaves_nothing_of_the_weights_before(begin: Callable[..., Ser
     check([again], [first])
     refused = server.ask(AttachHiCacheStorageReqInput(hicache_storage_backend="file"))
     assert (refused.success, "weights" in refused.message) == (False, True)
+
+
+@pytest.mark.parametrize(("draft", "page"), [("llama", 1), (EAGLE3, 16)])
+def test_a_prefix_comes_back_from_files(
+    start: Callable[..., Server], tmp_path: Path, draft: str, page: int
+) -> None:
+    """They are the weights', whatever the served model's name; a folder that is gone costs hits."""
+    target = make_model(tmp_path / "target", "llama", 3)
+    files = tmp_path / "files"
+    how = smc_arguments(target, make_model(tmp_path / "draft", draft, 2, target), **SERVER)
+    how |= {"page_size": page, "hicache_ratio": 1.2, "file_storage_path": str(files), **STORAGE}
+    server = start(**how, overlap=True)
+    first = [server.generate(**one) for one in REQUESTS]
+    assert came_back(first, "storage") == 0
+    again = server.generate(**REQUESTS[0])  # the host is too small for all
+    assert came_back([again], "storage") >= 48
+    server.flush()
+    second = server.play(REQUESTS[:3], aborted=LEAVING, after=3)
+    assert came_back(second[::2], "storage") >= 2 * 48
+    check([again, *second[::2]], [first[0], *first[:3:2]])
+    update = UpdateWeightFromDiskReqInput(model_path=target, load_format="auto")
+    refused = server.ask(update)
+    assert (refused.success, "storage" in refused.message) == (False, True)
+
+    server = start(**how, served_model_name="another", overlap=True)
+    again = server.generate(**REQUESTS[0])
+    assert came_back([again], "storage") >= 48
+    check([again], first[:1])
+    server.flush()
+    for file in files.glob("*.draft_*"):
+        file.unlink()
+    again = server.generate(**REQUESTS[0])
+    assert came_back([again], "storage") == 0
+    check([again], first[:1])
+    server.flush()
+    rmtree(files)
+    files.touch()  # no folder can be written there
+    check([server.generate(**REQUESTS[1])], first[1:2])
+    server.flush()
+    assert came_back([server.generate(**REQUESTS[1])], "storage") == 0

@@ -62,7 +62,9 @@ class Scheduler:
     def __init__(self, *, smc: bool = True, paused: bool = False, running: bool = False) -> None:
         algorithm = "SMC" if smc else None
         self.server_args = SimpleNamespace(
-            speculative_algorithm=algorithm, speculative_token_map=None
+            hicache_storage_backend=None,
+            speculative_algorithm=algorithm,
+            speculative_token_map=None,
         )
         self._engine_paused = paused
         self.running_batch = SimpleNamespace(is_empty=lambda: not running)
