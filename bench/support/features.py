@@ -86,7 +86,7 @@ def _compared(answers: dict[str, Any]) -> dict[str, str]:
 
 
 def _said(found: Any, expected: Any, here: bool) -> str:
-    """Return "yes", why SMC refuses, or that SGLang does not run here, this error or other texts."""
+    """Return "yes", or why not."""
     if not isinstance(found, str):
         return "yes" if found == expected else "other texts"
     if refused := re.search(r"SMC .*?since (.+?)[.;]", found, re.DOTALL):
