@@ -3,6 +3,7 @@
     python bench/support                   the families that have no result yet
     python bench/support --only 'Gemma 2'  these again
     python bench/support --publish         write the results and the tables of docs/support.md
+    python bench/support --features        features of SGLang, beside its own EAGLE-3, and their table
 
 An engine that dies takes its process with it, so each runs in one of its own.
 """
@@ -211,7 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [family.name for family in FAMILIES]
     made.add_argument("--only", nargs="+", default=[], choices=names, metavar="FAMILY")
     made.add_argument("--publish", action="store_true", help="write results and the page")
+    made.add_argument("--features", action="store_true", help="features of SGLang, and their table")
     options = made.parse_args(argv)
+    if options.features:
+        from support.features import publish, run_features
+
+        return main_of(lambda: publish(run_features(options.output_dir)), GOES_ON)
     return main_of(lambda: run(options), GOES_ON)
 
 

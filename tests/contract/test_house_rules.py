@@ -108,16 +108,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1453,
+    "round_lines": 1464,
     "file_changes": 69,
     "types": 15,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_331,
-    "core_lines": 17_985,
-    "kernel_and_hook_lines": 6_077,
-    "bench_lines": 6_497,
-    "test_lines": 33_453,
+    "package_lines": 27_710,
+    "core_lines": 18_350,
+    "kernel_and_hook_lines": 6_123,
+    "bench_lines": 6_660,
+    "test_lines": 34_060,
     "page_words": 28_000,
     "glossary": 30,
 }
