@@ -95,7 +95,10 @@ def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
         slots = alloc_token_slots(tree, total)
     else:  # first the rest of a prompt's last page, whose slots are in order
         which, starts, ends = to_device(batch.device, host)
-        last = pool.req_to_token[which, starts - 1]
+        last = pool.req_to_token[which, starts - 1]  # of a page's rest; its end is any slot there
+        last = torch.where(
+            starts % batch.token_to_kv_pool_allocator.page_size == 0, starts - 1, last
+        )
         lengths = starts, host[1], ends, host[2]
         slots = alloc_paged_token_slots_extend(tree, *lengths, last, total)
     pool.write(to_device(batch.device, places).unbind(), slots.int())
@@ -134,9 +137,9 @@ def _allocated_after(req: Req, budget: Budget | None) -> int:
 def release_kv_cache(
     original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool
 ) -> None:
-    """Put a request's KV into the order of pages before its row is given back."""
+    """Put a request's KV into the order of pages before its row is given back, or its slots."""
     if active.order_pages is not None and holds_kv(req):
-        active.order_pages(req)
+        active.order_pages(req, keeps=checkpoint or req.session is not None)
     original(req, tree_cache, checkpoint=checkpoint)
 
 

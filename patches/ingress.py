@@ -78,7 +78,7 @@ def validate_request(
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
-        served = refusals.served(resolved(manager.server_args))
+        served = refusals.served_by(resolved(manager.server_args))
         config = check_request(obj, config_of(manager.server_args), served=served)
         refusals.check(config, manager.server_args)
         check_ids(input_ids, vocab_size)

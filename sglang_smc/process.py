@@ -21,7 +21,6 @@ from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.managers.schedule_batch import Req
 
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Active:
     monitor: Monitor | None = None  # in which rounds count; None before the worker is built
     measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
     memory: Table | None = None  # of `log_memory_report`; None before that
-    order_pages: Callable[["Req"], None] | None = None  # `SMCWorker.order_pages`; None for 1 slot
+    order_pages: Callable[..., None] | None = None  # `SMCWorker.order_pages`; None for 1 slot
     begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
     ranks: RankCheck = field(default_factory=RankCheck)
     # The options, behind the arguments that they were read from.

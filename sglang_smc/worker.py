@@ -257,8 +257,8 @@ class SMCWorker(WeightUpdates):
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
 
-    def order_pages(self, req: "Req") -> None:
-        """Move the KV of a request's output into the order of pages, if rounds have had its row."""
+    def order_pages(self, req: "Req", *, keeps: bool) -> None:
+        """Put a row that rounds have had into the order of pages, and move its KV if ``keeps``."""
         kv, page, end = upstream.kv_of(req), self.config.page_size, upstream.allocated(req)
         start = max(kv.cache_protected_len, len(req.origin_input_ids) // page * page)
         # Before the first round a row ends with its text, and is in order.
@@ -268,7 +268,8 @@ class SMCWorker(WeightUpdates):
         pools = [worker.model_runner.token_to_kv_pool for worker in workers]
         with self._after_rounds():
             row = self._tables.ledger.table[kv.req_pool_idx]
-            self._tables.ledger.order(row[start:end], kv.kv_committed_len - start, pools)
+            num_kept = kv.kv_committed_len - start if keeps else 0
+            self._tables.ledger.order(row[start:end], num_kept, pools)
 
     @contextmanager
     def _after_rounds(self) -> "Iterator[None]":

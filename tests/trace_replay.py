@@ -105,11 +105,14 @@ class Replay:
 
     def extend(self, record: RoundRecord, *, weighs: bool) -> None:
         kept = record.kept
-        whole = zip(self.texts, record.drafted, kept, strict=True)
-        drafted = [[*text, *tokens[:count]] for text, tokens, count in whole]
-        # Of verified rounds the winner alone goes on.
-        whose = range(len(kept)) if weighs else record.ancestors
-        keeps_all = all(kept[who] >= len(record.drafted[who]) for who in whose)
+        each = zip(self.texts, record.drafted, kept, strict=True)
+        drafted = [[*text, *tokens[:count]] for text, tokens, count in each]
+        whole = [count >= len(tokens) for count, tokens in zip(kept, record.drafted, strict=True)]
+        if weighs:  # of a particle's chains one keeps tokens
+            size = self.num_chains
+            keeps_all = all(any(whole[at : at + size]) for at in range(0, len(kept), size))
+        else:  # the winner alone goes on
+            keeps_all = all(whole[who] for who in record.ancestors)
         assert (record.cut == "none") == keeps_all
         handed = [drafted[who] for who in record.ancestors]
         assert all(len(record.drafted[who]) >= kept[who] for who in record.ancestors)

@@ -88,10 +88,10 @@ def _compared(answers: dict[str, Any]) -> dict[str, str]:
 
 def _said(found: Any, expected: Any, here: bool) -> str:
     """Return "yes", or why not."""
-    if not isinstance(found, str):
-        return "yes" if found == expected else "other texts"
-    if refused := re.search(r"SMC .*?since (.+?)[.;]", found, re.DOTALL):
+    if refused := isinstance(found, str) and re.search(r"SMC .*?since (.+?)(\. |$)", found, re.S):
         return f"refused: {refused[1]}"
+    if here and not isinstance(found, str):
+        return "yes" if found == expected else "other texts"
     return f"no: {found}" if here and "smc_cpu" not in found else "not here"
 
 
@@ -133,8 +133,9 @@ def _ask(engine: Any, asked: dict[str, Any]) -> list[list[int]]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's own words."""
-    return re.sub(r"^refused: |^\w+Error: ", "", str(error) or type(error).__name__)
+    """Return an error's own words, in a line."""
+    told = re.sub(r"^refused: |^\w+Error: ", "", str(error) or type(error).__name__)
+    return " ".join(told.replace("|", "/").split())
 
 
 RESULTS = PUBLISHED / "support" / "features.json"

@@ -3,7 +3,7 @@
     python bench/support                   the families that have no result yet
     python bench/support --only 'Gemma 2'  these again
     python bench/support --publish         write the results and the tables of docs/support.md
-    python bench/support --features        features of SGLang, beside its own EAGLE-3, and their table
+    python bench/support --features        features of SGLang with SMC and with its own EAGLE-3
 
 An engine that dies takes its process with it, so each runs in one of its own.
 """

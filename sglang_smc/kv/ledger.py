@@ -35,7 +35,7 @@ class Ledger:
         tails: ``[num_rows * N, W]`` int32, the particles' rows, of `kv.arena.tail_width`.
         num_particles: N.
         max_tail: the longest tail, in tokens; a tail of L tokens holds L slots.
-        num_slots: size of the KV pool, the padding slot 0 included.
+        num_slots: size of the KV pool, the padding page included.
 
     Where a method takes ``max_tail``, no tail of its batch is longer.
     """

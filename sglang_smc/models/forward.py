@@ -67,18 +67,18 @@ class ParticleForward:
         output = self._run(ForwardMode.TARGET_VERIFY, chains)
         return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
-    def of_tokens(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Copy what `chain_logits` has left in ``rows`` ``[R, ...]`` of a buffer, by token.
+    def of_tokens(self, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Copy what `chain_logits` has left in a buffer, by token.
 
         Args:
-            rows: of the model's batch, and more.
+            buffer: its first rows are those of the model's batch.
             slots: ``[G, N, C]`` of the chains.
 
         Returns:
             ``[G, N, C, ...]``.
         """
         merged = merge_rows(slots, last=False) if self._merges else None
-        found = rows[: slots.numel()].clone() if merged is None else rows[merged.results]
+        found = buffer[: slots.numel()].clone() if merged is None else buffer[merged.results]
         return found.unflatten(0, slots.shape)
 
     def init_from_prompt(self, batch: ScheduleBatch) -> None:

@@ -72,7 +72,14 @@ _TEXT_OF_IMAGES = {
 
 # Those of them that also run with images (`--enable-multimodal`): in rounds, which are all text, an
 # image has shifted rotary positions, if that.
-_SEEING = {name for name in _TEXT_OF_IMAGES if not name.startswith(("Pixtral", "Qwen3_5"))}
+_SEEING = {
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
 
 # Architectures with linear attention that have been run over particles.
 _RECURRENT = {

@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_smc import upstream
+from sglang_smc import __version__, upstream
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -61,12 +61,13 @@ def tensor_shapes(path: str) -> Shapes | str:
     return shapes or f"there are no *.safetensors in {path!r}"
 
 
-def _folder(path: str, revision: str | None = None) -> Path:
+def _folder(path: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    known = snapshot_download(path, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    return Path(known)
 
 
 # Arguments that KV depends on, beside checkpoints.
@@ -74,25 +75,26 @@ _OF_KV = (
     "dtype quantization quantization_param_path kv_cache_dtype modelopt_quant quantize_and_serve "
     "rl_quant_profile json_model_override_args context_length model_impl model_loader_extra_config "
     "custom_weight_loader decrypted_config_file decrypted_draft_config_file hicache_mem_layout "
-    "speculative_draft_model_quantization speculative_draft_kv_cache_dtype"
+    "speculative_draft_model_quantization speculative_draft_kv_cache_dtype attention_backend "
+    "prefill_attention_backend"
 )
 
 
 def name_of_kv(server_args: upstream.Arguments) -> str:
     """Return a digest that two servers share only if they compute the same KV from the same text.
 
-    It covers the files of checkpoints and adapters, by name, size and time of change.
+    It covers releases, and the files of checkpoints and adapters: names, sizes, times of change.
     """
-    view = upstream.resolved(server_args)
+    view, releases = upstream.resolved(server_args), (upstream.release(), __version__)
     draft = view.speculative_draft_model_path, view.speculative_draft_model_revision
     adapters = ((adapter.lora_path, None) for adapter in view.lora_paths or ())
     files = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for path, revision in ((view.model_path, view.revision), draft, *adapters)
-        for file in (sorted(_folder(path, revision).iterdir()) if path else ())
+        for file in (sorted(_folder(path, revision, view.download_dir).iterdir()) if path else ())
     ]
     given = [getattr(view, field) for field in _OF_KV.split()]
-    return hashlib.sha256(repr((files, given)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((releases, files, given)).encode()).hexdigest()[:16]
 
 
 def _shape(shapes: Shapes, name: str) -> Any:

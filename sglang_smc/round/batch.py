@@ -291,7 +291,7 @@ class Tables(NamedTuple):
 
         Args:
             req_to_token: ``[num_rows, width]``, SGLang's, the padding row included.
-            num_slots: size of the KV pool, the padding slot 0 included.
+            num_slots: size of the KV pool, the padding page included.
             vocab_size: V, of the target's logits.
         """
         num_rows, num_particles = len(req_to_token), config.num_particles

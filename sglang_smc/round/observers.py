@@ -120,8 +120,8 @@ class Traced(NamedTuple):
         if not config.weighs:
             winner = ancestors[0]
             return "none" if kept[winner] >= drafted[winner] else "verification"
-        size = len(ancestors)
-        if bool((kept[:size] >= drafted[:size]).all()):
+        keeps_all = (kept >= drafted)[: len(ancestors)].view(-1, config.num_chains)
+        if bool(keeps_all.any(1).all()):  # of a particle's chains one keeps tokens
             return "none"
         if config.extends:
             return "verification"

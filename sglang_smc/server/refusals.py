@@ -65,7 +65,7 @@ _SAMPLING = (
 )
 
 
-def served(server_args: Arguments) -> list[str]:
+def served_by(server_args: Arguments) -> list[str]:
     """Return the fields of requests that a server with these arguments takes, and others refuse."""
     by_flag = {
         "image_data": server_args.enable_multimodal,

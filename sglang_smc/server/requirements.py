@@ -240,6 +240,7 @@ def _storage_problems(view: Any) -> Iterator[str]:
         "--enable-hierarchical-cache": view.enable_hierarchical_cache,
         "--tp-size 1": view.tp_size == 1,  # of a draft beside latents rank 0's heads alone are kept
         "--load-format auto": view.load_format in ("auto", "safetensors"),
+        "no --enable-memory-saver": not view.enable_memory_saver,  # its weights come by updates
     }
     if lacking := [flag for flag, is_so in needed.items() if not is_so]:
         yield (

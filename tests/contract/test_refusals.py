@@ -113,6 +113,7 @@ def server_args(**changed: Any) -> Any:
     own = {"speculative_smc_ngram_weight": None, "enable_multimodal": None}
     own |= dict.fromkeys(("enable_return_routed_experts", "enable_hierarchical_cache"), False)
     own |= {"page_size": 1, "disaggregation_mode": "null", "hicache_storage_backend": None}
+    own |= {"enable_memory_saver": False}
     own |= {"tp_size": 1, "load_format": "auto"}
     return SimpleNamespace(**{**own, **meeting, **experts, **changed})
 
@@ -167,6 +168,7 @@ def test_a_storage_is_of_files_and_keeps_kv_of_both_models() -> None:
         ({"enable_hierarchical_cache": False}, "--enable-hierarchical-cache,"),
         ({"tp_size": 2}, "--tp-size 1,"),
         ({"load_format": "remote_instance"}, "--load-format auto,"),
+        ({"enable_memory_saver": True}, "no --enable-memory-saver,"),
     ):
         (problem,) = unmet(server_args(**{**with_files, **other}))
         assert problem.startswith("--hicache-storage-backend is ") and f"with {needed}" in problem
