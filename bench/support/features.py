@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from results import provenance
-from speed.remote import EngineError, running
+from speed.remote import EngineError, RefusedError, running
 from speed.runner import Clock, TimeUpError
 from study import PUBLISHED, REPOSITORY, write_between
 from support.run import ENGINE, NEW_TOKENS, PATIENCE, prompts
@@ -53,6 +53,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "`--enable-deterministic-inference`": {"enable_deterministic_inference": True},
     "`--enable-return-hidden-states`": {"enable_return_hidden_states": True},
 }
+REFUSED = "refused"
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 FIELDS: dict[str, dict[str, Any]] = {
     "log-probabilities": {"return_logprob": True, "top_logprobs_num": 3},
@@ -88,8 +89,8 @@ def _compared(answers: dict[str, Any]) -> dict[str, str]:
 
 def _said(found: Any, expected: Any, here: bool) -> str:
     """Return "yes", or why not."""
-    if refused := isinstance(found, str) and re.search(r"SMC .*?since (.+?)(\. |$)", found, re.S):
-        return f"refused: {refused[1]}"
+    if isinstance(found, str) and found.startswith(REFUSED):
+        return found
     if here and not isinstance(found, str):
         return "yes" if found == expected else "other texts"
     return f"no: {found}" if here and "smc_cpu" not in found else "not here"
@@ -102,8 +103,8 @@ def _fields(algorithm: str, folder: Path) -> dict[str, Any]:
         for field, asked in FIELDS.items():
             try:
                 found[field] = _ask(engine, asked)
-            except EngineError as error:
-                found[field] = _sentence(error)
+            except RefusedError:
+                found[field] = f"{REFUSED}, HTTP 400"
     return found
 
 
@@ -112,7 +113,9 @@ def _texts(algorithm: str, folder: Path, flags: dict[str, Any]) -> Any:
         with _engine(algorithm, folder, flags) as engine:
             return _ask(engine, {})
     except (EngineError, TimeUpError) as error:
-        return _sentence(error)
+        log = (folder / "engine.log").read_text(errors="replace")
+        refused = re.search(r"SMC cannot start.*?since (.+?)\.\s", log, re.DOTALL)
+        return f"{REFUSED}: {refused[1]}" if refused else _sentence(error)
 
 
 def _engine(algorithm: str, folder: Path, flags: dict[str, Any]) -> Any:
@@ -134,8 +137,7 @@ def _ask(engine: Any, asked: dict[str, Any]) -> list[list[int]]:
 
 def _sentence(error: Exception) -> str:
     """Return an error's own words, in a line."""
-    told = re.sub(r"^refused: |^\w+Error: ", "", str(error) or type(error).__name__)
-    return " ".join(told.replace("|", "/").split())
+    return " ".join(str(error).replace("|", "/").split()) or type(error).__name__
 
 
 RESULTS = PUBLISHED / "support" / "features.json"

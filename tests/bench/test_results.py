@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 from speed.remote import EngineError
 from steering.run import Steering, shown, summaries
 from study import PUBLISHED, REPOSITORY
-from support import run
+from support import features, run
 from support.families import FAMILIES
 from support.run import Trial
 
@@ -57,6 +57,8 @@ def test_pages_say_what_was_published() -> None:
     steered = Steering.report.read(PUBLISHED / "steering")
     assert summaries(shown(steered)) in pages["potentials"]
     assert run.tables(run.read(PUBLISHED / "support" / "support.json")) in pages["support"]
+    found = json.loads((PUBLISHED / "support" / "features.json").read_text())["features"]
+    assert features.table(found) in pages["support"]
     peer = json.loads((PUBLISHED / "steering" / "genlm_control.json").read_text())["rows"]
     for system in ("genlm-control", "sglang-smc"):
         mean, low, high, _ = peer[system]["tokens a second"]
