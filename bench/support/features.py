@@ -57,9 +57,7 @@ REFUSED = "refused"
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 FIELDS: dict[str, dict[str, Any]] = {
     "log-probabilities": {"return_logprob": True, "top_logprobs_num": 3},
-    "penalties, biases": {
-        "sampling_params": {"frequency_penalty": 0.5, "logit_bias": {"7": 2.0}},
-    },
+    "biases": {"sampling_params": {"logit_bias": {"7": 2.0}}},
     "JSON schemas": {"sampling_params": {"json_schema": SCHEMA}},
     "`stop_regex`": {"sampling_params": {"stop_regex": "[0-9]{2}"}},
     "input embeddings": {"input_embeds": [[0.1] * 256] * 3, "input_ids": None},
