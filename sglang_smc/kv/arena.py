@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from sglang_smc.options.request import Budget, apply_budget, config_of
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -86,12 +85,16 @@ def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int
 
 def end_of(config: SMCConfig, req: "Req") -> int:
     """Return where the arena of a running request with these options ends in its row, at least."""
+    from sglang_smc.upstream import kv_of  # which imports SGLang: the planner does without
+
     end = kv_of(req).kv_committed_len + arena(config, remaining(req))
     return end - end % config.page_size
 
 
 def num_new(config: SMCConfig, req: "Req") -> int:
     """Return the slots that a running request with these options takes for its next round."""
+    from sglang_smc.upstream import allocated
+
     owned = -(-allocated(req) // config.page_size) * config.page_size
     return max(0, end_of(config, req) - owned)
 
