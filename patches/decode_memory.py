@@ -91,14 +91,13 @@ def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
     host = torch.tensor(known, device="cpu").T  # [3, rows to fill]
     places = torch.stack(entries(*host))  # [2, total]
     total, pool, tree = places.shape[1], batch.req_to_token_pool, batch.tree_cache
-    if batch.token_to_kv_pool_allocator.page_size == 1:
+    page = batch.token_to_kv_pool_allocator.page_size
+    if page == 1:
         slots = alloc_token_slots(tree, total)
     else:  # first the rest of a prompt's last page, whose slots are in order
         which, starts, ends = to_device(batch.device, host)
         last = pool.req_to_token[which, starts - 1]  # of a page's rest; its end is any slot there
-        last = torch.where(
-            starts % batch.token_to_kv_pool_allocator.page_size == 0, starts - 1, last
-        )
+        last = torch.where(starts % page == 0, starts - 1, last)
         lengths = starts, host[1], ends, host[2]
         slots = alloc_paged_token_slots_extend(tree, *lengths, last, total)
     pool.write(to_device(batch.device, places).unbind(), slots.int())

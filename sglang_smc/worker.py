@@ -268,8 +268,8 @@ class SMCWorker(WeightUpdates):
         pools = [worker.model_runner.token_to_kv_pool for worker in workers]
         with self._after_rounds():
             row = self._tables.ledger.table[kv.req_pool_idx]
-            num_kept = kv.kv_committed_len - start if keeps else 0
-            self._tables.ledger.order(row[start:end], num_kept, pools)
+            num_kept = kv.kv_committed_len - start
+            self._tables.ledger.order(row[start:end], num_kept, pools if keeps else ())
 
     @contextmanager
     def _after_rounds(self) -> "Iterator[None]":
