@@ -14,6 +14,7 @@ engine nothing runs: a request is not validated as it comes, and its answer is t
 
 import pickle
 import random
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -90,6 +91,10 @@ class SteppedScheduler(Scheduler):
     def ingest_requests(self, stop_at_pause: bool = False) -> list:
         self.gracefully_exit = True  # read as the loop comes round
         return super().ingest_requests(stop_at_pause)
+
+    def on_idle(self) -> None:
+        super().on_idle()
+        time.sleep(0.001)  # for the threads that a pass without a batch waits for
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         """Retract whom a test names, by SGLang's own switch."""
@@ -264,7 +269,6 @@ class Server:
             requests: keywords of `send`.
             every: steps between two arrivals; 0 for all at once.
             aborted: indices of those that leave once they have ``after`` tokens.
-            after: see there.
         """
         replies, leaving = [], []
         for index, given in enumerate(requests):

@@ -154,8 +154,7 @@ def test_a_prefix_comes_back_from_files(
     second = server.play(REQUESTS[:3], aborted=LEAVING, after=3)
     assert came_back(second[::2], "storage") >= 2 * 48
     check([again, *second[::2]], [first[0], *first[:3:2]])
-    update = UpdateWeightFromDiskReqInput(model_path=target, load_format="auto")
-    refused = server.ask(update)
+    refused = server.ask(UpdateWeightFromDiskReqInput(model_path=target, load_format="auto"))
     assert (refused.success, "storage" in refused.message) == (False, True)
 
     server = start(**how, served_model_name="another", overlap=True)
