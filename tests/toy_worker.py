@@ -61,6 +61,7 @@ class SlotModel:
     """Stands in for `ParticleForward`: same calls, KV in the same slots."""
 
     attn_backend: Any = None
+    merges = True
     tails: torch.Tensor  # the particles' rows, set with the tables
 
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
@@ -75,8 +76,14 @@ class SlotModel:
         return self.chain_logits(chains)[:, :, -1]
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
-        self._tokens[chains.slots] = chains.tokens
-        return self.language.logits[self.contexts(chains)]
+        """As models in plain torch do, run the first row of each slot in place of the others."""
+        slots = chains.slots.flatten(1)  # [G, N * C]
+        itself = torch.arange(slots.shape[1], device=slots.device)
+        first = (slots.unsqueeze(1) == slots.unsqueeze(2)).byte().argmax(2).where(slots > 0, itself)
+        tokens = chains.tokens.flatten(1).gather(1, first)
+        self._tokens[chains.slots] = tokens.view_as(chains.tokens)
+        contexts = self.contexts(chains).flatten(1).gather(1, first)
+        return self.language.logits[contexts.view_as(chains.tokens)]
 
     def contexts(self, chains: Chains) -> torch.Tensor:
         """Contexts ``[G, N, C]`` of the texts up to each token of a chain."""

@@ -55,7 +55,7 @@ class ParticleForward:
             runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
-        self._merges = attention == "torch"
+        self.merges = attention == "torch"  # rows of one slot are run once
 
     def next_logits(self, chains: Chains) -> torch.Tensor:
         """Run chains, and return the logits ``[G, N, V]`` float32 after the last token of each."""
@@ -77,7 +77,7 @@ class ParticleForward:
         Returns:
             ``[G, N, C, ...]``.
         """
-        merged = merge_rows(slots, last=False) if self._merges else None
+        merged = merge_rows(slots, last=False) if self.merges else None
         found = buffer[: slots.numel()].clone() if merged is None else buffer[merged.results]
         return found.unflatten(0, slots.shape)
 
@@ -98,7 +98,7 @@ class ParticleForward:
 
     def _run(self, mode: ForwardMode, chains: Chains) -> Any:
         is_last = mode == ForwardMode.EXTEND
-        merged = merge_rows(chains.slots, last=is_last) if self._merges else None
+        merged = merge_rows(chains.slots, last=is_last) if self.merges else None
         batch = self._batch(mode, chains, merged)
         self._adapt(batch, chains, merged)
         with self._attending(chains, merged):

@@ -182,7 +182,7 @@ class RecurrentForward(ParticleForward):
         max_columns: int,
     ) -> None:
         super().__init__(runner, ledger.tails, attention, max_columns)
-        self._merges = False  # each particle has a state of its own
+        self.merges = False  # each particle has a state of its own
         tables = StateTables.of(
             runner.req_to_token_pool,
             num_particles=num_particles,

@@ -69,7 +69,7 @@ class EagleForward(ParticleForward):
             states: ``[G, N, C, F]`` hidden states before them.
         """
         self._states = states.flatten(0, 2)
-        merged = merge_rows(chains.slots, last=False) if self._merges else None
+        merged = merge_rows(chains.slots, last=False) if self.merges else None
         batch = self._batch(ForwardMode.EXTEND, chains, merged)
         self.attn_backend.ends_at = self.prompt_attention.ends_at
         try:

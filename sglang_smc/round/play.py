@@ -153,7 +153,7 @@ class Steps:
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
-        is_tree = divisors = None
+        is_tree = divisors = paths = None
         if batch.shape.branches:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
             is_tree, divisors = settings.branches, trees.log_divisors(ahead, texts.shape[1])
@@ -169,16 +169,19 @@ class Steps:
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, greedy, drawn)
             q = q if matches is None else matches.mixed(q)
-            tokens, log_q_of_tokens = q.sample(stratified)
+            tokens, scored = q.sample(stratified)
             if is_tree is not None and divisors is not None:
                 likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text, divisors[step])
                 tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
-                log_q_of_tokens = q.score(tokens)
+                scored = q.score(tokens)
+                if equal is not None and self.target.merges:
+                    mine = is_tree.unsqueeze(1) & ~population.ended
+                    tokens, scored, paths, equal = trees.prune(tokens, scored, paths, equal, mine)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
                 equal = self.ledger.share(*where, equal, tokens)
             drawn.append(tokens)
-            log_q.append(log_q_of_tokens)
+            log_q.append(scored)
             distributions.append(q)
             held = self.ops.keep_column(held, q.scores, coins, settings.num_steps, step)
         assert held is not None

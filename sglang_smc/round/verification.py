@@ -36,8 +36,10 @@ def verify(
     if drafts.q is None:
         found = verification.nothing(settings.num_steps)
     else:
-        sizes = drafts.tokens.shape, settings.num_steps, settings.num_particles
-        found = _verified(batch, drafts, p, *sizes)
+        num_steps = settings.num_steps
+        if batch.shape.branches and ops.kind == "torch":  # a pruned chain's rows are not its own
+            num_steps = num_steps.masked_fill(settings.branches, 0)
+        found = _verified(batch, drafts, p, drafts.tokens.shape, num_steps, settings.num_particles)
     kept = ops.keep(
         found,
         log_p,

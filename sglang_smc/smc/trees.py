@@ -7,9 +7,12 @@ are those of positive weight, and the round keeps columns as long as there is on
 an evidence threshold of 0). So the output is the target's own, whatever the tree.
 """
 
+import math
+
 import torch
 
 _STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the shipped pair
+_LOG_LEAST = math.log(0.02)  # a row that the target follows more seldom is not worth its time
 
 
 def log_divisors(ahead: torch.Tensor, num_chains: int) -> torch.Tensor:
@@ -39,3 +42,31 @@ def branch(scores: torch.Tensor, same_text: torch.Tensor, divisors: torch.Tensor
     rank = same_text.tril(-1).sum(2, keepdim=True)  # [G, N, 1] among the chains of its text
     which = largest.gather(2, rank).div(num_chains, rounding_mode="floor")
     return tokens.gather(2, which).squeeze(2)
+
+
+def prune(
+    tokens: torch.Tensor,
+    log_q: torch.Tensor,
+    paths: torch.Tensor | None,
+    equal: torch.Tensor,
+    is_tree: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give unlikely chains the first one's tokens, so that they share its rows from there on.
+
+    Their log q is inf there, and so their weight 0: the round keeps them up to there at most.
+
+    Args:
+        tokens, log_q: ``[G, N]`` of the chains' next tokens.
+        paths: ``[G, N]`` sums of log q before, of pruned chains -inf; None in the first column.
+        equal: ``[G, N, N]`` bool: whose rows are shared, an equivalence but for pruned chains.
+        is_tree: ``[G, N]`` bool: which chains are of trees.
+
+    Returns:
+        The first four: ``paths`` with ``log_q``, ``equal`` yet without ``tokens``.
+    """
+    paths = log_q if paths is None else paths + log_q
+    pruned = is_tree & (paths < _LOG_LEAST)
+    pruned = pruned & (torch.arange(pruned.shape[1], device=pruned.device) > 0)
+    tokens = torch.where(pruned, tokens[:, :1], tokens)
+    equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
+    return tokens, log_q.masked_fill(pruned, math.inf), paths.masked_fill(pruned, -math.inf), equal

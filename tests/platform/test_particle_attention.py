@@ -126,7 +126,7 @@ def test_particles_with_one_slot_are_run_once(name: str, num_columns: int) -> No
     parts["tails"][whole.particle_rows] = whole.tails[whole.particle_rows[:, copy]]
     given = whole._replace(starts=whole.starts[:, copy], present=whole.present[:, copy], **parts)
     alone, h = Harness(given), Harness(given)
-    alone.forward._merges = False
+    alone.forward.merges = False
     expected = alone.run(name)
     assert torch.allclose(h.run(name), expected, atol=1e-6)
     assert len(h.model.tokens) < len(alone.model.tokens)

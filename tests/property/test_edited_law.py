@@ -120,9 +120,14 @@ def test_a_power_of_the_edited_target_is_what_texts_are_weighed_by(name: str) ->
 
 @pytest.mark.parametrize("chosen", [{}, {"power": 2.0}, {"mode": "exact"}], ids=str)
 def test_greedy_requests_get_the_likeliest_text(chosen: dict[str, Any]) -> None:
+    """Beside sampled ones, and where the target follows drafts that are pruned: of four tokens."""
+    logits = torch.randn(TARGET.logits.shape, generator=torch.Generator().manual_seed(0))
+    logits[:, EOS] -= 3.0
+    pair = target, _ = Language(logits), Language(0.1 * TARGET.logits)
     text: list[int] = []
-    while len(text) < LENGTH and EOS not in text:
-        text.append(int(TARGET.after(tuple(text)).argmax()))
-    outcome = run(3, "greedy", num_runs=5, chosen=(chosen,))
-    assert outcome.outputs.tolist() == [text + [EOS] * (LENGTH - len(text))] * 5
-    assert outcome.log_evidence.abs().max() < 1e-9
+    while len(text) < 200 and EOS not in text:
+        text.append(int(target.after(tuple(text)).argmax()))
+    more = {"num_steps": 6, "limit": len(text), "asked": (ASKED["greedy"], {})}
+    outcome = run(16, "greedy", pair, num_runs=2, chosen=(chosen,), **more)
+    assert outcome.outputs[0].tolist() == text
+    assert abs(outcome.log_evidence[0]) < 1e-9
