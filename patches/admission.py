@@ -15,6 +15,7 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
+from sglang_smc.state.request import num_new
 
 PATCHES = Hooks(retire_when="Admission asks the algorithm what a request reserves.")
 
@@ -32,7 +33,7 @@ def init_budget(original: Callable, adder: PrefillAdder, *args: Any, **kwargs: A
         return
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        arena.num_new(arena.sizes_of(config, req, active.budget), req)
+        num_new(arena.sizes_of(config, req, active.budget), req)
         for req in running
         if upstream.holds_kv(req)  # else it has finished and waits to be filtered out
     )

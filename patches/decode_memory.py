@@ -15,12 +15,11 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_smc.cpu.trees import spans as entries
-from sglang_smc.kv import arena
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import Budget
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.request import find_state, shared_ids, state_of
+from sglang_smc.state.request import arena_end, find_state, num_new, shared_ids, state_of
 from sglang_smc.upstream import NEWEST, allocated, holds_kv, kv_of, owner_of_slots
 
 PATCHES = Hooks()
@@ -78,7 +77,7 @@ def _num_free(batch: ScheduleBatch) -> int:
 
 def _num_new(reqs: list[Req], budget: Budget | None) -> int:
     """Return the KV slots that a round on ``budget`` takes beside those that are owned."""
-    return sum(arena.num_new(state_of(req).span(budget), req) for req in reqs)
+    return sum(num_new(state_of(req).span(budget), req) for req in reqs)
 
 
 def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
@@ -121,7 +120,7 @@ def tokens_required(
 
 def _allocated_after(req: Req, budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by commits, not by freeing slots.
-    return max(allocated(req), arena.end_of(state_of(req).span(budget), req))
+    return max(allocated(req), arena_end(state_of(req).span(budget), req))
 
 
 @PATCHES.on(

@@ -80,8 +80,7 @@ class SlotModel:
         slots = chains.slots.flatten(1)  # [G, N * C]
         itself = torch.arange(slots.shape[1], device=slots.device)
         first = (slots.unsqueeze(1) == slots.unsqueeze(2)).byte().argmax(2).where(slots > 0, itself)
-        tokens = chains.tokens.flatten(1).gather(1, first)
-        self._tokens[chains.slots] = tokens.view_as(chains.tokens)
+        self._tokens[slots] = chains.tokens.flatten(1).gather(1, first)
         contexts = self.contexts(chains).flatten(1).gather(1, first)
         return self.language.logits[contexts.view_as(chains.tokens)]
 

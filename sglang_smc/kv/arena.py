@@ -83,22 +83,6 @@ def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int
     return arena(sizes_of(server, req, budget), remaining(req))
 
 
-def end_of(config: SMCConfig, req: "Req") -> int:
-    """Return where the arena of a running request with these options ends in its row, at least."""
-    from sglang_smc.upstream import kv_of  # which imports SGLang: the planner does without
-
-    end = kv_of(req).kv_committed_len + arena(config, remaining(req))
-    return end - end % config.page_size
-
-
-def num_new(config: SMCConfig, req: "Req") -> int:
-    """Return the slots that a running request with these options takes for its next round."""
-    from sglang_smc.upstream import allocated
-
-    owned = -(-allocated(req) // config.page_size) * config.page_size
-    return max(0, end_of(config, req) - owned)
-
-
 def longest(config: SMCConfig, num_slots: int, limit: int) -> int:
     """Return the tokens of the longest request that a pool admits, at most ``limit``.
 

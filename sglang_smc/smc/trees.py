@@ -66,7 +66,7 @@ def prune(
     """
     paths = log_q if paths is None else paths + log_q
     pruned = is_tree & (paths < _LOG_LEAST)
-    pruned = pruned & (torch.arange(pruned.shape[1], device=pruned.device) > 0)
+    pruned[:, 0] = False
     tokens = torch.where(pruned, tokens[:, :1], tokens)
     equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
     return tokens, log_q.masked_fill(pruned, math.inf), paths.masked_fill(pruned, -math.inf), equal

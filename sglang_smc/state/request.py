@@ -29,7 +29,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_smc.kv.arena import remaining
+from sglang_smc.kv.arena import arena, remaining
 from sglang_smc.options.policy import Dial
 from sglang_smc.options.request import Budget, RequestConfig, apply_budget, config_of, union
 from sglang_smc.options.server import SMCConfig
@@ -44,7 +44,7 @@ from sglang_smc.state.metrics import META_PREFIX, Counters, finite, meta_info, z
 from sglang_smc.state.population import Population, TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import Start, stop_tokens
-from sglang_smc.upstream import kv_of
+from sglang_smc.upstream import allocated, kv_of
 
 
 def deliver(
@@ -448,6 +448,18 @@ def particles_of(req: Req, population: Population, group: int) -> list[dict[str,
         for tail, weight, log_weight, present in rows
         if present
     ]
+
+
+def arena_end(config: SMCConfig, req: Req) -> int:
+    """Return where the arena of a running request with these options ends in its row, at least."""
+    end = kv_of(req).kv_committed_len + arena(config, remaining(req))
+    return end - end % config.page_size
+
+
+def num_new(config: SMCConfig, req: Req) -> int:
+    """Return the slots that a running request with these options takes for its next round."""
+    owned = -(-allocated(req) // config.page_size) * config.page_size
+    return max(0, arena_end(config, req) - owned)
 
 
 def publish(req: Req) -> None:

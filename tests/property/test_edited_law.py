@@ -118,15 +118,23 @@ def test_a_power_of_the_edited_target_is_what_texts_are_weighed_by(name: str) ->
     assert_properly_weighted(outcome, edited_law(name), power=2.0)
 
 
+def likeliest_text(target: Any, limit: int) -> list[int]:
+    text: list[int] = []
+    while len(text) < limit and EOS not in text:
+        text.append(int(target.after(tuple(text)).argmax()))
+    return text
+
+
 @pytest.mark.parametrize("chosen", [{}, {"power": 2.0}, {"mode": "exact"}], ids=str)
 def test_greedy_requests_get_the_likeliest_text(chosen: dict[str, Any]) -> None:
-    """Beside sampled ones, and where the target follows drafts that are pruned: of four tokens."""
-    logits = torch.randn(TARGET.logits.shape, generator=torch.Generator().manual_seed(0))
-    logits[:, EOS] -= 3.0
-    pair = target, _ = Language(logits), Language(0.1 * TARGET.logits)
-    text: list[int] = []
-    while len(text) < 200 and EOS not in text:
-        text.append(int(target.after(tuple(text)).argmax()))
+    """Alone; and beside a sampled one, where the target follows some of the pruned drafts."""
+    text = likeliest_text(TARGET, LENGTH)
+    outcome = run(3, "greedy", num_runs=5, chosen=(chosen,))
+    assert outcome.outputs.tolist() == [text + [EOS] * (LENGTH - len(text))] * 5
+    assert outcome.log_evidence.abs().max() < 1e-9
+    target = Language(TARGET.logits - torch.tensor([0.0, 0.0, 3.0]))  # seldom ends
+    pair = target, Language(0.1 * TARGET.logits.roll(1, 0))  # four tokens have less than 2 %
+    text = likeliest_text(target, 200)
     more = {"num_steps": 6, "limit": len(text), "asked": (ASKED["greedy"], {})}
     outcome = run(16, "greedy", pair, num_runs=2, chosen=(chosen,), **more)
     assert outcome.outputs[0].tolist() == text

@@ -22,6 +22,7 @@ from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import admission
+from sglang_smc.state.request import arena_end, num_new
 from sglang_smc.worker import SMCWorker
 
 configs = st.builds(
@@ -68,12 +69,12 @@ def test_a_round_leaves_whole_pages_with_room_for_it_and_takes_none_beside(
         asked.kv_committed_len = asked.kv_allocated_len = length
         asked.output_ids = output
         needed = arena.arena(config, arena.remaining(asked)) - (page - 1)
-        end, new = arena.end_of(config, asked), arena.num_new(config, asked)
+        end, new = arena_end(config, asked), num_new(config, asked)
         assert end % page == new % page == 0
         assert needed <= end - asked.kv_committed_len < needed + page
         assert 0 <= end - new - asked.kv_committed_len < page
         asked.kv_allocated_len = end
-        assert arena.num_new(config, asked) == 0
+        assert num_new(config, asked) == 0
 
 
 @quick
