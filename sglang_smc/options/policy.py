@@ -183,6 +183,7 @@ class Policy:
         self._budgets = budgets(top)
         self._kept = Kept()
         self._num_rounds = 0
+        self._considered = 0  # running requests when a budget was last considered
 
     def learn(self, budget: Budget, num_kept: int) -> None:
         """Count the draft tokens that one request's round kept, with N and K of ``budget``."""
@@ -198,14 +199,17 @@ class Policy:
     ) -> None:
         """Set the budget of the next rounds; called once per round.
 
+        Another is considered every `_PERIOD` rounds, and once the load has doubled.
+
         Args:
             batch_size: running requests.
             widest: the most particles, and the most steps, of any of them.
             fits: returns whether there is memory for a budget.
         """
         self._num_rounds += 1
-        if self._num_rounds % _PERIOD:
+        if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
+        self._considered = batch_size
         best, now = self.best(batch_size, widest), self.budget
         rates = self._rates((best, now), batch_size, widest)
         stays = best.num_particles <= now.num_particles and rates[now] >= _LEFT * rates[best]

@@ -128,8 +128,10 @@ def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
 
 def test_a_budget_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
     policy = Policy(TOP, roofline(free=256))
-    seen = rounds(policy, 512, 40)
-    assert seen[:PATIENT] == [TOP] * PATIENT and seen[-1] == OFF
+    crowd = rounds(policy, 64, PATIENT)
+    assert crowd == [TOP] + [Budget(1, 4)] * (PATIENT - 1), "at once where the load has doubled"
+    seen = rounds(policy, 120, 40)
+    assert seen[:PATIENT] == [Budget(1, 4)] * PATIENT and seen[-1] == Budget(1, 1)
     assert len(list(itertools.groupby(seen))) == 2, "one change, and it stays"
 
 
