@@ -166,7 +166,7 @@ def scraper(scraping: dict[str, Prometheus], request: pytest.FixtureRequest) -> 
     return scraping[request.param]
 
 
-@pytest.mark.parametrize(("queries", "least"), [(queries_of_dashboard, 26), (queries_of_page, 5)])
+@pytest.mark.parametrize(("queries", "least"), [(queries_of_dashboard, 26), (queries_of_page, 4)])
 def test_each_query_has_data(
     scraper: Prometheus, queries: Callable[[], list[str]], least: int
 ) -> None:
