@@ -209,10 +209,8 @@ def _check_params(params: Any, vocab_size: int) -> None:
         raise ValueError(f"n is None; allowed: 1 to {MAX_SAMPLES}. Leave it out.")
     _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
     stops = params.get("stop_token_ids") or (0,)
-    # Others are never drawn, but with a least length SGLang indexes with all, unchecked.
-    allowed = range(vocab_size if params.get("min_new_tokens") else 2**31)
-    for token in (min(stops), max(stops)):
-        _check_ranges({"stop_token_ids": token}, {"stop_token_ids": allowed})
+    for token in (min(stops), max(stops)):  # SGLang indexes with all, unchecked
+        _check_ranges({"stop_token_ids": token}, {"stop_token_ids": range(vocab_size)})
     penalty = params.get("repetition_penalty")
     if penalty is not None and 0 < penalty < LEAST_PENALTY:  # SGLang checks the rest
         raise ValueError(
