@@ -13,10 +13,16 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_smc.guard.prompt_length import check_texts
-from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
+from sglang_smc.guard.validation import (
+    check_fields,
+    check_form,
+    check_ids,
+    check_labels,
+    drop_foreign_stops,
+)
 from sglang_smc.patches.weights import released
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import presets, refusals, routes
+from sglang_smc.server import presets, refusals, routes, streams
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.refusals import check_logprobs, check_request, check_trace
 from sglang_smc.state.metrics import META_PREFIX
@@ -51,12 +57,16 @@ def generate_request(
     _check_memory(manager)
     refusals.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
+    drop_foreign_stops(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     known = presets.of(server_args), manager.lora_ref_cache
     presets.put_in_place(obj, *known, config_of(server_args))
     refusals.pack(obj)
-    return routes.hand_back(original(manager, obj, request), obj, request)
+    answers = routes.hand_back(original(manager, obj, request), obj, request)
+    if streams.is_parsed(manager, obj, request):
+        return streams.token_by_token(answers, manager, obj)
+    return answers
 
 
 def _check_memory(manager: TokenizerManager) -> None:

@@ -44,7 +44,8 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
     The look for an end is skipped where a round emitted no token, or one that may still change.
-    The log-probability that SGLang counts as sent with no token is taken back. A request ends
+    The log-probability that SGLang counts as sent with no token is taken back, and one that goes
+    with no token is not sent. A request ends
     whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
     is not shown. Tokens and time between chunks of streams are measured. A finished request's
     totals reach the streamer as customized_info.
@@ -67,6 +68,8 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
         if req.finished() and not state.has_ended:
             state.has_ended = True
             monitor.end_answer(state.answer())
+    if req.sampling_params.max_new_tokens == 0:  # SGLang sends one of its prefill's token
+        req.send_output_token_logprobs_offset = 1
     publish(req)
 
 

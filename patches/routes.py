@@ -1,6 +1,5 @@
 """Carry SMC's settings and results through SGLang's HTTP routes (`server/routes.py`)."""
 
-import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -10,8 +9,6 @@ from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
-from sglang.srt.function_call.core_types import ToolCallItem
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
@@ -283,24 +280,3 @@ def ollama_tags(original: Callable, serving: OllamaServing) -> Any:
                 found.models[0].model_copy(update={"name": tagged, "model": tagged})
             )
     return found
-
-
-# Tool calls in streams.
-
-_PIECES = re.compile(r"\w+|\W")
-
-
-@PATCHES.on(
-    "sglang.srt.function_call.function_call_parser.FunctionCallParser.parse_stream_chunk",
-    "srt/function_call/function_call_parser.py:223 (parses one chunk)",
-    why="A round emits several tokens at once. SGLang's parsers return at most one part of a "
-    "call for a chunk: one that comes whole loses its arguments, or its name, too.",
-    retire_when="SGLang's parsers return all parts of the calls that a chunk completes.",
-)
-def parse_stream_chunk(
-    original: Callable, parser: FunctionCallParser, chunk_text: str
-) -> tuple[str, list[ToolCallItem]]:
-    """Parse a streamed chunk word by word for tool calls, in pieces no longer than tokens."""
-    pieces = _PIECES.findall(chunk_text) or [chunk_text]
-    texts, calls = zip(*(original(parser, piece) for piece in pieces), strict=True)
-    return "".join(texts), [call for some in calls for call in some]

@@ -29,7 +29,7 @@ def register() -> None:
     if refusal is None:
         _register_algorithm()
         _install_flags()
-        _keep_drafts_whole()
+        _install_early()
         return
     _register_refusal(refusal)
     # So that a command line with SMC's flags is parsed, and then refused. Where the flags cannot be
@@ -77,12 +77,17 @@ def _install_flags() -> None:
     hooks.register(hooks.collect(hooks.FLAGS))
 
 
-def _keep_drafts_whole() -> None:
-    """Register the hooks on a scheduler's model configurations, read before the worker is built."""
+def _install_early() -> None:
+    """Register the hooks of processes that have no later call: by the modules that they load.
+
+    A scheduler reads its models' configurations before it builds the worker.
+    """
     from sglang_smc.server import hooks
 
     if "sglang.srt.configs.model_config" in sys.modules:
         hooks.register(hooks.collect(hooks.DRAFTS))
+    if "sglang.srt.managers.detokenizer_manager" in sys.modules:
+        hooks.register(hooks.collect(hooks.DETOKENIZER))
 
 
 # For development against another SGLang. A hook without its target still prevents a start.

@@ -107,7 +107,23 @@ def check_form(request: GenerateReqInput, vocab_size: int) -> None:
     for ids in _prompts(request.input_ids):
         check_ids(ids, vocab_size)
     for params in _each(request.sampling_params):
-        _check_params(params, vocab_size)
+        _check_params(params)
+
+
+def drop_foreign_stops(request: GenerateReqInput, vocab_size: int) -> None:
+    """Leave stop tokens outside the vocabulary out of a valid request.
+
+    They are never drawn, and SGLang indexes logits with them, unchecked. The caller's objects are
+    not modified.
+    """
+
+    def known(params: dict[str, Any]) -> dict[str, Any]:
+        stops = params.get("stop_token_ids") or ()
+        return {**params, "stop_token_ids": [one for one in stops if one in range(vocab_size)]}
+
+    params: Any = request.sampling_params
+    is_batch = isinstance(params, list)
+    request.sampling_params = [*map(known, params)] if is_batch else known(params or {})
 
 
 def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
@@ -201,16 +217,13 @@ def _check_text(text: Any) -> None:
         ) from None
 
 
-def _check_params(params: Any, vocab_size: int) -> None:
+def _check_params(params: Any) -> None:
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
     _convert("sampling_params", params, _Params)
     if params.get("n", 1) is None:  # SGLang compares it
         raise ValueError(f"n is None; allowed: 1 to {MAX_SAMPLES}. Leave it out.")
     _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
-    stops = params.get("stop_token_ids") or (0,)
-    for token in (min(stops), max(stops)):  # SGLang indexes with all, unchecked
-        _check_ranges({"stop_token_ids": token}, {"stop_token_ids": range(vocab_size)})
     penalty = params.get("repetition_penalty")
     if penalty is not None and 0 < penalty < LEAST_PENALTY:  # SGLang checks the rest
         raise ValueError(

@@ -40,6 +40,12 @@ DRAFTS = Group(
     "whether SMC is selected or not; by `algorithm.validate_server_args` in the process that "
     "starts an SMC server.",
 )
+DETOKENIZER = Group(
+    ("detokenizer",),
+    where="In the process of an SMC server that turns tokens into text",
+    when="By `plugin.register`, where SGLang's detokenizer is loaded, whether SMC is selected or "
+    "not.",
+)
 SMC = Group(
     (
         "ingress",
@@ -77,7 +83,7 @@ CPU_RECURRENT = Group(
     where="In processes that run a model with linear attention on the platform `smc_cpu`",
     when="By the hook on `attn_backend_wrapper`, once the model is loaded.",
 )
-GROUPS = (FLAGS, DRAFTS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION, CPU_RECURRENT)
+GROUPS = (FLAGS, DRAFTS, DETOKENIZER, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION, CPU_RECURRENT)
 
 # The source in SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

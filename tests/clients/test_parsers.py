@@ -1,22 +1,18 @@
 """Reasoning and tool calls on the chat route: parsers read the text that particles agree on."""
 
-import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import torch
 from http_server import Server, running_server
-from sglang.srt.entrypoints.openai.protocol import Tool
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from tiny_models import make_tiny_model, smc_arguments
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from sglang_smc.patches.routes import parse_stream_chunk
 
 pytestmark = pytest.mark.engine
 
@@ -26,9 +22,11 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + START
 REASONING = ["it", "is", "about", "the", "weather"]
 SAID = ["I", "will", "look", "out"]
 ARGUMENTS = {"city": "Paris", "days": 3}
-CALL = ['{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",', '"days":', "3}}"]
-WORDS = ["<think>", *REASONING, "</think>", *SAID, "<tool_call>", *CALL, "</tool_call>"]
-CONTENT = " ".join(SAID)
+CALL = ["<tool_call>", '{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",']
+CALL += ['"days":', "3}}", "</tool_call>"]
+CALLS = [*CALL, *(f"{word} " for word in CALL)]  # twice, in other tokens
+BEHIND = ["and", "then", "answer"]
+WORDS = ["<think>", *REASONING, "</think>", *SAID, *CALLS, *BEHIND]
 PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}}
 FORECAST = {"name": "forecast", "parameters": {"type": "object", "properties": PARAMETERS}}
 TOOL = {"type": "function", "function": FORECAST}
@@ -79,42 +77,47 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-Told = tuple[list[str], str, str, dict[str, Any], set[str]]
-TOLD: Told = (REASONING, CONTENT, "forecast", ARGUMENTS, {"tool_calls"})
+Call = tuple[str, dict[str, Any]]  # a tool's name, its arguments
+BOTH: list[Call] = [("forecast", ARGUMENTS)] * 2
 
 
-def told_apart(choices: list[Any]) -> Told:
-    """Reasoning, content, a call's name and arguments, and why they end, of parts of a message."""
-    reasoning, content, name, arguments = "", "", "", ""
+def parts_of(choices: list[Any]) -> tuple[list[str], list[str], list[Call], set[str]]:
+    """Reasoning, content, calls, and why they end, of a message or of a stream's chunks."""
+    reasoning, content, calls = "", "", {}
     for choice in choices:
         part = choice.delta if hasattr(choice, "delta") else choice.message
         reasoning += getattr(part, "reasoning_content", None) or ""
         content += part.content or ""
-        for call in part.tool_calls or []:
-            name += call.function.name or ""
-            arguments += call.function.arguments or ""
+        for i, call in enumerate(part.tool_calls or []):
+            written = calls.setdefault(i if hasattr(choice, "message") else call.index, ["", ""])
+            written[0] += call.function.name or ""
+            written[1] += call.function.arguments or ""
     reasons = {choice.finish_reason for choice in choices} - {None}
-    return reasoning.split(), content.strip(), name, json.loads(arguments), reasons
+    made = [(name, json.loads(arguments)) for name, arguments in calls.values()]
+    return reasoning.split(), content.split(), made, reasons
 
 
-def test_reasoning_and_calls_are_told_apart_whole_and_streamed(client: openai.OpenAI) -> None:
-    """A chunk may bring several tokens at once, and end within a marker's neighbourhood."""
+def test_chats_have_reasoning_and_calls_whole_and_streamed(client: openai.OpenAI) -> None:
+    """SGLang's parser keeps text behind calls in streams alone."""
     asked: dict[str, Any] = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "seed": 1}
-    assert told_apart(client.chat.completions.create(**asked).choices) == TOLD
+    whole = parts_of(client.chat.completions.create(**asked).choices)
+    assert whole == (REASONING, SAID, BOTH, {"tool_calls"})
     chunks = client.chat.completions.create(**asked, stream=True)
-    assert told_apart([chunk.choices[0] for chunk in chunks]) == TOLD
+    streamed = parts_of([chunk.choices[0] for chunk in chunks])
+    assert streamed == (REASONING, SAID + BEHIND, BOTH, {"tool_calls"})
 
 
-def test_a_call_survives_chunks_of_any_length() -> None:
-    """Stock parsers lose arguments, and the name, of a call that comes in one chunk."""
-    text = " ".join(WORDS[len(REASONING) + 2 :])
-    for cut in range(len(text)):
-        parser = FunctionCallParser([Tool(**TOOL)], "hermes")
-        found = [
-            parse_stream_chunk(inspect.unwrap(FunctionCallParser.parse_stream_chunk), parser, chunk)
-            for chunk in (text[:cut], text[cut:])
-        ]
-        assert "".join(normal for normal, _ in found).strip() == CONTENT
-        calls = [call for _, some in found for call in some]
-        assert "".join(call.name or "" for call in calls) == "forecast"
-        assert json.loads("".join(call.parameters for call in calls)) == ARGUMENTS
+def test_messages_keep_the_order_of_text_and_calls(server: Server) -> None:
+    """Red if text that comes in one chunk with the end of a call goes first: it ends the call."""
+    client = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
+    tool = {"name": "forecast", "input_schema": FORECAST["parameters"]}
+    asked: Any = {"model": "m", "messages": [QUESTION], "tools": [tool], "max_tokens": 60}
+    for _ in range(4):
+        with client.messages.stream(**asked) as stream:
+            made = stream.get_final_message().content
+        blocks = [block for block in made if block.type != "text" or block.text.strip()]
+        assert [block.type for block in blocks] == ["thinking", "text", *["tool_use"] * 2, "text"]
+        thinking, said, first, second, behind = blocks
+        assert first.input == second.input == ARGUMENTS
+        assert (thinking.thinking.split(), said.text.split()) == (REASONING, SAID)
+        assert behind.text.split() == BEHIND

@@ -138,6 +138,7 @@ def test_prompts_are_scored_with_and_without_generation(server: Server, target: 
     fields = {"return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": TOP}
     requests = [asked(fields=fields, max_new_tokens=size) | {"input_ids": whole} for size in (0, 7)]
     scored, generated = (answer["meta_info"] for answer in server.generate(requests))
+    assert [len(info["output_token_logprobs"]) for info in (scored, generated)] == [0, 7]
     plain = {"input_ids": whole[:2], "sampling_params": {"temperature": 1.0}}
     wanted = target.log_probs(plain, whole[2:])
     for info in (scored, generated):

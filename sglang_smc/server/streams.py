@@ -1,0 +1,125 @@
+"""Split a stream's chunks at their tokens, for SGLang's parsers of tool calls.
+
+A round emits several tokens at once, and the parsers are written for one token a chunk: they return
+at most one part of a call for a chunk, and look for some markers in chunks that begin with them.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.patch_tokenizer import decode_without_hf_kwargs
+from transformers import PreTrainedTokenizerBase
+
+from sglang_smc.upstream import resolved
+
+_WITHOUT_PARSERS = ("/generate", "/completions")
+"""How the paths of routes end that parse no tool calls; `/chat/completions` does."""
+
+Decode = Callable[[list[int]], str]
+
+
+def is_parsed(manager: TokenizerManager, obj: GenerateReqInput, request: Any) -> bool:
+    """Return whether a request's answer is a stream that SGLang searches for tool calls."""
+    if not (obj.stream and isinstance(request, Request)):
+        return False
+    path = request.url.path.replace("/chat/completions", "/chat")
+    has_parser = resolved(manager.server_args).tool_call_parser is not None
+    return has_parser and not path.endswith(_WITHOUT_PARSERS)
+
+
+async def token_by_token(
+    answers: AsyncIterator[dict[str, Any]], manager: TokenizerManager, obj: GenerateReqInput
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield a stream's answers as a server yields them that emits one token at a time.
+
+    Args:
+        answers: with `text`, `output_ids`, `meta_info` and, of parallel samples, `index`.
+    """
+    assert isinstance(obj.sampling_params, dict), "a chat is a single request"
+    decode = decoder(manager.tokenizer, obj.sampling_params)
+    samples: dict[int, Splitter] = {}
+    async for answer in answers:
+        sample = samples.setdefault(
+            answer.get("index", 0), Splitter(decode, manager.incremental_streaming_output)
+        )
+        for part in sample.split(answer):
+            yield part
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase, params: dict[str, Any]) -> Decode:
+    """Return a function from token ids to text, as SGLang's detokenizer decodes a request's."""
+    skip = params.get("skip_special_tokens", True)
+    if not tokenizer.is_fast:  # such as tiktoken's, which take no more arguments
+        return partial(decode_without_hf_kwargs, tokenizer, skip_special_tokens=skip)
+    spaces = params.get("spaces_between_special_tokens", True)
+    return partial(tokenizer.decode, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+
+
+class Splitter:
+    """Split the answers of one sample's stream at its tokens.
+
+    The parts of an answer always add up to its text. Only where they are cut is decoded here.
+    """
+
+    def __init__(self, decode: Decode, incremental: bool) -> None:
+        """Start a stream.
+
+        Args:
+            decode: of `decoder`.
+            incremental: whether an answer has what is new (`--incremental-streaming-output`), or
+                all so far.
+        """
+        self._decode, self._incremental = decode, incremental
+        self._num_tokens = self._length = 0  # of what has been yielded; characters
+        self._ids: list[int] = []  # what the next tokens are decoded behind, and open ones
+        self._num_decoded = 0  # of these, tokens whose characters are complete
+        self._num_characters = 0  # of the whole text, up to there
+
+    def split(self, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield an answer in parts that end with a token each; the last has its finish reason."""
+        left_out = (self._num_tokens, self._length) if self._incremental else (0, 0)
+        new = answer["output_ids"][self._num_tokens - left_out[0] :]
+        end = left_out[1] + len(answer["text"])
+        for token in new[:-1]:
+            length = min(max(self._complete(token), self._length), end)
+            part = self._part(answer, left_out, self._num_tokens + 1, length)
+            yield {**part, "meta_info": _not_finished(answer["meta_info"], self._num_tokens)}
+        for token in new[-1:]:
+            self._complete(token)
+        yield self._part(answer, left_out, left_out[0] + len(answer["output_ids"]), end)
+
+    def _part(
+        self, answer: dict[str, Any], left_out: tuple[int, int], num_tokens: int, length: int
+    ) -> dict[str, Any]:
+        """Return what an answer has of a sample's first tokens and characters."""
+        first, begin = (self._num_tokens, self._length) if self._incremental else (0, 0)
+        self._num_tokens, self._length = num_tokens, length
+        ids, text = answer["output_ids"], answer["text"]
+        return {
+            **answer,
+            "output_ids": ids[first - left_out[0] : num_tokens - left_out[0]],
+            "text": text[begin - left_out[1] : length - left_out[1]],
+        }
+
+    def _complete(self, token: int) -> int:
+        """Return how many characters of the text are complete with the next token."""
+        self._ids.append(token)
+        before = self._decode(self._ids[: self._num_decoded])
+        added = self._decode(self._ids)[len(before) :]
+        complete = added.rstrip("�")
+        length = self._num_characters + len(complete)
+        if complete and complete == added:
+            self._ids = self._ids[self._num_decoded :]
+            self._num_decoded, self._num_characters = len(self._ids), length
+        return length
+
+
+def _not_finished(meta_info: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Return an answer's meta_info as it stood at an earlier token."""
+    names = ("completion_tokens", "output_token_logprobs_length")
+    counts = {name: min(meta_info[name], num_tokens) for name in names if name in meta_info}
+    return {**meta_info, **counts, "finish_reason": None}

@@ -1,0 +1,180 @@
+"""Streams of several tokens a chunk: a character is sent once, and a parser sees single tokens."""
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+from tool_formats import FORMATS, Call, answer, tokens_of
+
+from sglang_smc.patches.detokenizer import keep_sent
+from sglang_smc.server.streams import Splitter
+from sglang_smc.upstream import IS_NEWER, IS_NEWEST
+
+CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
+HOUR = {"hour": {"type": "integer"}}
+TOOLS = [
+    Tool(
+        type="function", function={"name": name, "parameters": {"type": "object", "properties": p}}
+    )
+    for name, p in (("alarm", HOUR), ("forecast", CITY))
+]
+CALLS: list[Call] = [("forecast", {"city": "New York", "days": 3}), ("alarm", {"hour": 7})]
+BEFORE, BEHIND = "Let me see. ", " Done then."
+LOSE_A_CALL = {"mistral", "interns1"}  # the second of two, from tokens one by one, without SMC too
+NO_FORMAT = {"response_template"}  # its tokenizer has one
+
+
+def answers(texts: Sequence[str], length: int, incremental: bool = False) -> list[dict[str, Any]]:
+    """A stream whose tokens, numbered from 0, have these texts, in chunks of so many."""
+    chunks = []
+    for first in range(0, len(texts), length):
+        end = min(first + length, len(texts))
+        begin = first if incremental else 0
+        chunks.append(
+            {
+                "text": "".join(texts[begin:end]),
+                "output_ids": list(range(begin, end)),
+                "meta_info": {"completion_tokens": end, "finish_reason": None},
+            }
+        )
+    chunks[-1]["meta_info"]["finish_reason"] = {"type": "stop"}
+    return chunks
+
+
+def parsed(name: str, texts: Sequence[str]) -> tuple[str, list[Call]]:
+    """Content and calls of a stream, as the chat route sends them."""
+    parser = FunctionCallParser(TOOLS, name)
+    content, calls = "", {}
+    for text, items in (*map(parser.parse_stream_chunk, texts), parser.parse_stream_end()):
+        content += text or ""
+        for item in items:
+            call = calls.setdefault(item.tool_index, ["", ""])
+            call[0] += item.name or ""
+            call[1] += item.parameters
+    serving: Any = object.__new__(OpenAIServingChat)
+    request: Any = SimpleNamespace(model="m")
+    rest = serving._check_for_unstreamed_tool_args(
+        parser, {"meta_info": {"id": "0"}}, request, index=0, created=0
+    )
+    if rest:
+        (call,) = json.loads(rest.removeprefix("data: "))["choices"][0]["delta"]["tool_calls"]
+        calls[call["index"]][1] += call["function"]["arguments"]
+    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+def canonical(name: str) -> Iterator[tuple[str, list[Call], list[str]]]:
+    """Answers of one call and two, with text before and behind where the format has such."""
+    form = FORMATS[name]
+    for calls in (CALLS[:1], CALLS):
+        for before in ("", BEFORE) if form.text else ("",):
+            for behind in ("",) if form.alone else ("", BEHIND):
+                if not (calls is CALLS and (form.alone or name in LOSE_A_CALL)):
+                    yield answer(name, calls, before, behind), calls, [before, before + behind]
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="formats are of 0.5.23's parsers")
+@pytest.mark.parametrize("name", sorted({*FunctionCallParser.ToolCallParserEnum} - NO_FORMAT))
+def test_chunks_of_any_length_give_the_calls_of_the_whole_answer(name: str) -> None:
+    """Red if a parser gets several tokens at once, or a marker in pieces."""
+    for text, calls, contents in canonical(name):
+        _, whole = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+        assert [(call.name, json.loads(call.parameters)) for call in whole] == calls
+        tokens = tokens_of(text)
+        for length in (1, 3, 9, len(tokens)):
+            splitter = Splitter(lambda ids, of=tokens: "".join(of[i] for i in ids), False)
+            parts = [p["text"] for chunk in answers(tokens, length) for p in splitter.split(chunk)]
+            new = [part[len(last) :] for last, part in pairwise(["", *parts])]
+            content, streamed = parsed(name, new)
+            assert streamed == calls, f"in chunks of {length}"
+            assert content.split() in [some.split() for some in contents]
+
+
+CHARACTERS = "ab \n日本語😀é⟦"
+
+
+def byte_tokens(text: str, cuts: Sequence[int]) -> list[bytes]:
+    """A text as tokens of a few bytes each, which end anywhere in a character."""
+    data, ends = text.encode(), sorted({cut % (len(text.encode()) + 1) for cut in cuts})
+    borders = [0, *(end for end in ends if 0 < end < len(data)), len(data)]
+    return [data[a:b] for a, b in pairwise(borders)]
+
+
+class ByteTokenizer:
+    """Decodes tokens that are bytes, incomplete ones as byte-level tokenizers do."""
+
+    is_fast = True
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+
+    def batch_decode(self, batch: Sequence[Sequence[int]], **_: object) -> list[str]:
+        return [self.decode(ids) for ids in batch]
+
+
+texts = st.text(CHARACTERS, min_size=1, max_size=12)
+cuts = st.lists(st.integers(0, 60), max_size=20)
+
+
+@given(texts, cuts, st.integers(1, 9), st.booleans())
+def test_parts_of_a_chunk_end_with_a_token_each(
+    text: str, cuts: list[int], length: int, incremental: bool
+) -> None:
+    """Red if a character is lost or sent twice, or comes with a token that has a part of it."""
+    tokens = byte_tokens(text, cuts)
+    tokenizer = ByteTokenizer(tokens)
+    splitter = Splitter(tokenizer.decode, incremental)
+    complete = [tokenizer.decode(range(i + 1)).rstrip("�") for i in range(len(tokens))]
+    sent, ids = "", []
+    for chunk in answers([""] * len(tokens), length, incremental):
+        end = chunk["meta_info"]["completion_tokens"]
+        chunk["text"] = complete[end - 1][len(sent) if incremental else 0 :]
+        parts = list(splitter.split(chunk))
+        for part in parts:
+            sent = sent + part["text"] if incremental else part["text"]
+            ids = ids + part["output_ids"] if incremental else part["output_ids"]
+            assert sent == complete[len(ids) - 1]
+            assert part["meta_info"]["completion_tokens"] == len(ids)
+        finished = [part["meta_info"]["finish_reason"] is not None for part in parts]
+        assert finished == [False] * (len(parts) - 1) + [end == len(tokens)]
+    assert sent == text and ids == list(range(len(tokens)))
+
+
+@pytest.mark.skipif(not IS_NEWER, reason="this process of 0.5.17 loads no plugins")
+@given(texts, cuts, st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_what_a_stream_has_sent_is_a_prefix_of_the_whole_answer(
+    text: str, cuts: list[int], lengths: list[int]
+) -> None:
+    """Red if text is sent again where a chunk ends within a character."""
+    tokens = byte_tokens(text, cuts)
+    manager: Any = object.__new__(DetokenizerManager)
+    manager.tokenizer, manager.vocab_size = ByteTokenizer(tokens), len(tokens)
+    manager.decode_status, manager.disable_tokenizer_batch_decode = {}, False
+    manager.is_tool_call_parser_gpt_oss, manager.tool_close_token_ids = False, set()
+    original = inspect.unwrap(DetokenizerManager._decode_batch_token_id_output)
+    sent, first = "", 0
+    for length in (*lengths, len(tokens)):
+        end = min(first + length, len(tokens))
+        reason = {"type": "length"} if end == len(tokens) else None
+        batch: Any = SimpleNamespace(
+            rids=["0"], decoded_texts=[""], decode_ids=[list(range(first, end))], read_offsets=[0],
+            finished_reasons=[reason], no_stop_trim=[False], skip_special_tokens=[True],
+            spaces_between_special_tokens=[True],
+        )  # fmt: skip
+        sent += keep_sent(original, manager, batch)[0]
+        assert text.startswith(sent)
+        if (first := end) == len(tokens):
+            break
+    assert sent == text
