@@ -53,7 +53,6 @@ def generate_request(
     server_args = manager.server_args
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
-    routes.take_over(obj, request)
     _check_memory(manager)
     refusals.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
@@ -63,7 +62,7 @@ def generate_request(
     known = presets.of(server_args), manager.lora_ref_cache
     presets.put_in_place(obj, *known, config_of(server_args))
     refusals.pack(obj)
-    answers = routes.hand_back(original(manager, obj, request), obj, request)
+    answers = routes.hand_back(original(manager, obj, request), obj)
     if streams.is_parsed(manager, obj, request):
         return streams.token_by_token(answers, manager, obj)
     return answers

@@ -1,144 +1,52 @@
-"""Carry SMC's settings and results through SGLang's HTTP routes (`server/routes.py`)."""
+"""Bound conversations, and carry SMC's results through SGLang's HTTP routes."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import ORJSONResponse
-from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
 from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Hooks
 
-# Routes without custom_params.
-
-
 _OPENAI = "sglang.srt.entrypoints.openai."
-_OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing."
-_NO_FIELD = (
-    "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
-    "name to itself."
-)
-_OLLAMA_WHY = (
-    " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
-    "of SMC's that may be all."
-)
-_OLLAMA_END = (
-    "SGLang's Ollama routes read the model's name, answer HTTP 400, and stream all of the text."
-)
-_PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
 PATCHES = Hooks(
     why="SGLang shows meta_info on the chat route alone, on request and not in streams.",
     retire_when="SGLang shows meta_info on all OpenAI routes.",
 )
 
 
-@PATCHES.on(
-    "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
-    "srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",
-    why=_NO_FIELD,
-    retire_when=_PER_ROUTE,
-)
-async def handle_messages(
-    original: Callable, serving: AnthropicServing, request: Any, raw_request: Request
-) -> Any:
-    """Answer HTTP 400 to what Anthropic's route would ignore, and to what cannot fit.
-
-    That is custom_params, unknown presets, and conversations that are longer than any that fits.
-    The route passes on the model's name by itself.
-    """
-    manager = serving.openai_serving_chat.tokenizer_manager
-    problem = await routes.problem_of(manager, request.model, raw_request)
-    if problem:
-        return serving._error_response(
-            status_code=400, error_type="invalid_request_error", message=problem
-        )
-    return await original(serving, request, raw_request)
-
-
-@PATCHES.on(
-    _OPENAI + "serving_responses.OpenAIServingResponses.create_responses",
-    "srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",
-    why=_NO_FIELD,
-    retire_when=_PER_ROUTE,
-)
-async def create_responses(
-    original: Callable,
-    serving: OpenAIServingResponses,
-    request: Any,
-    raw_request: Request | None = None,
-) -> Any:
-    """Pass on the preset of /v1/responses, and answer HTTP 400 to what the route would ignore."""
-    if raw_request is not None:
-        problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
-        if problem:
-            return serving.create_error_response(problem)
-    return await original(serving, request, raw_request)
-
-
-@PATCHES.on(
-    _OLLAMA + "handle_chat",
-    "srt/entrypoints/ollama/serving.py:72 (the whole of the route)",
-    why=_NO_FIELD + _OLLAMA_WHY,
-    retire_when=_OLLAMA_END,
-)
-@PATCHES.on(
-    _OLLAMA + "handle_generate",
-    "srt/entrypoints/ollama/serving.py:172 (the whole of the route)",
-    why=_NO_FIELD + _OLLAMA_WHY,
-    retire_when=_OLLAMA_END,
-)
-async def handle_ollama(
-    original: Callable, serving: OllamaServing, request: Any, raw_request: Request
-) -> Any:
-    """Pass on the preset in the model's name; answer HTTP 400, and stream the last text, too.
-
-    HTTP 400 is for custom_params, unknown presets, conversations that cannot fit, and what else is
-    wrong.
-    """
-    problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
-    if problem:
-        return ORJSONResponse({"error": problem}, status_code=400)
-    raw_request.scope[routes.LOSES_LAST_TEXT] = True
-    try:
-        return await original(serving, request, raw_request)
-    except ValueError as error:
-        return ORJSONResponse({"error": str(error)}, status_code=400)
-
-
-@PATCHES.on(
-    _OLLAMA + "_convert_options_to_sampling_params",
-    "srt/entrypoints/ollama/serving.py:58 (the table of names)",
-    why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
-    retire_when="SGLang maps the seed to sampling_seed.",
-)
-def ollama_params(original: Callable, serving: OllamaServing, options: Any = None) -> dict:
-    """Rename Ollama's seed to sampling_seed."""
-    params = original(serving, options)
-    if "seed" in params:
-        params["sampling_seed"] = params.pop("seed")
-    return params
-
-
 # Conversations.
+
+_CONVERSATIONS = {
+    "why": "Routes of conversations tokenize before there is a request that the tokenizer manager "
+    "sees; 30 MB take gigabytes and minutes.",
+    "retire_when": "SGLang bounds a prompt's text before it tokenizes.",
+}
 
 
 @PATCHES.on(
     _OPENAI + "serving_chat.OpenAIServingChat._process_messages",
-    "srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",
-    why="The chat route, and those that make a chat of theirs, tokenize before there is a "
-    "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
-    retire_when="SGLang bounds a prompt's text before it tokenizes.",
+    "srt/entrypoints/openai/serving_chat.py:1022 (of /v1/messages and /v1/responses, too)",
+    **_CONVERSATIONS,
 )
-def process_messages(
-    original: Callable, serving: OpenAIServingBase, request: Any, *args: Any, **kwargs: Any
+@PATCHES.on(
+    _OPENAI + "serving_responses.OpenAIServingResponses._make_request_with_harmony",
+    "srt/entrypoints/openai/serving_responses.py:416 (of gpt-oss; ValueError is HTTP 400)",
+    **_CONVERSATIONS,
+)
+@PATCHES.on(
+    "sglang.srt.entrypoints.ollama.serving.OllamaServing.handle_chat",
+    "srt/entrypoints/ollama/serving.py:72 (ValueError is HTTP 500, as all that is wrong there)",
+    **_CONVERSATIONS,
+)
+def bound_conversation(
+    original: Callable, serving: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Answer HTTP 400 to a conversation that cannot fit, before it is rendered and tokenized."""
+    """Refuse a conversation that cannot fit, before it is rendered and tokenized."""
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
         check_conversation(vars(request), manager)
@@ -261,22 +169,3 @@ def _route_models(app: FastAPI, stock: Any, served: str, names: Iterable[str]) -
         return await (card_of(model) if model in listed else stock.retrieve_model(model))
 
     app.router.routes[:0] = router.routes
-
-
-@PATCHES.on(
-    _OLLAMA + "get_tags",
-    "srt/entrypoints/ollama/serving.py:287 (the whole of the list)",
-    why="SGLang lists its one model.",
-    retire_when="SGLang keeps named sampling parameters.",
-)
-def ollama_tags(original: Callable, serving: OllamaServing) -> Any:
-    """List presets at /api/tags."""
-    found = original(serving)
-    manager = serving.tokenizer_manager
-    if is_smc(manager.server_args):
-        for name in presets.of(manager.server_args):
-            tagged = f"{manager.served_model_name}:{name}"
-            found.models.append(
-                found.models[0].model_copy(update={"name": tagged, "model": tagged})
-            )
-    return found

@@ -78,15 +78,13 @@ ROUTES = {
     "/api/chat": ollama_chat,
     "/api/generate": ollama_generate,
 }
-WITHOUT_CUSTOM_PARAMS = ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+WITH_PRESETS = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages")
 STREAMED = {
     "/generate": lambda part: part["text"],
     "/v1/chat/completions": lambda part: _delta(part, "delta", "content"),
     "/v1/completions": lambda part: _delta(part, "text"),
     "/v1/responses": lambda part: part["delta"] if part["type"].endswith("text.delta") else "",
     "/v1/messages": lambda part: part.get("delta", {}).get("text", ""),
-    "/api/chat": lambda part: part["message"]["content"],
-    "/api/generate": lambda part: part["response"],
 }
 
 

@@ -1,8 +1,8 @@
 """Resolve presets: named SMC settings, which a request selects by the name of its model.
 
-Proxies and some routes pass on the fields of their own schema, which lack `custom_params`; all of
-them pass on the model's name. SGLang parses `model:name` as a model and a LoRA adapter, and puts
-the adapter's name into `lora_path`. The name may be a preset's there, and no name is both.
+Proxies and `/v1/messages` drop `custom_params`, and pass on the model's name. SGLang parses
+`model:name` as a model and a LoRA adapter, and puts the adapter's name into `lora_path`. The name
+may be a preset's there, and no name is both.
 
 An operator declares presets with `--speculative-smc-presets`; they are validated when the server
 starts. A request's own keys override those of its preset; both are validated together.
@@ -29,7 +29,6 @@ Presets = Mapping[str, dict[str, Any]]
 
 # A colon ends a model's name, and SGLang strips spaces around it.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NO_TAG = "latest"  # Ollama's default tag
 
 
 def problems(server_args: Arguments) -> list[str]:
@@ -55,19 +54,6 @@ def as_json(server_args: Arguments) -> str | None:
 def of(server_args: Arguments) -> Presets:
     """Return the presets of an SMC server, from its resolved arguments."""
     return _read(getattr(upstream.resolved(server_args), FIELD))
-
-
-def named_by(model: str | None, served: str) -> str | None:
-    """Return the preset in a model's name, parsed as by SGLang's OpenAI routes, or None.
-
-    Ollama's clients add ``:latest`` to a name without a tag: it is no preset. ``served``, the
-    server's own name for its model, may have colons.
-    """
-    if model is None or model == served:
-        return None
-    is_known = model.startswith(served + ":")
-    tag = (model.removeprefix(served + ":") if is_known else model.partition(":")[2]).strip()
-    return None if tag in ("", _NO_TAG) else tag
 
 
 def same_name(name: str) -> str:
@@ -167,11 +153,8 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(name: str, settings: Any, server: SMCConfig, server_args: Arguments) -> str | None:
-    if not _NAME.fullmatch(name) or name == _NO_TAG:
-        return (
-            f"{FLAG} has a preset {name!r}; allowed: names of letters, digits, '.', '_' and '-', "
-            f"but not {_NO_TAG!r}, which Ollama's clients add to names without a preset."
-        )
+    if not _NAME.fullmatch(name):
+        return f"{FLAG} has a preset {name!r}; allowed: names of letters, digits, '.', '_' and '-'."
     where = f"{FLAG}: the preset {name!r}"
     if not isinstance(settings, dict):
         return f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."

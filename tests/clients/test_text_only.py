@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from http_server import Server, running_server
 from model_families import make_family
-from routed import MESSAGES, ROUTES, chat, response, text_of
+from routed import ROUTES, chat, response, text_of
 from tiny_models import smc_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -42,8 +42,6 @@ MEDIA: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", responding({"type": "input_image", "image_url": URL})),
     ("/v1/messages", asking(BLOCK)),
     ("/v1/messages", asking({"type": "tool_result", "tool_use_id": "x", "content": [BLOCK]})),
-    ("/api/chat", TEXT["/api/chat"] | {"messages": [MESSAGES[0] | {"images": [PIXEL]}]}),
-    ("/api/generate", TEXT["/api/generate"] | {"images": [PIXEL]}),
 ]
 
 

@@ -1,9 +1,8 @@
-"""OpenAI's, Anthropic's and Ollama's own clients, and `sglang-smc watch`."""
+"""OpenAI's and Anthropic's own clients, and `sglang-smc watch`."""
 
 from typing import Any
 
 import anthropic
-import ollama
 import openai
 import pytest
 from http_server import Server
@@ -75,19 +74,6 @@ def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:
         assert "".join(stream.text_stream) == whole
     with pytest.raises(anthropic.BadRequestError, match="'two'"):
         client.messages.create(model=f"{model}:exat", **asked)
-
-
-def test_ollama_whole_and_streamed(server: Server, model: str) -> None:
-    client = ollama.Client(host=server.url, headers={"Authorization": f"Bearer {server.key}"})
-    assert f"{model}:two" in [card.model for card in client.list().models]
-    options = {"num_predict": 24, "seed": 3, "temperature": 1.0}
-    asked: dict[str, Any] = {"messages": MESSAGES, "options": options}
-    whole = client.chat(model=f"{model}:two", **asked).message.content
-    parts = client.chat(model=f"{model}:two", **asked, stream=True)
-    assert "".join(part.message.content or "" for part in parts) == whole
-    with pytest.raises(ollama.ResponseError, match="'two'") as refused:
-        client.chat(model=f"{model}:exat", **asked)
-    assert refused.value.status_code == 400
 
 
 def test_watch_shows_a_line_for_the_server_and_for_each_request(server: Server) -> None:

@@ -11,12 +11,10 @@ from routed import (
     PROMPT,
     ROUTES,
     STREAMED,
-    WITHOUT_CUSTOM_PARAMS,
+    WITH_PRESETS,
     chat,
     completion,
     counts_of,
-    ollama_chat,
-    ollama_generate,
     parts_of,
     rounds_and_particles,
     text_of,
@@ -26,80 +24,75 @@ from trace_replay import read, replay
 
 from server.kinds import PRESETS as ALL_PRESETS
 
-CUSTOM = {"smc": {"num_particles": 3}}
+OPENAI = ("/v1/chat/completions", "/v1/completions")
 ON = {"seed": 3, "temperature": 1.0}
 
 
-def test_presets_are_listed_and_followed(server: Server, model: str) -> None:
-    """On each route: rounds are of the preset's two particles, and a stream is the whole text."""
+@pytest.mark.parametrize("route", WITH_PRESETS)
+def test_presets_are_followed(server: Server, model: str, route: str) -> None:
+    """Presets are listed, and rounds are of the preset's two particles."""
     listed = [card["id"] for card in server.get("/v1/models").json()["data"]]
     assert listed == [model, *(f"{model}:{name}" for name in ALL_PRESETS)]
-    for route, body in ROUTES.items():
-        rounds, particles = rounds_and_particles(server)
-        answer = server.post(route, **body(model, "two"))
-        assert answer.status_code == 200, answer.text
-        after = rounds_and_particles(server)
-        assert after[1] - particles == 2 * (after[0] - rounds) > 0, route
-        asked = body(model, "two", temperature=0.0)
-        whole = text_of(server.post(route, **asked).json())
-        streamed = server.post(route, **asked | {"stream": True}).text
-        parts = [STREAMED[route](part) for part in parts_of(streamed)]
-        assert whole == (parts[-1] if route == "/generate" else "".join(parts)), route
-        assert len(parts) > 1
+    rounds, particles = rounds_and_particles(server)
+    answer = server.post(route, **ROUTES[route](model, "two"))
+    assert answer.status_code == 200, answer.text
+    after = rounds_and_particles(server)
+    assert after[1] - particles == 2 * (after[0] - rounds) > 0
+
+
+@pytest.mark.parametrize("route", STREAMED)
+def test_a_stream_is_the_whole_text(server: Server, model: str, route: str) -> None:
+    asked = ROUTES[route](model, "two" if route in WITH_PRESETS else None, temperature=0.0)
+    whole = text_of(server.post(route, **asked).json())
+    streamed = server.post(route, **asked | {"stream": True}).text
+    parts = [STREAMED[route](part) for part in parts_of(streamed)]
+    assert whole == (parts[-1] if route == "/generate" else "".join(parts))
+    assert len(parts) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_routes_answer_and_count_alike(server: Server, model: str, temperature: float) -> None:
-    """With a seed where the route has one; greedy on all of them."""
+    """In the server's mode: with a seed where the route has one; greedy on all of them."""
     seeded = {} if temperature == 0 else {"seed": 5}
     found = {}
     for route, body in ROUTES.items():
-        if seeded and route in ("/v1/responses", "/v1/messages"):
+        if seeded and route not in ("/generate", *OPENAI):
             continue
         more = {"temperature": temperature, **seeded}
         if route == "/generate" and seeded:
             more["sampling_seed"] = more.pop("seed")
-        asked = body(model, "two", **more)
+        asked = body(model, None, **more)
         if route == "/v1/responses":
             asked["max_output_tokens"] += 2  # SGLang takes two off
         answer = server.post(route, **asked).json()
         found[route] = (text_of(answer).strip(), *counts_of(answer))
     assert len(set(found.values())) == 1, found
-    for route in ("/v1/chat/completions", "/v1/completions"):
-        asked = ROUTES[route](model, "two", temperature=temperature, **seeded)
+    for route in OPENAI:
+        asked = ROUTES[route](model, None, temperature=temperature, **seeded)
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         *_, last = parts_of(server.post(route, **asked, **usage).text)
         assert counts_of(last) == found["/generate"][1:]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_what_a_route_cannot_carry_is_refused(server: Server, model: str, route: str) -> None:
-    """Unknown presets on all; `custom_params` where SGLang drops them, with the way out."""
+@pytest.mark.parametrize("route", WITH_PRESETS)
+def test_unknown_presets_are_refused(server: Server, model: str, route: str) -> None:
+    answer = server.post(route, **ROUTES[route](model, "exat"))
+    assert answer.status_code == 400
+    streamed = server.post(route, **ROUTES[route](model, "exat"), stream=True)  # 400, or an event
+    for told in (answer.text, streamed.text):
+        assert "'exat'" in told and all(f"'{name}'" in told for name in PRESETS)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_conversation_that_cannot_fit_is_refused(server: Server, model: str, route: str) -> None:
+    asked = ROUTES[route](model, None)
+    if route == "/v1/responses":
+        asked["input"] = "a" * 200_000
+    else:
+        asked["messages"] = [{"role": "user", "content": "a" * 200_000}]
     for stream in (False, True):
-        answer = server.post(route, **ROUTES[route](model, "exat") | {"stream": stream})
-        if stream and route == "/generate":  # SGLang's streams tell in their first event
-            (event,) = parts_of(answer.text)
-            assert event["error"]["code"] == 400
-        else:
-            assert answer.status_code == 400, answer.text
-        assert "'exat'" in answer.text and all(f"'{name}'" in answer.text for name in PRESETS)
-    if route not in WITHOUT_CUSTOM_PARAMS:
-        return
-    body = ROUTES[route](model, None)
-    answer = server.post(route, **body, custom_params=CUSTOM)
-    assert answer.status_code == 400 and "preset" in answer.text and "custom_params" in answer.text
-    if "options" in body:
-        within = {**body, "options": {**body["options"], "custom_params": CUSTOM}}
-        assert server.post(route, **within).status_code == 400
-    for shows in ("all-particles", "traced"):
-        refused = server.post(route, **body | {"model": f"{model}:{shows}"})
-        assert refused.status_code == 400 and "/v1/chat/completions" in refused.text
-
-
-def test_ollamas_own_tag_and_wrong_options(server: Server, model: str) -> None:
-    assert server.post("/api/generate", **ollama_generate(model, "latest")).status_code == 200
-    answer = server.post("/api/chat", **ollama_chat(model, None, temperature=-1))
-    assert answer.status_code == 400 and "temperature" in answer.json()["error"]
+        answer = server.post(route, **asked | {"stream": stream})
+        assert answer.status_code == 400 and "The conversation has 20000" in answer.text
 
 
 def test_own_keys_win_over_a_presets(server: Server, model: str) -> None:
@@ -109,7 +102,7 @@ def test_own_keys_win_over_a_presets(server: Server, model: str) -> None:
     assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == ("exact", 3)
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("route", OPENAI)
 @pytest.mark.parametrize("by", ["preset", "key"])
 def test_particles_and_traces_come_whole_and_streamed(
     server: Server, model: str, route: str, by: str

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
-from transformers import BatchEncoding
 
 from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
-from sglang_smc.server import presets, routes
+from sglang_smc.server import presets
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 KNOWN = {"exact": {"mode": "exact"}, "two": {"num_particles": 2}}
@@ -48,7 +47,6 @@ def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
         ('{"a": {}, "a": {}}', ["'a'", "twice"]),
         ('{"a": {"mode": "smc", "mode": "exact"}}', ["'mode'", "twice"]),
         ('{"a:b": {}}', ["'a:b'", "letters"]),
-        ('{"latest": {}}', ["'latest'", "Ollama"]),
         ('{"a": ', ["JSON object", "cannot be read"]),
         ("/no/such/file.json", ["/no/such/file.json", "No such file"]),
         (5, ["5", "JSON"]),
@@ -90,25 +88,3 @@ def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any,
     request = GenerateReqInput(text="a", lora_id="nobody's")
     with pytest.raises(ValueError, match='lora_id is "nobody\'s"; send a name, as lora_path'):
         presets.put_in_place(request, KNOWN, ADAPTERS, SERVER)
-
-
-@pytest.mark.parametrize(
-    ("served", "named", "preset"),
-    [
-        *(("llama", model, None) for model in ("llama", "llama:latest", "llama:", None)),
-        *(("llama", model, "exact") for model in ("llama:exact", "another:exact", "llama: exact ")),
-        ("llama", "llama:8b", "8b"),
-        ("s3://llama", "s3://llama", None),  # which may have a colon
-        ("s3://llama", "s3://llama:exact", "exact"),
-    ],
-)
-def test_the_preset_in_a_models_name(served: str, named: str | None, preset: str | None) -> None:
-    assert presets.named_by(named, served) == preset
-
-
-def test_token_ids_of_later_transformers_are_read() -> None:
-    """What SGLang's `/api/chat` hands on before 0.5.23."""
-    ids: Any = BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]})
-    request = GenerateReqInput(input_ids=ids)
-    routes.take_over(request, None)
-    assert request.input_ids == [1, 2]

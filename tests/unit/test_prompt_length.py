@@ -1,7 +1,5 @@
 """Texts that no context can hold are refused by their characters; none that fits ever is."""
 
-import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sglang_smc.guard.prompt_length import check_texts, longest_token
-from sglang_smc.patches.routes import (
-    create_responses,
-    handle_messages,
-    handle_ollama,
-    process_messages,
-)
+from sglang_smc.patches.routes import bound_conversation
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
 BYTES = AutoTokenizer.from_pretrained(PAIR)
@@ -125,7 +118,7 @@ STAND_IN = manager(BYTES, served_model_name="default")
 def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(said: str) -> None:
     request, rendered = ChatCompletionRequest(model="default", **CHATS[said]), mock.Mock()
     with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
-        process_messages(rendered, SimpleNamespace(tokenizer_manager=STAND_IN), request)
+        bound_conversation(rendered, SimpleNamespace(tokenizer_manager=STAND_IN), request)
     rendered.assert_not_called()
 
 
@@ -138,40 +131,22 @@ def test_a_conversation_that_may_fit_is_rendered(content: Any) -> None:
     messages = [{"role": "user", "content": content}]
     request, rendered = ChatCompletionRequest(model="default", messages=messages), mock.Mock()
     serving: Any = SimpleNamespace(tokenizer_manager=STAND_IN)
-    process_messages(rendered, serving, request, stream=False)
+    bound_conversation(rendered, serving, request, stream=False)
     assert rendered.call_args.kwargs == {"stream": False}
 
 
-ROUTES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
-    "/v1/messages": (
-        handle_messages,
-        [
-            {"system": LONG},
-            {"messages": SAID["assistant"]},
-            {"messages": [{"content": [{"type": "tool_use", "input": {"data": LONG}}]}]},
-            {"tools": [{"name": "f", "input_schema": {"description": LONG}}]},
-        ],
-    ),
-    "/v1/responses": (
-        create_responses,
-        [{"input": LONG}, {"instructions": LONG, "input": "x"}, {"input": SAID["parts"]}],
-    ),
-    "/api/chat": (handle_ollama, [{"messages": SAID[name]} for name in ("user", "system", "many")]),
-}
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_each_chat_route_refuses_what_no_context_holds(route: str) -> None:
-    handle, bodies = ROUTES[route]
-    told: list[str] = []
-    serving, rendered = SimpleNamespace(tokenizer_manager=STAND_IN), mock.Mock()
-    serving.openai_serving_chat = serving
-    serving._error_response = lambda *, message, **_: told.append(message)
-    serving.create_error_response = told.append
-    for body in bodies:
-        sent = SimpleNamespace(json=mock.AsyncMock(return_value=body), body=body, scope={})
-        request = SimpleNamespace(model="default")
-        answer = asyncio.run(handle(rendered, serving, request, sent))
-        told += [json.loads(answer.body)["error"]] if answer is not None else []
-    assert len(told) == len(bodies) and not rendered.called
-    assert all("The conversation has" in one for one in told)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": LONG},
+        {"instructions": LONG, "input": "x"},
+        {"input": SAID["parts"]},
+        {"messages": [SimpleNamespace(role="user", content=LONG)]},
+    ],
+)
+def test_routes_that_render_by_themselves_refuse_it_too(body: dict[str, Any]) -> None:
+    """`/v1/responses` of gpt-oss, and Ollama's chat, whose messages are objects."""
+    rendered, serving = mock.Mock(), SimpleNamespace(tokenizer_manager=STAND_IN)
+    with pytest.raises(ValueError, match="The conversation has"):
+        bound_conversation(rendered, serving, SimpleNamespace(**body), None)
+    rendered.assert_not_called()

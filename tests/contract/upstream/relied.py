@@ -59,16 +59,20 @@ srt.entrypoints.openai.serving_base.OpenAIServingBase
     .handle_request(self request raw_request) | kind coroutine
     ._resolve_lora_path(self request_model explicit_lora_path) | calls self._parse_model_parameter
 srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request | calls
-        self._resolve_lora_path | hands on lora_path
+        self._process_messages self._resolve_lora_path | hands on lora_path
+srt.entrypoints.anthropic.serving.AnthropicServing._handle_non_streaming | calls
+        self.openai_serving_chat._convert_to_internal_request
+srt.entrypoints.anthropic.serving.AnthropicServing._handle_streaming | calls
+        self.openai_serving_chat._convert_to_internal_request
+srt.entrypoints.openai.serving_responses.OpenAIServingResponses._make_request | calls
+        self._process_messages
 srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request |
         calls self._resolve_lora_path | hands on lora_path
-srt.entrypoints.ollama.serving.OllamaServing
-    ._generate_chat_response | kind coroutine | calls self.tokenizer_manager.generate_request |
-        hands on raw_request
-    ._generate_generate_response | kind coroutine | calls self.tokenizer_manager.generate_request |
-        hands on raw_request
+srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream | kind
+        async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
 srt.entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools | kind
         async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
+srt.managers.detokenizer_manager.DecodeStatus: sent_offset
 srt.entrypoints.http_server
     .available_models() | kind coroutine
     .retrieve_model(model) | kind coroutine
