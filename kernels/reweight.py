@@ -10,9 +10,8 @@ from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
 from sglang_smc.smc.weighing import SCHEMES, Decision
 
-_SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (
-    tl.constexpr(i) for i in range(len(SCHEMES))
-)
+_SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
+_MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
 
 
 def reweight_and_resample(
@@ -29,7 +28,6 @@ def reweight_and_resample(
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
     scheme: torch.Tensor,
-    methods: Sequence[str],
 ) -> Decision:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
@@ -194,48 +192,12 @@ def _ancestors(weights, points, particle):
 
 
 @triton.jit
-def _repeated(copies, particle, last):
-    """Return ancestors in order from offspring counts, see `smc.weighing._repeat`."""
-    reached = tl.cumsum(copies, 0)[None, :] > particle[:, None]
-    found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
-    return tl.minimum(found, last)
-
-
-@triton.jit
-def _in_pairs(fractions, uniforms, particle, num_particles):
-    """Return fractions raised to 1 or lowered to 0 in pairs, see `smc.weighing.ssp`."""
-    undecided = 0
-    for other in range(1, num_particles):
-        a = tl.sum(tl.where(particle == undecided, fractions, 0.0), 0)
-        b = tl.sum(tl.where(particle == other, fractions, 0.0), 0)
-        up_a, up_b = tl.minimum(1 - a, b), tl.minimum(1 - b, a)
-        raise_a = (tl.load(uniforms + other) * (up_a + up_b) < up_b) | (b == 0)
-        full = a + b >= 1
-        high, low = tl.where(full, 1.0, a + b), tl.where(full, a + b - 1, 0.0)
-        of_a, of_b = tl.where(raise_a, high, low), tl.where(raise_a, low, high)
-        fractions = tl.where(particle == undecided, of_a, fractions)
-        fractions = tl.where(particle == other, of_b, fractions)
-        undecided = tl.where(raise_a == full, other, undecided)
-    return fractions
-
-
-@triton.jit
-def _drawn(weights, uniforms, particle, num_particles, size, scheme):
-    """Return ancestors by a scheme, given as its index in `smc.weighing.SCHEMES`."""
-    points = tl.load(uniforms + particle, mask=particle < num_particles, other=0.0)
-    if scheme <= _MULTINOMIAL:
-        points = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points)
-        points = tl.where(scheme == _MULTINOMIAL, points, (points + particle) / size)
-        return _ancestors(weights, points, particle)
-    expected = weights * size
-    copies = tl.floor(expected).to(tl.int32)
-    fractions = expected - copies
-    if scheme == _RESIDUAL:
-        certain = _repeated(copies, particle, num_particles - 1)
-        rest = _ancestors(fractions, points, particle)
-        return tl.where(particle < tl.sum(copies, 0), certain, rest)
-    rounded = _in_pairs(fractions, uniforms, particle, num_particles)
-    return _repeated(copies + tl.floor(rounded + 0.5).to(tl.int32), particle, num_particles - 1)
+def _drawn(weights, uniforms, particle, here, size, scheme):
+    """Return ancestors, see `smc.weighing.ancestors_of`."""
+    points = tl.load(uniforms + particle, mask=here, other=0.0)
+    in_place = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points) + particle
+    points = tl.where(scheme == _MULTINOMIAL, points, in_place / size)
+    return _ancestors(weights, points, particle)
 
 
 @triton.jit
@@ -304,7 +266,7 @@ def _reweight(
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
     numbers, scheme = uniforms + group * num_particles, tl.load(schemes + group)
-    drawn = _drawn(weights, numbers, particle, num_particles, size, scheme)
+    drawn = _drawn(weights, numbers, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)

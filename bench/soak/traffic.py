@@ -29,7 +29,7 @@ SMC: tuple[dict[str, Any], ...] = (
     {"power": 2.0},
     {"power": 4.0, "num_particles": 2},
     {"resample_at": "token", "ess_threshold": 1.0},
-    {"resampling_method": "ssp", "selection": "argmax"},
+    {"resampling_method": "stratified", "selection": "argmax"},
     {"ess_threshold": 0.0, "evidence_threshold": 0.0},
     {"return_particles": True, "draft_temperature": 1.3},
 )

@@ -193,7 +193,7 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
     )
     return ops.reweight_and_resample(
         *(log_weights, log_p, log_q, up_to_end, power, *rules, present, *noise),
-        *(torch.arange(NUM_GROUPS, device=of.device), tuple(SCHEMES)[:NUM_GROUPS]),
+        torch.arange(NUM_GROUPS, device=of.device) % len(SCHEMES),
     )
 
 

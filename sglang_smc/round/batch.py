@@ -13,7 +13,7 @@ from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget, apply_budget, request_config, union
-from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution
@@ -42,7 +42,6 @@ class RoundShape(NamedTuple):
     # M of each request whose rounds verify each particle's own chains, and resample.
     extends: tuple[int, ...]
     has_open_token: bool  # particles of some request may differ in its first token
-    methods: tuple[str, ...]  # resampling methods that occur
     resizes: bool = False  # the number of particles of some request changes
     many_chains: bool = False  # some particle has more chains than one
     filtered: bool = False  # some request uses top-k, top-p or min-p, and is not greedy
@@ -89,7 +88,6 @@ class RoundShape(NamedTuple):
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
             f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
-            "another resampling method": frozenset(self.methods),
         }
 
 
@@ -174,7 +172,6 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         extends=(now.num_chains,) if now.extends else (),
         many_chains=now.num_chains > 1,
         has_open_token=config.power != 1.0,
-        methods=(config.resampling_method,) if now.weighs or not drafts else (),
     )
 
 
@@ -192,7 +189,6 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
         shows_particles=True,
         has_open_token=True,
         logprobs=logprobs,
-        methods=RESAMPLING_METHODS,
     )
 
 
@@ -206,7 +202,6 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
-    draws = [config for config in configs if config.weighs or config.num_steps == 0]
     extends = tuple(sorted({config.num_chains for config in configs if config.extends}))
     most, in_turn = max(config.num_particles for config in configs), math.lcm(*extends)
     return RoundShape(
@@ -233,7 +228,6 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         has_scorers=any(has_scorers(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
-        methods=tuple(sorted({config.resampling_method for config in draws})),
     )
 
 

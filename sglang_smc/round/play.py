@@ -54,7 +54,6 @@ from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import state_of
 
 
 @dataclass(eq=False)
@@ -112,18 +111,16 @@ class Steps:
         Returns:
             The population, and the ancestor of each particle, ``[G, N]``.
         """
-        methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
         settings, present = batch.settings, population.present
         place = torch.arange(present.shape[1], device=present.device)
-        resample = partial(
-            weighing.resample,
+        step = weighing.resample(
             population.log_weights,
             present.sum(1) != settings.num_particles,
             present,
             self.ops.uniforms(settings.seeds, batch.position, Purpose.RESIZE),
+            settings.scheme,
             after=place < settings.num_particles.unsqueeze(1),
         )
-        step = weighing.by_method(settings.scheme, methods, resample)
         ancestors, *_ = step
         # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
         self._descend(batch, batch.committed - 1, ancestors)
@@ -338,7 +335,6 @@ class Steps:
             uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
             uniforms(batch.position, Purpose.RESAMPLE),
             settings.scheme,
-            batch.shape.methods,
         )
         # The rows of p are [G, N, K + 1]: each particle uses that of its ancestor's next token.
         first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]

@@ -128,7 +128,6 @@ def extend_each(
         settings.ess_threshold,  # as uniforms for the evidence: any will do
         ops.uniforms(settings.seeds, batch.position[:, each], Purpose.RESAMPLE),
         settings.scheme,
-        batch.shape.methods,
     )
     row, left, rejects = (
         of_each_draw(

@@ -19,93 +19,45 @@ but none in which every particle dies; with c = 0 no other column is cut. With c
 population, no sequence has a higher probability as the output of a whole uncut block than under p:
 for N chains of one prefix, of which one is drawn by weight, ``p(x) E[1 / max(c, evidence)]``.
 
-*Resampling schemes* have one signature, ``scheme(weights, uniforms, num_particles=None) ->
-ancestors``:
+*Resampling schemes* invert the cumulative weights at N points (`ancestors_of`). All are unbiased,
+E[offspring of n] = N w_n, and none ever selects a particle of weight zero. They differ in the
+points, and so in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to
+Sequential Monte Carlo, 2020, chapter 9):
 
-    weights         [..., S] normalised, float64, at least one positive
-    uniforms        [..., S] float64 in [0, 1); a scheme uses as many as it needs
-    num_particles   [...] int64, N <= S: places beyond N are empty, of weight 0; None is N = S
-    ancestors       [..., S] int64; particle i < N becomes a copy of particle ``ancestors[i]``;
-                    the others are undefined
-
-All are unbiased, E[offspring of n] = N w_n, and none ever selects a particle of weight zero. They
-differ in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to Sequential
-Monte Carlo, 2020, chapter 9):
-
-    systematic    one uniform for all; offspring floor or ceil of N w_n; the default
-    stratified    one uniform per stratum; lower variance than multinomial, and proven
-    multinomial   N independent draws; the textbook's, with the highest variance
-    residual      floor(N w_n) copies for sure, the rest multinomial
-    ssp           Srinivasan sampling process (Gerber, Chopin and Whiteley 2019):
-                  floor or ceil as systematic, with a proof of convergence
+    systematic    (u + i) / N with one u; offspring floor or ceil of N w_n; the default
+    stratified    (u_i + i) / N; lower variance than multinomial, and proven
+    multinomial   u_i: independent draws; the textbook's, with the highest variance
 
 *Resizing* is a resampling step to another number of particles: M equally weighted particles, each
 drawn from the weights, represent the same distribution as N do. The mean weight is multiplied into
 the evidence, so Z-hat stays unbiased, and particles stay properly weighted.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 
-Scheme = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+SCHEMES = ("systematic", "stratified", "multinomial")
 
 
-def systematic(
-    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+def ancestors_of(
+    weights: torch.Tensor,
+    uniforms: torch.Tensor,
+    scheme: torch.Tensor,
+    num_particles: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the ancestors at points ``(u + i) / N`` of the cumulative weights, with one u."""
-    points = (uniforms[..., :1] + _places(weights)) / _count(weights, num_particles)
-    return _inverse_cdf(weights, points)
+    """Return the particle that each of N becomes a copy of, ``[G, S]`` int64.
 
-
-def stratified(
-    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the ancestors at one uniform point in each interval ``[i / N, (i + 1) / N)``."""
-    points = (uniforms + _places(weights)) / _count(weights, num_particles)
-    return _inverse_cdf(weights, points)
-
-
-def multinomial(
-    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Draw N ancestors independently."""
-    return _inverse_cdf(weights, uniforms)
-
-
-def residual(
-    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Copy each particle ``floor(N w_n)`` times, and draw the rest multinomially."""
-    copies, fractions = _split(weights, num_particles)
-    num_certain = copies.sum(-1, keepdim=True)
-    certain = _repeat(copies)
-    drawn = _inverse_cdf(fractions, uniforms)
-    return torch.where(_places(weights) < num_certain, certain, drawn)
-
-
-def ssp(
-    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Round each ``N w_n`` up or down, pair by pair, so that each pair keeps its sum."""
-    copies, fractions = _split(weights, num_particles)
-    undecided = torch.zeros_like(copies[..., :1])
-    for other in range(1, weights.shape[-1]):
-        fractions, undecided = _settle_one(fractions, undecided, other, uniforms[..., other, None])
-    # Fractions sum to an integer, so the one left over is whole up to rounding.
-    return _repeat(copies + fractions.round().long())
-
-
-SCHEMES: dict[str, Scheme] = {
-    scheme.__name__: scheme for scheme in (systematic, stratified, multinomial, residual, ssp)
-}
-
-
-def _places(weights: torch.Tensor) -> torch.Tensor:
-    return torch.arange(weights.shape[-1], device=weights.device)
+    Args:
+        weights: ``[G, S]`` float64, normalised, at least one positive.
+        uniforms: ``[G, S]`` float64 in [0, 1); systematic resampling uses the first.
+        scheme: ``[G]`` int64, an index in `SCHEMES`.
+        num_particles: ``[G]`` int64, N <= S: entries beyond N are undefined.
+    """
+    scheme, place = scheme.unsqueeze(1), torch.arange(weights.shape[1], device=weights.device)
+    in_place = uniforms[:, :1].where(scheme == SCHEMES.index("systematic"), uniforms) + place
+    is_free = scheme == SCHEMES.index("multinomial")
+    return _inverse_cdf(weights, uniforms.where(is_free, in_place / num_particles.unsqueeze(1)))
 
 
 def _inverse_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
@@ -115,48 +67,6 @@ def _inverse_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     found = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may move a point to the total: the last particle of positive weight has it.
     return torch.minimum(found, (cumulative < total).sum(-1, keepdim=True))
-
-
-def _count(weights: torch.Tensor, num_particles: torch.Tensor | None) -> torch.Tensor | int:
-    """Return N, as ``[..., 1]`` where groups differ in it."""
-    return weights.shape[-1] if num_particles is None else num_particles.unsqueeze(-1)
-
-
-def _split(
-    weights: torch.Tensor, num_particles: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``N w_n`` into integer copies (int64) and fractions."""
-    expected = weights * _count(weights, num_particles)
-    copies = expected.floor()
-    return copies.long(), expected - copies
-
-
-def _repeat(copies: torch.Tensor) -> torch.Tensor:
-    """Return ancestors in order from offspring counts; places beyond their sum repeat the last."""
-    found = torch.searchsorted(
-        copies.cumsum(-1), _places(copies).expand_as(copies).contiguous(), right=True
-    )
-    return found.clamp_max(copies.shape[-1] - 1)
-
-
-def _settle_one(
-    fractions: torch.Tensor, undecided: torch.Tensor, other: int, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move mass between two fractions until one is 0 or 1, and return the index of the other.
-
-    Raising a by ``up_a`` with probability ``up_b / (up_a + up_b)``, else b by ``up_b``,
-    keeps both expectations.
-    """
-    others = torch.full_like(undecided, other)
-    a, b = fractions.gather(-1, undecided), fractions.gather(-1, others)
-    up_a, up_b = torch.minimum(1 - a, b), torch.minimum(1 - b, a)
-    raise_a = (uniform * (up_a + up_b) < up_b) | (b == 0)  # a dead particle gains nothing
-    # The raised or lowered fraction is set to exactly 0 or 1, which a sum could miss by rounding.
-    full = a + b >= 1  # then the raised one becomes 1, else the lowered one becomes 0
-    high, low = torch.where(full, 1.0, a + b), torch.where(full, a + b - 1, 0.0)
-    a, b = torch.where(raise_a, high, low), torch.where(raise_a, low, high)
-    fractions = fractions.scatter(-1, undecided, a).scatter(-1, others, b)
-    return fractions, torch.where(raise_a == full, others, undecided)
 
 
 def covered_columns(
@@ -262,7 +172,6 @@ def reweight_and_resample(
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
     scheme: torch.Tensor,
-    methods: Sequence[str],
 ) -> Decision:
     """Weigh a block of draft tokens, cut it, and `resample` where the ESS is low.
 
@@ -286,7 +195,6 @@ def reweight_and_resample(
         keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
         uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
         scheme: ``[G]`` int64, each group's resampling method: its index in `SCHEMES`.
-        methods: the keys of `SCHEMES` that occur among these.
     """
     scored = log_p.double() * power.view(-1, 1, 1)
     increments = torch.where(up_to_end, scored - log_q, 0.0)
@@ -301,7 +209,6 @@ def reweight_and_resample(
     next_column = (at + 1).clamp_max(dead.shape[1] - 1)
     column = torch.arange(up_to_end.shape[2], device=up_to_end.device)
     weighed, resampled = column_of(running, num_columns), low.gather(1, at).squeeze(1)
-    step = partial(resample, weighed, resampled, present, uniforms)
     return Decision(
         num_columns,
         (up_to_end & (column < at.unsqueeze(2))).sum(2),
@@ -309,7 +216,7 @@ def reweight_and_resample(
         ess.gather(1, at).squeeze(1),
         resampled,
         dead.gather(1, next_column).squeeze(1) & (num_columns < num_steps),
-        *by_method(scheme, methods, step),
+        *resample(weighed, resampled, present, uniforms, scheme),
         verified=torch.zeros_like(resampled),
     )
 
@@ -319,7 +226,7 @@ def resample(
     where: torch.Tensor,
     present: torch.Tensor,
     uniforms: torch.Tensor,
-    method: str,
+    scheme: torch.Tensor,
     after: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resample the groups in ``where``; the others keep their particles and weights.
@@ -328,14 +235,14 @@ def resample(
         log_weights: ``[G, N]``, at least one finite per group.
         where, present: ``[G]`` and ``[G, N]`` bool.
         uniforms: ``[G, N]`` float64.
-        method: a key of `SCHEMES`.
+        scheme: ``[G]`` int64, an index in `SCHEMES`.
         after: ``[G, N]`` bool: the particles from now on, in the first places; None: ``present``.
 
     Returns:
         Ancestors ``[G, N]``, log-weights ``[G, N]``, and what is added to log Z-hat ``[G]``.
     """
     after = present if after is None else after
-    chosen = SCHEMES[method](normalized(log_weights), uniforms, after.sum(1))
+    chosen = ancestors_of(normalized(log_weights), uniforms, scheme, after.sum(1))
     stay = torch.arange(chosen.shape[1], device=chosen.device)
     equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
     redrawn = where.unsqueeze(1)
@@ -348,17 +255,7 @@ def resample(
 
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw one particle of each group by its share: ``[G, N]``, ``[G]`` to ``[G]``."""
-    return SCHEMES["multinomial"](shares, uniforms.unsqueeze(1), None).squeeze(1)
-
-
-def by_method(scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str], T]) -> T:
-    """Run a resampling step with each group's own method: ``scheme`` ``[G]``, in ``methods``."""
-    first, *others = methods
-    found = step(first)
-    for method in others:
-        mine = scheme == list(SCHEMES).index(method)
-        found = choose(mine, step(method), found)
-    return found
+    return _inverse_cdf(shares, uniforms.unsqueeze(1)).squeeze(1)
 
 
 def choose(where: torch.Tensor, yes: T, no: T) -> T:

@@ -45,7 +45,7 @@ def _last_position(of: Start) -> int:
 
 
 def _scheme(of: Start) -> int:
-    return list(SCHEMES).index(of.config.resampling_method)
+    return SCHEMES.index(of.config.resampling_method)
 
 
 def _own_temperature(of: Start) -> float:

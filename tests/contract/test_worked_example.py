@@ -13,11 +13,12 @@ from sglang_smc.smc import weighing
 from sglang_smc.smc.prefixes import common_tail
 from sglang_smc.smc.randomness import stratified
 from sglang_smc.smc.weighing import (
+    SCHEMES,
     accumulate,
+    ancestors_of,
     covered_columns,
     effective_sample_size,
     normalized,
-    systematic,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,8 +52,7 @@ def decide(p: torch.Tensor, evidence_threshold: float) -> weighing.Decision:
         torch.ones(1, 2, dtype=torch.bool),
         uniforms(0.999),  # whatever the uniform, all is kept
         uniforms(0.3, 0.3).unsqueeze(0),
-        torch.tensor([0]),
-        ("systematic",),
+        torch.tensor([SCHEMES.index("systematic")]),
     )
 
 
@@ -78,6 +78,11 @@ def test_the_table() -> None:
     assert cut.tolist() == [2], "a larger c can cut there"
 
 
+def systematic(shares: torch.Tensor, own: torch.Tensor) -> list[int]:
+    scheme, size = torch.tensor([[SCHEMES.index("systematic")], [len(shares)]])
+    return ancestors_of(shares[None], own[None], scheme, size)[0].tolist()
+
+
 def test_the_decision() -> None:
     found = decide(P, KEEP_ALL)
     weights = found.weighed
@@ -91,7 +96,7 @@ def test_the_decision() -> None:
     banked = f"{found.log_evidence.item():.3f}".replace("-", "\N{MINUS SIGN}")
     assert f"log Ẑ += log 0.8 = {banked}" in EXAMPLE
     for uniform, first in ((0.2499, 0), (0.2501, 1)):
-        assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
+        assert systematic(shares, uniforms(uniform, 0)) == [first, 1]
 
 
 def test_all_zero_is_the_column_behind_the_kept_ones() -> None:
@@ -130,5 +135,5 @@ def test_the_picture_computes_as_rounds_do(script: SimpleNamespace) -> None:
     assert script.effective_sample_size(script.weights()) == pytest.approx(ess)
     assert ess < script.ESS_THRESHOLD * 4, "the picture shows a resampling"
     for uniform in (0.0, 0.3, script.UNIFORM, 0.99):
-        expected = systematic(normalized(log_weights), uniforms(uniform, 0, 0, 0)).tolist()
+        expected = systematic(normalized(log_weights), uniforms(uniform, 0, 0, 0))
         assert script.ancestors(script.weights(), uniform) == expected

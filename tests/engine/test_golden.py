@@ -38,7 +38,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"evidence_threshold": 0, "ess_threshold": 1.0}, {}),
     ({"evidence_threshold": 0, "num_particles": 1}, {}),
     ({"evidence_threshold": 0, "num_particles": 2, "draft_temperature": 2.0}, {"top_k": 9}),
-    ({"resample_at": "token", "resampling_method": "residual"}, {"temperature": 1.7}),
+    ({"resample_at": "token", "resampling_method": "multinomial"}, {"temperature": 1.7}),
     ({"resample_at": "token", "ess_threshold": 1.0, "max_lag": 1}, {}),
     ({"selection": "argmax", "num_steps": 1}, {"top_p": 0.9, "min_p": 0.02}),
     ({"power": 2.0}, {}),

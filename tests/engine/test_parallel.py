@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"mode": "exact"},
     {"mode": "mixed"},
     {"mode": "exact", "num_particles": 2},
-    {"num_particles": 3, "resampling_method": "residual", "resample_at": "token"},
+    {"num_particles": 3, "resampling_method": "multinomial", "resample_at": "token"},
     {"power": 2.0},
 ]
 NUM_REQUESTS = 24

@@ -25,7 +25,7 @@ PROMPTS = [[5, 9, 3], [7] * 9, [11, 4, 30, 21, 8]]
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "smc": ({}, {}),
     "smc as in the paper": ({"evidence_threshold": 0, "ess_threshold": 1.0}, {}),
-    "smc at each token": ({"resample_at": "token", "resampling_method": "residual"}, {}),
+    "smc at each token": ({"resample_at": "token", "resampling_method": "multinomial"}, {}),
     "power": ({"power": 2.0}, {}),
     "exact": ({"mode": "exact"}, {}),
     "exact of two": ({"mode": "exact", "num_particles": 2, "num_steps": 2}, {}),

@@ -33,7 +33,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {"mode": "exact"},
     {"mode": "mixed", "num_particles": 3},
     {"power": 2.0},
-    {"resample_at": "token", "ess_threshold": 1.0, "resampling_method": "ssp"},
+    {"resample_at": "token", "ess_threshold": 1.0, "resampling_method": "stratified"},
 )
 # Where a broken token stands in a prompt, and whose logits it breaks.
 PROMPTS = (

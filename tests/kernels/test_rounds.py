@@ -33,7 +33,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], ...], Any, tuple[dict[str, Any], ..
     "weighed and edited": (({}, {"num_particles": 2, "num_steps": 1}), CHANGING, ASKED),
     "at tokens": ((AT_TOKENS, {"resampling_method": "stratified"}), CHANGING, ({},)),
     "by torch's method": (
-        ({"resampling_method": "ssp", "ess_threshold": 1.0}, {}),
+        ({"resampling_method": "stratified", "ess_threshold": 1.0}, {}),
         AS_ASKED,
         ({},),
     ),

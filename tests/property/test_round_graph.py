@@ -121,7 +121,7 @@ def test_a_wider_recording_verifies_no_drafts_that_are_not_there(asked: dict[str
 MIXED: tuple[dict[str, Any], ...] = (
     {},
     {"mode": "exact"},
-    {"power": 2.0, "resampling_method": "ssp"},
+    {"power": 2.0, "resampling_method": "stratified"},
     {"mode": "auto", "num_particles": 2},
     {"return_particles": True, "resample_at": "token"},
 )
@@ -213,7 +213,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
     assert not shape.lacks(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     kinds = "filtered", "edits", "powered", "walks", "shows_particles", "traces", "has_rules"
     more: dict[str, Any] = dict.fromkeys(kinds, True)
-    more |= {"logprobs": LogprobWidths(1, 0, 0), "methods": ("ssp",)}
+    more["logprobs"] = LogprobWidths(1, 0, 0)
     sizes = "num_particles", "num_steps", "max_tail", "max_arena"
     more |= {name: getattr(shape, name) + 1 for name in sizes}
     for name, value in more.items():

@@ -22,7 +22,7 @@ from sglang_smc.round.costs import costs_of
 SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16, "adaptive": True}
 SMC: list[dict[str, Any]] = [
     {},
-    {"num_particles": 3, "num_steps": 1, "resampling_method": "ssp"},
+    {"num_particles": 3, "num_steps": 1, "resampling_method": "stratified"},
     {"mode": "exact"},
     {"mode": "mixed", "num_particles": 2},
     {"num_particles": 1},

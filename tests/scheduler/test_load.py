@@ -32,7 +32,7 @@ SMC: list[dict[str, Any]] = [
     {"resample_at": "token", "ess_threshold": 1.0},
     {"num_particles": 1, "evidence_threshold": 0},
     {"num_particles": 2, "num_steps": 2, "return_particles": True},
-    {"resampling_method": "ssp", "max_lag": 8},
+    {"resampling_method": "stratified", "max_lag": 8},
 ]
 
 

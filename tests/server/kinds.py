@@ -19,7 +19,7 @@ CHOICES: list[dict[str, Any]] = [
     {"num_particles": 1},
     {"num_particles": 3, "num_steps": 1, "evidence_threshold": 0},
     {"num_particles": 2, "resample_at": "token", "ess_threshold": 1.0},
-    {"resampling_method": "ssp", "selection": "argmax"},
+    {"resampling_method": "stratified", "selection": "argmax"},
     {"mode": "exact"},
     {"mode": "exact", "num_particles": 1, "num_steps": 2},
     {"mode": "mixed", "evidence_threshold": 0.1},

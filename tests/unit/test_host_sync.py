@@ -84,7 +84,7 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"num_particles": 2, "num_steps": 1},
     {"resample_at": "token", "ess_threshold": 1.0},
-    {"resampling_method": "ssp"},
+    {"resampling_method": "stratified"},
     VERIFIED,
     {"mode": "mixed"},
     POWERED,

@@ -33,7 +33,7 @@ CHOICES: dict[str, Any] = {
     "num_particles": 3,
     "chains_per_particle": 1,
     "ess_threshold": 0.9,
-    "resampling_method": "ssp",
+    "resampling_method": "stratified",
     "proposal": "draft",
     "resample_at": "token",
     "selection": "argmax",

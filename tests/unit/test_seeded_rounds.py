@@ -20,6 +20,7 @@ from toy_traces import serve
 from toy_worker import NUM_CONTEXTS, Language
 
 from sglang_smc.options.request import Budget
+from sglang_smc.options.server import RESAMPLING_METHODS
 from sglang_smc.potentials import Potential, Text
 
 RECORD = Path(__file__).with_name("seeded_rounds.json")
@@ -43,10 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[st
     "blocks": (BLOCKS, ({}, {"ess_threshold": 1.0}), (NEVER, {"temperature": 0.6})),
     "every method": (
         {"ess_threshold": 1.0},
-        tuple(
-            {"resampling_method": name}
-            for name in ("systematic", "stratified", "multinomial", "residual", "ssp")
-        ),
+        tuple({"resampling_method": name} for name in RESAMPLING_METHODS),
         (NEVER,),
     ),
     "at each token": ({}, ({"resample_at": "token", "ess_threshold": 0.9},), (NEVER,)),
