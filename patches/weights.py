@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,10 @@ _HELD_WHY = (
     " that are paused in place hold KV, which is refused, nor while a round is in flight, and with "
     "the overlap schedule one is as the last request ends."
 )
+_CUT = (
+    "A full disk leaves files of less than 4,096 bytes empty, and their prefixes never hit again."
+)
+_WHOLE = "SGLang compares the sizes of its files."
 _ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
 PATCHES = Hooks(why=_ALIKE + _HELD_WHY)
 
@@ -259,6 +264,44 @@ def name_storage(original: Callable, model_name: str | None, host_pool: Any) -> 
     """Name a storage's keys by the checkpoints of target, draft and adapters."""
     server_args = get_server_args()
     return original(name_of_kv(server_args) if is_smc(server_args) else model_name, host_pool)
+
+
+@PATCHES.on(
+    "sglang.srt.mem_cache.hicache_storage.HiCacheFile.get",
+    "srt/mem_cache/hicache_storage.py:858 (a page's file that is cut is an error, each time)",
+    why=_CUT,
+    retire_when=_WHOLE,
+    family=upstream.NEWEST,
+)
+@PATCHES.on(
+    "sglang.srt.mem_cache.hicache_storage.HiCacheFile.set",
+    "srt/mem_cache/hicache_storage.py:894 (asks for the name alone)",
+    "srt/mem_cache/hicache_storage.py:909 (numpy ignores what fails as the file is closed)",
+    why=_CUT,
+    retire_when=_WHOLE,
+    family=upstream.NEWEST,
+)
+def keep_whole(original: Callable, storage: Any, key: str, page: Any, *args: Any) -> Any:
+    """Remove a page's file of another size, before it is read or written and behind that."""
+    _remove_cut(storage, key, page.nbytes)
+    done = original(storage, key, page, *args)
+    return None if _remove_cut(storage, key, page.nbytes) else done
+
+
+def _remove_cut(storage: Any, key: str, size: int) -> bool:
+    """Remove the file of a page if it has not so many bytes; return whether it had not."""
+    name = storage._get_suffixed_key(key)
+    path = Path(storage.file_path, f"{name}.bin")
+    try:
+        if path.stat().st_size == size:
+            return False
+        path.unlink()
+    except OSError:  # there is none
+        return False
+    storage._evictor.abort(name)
+    if storage.metadata_cache is not None:
+        storage.metadata_cache.remove(name)
+    return True
 
 
 def released(manager: TokenizerManager) -> set[str]:

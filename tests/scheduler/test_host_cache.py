@@ -5,18 +5,23 @@ before the pool was full, some text would differ.
 """
 
 import random
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 import pytest
+import torch
 from head_laws import DFLASH, EAGLE3
 from in_process import Reply, Server
 from model_families import MTP, make_model
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host import base
 from tiny_models import smc_arguments
+
+from sglang_smc.server import hooks
 
 SLOTS = 300  # of the pool: two of the prompts, and their particles
 SERVER: dict[str, Any] = {
@@ -163,13 +168,39 @@ def test_a_prefix_comes_back_from_files(
     check([again], first[:1])
     server.flush()
     for file in files.glob("*.draft_*"):
-        file.unlink()
+        file.write_bytes(b"")  # as a full disk leaves it without our hook
     again = server.generate(**REQUESTS[0])
     assert came_back([again], "storage") == 0
     check([again], first[:1])
+    server.flush()
+    assert came_back([server.generate(**REQUESTS[0])], "storage") >= 48
     server.flush()
     rmtree(files)
     files.touch()  # no folder can be written there
     check([server.generate(**REQUESTS[1])], first[1:2])
     server.flush()
     assert came_back([server.generate(**REQUESTS[1])], "storage") == 0
+
+
+def test_a_full_disk_leaves_whole_files_or_none(tmp_path: Path) -> None:
+    """What is left behind a page's first 4,096 bytes fails as the file is closed."""
+    hooks.install(hooks.SMC)
+    ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
+    ranks |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
+    flags = ("is_mla_model", "enable_storage_metrics", "is_page_first_layout")
+    config = HiCacheStorageConfig(**ranks, **dict.fromkeys(flags, False), model_name="model")
+    storage = HiCacheFile(config, str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 5000):
+        page, there = torch.arange(size).to(torch.uint8), torch.empty(size, dtype=torch.uint8)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4096 * 4096, hard))
+        try:
+            is_stored = storage.set("key", page)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not is_stored and list(tmp_path.iterdir()) == []
+        assert storage.get("key", there) is None
+        assert storage.set("key", page) and storage.get("key", there) is not None
+        assert there.equal(page)
+        (stored,) = tmp_path.iterdir()
+        stored.unlink()
