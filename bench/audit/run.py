@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from audit.faults.audit_faults import OWN, STOCK
 from intervals import wilson
+from pair.task import held_out
 from results import markdown_table, provenance
 from study import (
     GOES_ON,
@@ -82,6 +83,7 @@ CHAIN = _own("STANDALONE", "draft", 1)
 _ONE_CHAIN = {**_smc("exact"), "speculative_smc_num_particles": 1}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 SIMULATED = Server("simulated")
+COARSE = ("bfloat16", "float16")
 SERVERS = (
     SIMULATED,
     Server("AR"),
@@ -92,6 +94,8 @@ SERVERS = (
     Server("SMC exact", _smc("exact")),
     Server("SMC auto", _smc("auto"), is_lossless=False),
     Server("SMC default", _smc("smc"), is_lossless=False),
+    *(Server(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
+    *(Server(f"SMC exact in {dtype}", {**_smc("exact"), "dtype": dtype}) for dtype in COARSE),
     *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
     Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
     *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault, False) for fault in OWN),
@@ -119,8 +123,15 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
     )
     with running(launch) as (url,):
         for seed in range(options.audits):
-            endpoint = open_endpoint(url)
-            yield as_dict(audit(endpoint, PROMPTS, num_answers=options.answers, seed=seed).results)
+            how = {"num_answers": options.answers, "seed": seed}
+            yield as_dict(audit(open_endpoint(url), prompts_of(seed), **how).results)
+
+
+def prompts_of(seed: int) -> Sequence[str]:
+    """Return the prompts of an audit: the tool's own for the first, else questions."""
+    if seed == 0:
+        return PROMPTS
+    return [held_out(len(PROMPTS) * seed + index).question for index in range(len(PROMPTS))]
 
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

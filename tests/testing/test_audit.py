@@ -23,6 +23,7 @@ from sglang_smc.tools.testing.audit import (
     Check,
     Rules,
     audit,
+    check_repeats,
     compared,
     limited,
     result_of,
@@ -321,6 +322,43 @@ def test_a_fault_is_found(serve: Serve, server: Server, least: set[str]) -> None
     assert not (len(least) == 1 and least < sampled - {"sampled"} and "sampled" in found)
 
 
+BFLOAT16, FLOAT16, FLOAT32 = 2**-3, 2**-6, 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rounding", "gaps", "verdict"),
+    [
+        (BFLOAT16, [0.0625] * 8, Verdict.PASS),  # stock SGLang's, on a CPU
+        (BFLOAT16, [0.5], Verdict.PASS),
+        (BFLOAT16, [0.5] * 8, Verdict.FAIL),
+        (BFLOAT16, [1.5], Verdict.FAIL),
+        (FLOAT16, [0.03] * 8, Verdict.PASS),
+        (FLOAT16, [0.2], Verdict.FAIL),
+        (FLOAT32, [0.01], Verdict.FAIL),
+    ],
+)
+def test_rounding_is_told_from_a_fault(
+    rounding: float, gaps: list[float], verdict: Verdict
+) -> None:
+    """By the gap of two tokens of which each wins in a pass of another shape."""
+
+    class Rounded(Endpoint):
+        def sample(self, prompts: Sequence[str], length: int, **how: Any) -> list[Sample]:
+            token = 1 if how.get("chunk") == 1 else 0
+            return [
+                self.answer(prompt, token if index < len(gaps) else 0, [*gaps, *[0.0] * 8][index])
+                for index, prompt in enumerate(prompts)
+            ]
+
+        def answer(self, prompt: str, last: int, gap: float) -> Sample:
+            top = {0: -1.0, 1: -1.0 - gap}
+            positions = [Position(token, top[token], top) for token in (*[0] * 20, last)]
+            return Sample(prompt, str(last), positions, [21])
+
+    found = check_repeats(Rounded(client.Client(URL), rounding=rounding), list("abcdefgh"))
+    assert (found.verdict, found.estimate) == (verdict, pytest.approx(max(gaps)))
+
+
 def test_false_alarms_keep_their_level() -> None:
     """Of 400 correct samples 5 % are rejected at level 5 %: outside of 7 to 34 in 1 of 1,000."""
     check, table = Check("sampled", Rules(), 1.0, ""), random_table(1)
@@ -413,7 +451,7 @@ def test_a_broken_server_gets_a_sentence(
     serve: Serve, capsys: pytest.CaptureFixture[str], handler: Handler, words: str
 ) -> None:
     serve(handler)
-    assert audit_cli.main([URL, "--answers", "50"]) == 2
+    assert audit_cli.main([URL, "--answers", "400"]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
         _reference(endpoint, options),
         bar(total=total, unit=" answers", disable=None, leave=False) as line,
     ):
-        endpoint.deadline = time.monotonic() + 60 * options.minutes
+        endpoint.deadline = begin + 60 * options.minutes
         endpoint.on_answers = line.update
         results, ranks = audit(endpoint, prompts, num_answers=options.answers, seed=options.seed)
         if endpoint.smc:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from sglang_smc.tools.testing.client import Client, RefusedError
-from sglang_smc.tools.testing.model import Model, Position, connect
+from sglang_smc.tools.testing.model import COARSEST, Model, Position, connect
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 32  # prompts in one request
@@ -65,7 +65,7 @@ class Endpoint:
     chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
     score: Score | None = None
-    rounding: float = 0.1
+    rounding: float = COARSEST
     deadline: float = float("inf")
     on_answers: Callable[[int], Any] = lambda count: None
     smc: Model | None = None  # of a server that runs SMC
@@ -163,11 +163,6 @@ class Endpoint:
         if all(found):
             return found
         raise ValueError(f"{client.url}{route}: {count} answers asked for, {reply!r:.200}")
-
-    def streamed(self, prompt: str, length: int, **params: Any) -> str:
-        """Return the text of a streamed answer."""
-        (pieces,) = self._pieces([prompt], {"max_tokens": length, **params}, True)
-        return _joined(pieces).text
 
 
 def _joined(pieces: Sequence[_Piece]) -> _Piece:

@@ -17,8 +17,10 @@ from sglang_smc.tools.testing.client import Client
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 128  # requests sent at a time
-_ROUNDING = {"float32": 1e-3}  # nats per token
-_COARSE_ROUNDING = 0.05  # for 16-bit models
+#: Nats by which a pass of another shape moves a log-probability: in 16 bits what a unit in the last
+#: place is, of logits from 16 to 32.
+_ROUNDING = {"float32": 1e-3, "float16": 2.0**-6}
+COARSEST = 2.0**-3  # of bfloat16
 #: Flags for short texts with many particles; they differ from a server's.
 _SETTINGS: dict[str, Any] = {
     "context_length": 1024,
@@ -177,7 +179,7 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
         Client(url, api_key),
         state["smc"]["settings"] if algorithm == "SMC" else {},
         same_models=info["model_path"] == info["speculative_draft_model_path"],
-        rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),
+        rounding=_ROUNDING.get(state.get("dtype", ""), COARSEST),
     )
 
 
