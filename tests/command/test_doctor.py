@@ -189,11 +189,13 @@ def test_what_makes_room_is_advised() -> None:
     asked = "--context", "512", "--requests", "8"
     found = findings_of("l4", *asked, "--max-lag", "256")
     assert found["mode smc"].level == WARNING
-    advised = (found["advice"].numbers or {})["max_lag"]
-    assert advised < 256 and f"--speculative-smc-max-lag {advised}" in found["mode smc"].do
-    assert findings_of("l4", *asked, "--max-lag", str(advised))["mode smc"].level == OK
+    assert found["mode smc"].do.endswith("With --speculative-smc-max-lag 16 they fit.")
+    assert findings_of("l4", *asked, "--max-lag", "16")["mode smc"].level == OK
     found = findings_of("l4", "--context", "512", "--requests", "11")  # no lag would
-    assert "auto" in found["mode smc"].do and "mode auto" in found["advice"].found
+    assert "exact" in found["mode smc"].do and "-mode exact" in found["advice"].found
+    assert "advice" not in findings_of("l4", "--context", "100000"), "not one request fits"
+    too_large = findings_of("l4", "--target", "llama-3.1-70b")
+    assert too_large["memory"].level == FAIL and "advice" not in too_large
 
 
 def test_round_graphs_are_those_that_memory_holds() -> None:

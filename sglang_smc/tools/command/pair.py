@@ -69,7 +69,8 @@ def findings(
         if most_slots is None:
             yield pair.round_graphs()
     yield pair.speed()
-    yield pair.advice()
+    if pair.fitting(pair.settings(VERIFYING)) > 0:
+        yield pair.advice()
 
 
 def _has_no_layer(target: str) -> bool:
@@ -267,7 +268,7 @@ class Pair(NamedTuple):
         if lag is not None and lag < self.options.max_lag:
             remedy = f"With --speculative-smc-max-lag {lag} they fit."
         elif self.fitting(self.settings(VERIFYING)) >= self.options.requests:
-            remedy = "In mode auto or exact they fit."
+            remedy = "In mode exact or auto they fit."
         else:
             remedy = "Texts as long as --context are too long for this device, or N is too large."
         do = f"Fewer than --requests {self.options.requests}. {remedy}"
@@ -312,7 +313,7 @@ class Pair(NamedTuple):
         return ok("speed", found + ends, numbers=numbers)
 
     def advice(self) -> Finding:
-        """Recommend the given settings if they gain time, else the fastest with fewer particles."""
+        """Recommend mode exact, with the given N and K, or the fastest with fewer particles."""
         best = self.given
         if best.times_ar <= 1:
             most = best.num_particles
@@ -322,10 +323,6 @@ class Pair(NamedTuple):
             do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
             found = f"no N and K are faster than plain decoding on {self.given.device.name}"
             return warning("advice", found, do)
-        lag = self.lag()
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
-        # The server's own is longer for targets other than p, which a flag would bind, too.
-        settings |= {"max_lag": lag} if lag and lag != LAG else {}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
-        flags += [] if lag else [f"{flag_of('mode')} auto"]
-        return ok("advice", " ".join(flags), numbers=settings)
+        return ok("advice", " ".join([f"{flag_of('mode')} {VERIFYING}", *flags]), numbers=settings)
