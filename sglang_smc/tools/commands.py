@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -59,7 +60,12 @@ def command(
     def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(argv)
         try:
-            return main_of(lambda: run(options), interrupted)
+            status = main_of(lambda: run(options), interrupted)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:  # of `| head`; Python would flush again as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return refused

@@ -1,7 +1,10 @@
 """``python -m sglang_smc.tools.plan``, end to end: one pair, and drafts side by side."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,16 @@ def test_a_draft_of_hot_tokens_reads_that_part_of_its_lm_head(capsys: Capture) -
         given = (*PAIR[:2], "--draft", draft, "--device", "h200", "--hot-tokens", "200000")
         assert main([*given]) != 0
         assert "--hot-tokens is 200000 with a draft" in capsys.readouterr().err
+
+
+def test_a_reader_may_leave() -> None:
+    """As `head` does: red for a traceback, or an error that is printed as Python ends."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sglang_smc.tools.plan", *H200]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_json_has_what_the_table_has(capsys: Capture) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 from matplotlib import image as images
+from msgspec.structs import replace
 from toy_grammar import Letters, runners
 from toy_traces import a_trace, serve
 from trace_replay import replay
 
 from sglang_smc.state.record import Trace
 from sglang_smc.tools.view.genealogy import genealogy
-from sglang_smc.tools.view.page import main, page_of
+from sglang_smc.tools.view.page import _sizes_of, main, page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -44,6 +45,20 @@ def test_a_page_is_one_file_that_asks_nobody(saved: Path, capsys: pytest.Capture
     page = target.read_text()
     assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", page)
     assert "default-src 'none'" in page
+
+
+def test_the_heading_has_the_sizes_of_rounds() -> None:
+    """Of those where a text goes on; the request's own are an upper bound, if they adapt."""
+    made = a_trace()
+    sizes = {"num_particles": str(made.num_particles), "num_steps": str(made.num_steps)}
+    trace = replace(made, num_particles=99, num_steps=98)
+    assert _sizes_of(trace) == sizes and '"num_particles":"99"' not in page_of(trace)
+    small = replace(made.rounds[0], drafted=[[7, 7]], ended=[False])
+    found = _sizes_of(replace(trace, rounds=[*made.rounds, small]))
+    assert found == {
+        "num_particles": f"1 to {made.num_particles}",
+        "num_steps": f"2 to {made.num_steps}",
+    }
 
 
 def test_no_piece_of_text_ends_the_script() -> None:

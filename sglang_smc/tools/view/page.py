@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -59,14 +60,27 @@ def page_of(trace: Trace, title: str = "Particles of one answer") -> str:
 
     Raises ValueError if the trace has no round.
     """
-    names = ("mode", "num_particles", "num_steps", "prompt_length", "pieces")
-    data = {name: getattr(trace, name) for name in names} | {"genealogy": genealogy(trace)}
+    data = {name: getattr(trace, name) for name in ("mode", "prompt_length", "pieces")}
+    data |= {"genealogy": genealogy(trace), **_sizes_of(trace)}
     return Template(part("page.html")).substitute(
         title=html.escape(title),
         style=part("page.css"),
         data=embedded(data),
         script='"use strict";\n(() => {\n' + "".join(map(part, SCRIPTS)) + "})();",
     )
+
+
+def _sizes_of(trace: Trace) -> dict[str, str]:
+    """Return the N and K of the rounds: adaptive ones are not the request's."""
+    rounds = [one for one in trace.rounds if not all(one.ended)] or trace.rounds  # an end cuts K
+    num_particles = [len(one.drafted) for one in rounds]
+    num_steps = [max(map(len, one.drafted)) for one in rounds]
+    return {"num_particles": _span(num_particles), "num_steps": _span(num_steps)}
+
+
+def _span(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low} to {high}" if low < high else f"{high}"
 
 
 def part(name: str) -> str:
