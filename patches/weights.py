@@ -206,8 +206,12 @@ async def release_memory(
     """Release the memory of a server at rest, once; all else is HTTP 400."""
     if not is_smc(manager.server_args):
         return await original(manager, obj, request)
-    if not upstream.resolved(manager.server_args).enable_memory_saver:
-        raise ValueError("No memory can be released: start it with --enable-memory-saver.")
+    args = upstream.resolved(manager.server_args)
+    if not args.enable_memory_saver:
+        remedy = (
+            ", as on no CPU." if args.device == "cpu" else ": start it with --enable-memory-saver."
+        )
+        raise ValueError(f"No memory can be released{remedy}")
     async with _turn(manager):
         obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
         released(manager).update(obj.tags)  # first, so that no request arrives in between

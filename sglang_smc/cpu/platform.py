@@ -58,6 +58,7 @@ _ONE_SLOT = {"page_size": (1, None)}
 # What fields of server arguments may be; first what runs here, then defaults of SGLang's.
 _ALLOWED = {
     "enable_torch_compile": (False,),
+    "enable_memory_saver": (False,),
     "hicache_mem_layout": ("layer_first", "page_first"),
 }
 # The same, unless Triton's kernels are interpreted.

@@ -201,8 +201,8 @@ def test_abort_of_one_spares_its_neighbour_and_of_all_does_not(
         assert reason == "abort" if every else answer["text"] == undisturbed
 
 
-def test_memory_is_released_where_the_server_was_started_for_it(server: Operator) -> None:
-    for route, told in (("/release_", "--enable-memory-saver"), ("/resume_", "allowed now: none")):
+def test_memory_is_released_where_that_can_be(server: Operator) -> None:
+    for route, told in (("/release_", "as on no CPU"), ("/resume_", "allowed now: none")):
         answer = server.post(f"{route}memory_occupation")
         assert (answer.status_code, told in answer.text) == (400, True)
 

@@ -75,6 +75,7 @@ def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
         ({"device": "cuda"}, "hide the accelerator"),
         ({"page_size": 16, "speculative_algorithm": "NGRAM"}, "page_size=16"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
+        ({"enable_memory_saver": True}, "enable_memory_saver"),
         ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),
         ({"attention_backend": "triton"}, "attention_backend='triton' .allowed: 'torch_native'"),
         ({"prefill_attention_backend": "flashinfer"}, "'flashinfer' .allowed: 'torch_native'"),

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_smc.cpu import platform
 from sglang_smc.patches.ingress import generate_request
 from sglang_smc.patches.weights import release_memory, released, resume_memory
 
@@ -89,6 +90,7 @@ class MemorySaver:
 def saver(monkeypatch: pytest.MonkeyPatch) -> MemorySaver:
     made = MemorySaver()
     monkeypatch.setattr(adapter, "_memory_saver", made)
+    monkeypatch.delitem(platform._ALLOWED, "enable_memory_saver")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return made
 
@@ -154,7 +156,8 @@ class Manager(SimpleNamespace):
 
 def test_what_would_end_a_scheduler_is_refused() -> None:
     manager: Any = Manager(busy=True, asked=[])
-    manager.server_args = SimpleNamespace(speculative_algorithm="SMC", enable_memory_saver=False)
+    own = {"enable_memory_saver": False, "device": "cuda"}
+    manager.server_args = SimpleNamespace(speculative_algorithm="SMC", **own)
 
     def call(hook: Any, *tags: str, times: int = 1) -> None:
         async def at_once() -> None:
