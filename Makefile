@@ -30,7 +30,7 @@ venv: $(STAMP)
 
 # The stamp is older than pyproject.toml exactly when the requirements may have changed.
 $(STAMP): pyproject.toml
-	@echo "Installing sglang-smc, SGLang and test tools into $(VENV) (the first time: ~9 GB, minutes)"
+	@echo "Installing sglang-smc, SGLang and test tools into $(VENV) (the first time: ~11 GB, minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable '.[test,bench,dev]'
 	@touch $@

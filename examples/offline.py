@@ -15,7 +15,7 @@ import sglang as sgl
 
 PAIR = Path(__file__).resolve().parents[1] / "bench" / "pair"
 QUESTIONS = (
-    "Sam has 10 stamps. He gets 45 more. How many stamps does Sam have now?",
+    "Sam has 12 caps. He buys 5 bags of 7. How many caps does Sam have now?",
     "Ann has 7 pens. A trick makes it 4 times as many. How many pens does Ann have now?",
 )
 SAMPLING = {"temperature": 0.7, "max_new_tokens": 128, "sampling_seed": 1}

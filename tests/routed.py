@@ -34,7 +34,7 @@ def pair_arguments() -> dict[str, Any]:
     )
 
 
-QUESTION = "Sam has 10 stamps. He gets 45 more. How many stamps does Sam have now?"
+QUESTION = "Sam has 12 caps. He buys 5 bags of 7. How many caps does Sam have now?"
 PROMPT = f"<|user|>{QUESTION}<|assistant|>"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
