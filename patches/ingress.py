@@ -97,6 +97,26 @@ def validate_request(
     original(manager, obj, input_ids)
 
 
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
+    "srt/managers/tokenizer_manager.py:2431 (asks for is_single)",
+    why="Two seconds behind a stream SGLang reads what normalize_batch_and_arguments sets: for a "
+    "request that was refused before, its log has a traceback.",
+    retire_when="SGLang looks for the requests that it has admitted alone.",
+)
+def create_abort_task(original: Callable, manager: TokenizerManager, obj: Any) -> Any:
+    """Abort nothing behind the stream of a request that was refused before it had an id."""
+    tasks = original(manager, obj)
+    abort = tasks.tasks[0].func
+
+    async def abort_admitted() -> None:
+        if hasattr(obj, "is_single"):
+            await abort()
+
+    tasks.tasks[0].func = abort_admitted
+    return tasks
+
+
 _ONE_NAME: dict[str, Any] = {
     "why": "SGLang knows no other names that a request may give where it names an adapter.",
     "retire_when": "SGLang keeps named sampling parameters.",

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from resolved_args import field_names, options
+from transformers import AutoTokenizer
 
 from sglang_smc.options import request, server
 from sglang_smc.server import refusals
 from sglang_smc.state import metrics
 from sglang_smc.tools.command.cli import module_of
 from sglang_smc.tools.plan import cli as plan
+from sglang_smc.tools.testing import check_potential
 
 ROOT = Path(__file__).parents[2]
 FOLDERS_OF_PAGES = (".", "docs", "kernels", "patches", "bench", "deploy", "*/*")
@@ -126,6 +128,15 @@ def test_python_on_pages_compiles_and_names_real_keywords() -> None:
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "sgl.Engine":
             assert {keyword.arg for keyword in node.keywords} <= known, ast.unparse(node)
+
+
+def test_a_potential_is_checked_as_its_page_says() -> None:
+    """Red where a `Text` is made of something else."""
+    how = {"tokenizer": AutoTokenizer.from_pretrained(ROOT / "bench" / "pair" / "target")}
+    how |= {"__name__": "my_rewards", "check_potential": check_potential}
+    for code in blocks_of(ROOT / "docs" / "potentials.md", "python"):
+        exec(code, how)
+    assert how["texts"][0].output == " please come"
 
 
 def test_following_one_round_leads_through_few_files() -> None:

@@ -1,5 +1,6 @@
 """Audits of toy servers: correct ones pass, each fault is found, broken ones get a sentence."""
 
+import contextlib
 import json
 import math
 import random
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_smc.tools.testing import audit_cli, client
+from sglang_smc.tools.testing import audit_cli, client, endpoint
 from sglang_smc.tools.testing.audit import (
     CHECKS,
     Audit,
@@ -466,6 +468,27 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     text = page.read_text()
     assert text.count("<article") == len(told["results"])
     assert text.count("<svg") == len(CHECKS)
+
+
+def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A reference takes two minutes of three to start, each request a third of a second."""
+    clock, server, numbers = [0.0], Server(rightly), tmp_path / "audit.json"
+
+    def takes(seconds: float) -> None:
+        clock[0] += seconds
+
+    for module in (audit_cli, endpoint):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    started = contextlib.nullcontext
+    monkeypatch.setattr(audit_cli, "_reference", lambda *_: started(takes(120)))
+    serve(lambda request: takes(0.3) or server(request))
+    asked = ["--minutes", "3", "--answers", "9999", "--json", str(numbers)]
+    assert audit_cli.main([URL, *asked]) == 0
+    verdicts = {one["check"]: one["verdict"] for one in json.loads(numbers.read_text())["results"]}
+    assert (verdicts["repeats"], verdicts["seeds"]) == ("pass", "measured")
+    assert verdicts["penalty"] == "not enough data" and 180 < clock[0] < 185
 
 
 def test_a_reference_must_score(serve: Serve) -> None:
