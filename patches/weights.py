@@ -53,10 +53,10 @@ _HELD_WHY = (
     " that are paused in place hold KV, which is refused, nor while a round is in flight, and with "
     "the overlap schedule one is as the last request ends."
 )
-_CUT = (
-    "A full disk leaves files of less than 4,096 bytes empty, and their prefixes never hit again."
-)
-_WHOLE = "SGLang compares the sizes of its files."
+_FILES = {
+    "why": "A full disk leaves pages below 4,096 bytes empty files, which are never written again.",
+    "retire_when": "SGLang compares the sizes of its files.",
+}
 _ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
 PATCHES = Hooks(why=_ALIKE + _HELD_WHY)
 
@@ -273,16 +273,14 @@ def name_storage(original: Callable, model_name: str | None, host_pool: Any) -> 
 @PATCHES.on(
     "sglang.srt.mem_cache.hicache_storage.HiCacheFile.get",
     "srt/mem_cache/hicache_storage.py:858 (a page's file that is cut is an error, each time)",
-    why=_CUT,
-    retire_when=_WHOLE,
+    **_FILES,
     family=upstream.NEWEST,
 )
 @PATCHES.on(
     "sglang.srt.mem_cache.hicache_storage.HiCacheFile.set",
     "srt/mem_cache/hicache_storage.py:894 (asks for the name alone)",
     "srt/mem_cache/hicache_storage.py:909 (numpy ignores what fails as the file is closed)",
-    why=_CUT,
-    retire_when=_WHOLE,
+    **_FILES,
     family=upstream.NEWEST,
 )
 def keep_whole(original: Callable, storage: Any, key: str, page: Any, *args: Any) -> Any:

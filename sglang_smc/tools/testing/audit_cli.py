@@ -73,8 +73,12 @@ def _run(options: argparse.Namespace) -> int:
         endpoint.deadline = begin + 60 * options.minutes
         endpoint.on_answers = line.update
         results, ranks = audit(endpoint, prompts, num_answers=options.answers, seed=options.seed)
-        if endpoint.smc:
+        if endpoint.smc and time.monotonic() < endpoint.deadline:
             results += run(Pair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
+        elif endpoint.smc:
+            note = "No time was left. Give more --minutes, or ask for fewer --answers."
+            lacks = report.Verdict.NOT_ENOUGH_DATA
+            results.append(report.Result("evidence", "E[Z] = 1", lacks, note))
     how = "a reference" if options.reference or options.target else "the server itself"
     if endpoint.score is None:
         how = f"the {endpoint.client.top} log-probabilities that come with the answers"
