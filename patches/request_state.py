@@ -123,7 +123,7 @@ def stream_output(
     family=NEWER,
 )
 def next_output_finishes_by_length(original: Callable, req: Req) -> bool:
-    """Return False with potentials or a vote, since a round may hold the last token back."""
+    """Return False with potentials, since a round may hold the last token back."""
     return not registry.has_scorers(req) and original(req)
 
 

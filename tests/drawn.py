@@ -58,8 +58,8 @@ def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
     return lambda test: same(given(c=cases)(test))
 
 
-def patterns(atoms: Sequence[str], repeats: Sequence[str], opens: str = "(?:") -> st.SearchStrategy:
-    """Regular expressions of a few atoms; what is repeated stands in a group of a kind."""
+def patterns(atoms: Sequence[str], repeats: Sequence[str]) -> st.SearchStrategy:
+    """Regular expressions of a few atoms."""
 
     def longer(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         few = st.lists(inner, min_size=2, max_size=3)
@@ -67,7 +67,7 @@ def patterns(atoms: Sequence[str], repeats: Sequence[str], opens: str = "(?:") -
         return st.one_of(
             few.map("".join),
             few.map(lambda all: f"(?:{'|'.join(all)})"),
-            repeated.map(lambda both: f"{opens}{both[0]}){both[1]}"),
+            repeated.map(lambda both: f"(?:{both[0]}){both[1]}"),
             st.tuples(st.sampled_from("ims"), inner).map(lambda both: f"(?{both[0]}:{both[1]})"),
         )
 

@@ -81,8 +81,6 @@ def steered(model: str, potential: str, num_particles: int) -> Cell:
         "num_steps": NUM_STEPS,
         "num_particles": num_particles,
         "potentials": [asked],
-        "selection": "vote",
-        "answer_pattern": ANSWER_PATTERN,
         "return_particles": True,
     }
     label = f"smc {model} {potential} N={num_particles}"

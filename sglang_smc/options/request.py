@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
-from sglang_smc.options.answers import answer_pattern
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
     LONG_LAG,
-    SELECTIONS,
     SERVER_FIELDS,
-    VOTE,
     Range,
     Setting,
     SMCConfig,
@@ -40,7 +37,6 @@ _Config = TypeVar("_Config", bound=SMCConfig)
 
 PARTICLES_KEY = "return_particles"
 POTENTIALS_KEY = "potentials"
-PATTERN_KEY = "answer_pattern"
 TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
@@ -58,9 +54,6 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     potentials: Annotated[tuple[PotentialSpec, ...], Setting(Range(list, ""), modes=("smc",))] = ()
     """Potentials that multiply the target; `parse_specs` says what is allowed."""
-
-    answer_pattern: Annotated[str | None, Setting(Range(str, "a string"), modes=("smc",))] = None
-    """Regular expression of the answer in a text, for a majority vote."""
 
     # The rest are no keys.
     constrained: bool = False  # whether the request has a grammar
@@ -94,14 +87,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return self.extends
 
     @property
-    def votes(self) -> bool:
-        """Return whether its answer is chosen by a majority vote."""
-        return self.selection == VOTE and self.weighs
-
-    @property
     def _usual_lag(self) -> int:
-        # Returned particles, and a majority vote, need particles that differ.
-        return LONG_LAG if self.return_particles or self.votes else super()._usual_lag
+        # Returned particles must differ.
+        return LONG_LAG if self.return_particles else super()._usual_lag
 
     @property
     def uses_matches(self) -> bool:
@@ -200,9 +188,9 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
 def at_temperature_0(asked: RequestConfig) -> RequestConfig:
     """Return the options for greedy decoding: a verified tree, in every mode and for any power.
 
-    Particles that are returned, weighed by potentials or vote would all be equal: they are one.
+    Particles that are returned or weighed by potentials would all be equal: they are one.
     """
-    if asked.return_particles or asked.potentials or asked.votes:
+    if asked.return_particles or asked.potentials:
         return replace(asked, greedy=True, num_particles=1, chains_per_particle=1, power=1.0)
     return replace(verified_as_tree(asked), greedy=True)
 
@@ -219,6 +207,8 @@ def _raise_if(problems: list[str], where: str) -> None:
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
     """Return what is wrong with a key or its value, or None."""
+    if name == "answer_pattern" or (name == "selection" and value == "vote"):
+        return f"{name}={value!r:.100}; allowed: a vote at the client, over return_particles."
     if name not in KEYS:
         return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
     try:
@@ -226,10 +216,8 @@ def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
             parse_specs(value)
         elif not (allowed := _range_of(name, server)).holds(value):
             return f"{name}={value!r}; allowed: {allowed.words}."
-        elif name == PATTERN_KEY:
-            answer_pattern(value)
     except ValueError as error:
-        return str(error) if name == POTENTIALS_KEY else f"{name}={value[:100]!r}, which {error}."
+        return str(error)
     return None
 
 
@@ -245,8 +233,6 @@ def _range_of(name: str, server: SMCConfig) -> Range:
         return one_of(tuple(m for m in range(1, most + 1) if most % m == 0))
     if name == "max_lag":
         return integers(1, server.most_lag)
-    if name == "selection":
-        return one_of((*SELECTIONS, VOTE))
     if name == "ngram_weight" and not server.keeps_texts:
         flag = flag_of("ngram_weight")
         return numbers(0, 0, words=f"0, since this server has no {flag} and keeps no texts")
@@ -289,12 +275,6 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
             f"has evidence_threshold={config.evidence_threshold!r} beside {beside}; allowed: "
             "evidence_threshold 0, since only p itself has a known normaliser. Leave it out"
             + (", or add mode='mixed'." if config.constrained else ".")
-        )
-    if config.weighs and config.votes != (config.answer_pattern is not None):
-        found.append(
-            f"has selection={config.selection!r} and answer_pattern={config.answer_pattern!r}; "
-            "allowed: selection 'vote' with a pattern that finds the answer in a text, another "
-            "selection without one."
         )
     for names, allowed in config.conflicts(chosen):
         if names != ("mode", "power") or "power" not in chosen:  # else it is told above

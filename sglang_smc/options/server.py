@@ -26,7 +26,6 @@ RESAMPLING_METHODS = ("systematic", "stratified", "multinomial")
 PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
-VOTE = "vote"  # the selection that only requests may set
 KERNELS = ("auto", "triton", "torch")
 ROUND_GRAPH = ("auto", "on", "off")
 
@@ -165,7 +164,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             modes=_SMC,
         ),
     ] = "block"
-    # A request may also set `vote`: draw among the particles of the majority answer.
     selection: Annotated[
         str,
         Setting(

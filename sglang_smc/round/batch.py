@@ -50,7 +50,7 @@ class RoundShape(NamedTuple):
     shows_particles: bool = False  # some request sets return_particles
     traces: bool = False  # some request sets trace
     has_rules: bool = False  # some request has rules that read its sequences on the host
-    has_scorers: bool = False  # some request has potentials or a majority vote, on the host
+    has_scorers: bool = False  # some request has potentials, on the host
     has_matches: bool = False  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
 
@@ -83,7 +83,7 @@ class RoundShape(NamedTuple):
             "trace": self.traces,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
-            "potentials or a vote": self.has_scorers,
+            "potentials": self.has_scorers,
             "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,

@@ -410,7 +410,6 @@ class Steps:
             The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
             particles ``[G]`` bool, and log Z-hat ``[G]`` including the current mean weight.
         """
-        population = population.majority_vote()
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
         # A particle may have no token but its own first one: that is drawn, too.

@@ -1,9 +1,9 @@
 """Define the two kinds of rule that read a request's text on the host.
 
 A `LogitsRule` changes logits, masks tokens or ends sequences: custom processors, structured output
-and stop strings. A `Scorer` gives values of the sequences from which a round starts: potentials and
-majority votes. `rules.registry` lists and combines them. Penalties, biases and filters depend on
-numbers alone and run on the device (`state.edits`, `state.settings`).
+and stop strings. A `Scorer` gives values of the sequences from which a round starts: potentials.
+`rules.registry` lists and combines them. Penalties, biases and filters depend on numbers alone and
+run on the device (`state.edits`, `state.settings`).
 """
 
 from abc import ABC, abstractmethod
@@ -95,7 +95,6 @@ class GroupScores(NamedTuple):
 
     log_values: list[float | None]  # log phi; None: unchanged
     complete: list[bool]  # whether the value of an ended sequence is final
-    answers: list[int] | None = None  # for the majority vote, numbers of answers; -1 for none
 
     @classmethod
     def none(cls, num_particles: int) -> "GroupScores":

@@ -1,4 +1,4 @@
-"""Query the potentials of requests, and take the majority votes of their particles, on the host.
+"""Query the potentials of requests, on the host.
 
 A round queries the sequences that it starts from, in threads, while the device drafts, and takes
 the values when drafts have been scored, just before they are weighed. A sequence that ends in a
@@ -6,11 +6,6 @@ round gets its value as a whole in the next: a group waits for it if all its par
 
 The sequences of a request form a tree below the output that they share, so that shared prefixes are
 decoded and queried once. A node points to the last ancestor at which each potential was due.
-
-The answer of a particle for the majority vote is found by the request's own pattern once the
-sequence has ended: the last match, or its first group. The host reads it as the next round starts;
-until then a group waits if all particles have ended. A round reads a bounded amount, and the
-rest waits for later rounds. Lengths alone decide what waits, so that all ranks do the same.
 """
 
 import math
@@ -21,7 +16,6 @@ from typing import NamedTuple
 
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_smc.options.answers import AnswerPattern, answer_pattern
 from sglang_smc.potentials.base import Text
 from sglang_smc.potentials.runner import Call, MissingValue, Query
 from sglang_smc.potentials.spec import PotentialSpec, Schedule
@@ -266,77 +260,3 @@ def _names(req: Req) -> str:
 def _end(req: Req, missing: MissingValue) -> None:
     late, broken = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR
     end_request(req, missing.message, late if missing.is_late else broken)
-
-
-MOST_STEPS = 25_000_000
-"""Bytes of text, times instructions of their patterns, that one round may search for all requests:
-0.3 s at worst (`options.answers`), usually 0.01."""
-
-_LONG = (
-    "A particle's text has {length} bytes and the answer_pattern {size} instructions; allowed: "
-    f"{MOST_STEPS} of the one times the other. Ask for fewer tokens, or simplify the pattern: "
-    "bounded repetitions and classes of letters are large."
-)
-
-
-class Votes(Scorer):
-    """The majority votes of a batch, of groups in which all particles have ended."""
-
-    def __init__(self, texts: BatchTexts) -> None:
-        self._steps_left = MOST_STEPS
-        self._answers: dict[int, list[int]] = {}  # by group, the number of each particle's answer
-        population = texts.population
-        if population is None:
-            return
-        finished = population.ended.all(1).tolist()
-        for group, req in enumerate(texts.reqs):
-            if finished[group] and self.applies(req) and not req.to_finish:
-                answers = self._read(req, tails_of(req, population, group))
-                if answers is not None:
-                    self._answers[group] = answers
-
-    @classmethod
-    def applies(cls, req: Req) -> bool:
-        """Return whether a request selects its output by majority vote."""
-        state = find_state(req)
-        return state is not None and state.config.votes
-
-    def result(self) -> dict[int, GroupScores]:
-        """Return the answers by group; see `Scorer.result`."""
-        return {
-            group: GroupScores([None] * len(found), [True] * len(found), found)
-            for group, found in self._answers.items()
-        }
-
-    def _read(self, req: Req, tails: list[list[int]]) -> list[int] | None:
-        """Return the numbers of the answers of one request's particles, from 0 on; -1 for none.
-
-        None where a later round goes on, or the request ends with an error.
-        """
-        state, shared = state_of(req), shared_ids(req)
-        decode = decoder_of(req, skip_special_tokens=True)
-        assert state.config.answer_pattern is not None, "checked as the request came in"
-        pattern = answer_pattern(state.config.answer_pattern)
-        known: dict[tuple[int, ...], bytes | None] = state.kept.setdefault(Votes, {})
-        texts = [(*shared, *tail) for tail in tails]
-        for tokens in texts:
-            if tokens in known:
-                continue
-            text = decode(tokens).encode()
-            if not self._may_read(req, text, pattern):
-                return None
-            known[tokens] = pattern.last(text)
-        numbers: dict[bytes, int] = {}
-        found = [known[tokens] for tokens in texts]
-        return [-1 if one is None else numbers.setdefault(one, len(numbers)) for one in found]
-
-    def _may_read(self, req: Req, text: bytes, pattern: AnswerPattern) -> bool:
-        steps = len(text) * pattern.num_instructions
-        if steps > MOST_STEPS:
-            message = _LONG.format(length=len(text), size=pattern.num_instructions)
-            end_request(req, message, HTTPStatus.BAD_REQUEST)
-        if steps > self._steps_left:
-            self._steps_left = 0  # later ones wait, too: a batch is searched in its order
-            return False
-        self._steps_left -= steps
-        return True

@@ -12,13 +12,13 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.rules.base import BatchTexts, GroupScores, LogitsRule, Rule, Scorer
 from sglang_smc.rules.grammar import Grammar
-from sglang_smc.rules.potentials import Potentials, Votes
+from sglang_smc.rules.potentials import Potentials
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.state.population import Population, Scores
 from sglang_smc.state.request import find_state, state_of
 
-RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials, Votes)
+RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials)
 """All rules, in the order in which they are applied."""
 
 
@@ -28,7 +28,7 @@ def has_rules(req: Req) -> bool:
 
 
 def has_scorers(req: Req) -> bool:
-    """Return whether a request has potentials or a majority vote."""
+    """Return whether a request has potentials."""
     return any(issubclass(rule, Scorer) and rule.applies(req) for rule in RULES)
 
 
@@ -106,7 +106,6 @@ class TextRules:
         size, nothing = (len(reqs), like.shape[1]), GroupScores.none(like.shape[1])
         log_values = torch.full(size, math.nan, dtype=torch.float64, device="cpu")
         complete = torch.ones(size, dtype=torch.bool, device="cpu")
-        answers = torch.full(size, -1, device="cpu")
         for scorer in self._scorers:
             found = scorer.result()
             for group in (group for group, req in enumerate(reqs) if scorer.applies(req)):
@@ -115,10 +114,7 @@ class TextRules:
                     if value is not None:
                         log_values[group, particle] = value
                 complete[group] &= torch.tensor(own.complete, device="cpu")
-                if own.answers is not None:
-                    answers[group] = torch.tensor(own.answers, device="cpu")
-        joined = log_values, complete, answers
-        return Scores(*(to_device(like.device, values) for values in joined))
+        return Scores(to_device(like.device, log_values), to_device(like.device, complete))
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Pass the tokens sampled at prefill to all rules; see `LogitsRule.note_first`."""

@@ -229,11 +229,6 @@ def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARA
 
     Errors call these settings ``where``; the server's arguments may be resolved or not.
     """
-    if asked.votes and resolved(server_args).skip_tokenizer_init:
-        raise ValueError(
-            f"{where} has selection='vote'; allowed: 'sample' and 'argmax', since this server runs "
-            "with --skip-tokenizer-init and cannot read texts."
-        )
     if resolved(server_args).disaggregation_mode == "decode":
         _check_transferred(asked)
     potentials: Mapping[str, Any] = load(potentials_of(server_args)) if asked.potentials else {}

@@ -301,27 +301,3 @@ def revalue(
     is_told = (log_weights > -torch.inf) & ~log_values.isnan()
     gains = torch.where(is_told, log_values - held, 0.0)
     return log_weights + gains, torch.where(is_told, log_values, held)
-
-
-def majority_vote(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Take a weighted majority vote: keep only the particles of the heaviest answer.
-
-    The total weight of a group stays; of two equally heavy answers that of the first particle
-    wins. Groups in which no particle with weight has an answer stay as they are.
-
-    Args:
-        log_weights: ``[G, N]`` float64.
-        answers: ``[G, N]`` int64, equal numbers for equal answers; -1 for none.
-
-    Returns:
-        ``[G, N]`` log-weights.
-    """
-    gives = answers >= 0
-    same = (answers.unsqueeze(1) == answers.unsqueeze(2)) & gives.unsqueeze(1)  # [G, N, N]
-    totals = log_weights.unsqueeze(1).masked_fill(~same, -torch.inf).logsumexp(2)  # [G, N]
-    winner = answers.gather(1, totals.argmax(1, keepdim=True))  # [G, 1]
-    votes = (answers == winner) & gives
-    won = log_weights.masked_fill(~votes, -torch.inf)
-    log_share = won.logsumexp(1, keepdim=True) - log_weights.logsumexp(1, keepdim=True)
-    is_decided = log_share.isfinite()  # some particle of positive weight has an answer
-    return torch.where(is_decided, won - log_share, log_weights)

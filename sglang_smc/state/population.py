@@ -220,7 +220,6 @@ class Scores(NamedTuple):
 
     log_values: torch.Tensor  # [G, N] float64: log phi; NaN, from the host, keeps the old value
     complete: torch.Tensor  # [G, N] bool: of the whole sequence, or of a request without potentials
-    answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
 
 
 # Columns of `Population.texts` beside the longest tail: two tokens before it, a spare one after it.
@@ -351,14 +350,6 @@ class Population(NamedTuple):
             scores=scores._replace(log_values=log_values),
         ).stop(forbidden)
 
-    def majority_vote(self) -> "Population":
-        """Take the majority vote in finished groups, which keeps the particles of its answer."""
-        if self.scores is None:
-            return self
-        elected = weighing.majority_vote(self.log_weights, self.scores.answers)
-        finished = self.is_finished().unsqueeze(1)
-        return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
-
     def first_token(self) -> torch.Tensor:
         """Return the last emitted token of each group, ``[G]``; -1 where its particles differ.
 
@@ -411,7 +402,6 @@ class ParticleTable:
             scores=Scores(
                 log_values=zeros(*shape, dtype=torch.float64),
                 complete=zeros(*shape, dtype=torch.bool),
-                answers=zeros(*shape),
             ),
         )
 

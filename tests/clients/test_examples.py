@@ -66,7 +66,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     client.execute()
     outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
     texts = {name: "".join(one.get("text", "") for one in of) for name, of in outputs.items()}
-    assert texts["asked"].count("####") == 2 and "####" in texts["voted"]
+    assert texts["asked"].count("####") == 2 and texts["voted"].startswith("[('")
     assert "Particles(8" in outputs["shown"][0]["data"]["text/plain"]
     assert "image/png" in outputs["plotted"][0]["data"]
     assert "<canvas" in (tmp_path / "p").read_text()

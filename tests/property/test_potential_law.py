@@ -14,8 +14,6 @@ from toy_grammar import Letters, log_phi, maker, potential, read, runners, times
 from toy_laws import EOS, LENGTH, TARGET, P, assert_properly_weighted, run
 from toy_worker import Outcome
 
-from sglang_smc.rules import potentials
-
 WEIGHED = {"proposal": "draft"}
 IN_PAIRS = {"chains_per_particle": 2, "ess_threshold": 1.0}
 
@@ -100,14 +98,3 @@ def test_who_is_forbidden_altogether_ends() -> None:
 
     outcome = asked(named(), 4, 2, rows=[1, 2, 3], runners=runners(letters=Never()))
     assert torch.equal(outcome.log_evidence, torch.full((3,), -math.inf, dtype=torch.float64))
-
-
-def test_votes_that_wait_for_later_rounds_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All particles have ended, and stand still until the last text has been read."""
-    vote = {"selection": "vote", "answer_pattern": "[ab]", "evidence_threshold": 0.0}
-    at_once = asked(vote, 4, 2, num_runs=6)
-    monkeypatch.setattr(potentials, "MOST_STEPS", (LENGTH + 1) * 20)  # about one text a round
-    later = asked(vote, 4, 2, num_runs=6)
-    assert later.num_rounds > at_once.num_rounds + 5
-    assert torch.equal(later.outputs, at_once.outputs)
-    assert torch.equal(later.log_evidence, at_once.log_evidence)

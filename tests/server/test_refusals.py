@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import time
 from typing import Any
 
@@ -132,27 +131,6 @@ def test_limits_stops_and_ends_hold_within_a_grammar(server: Server) -> None:
             assert answer["meta_info"]["finish_reason"]["type"] == "stop"
             assert len(answer["text"]) == size
             assert answer["output_ids"].index(EOS) == len(answer["output_ids"]) - 1
-
-
-def test_a_vote_is_taken_among_all_particles(server: Server) -> None:
-    """The answer is how the text ends: it is the one that weighs most; phi is in the weights."""
-    potential = {"name": "count", "args": {"token": 417}, "when": "end"}
-    vote = {"selection": "vote", "answer_pattern": r"[a-z0-9]$", "return_particles": True}
-    requests = [
-        asked({"potentials": [potential], **vote}, sampling_seed=seed, max_new_tokens=8)
-        for seed in range(16)
-    ]
-    voted = 0
-    for answer in server.generate(requests):
-        info = answer["meta_info"]
-        shares: dict[str, float] = {}
-        for one in info["spec_smc_particles"]:
-            for last in re.findall(r"[a-z0-9]$", one["text"]):
-                shares[last] = shares.get(last, 0.0) + one["weight"]
-        if shares:
-            voted += 1
-            assert answer["text"][-1] == max(shares, key=lambda last: shares[last])
-    assert voted > 8
 
 
 @pytest.mark.parametrize("key", [None, "another key", "a key of this serve", "A KEY"])

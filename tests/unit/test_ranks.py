@@ -17,7 +17,7 @@ from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.grammar import Grammar
-from sglang_smc.rules.potentials import Potentials, Votes
+from sglang_smc.rules.potentials import Potentials
 from sglang_smc.state.ranks import INTERVAL, RankCheck
 
 CLOCKS = ("monotonic", "perf_counter", "thread_time")
@@ -102,18 +102,6 @@ SLOW_FIRST, SLOW_SECOND = (3600.0, 0.0), (0.0, 3600.0)  # seconds that a look at
 @pytest.fixture(params=[SLOW_FIRST, SLOW_SECOND], ids=["first", "second"])
 def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
     return FakeRanks(monkeypatch, request.param)
-
-
-def test_votes(ranks: FakeRanks) -> None:
-    """Red where a clock bounds the search: going back, this one takes 60^5 steps."""
-    smc = {"selection": "vote", "answer_pattern": "(.*?.*?.*?.*?.*?[yz]|a)"}
-
-    def of_rank(rank: int) -> Any:
-        req = begun(smc)
-        scores = Votes(ended([req], [[[1, 0] * 30, [1]]])).result()[0]
-        return scores.answers, req.to_finish
-
-    assert ranks.run(of_rank) == [([0, 0], None)] * 2
 
 
 def test_grammars(ranks: FakeRanks) -> None:

@@ -1,15 +1,11 @@
-"""Stop strings and patterns, and votes: wherever borders fall, and at what cost."""
+"""Stop strings and patterns: wherever borders fall, and at what cost."""
 
 import re
 from functools import partial
 from typing import Any
 
 import pytest
-import re2
 import torch
-from drawn import patterns
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from populations import population_of
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
@@ -17,16 +13,11 @@ from sglang.srt.managers.schedule_batch import (
     FINISH_MATCHED_STR,
     FINISH_MATCHED_TOKEN,
 )
-from toy_request import begun, ended
+from toy_request import begun
 
 from sglang_smc.guard import pattern
 from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, num_places
-from sglang_smc.options.answers import AnswerPattern, answer_pattern
-from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SMCConfig
-from sglang_smc.rules import potentials
 from sglang_smc.rules.base import BatchTexts
-from sglang_smc.rules.potentials import Votes
 from sglang_smc.rules.stopping import CONTEXT, StopTexts, first_match
 
 
@@ -257,98 +248,3 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Pattern(r"\w\b[^a]+c")
     one.read(START, "".join(map(chr, range(200, 400))) + "\n" * 5)
     assert max(kept.cache_info().currsize for kept in (one._step, one._taking, one._at)) == 10
-
-
-ATOMS = ("a", "b", "ab", "[ab]", ".", "(a)", "(a|ab)", "(?:ab|a)", "[^a]+", "a*?", "b{1,2}", "é",
-         "$", "^", r"\b", r"\n?", "(?s:.)", "(?m:$)", "(?m:^)", "(?i:A)")  # fmt: skip
-REPEATS = ("", "*", "+", "?", "*?", "{2}")
-
-
-@settings(max_examples=300)
-@given(source=patterns(ATOMS, REPEATS, "("), text=st.text(alphabet="aAbcé \n", max_size=10))
-def test_the_answer_is_in_the_last_of_all_matches_in_turn(source: str, text: str) -> None:
-    """Red for groups of an earlier match, a start within a match, and flags that leak."""
-    try:
-        found = AnswerPattern(source).last(text.encode())
-    except ValueError as error:
-        assume(not re.match("can match nothing|has [0-9]+ (groups|instructions)", str(error)))
-        raise
-    matches = list(re2.compile(source).finditer(text))
-    last = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
-    assert found == (None if last is None else last.encode())
-
-
-def test_the_last_match_answers() -> None:
-    answers = {r"#### (-?\d+)": b"12", r"\d+": b"12", r"\Qno\E": b"no", r"\C: ": b"o: "}
-    for source, answer in {**answers, "x": None, r"(no)|(\d+)$": None}.items():
-        assert answer_pattern(source).last(b"#### 7, no: #### 12") == answer
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        *((f"a({look}b)", f"a look ahead {re.escape(f'({look}')}") for look in ("?=", "?!")),
-        *((f"({look}a)b", f"a look behind {re.escape(f'({look}')}") for look in ("?<=", "?<!")),
-        (r"(a)\1", r"a group that is named again \\1"),
-        ("(?P<n>a)(?P=n)", "a group that is named again"),
-        ("(?>a)b", "an atomic group"),
-        ("a++b", r"a possessive repetition \+\+"),
-        ("(?(1)a|b)", "a condition"),
-        *((pattern, r"does not parse: missing \)") for pattern in ("(", r"\Qa")),
-        ("\ud800", "surrogate"),
-        ("", "is no pattern"),
-        ("a" * 513, "at most 512 characters"),
-        ("(a)" * 11, "has 11 groups"),
-        (r"\pL{2}", "has [0-9]* instructions, since .* allowed: .* 2048 instructions"),
-        (r"(\d{1,500}|)" * 40, "does not parse: pattern too large"),
-        *((pattern, "can match nothing") for pattern in ("a*", r"(\d*)$", r"a|\b")),
-    ],
-)
-def test_what_cannot_be_linear_is_refused_by_name(pattern: str, message: str) -> None:
-    asked = {"selection": "vote", "answer_pattern": pattern}
-    with pytest.raises(ValueError, match=message):
-        request_config(SMCConfig(), {"smc": asked})
-
-
-def test_a_text_is_searched_twice_however_many_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Match behind match, ``a.*b|a`` would read this text to its end 5,000 times."""
-    compiled, match = AnswerPattern("a.*b|a"), re2._Regexp._match
-    found: list[Any] = []
-    monkeypatch.setattr(
-        re2._Regexp, "_match", lambda *given: (found.append(one) or one for one in match(*given))
-    )
-    assert compiled.last(b"a" * 5000) == b"a"
-    assert len(found) == 2
-
-
-def request(pattern: str) -> Any:
-    return begun({"selection": "vote", "answer_pattern": pattern})
-
-
-def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
-    found = Votes(ended(reqs, tails)).result()
-    return {group: scores.answers for group, scores in found.items()}
-
-
-def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By lengths alone, in the order of the batch: no rank's clock has a word in it."""
-    found = answers([request("b+")], [[[1, 2], [2], [1, 1, 2], [0]]])
-    assert found == {0: [0, -1, 1, -1]}  # equal answers have one number
-    reqs = [request("b") for _ in range(3)]
-    tails = [[[1], [2], [1, 1]], [[2], [2], [1]], [[], [], []]]
-    expected = {0: [0, -1, 0], 1: [-1, -1, 0], 2: [-1, -1, -1]}
-    assert answers([request("b") for _ in range(3)], tails) == expected
-    a_text = 2 * answer_pattern("b").num_instructions  # of two letters
-    monkeypatch.setattr(potentials, "MOST_STEPS", 2 * a_text)
-    rounds = [answers(reqs, tails) for _ in range(4)]
-    assert rounds == [{}, {0: [0, -1, 0]}, {0: [0, -1, 0], 1: [-1, -1, 0]}, expected]
-    assert not any(req.to_finish for req in reqs)
-
-
-def test_a_text_that_no_round_may_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    reqs = [request("b"), request("b")]
-    monkeypatch.setattr(potentials, "MOST_STEPS", 5 * answer_pattern("b").num_instructions)
-    assert answers(reqs, [[[1] * 5], [[1]]]) == {}
-    assert "has 6 bytes and the answer_pattern" in reqs[0].to_finish.message
-    assert reqs[0].to_finish.status_code == 400 and reqs[1].to_finish is None
-    assert answers(reqs, [[[1] * 5], [[1]]]) == {1: [0]}

@@ -32,15 +32,6 @@ def test_weights_at_any_scale(shift: float) -> None:
     assert mean == pytest.approx(math.log(2.0) + shift)
 
 
-def test_a_majority_vote_keeps_the_heaviest_answer_with_all_weight() -> None:
-    """Of a tie the first particle's; weights without answers stay, as those of the dead do."""
-    weights = torch.tensor([[3.0, 2, 2, 9], [1, 2, 1, 0], [1, 2, 3, 4], [0, 0, 1, 0]]).double()
-    answers = torch.tensor([[0, 1, 1, -1], [5, 7, 5, 5], [-1, -1, -1, -1], [1, 1, -1, 1]])
-    expected = torch.tensor([[0.0, 8, 8, 0], [2, 0, 2, 0], [1, 2, 3, 4], [0, 0, 1, 0]]).double()
-    found = weighing.majority_vote(weights.log(), answers).exp()
-    assert torch.allclose(found, expected)
-
-
 def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
     """In float32, 1e8 + 1 is 1e8; `nan_to_num` by default would make a large number of -inf."""
     start = torch.tensor([1e8, -INF, 0.0], dtype=torch.float64)

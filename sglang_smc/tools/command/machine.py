@@ -38,7 +38,7 @@ ok, warning, fail = (partial(Finding, level) for level in (OK, WARNING, FAIL))
 def findings() -> Iterator[Finding]:
     """Yield all findings, each as soon as it is available; stop early if packages are missing."""
     yield ok("python", platform.python_version())
-    missing = [name for name in ("torch", "sglang", "google-re2") if installed(name) is None]
+    missing = [name for name in ("torch", "sglang") if installed(name) is None]
     if missing:
         yield fail(
             "packages",
