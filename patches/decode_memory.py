@@ -16,7 +16,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_smc.cpu.trees import spans as entries
 from sglang_smc.kv.transfer import to_device
-from sglang_smc.options.request import Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.process import active, active_config
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.request import arena_end, find_state, num_new, shared_ids, state_of
@@ -61,10 +61,10 @@ def _adapt(batch: ScheduleBatch) -> None:
     It is called here alone: until the next round's reservation, predictions must not change.
     """
     policy = active.policy
-    if policy is None:
-        return
     configs = [state_of(req).config for req in batch.reqs]
     widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
+    if policy is None or widest == OFF:  # no request drafts
+        return
     policy.choose(
         len(configs), widest, lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch)
     )

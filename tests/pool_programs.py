@@ -111,7 +111,7 @@ class PoolProgram(ToyWorker):
         smc: dict[str, Any] = {}
         if rng.random() < 0.6:
             smc["num_particles"] = rng.randint(1, self.config.num_particles)
-            smc["num_steps"] = rng.randint(1, self.config.num_steps)
+            smc["num_steps"] = rng.randint(0, self.config.num_steps)
         kind = rng.random()
         if kind < 0.2:
             smc["mode"] = rng.choice(["exact", "mixed"])

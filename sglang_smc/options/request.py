@@ -154,7 +154,8 @@ def _configured(server: SMCConfig, chosen: dict[str, Any], constrained: bool) ->
     own = {**asdict(server), **with_mode(chosen)}
     if POTENTIALS_KEY in chosen:
         own[POTENTIALS_KEY] = parse_specs(chosen[POTENTIALS_KEY])
-    return RequestConfig(**own, constrained=constrained)
+    config = RequestConfig(**own, constrained=constrained)
+    return config if config.num_steps else without_drafts(config)
 
 
 def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
@@ -200,6 +201,11 @@ def verified_as_tree(asked: _Config) -> _Config:
     return replace(asked, mode="exact", power=1.0)
 
 
+def without_drafts(asked: _Config) -> _Config:
+    """Return the options for plain decoding: one particle, which the target alone extends."""
+    return replace(asked, mode="exact", num_particles=1, num_steps=0)
+
+
 def _raise_if(problems: list[str], where: str) -> None:
     if problems:
         raise ValueError(f"{where} " + " ".join(problems))
@@ -227,7 +233,7 @@ def _range_of(name: str, server: SMCConfig) -> Range:
     Tables and graphs are allocated for the server's N, K and lag, so these are maxima.
     """
     if name in ("num_particles", "num_steps"):
-        return integers(1, getattr(server, name))
+        return integers(int(name == "num_particles"), getattr(server, name))
     if name == "chains_per_particle":  # of all requests of a batch, so that they share its rows
         most = server.num_particles
         return one_of(tuple(m for m in range(1, most + 1) if most % m == 0))
@@ -261,6 +267,8 @@ def check_support(config: RequestConfig) -> str | None:
 
 
 def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
+    if config.num_steps == 0:
+        return _conflicts_without_drafts(config, chosen)
     lacking = check_support(config)
     found = [f"has {lacking}"] if lacking else []
     found += [
@@ -283,9 +291,21 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
     return found
 
 
+def _conflicts_without_drafts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
+    every = {"power": config.power, **chosen}  # the power may be the server's
+    idle = {name: value for name, value in every.items() if not _is_neutral(name, value)}
+    names = sorted(idle.keys() - {"num_steps", "mode", TRACE_KEY})
+    if idle.get("num_particles") == 1:
+        names.remove("num_particles")
+    told = " and ".join(_told(name, config, chosen) for name in names)
+    allowed = "num_particles 1, power 1, any mode and trace, since the target decodes alone"
+    problem = f"has num_steps=0 beside {told}; allowed: {allowed}. Leave one of the two out."
+    return [problem] if names else []
+
+
 def _told(name: str, config: RequestConfig, chosen: dict[str, Any]) -> str:
     """Return a setting with its value, and where it is the server's, with its flag."""
-    value = getattr(config, name)
+    value = chosen.get(name, getattr(config, name))
     return f"{name}={value!r}" + ("" if name in chosen else f" (this server's {flag_of(name)})")
 
 

@@ -11,10 +11,11 @@ A server captures several kinds of rounds, and replays the first that supports a
     plain    the server's own settings with all particles
     chat     plain with top-k, top-p and min-p, which most models set by default
     edited   plain or chat, with logit edits and log-probabilities
+    off      chat of requests that all draft nothing
     any      all options that need no host: other modes, methods and powers, all particles
 
 Where N and K adapt, there are graphs of chat for each budget, and of the other kinds except plain
-for the largest budget. Rounds that need the host are launched operation by operation, with the
+and off for the largest budget. Rounds that need the host are launched operation by operation, with the
 models' passes replayed.
 
 The largest captured batch size is set by the free memory. Larger batches are played in slices, by
@@ -37,7 +38,7 @@ from tqdm import tqdm
 from sglang_smc.kv.rounds import MOST_LAUNCHED, SHARE, Room, round_bytes
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.recorder import Captured, Ranks, Record
-from sglang_smc.options.request import Budget, budgets, verified_as_tree
+from sglang_smc.options.request import OFF, Budget, budgets, verified_as_tree, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
@@ -216,7 +217,7 @@ class Recordings:
 
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """Return the graphs to search, those with the fewest options first."""
-        found = self.of_budget.get(shape.budget, [])
+        found = self.of_budget.get(OFF if shape.skips_draft else shape.budget, [])
         return [*self._greedy, *found] if shape.branches and found else found
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
@@ -233,6 +234,7 @@ class Kinds(NamedTuple):
     edited: list[RoundShape]  # also used on smaller budgets
     any: RoundShape  # likewise
     greedy: list[RoundShape]  # by N, the fewest first; any K
+    off: list[RoundShape]  # where no request drafts: none where N and K adapt, which have one
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
@@ -248,12 +250,19 @@ class Kinds(NamedTuple):
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
         greedy = [shape._replace(walks=False, branches=True) for shape in trees]
-        return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy)
+        alone = shape_of_server(without_drafts(config), OFF)._replace(filtered=True)
+        off = [] if config.adaptive else [alone]
+        return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
 
     @property
     def num_most_used(self) -> int:
         """Return the number of kinds that are captured at all batch sizes."""
         return len(self.most_used) + len(self.greedy)
+
+    @property
+    def num_edited(self) -> int:
+        """Return the number of kinds that are captured at the sizes of edited ones."""
+        return len(self.edited) + len(self.off)
 
 
 def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:
@@ -298,7 +307,7 @@ def record_rounds(
     room = room_of(config, vocab_size, ranks.free_bytes, records=True)
     logprobs = recorded_logprobs(vocab_size)
     kinds = Kinds.of(config, logprobs)
-    sizes = plan_sizes(wanted, kinds.num_most_used, len(kinds.edited), room)
+    sizes = plan_sizes(wanted, kinds.num_most_used, kinds.num_edited, room)
     if not sizes.of_rounds:
         raise torch.OutOfMemoryError(
             f"{ranks.free_bytes / 2**30:.2f} GB are free, which hold no round of {wanted[0]} "
@@ -318,6 +327,9 @@ def record_rounds(
         found.setdefault(shape.budget, []).append(graphs_of(shape, sizes.of_rounds))
     at_0 = verified_as_tree(config)
     greedy = [graphs_of(shape, sizes.of_rounds, at_0) for shape in kinds.greedy]
+    for shape in kinds.off:
+        off = graphs_of(shape, sizes.of_edited, without_drafts(config))
+        found.setdefault(shape.budget, []).append(off)
     most_used = [graphs for these in found.values() for graphs in these]
     every = [of_any, *edited, *most_used, *greedy]
     _record_all(every, record, ranks)

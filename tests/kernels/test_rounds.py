@@ -29,7 +29,7 @@ AS_ASKED = (None,)
 CHANGING = (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2))
 # What requests choose in turns, the budgets of rounds, and what requests ask for.
 CASES: dict[str, tuple[tuple[dict[str, Any], ...], Any, tuple[dict[str, Any], ...]]] = {
-    "weighed": (({}, {"num_particles": 2, "num_steps": 1}), AS_ASKED, ({},)),
+    "weighed": (({}, {"num_particles": 2, "num_steps": 1}, {"num_steps": 0}), AS_ASKED, ({},)),
     "weighed and edited": (({}, {"num_particles": 2, "num_steps": 1}), CHANGING, ASKED),
     "at tokens": ((AT_TOKENS, {"resampling_method": "stratified"}), CHANGING, ({},)),
     "by torch's method": (

@@ -25,6 +25,7 @@ class Kind(NamedTuple):
     regex: str | None = None
 
 
+REGEX = "abb|b(a|b)*"
 PENALTIES = {"frequency_penalty": 1.2, "repetition_penalty": 1.8, "logit_bias": {"1": 0.8}}
 SCORED = {"potentials": [{"name": "letters", "when": "round"}]}
 KINDS = (
@@ -50,9 +51,9 @@ KINDS = (
     Kind({"num_particles": 2}, {"top_p": 0.7, "min_p": 0.2}),
     Kind({"mode": "mixed"}, {"top_k": 1}),
     Kind({"return_particles": True}, {"top_k": 1}),
-    Kind({"num_particles": 4}, regex="abb|b(a|b)*"),
-    Kind({"num_particles": 4, "proposal": "draft"}, regex="abb|b(a|b)*"),
-    Kind({"mode": "mixed", "num_particles": 3}, regex="abb|b(a|b)*"),
+    Kind({"num_particles": 4}, regex=REGEX),
+    Kind({"num_particles": 4, "proposal": "draft"}, regex=REGEX),
+    Kind({"mode": "mixed", "num_particles": 3}, regex=REGEX),
     Kind({**SCORED, "num_particles": 4}),
     Kind({**SCORED, "num_particles": 6, "chains_per_particle": 2}, PENALTIES),
 )
@@ -100,6 +101,12 @@ def test_drafts_weigh_the_same_beside_a_tree() -> None:
     assert_alike(
         tuple(kind for kind in KINDS if kind.regex or "top_k" in kind.asked), matches=False
     )
+
+
+def test_requests_without_drafts_draw_the_same_text_alone_and_beside_any_others() -> None:
+    chosen: dict[str, Any] = {"num_steps": 0}
+    off = Kind(chosen), Kind(chosen, PENALTIES), Kind(chosen, {"top_k": 1}), Kind(chosen, {}, REGEX)
+    assert_alike((*off, *KINDS[:9:4], *KINDS[-5:]))
 
 
 def assert_alike(kinds: tuple[Kind, ...], **more: Any) -> None:

@@ -39,7 +39,7 @@ from toy_worker import Language, Outcome
 
 from sglang_smc.ops.interface import TORCH
 from sglang_smc.options.request import OFF, Budget
-from sglang_smc.options.server import PROPOSALS, RESAMPLING_METHODS
+from sglang_smc.options.server import MODES, PROPOSALS, RESAMPLING_METHODS
 
 EQUAL = (TARGET, TARGET)
 
@@ -205,6 +205,18 @@ def test_one_chain_none_and_what_is_verified_follow_p(
 ) -> None:
     """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
     assert_exact(run(num_particles=4, mode=mode, budgets=budgets))
+
+
+@pytest.mark.parametrize("others", [(), ({},), ({"mode": "exact"}, {"power": 2.0})], ids=str)
+def test_requests_without_drafts_follow_p_beside_any_others(others: tuple[Any, ...]) -> None:
+    """Error probability 1e-4 each, in any mode; alone no draft runs, and tokens come one by one."""
+    off = tuple({"num_steps": 0, "mode": mode} for mode in MODES)
+    outcome = run(num_particles=4, num_steps=2, chosen=(*off, *others))
+    which = torch.arange(len(outcome.outputs)) % (len(off) + len(others)) < len(off)
+    evidence = outcome.log_evidence[which]
+    assert_exact(outcome._replace(outputs=outcome.outputs[which], log_evidence=evidence))
+    if not others:
+        assert outcome.num_tokens == outcome.num_rounds
 
 
 def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:

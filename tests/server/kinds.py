@@ -27,6 +27,7 @@ CHOICES: list[dict[str, Any]] = [
     {"power": 2.0},
     {"draft_temperature": 1.5, "num_steps": 3},
     {"max_lag": 1},
+    {"num_steps": 0, "mode": "exact", "num_particles": 1},
     {"return_particles": True},
 ]
 PRESETS = {**OF_ROUTES, **{f"choice-{index}": choice for index, choice in enumerate(CHOICES)}}

@@ -90,6 +90,7 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     POWERED,
     {**POWERED, "proposal": "verified", "chains_per_particle": 3},
     {"return_particles": True},
+    {"num_steps": 0},
     {"trace": True},
     {**VERIFIED, "trace": True},
 )

@@ -104,6 +104,7 @@ def test_the_arena_follows_what_a_request_chose_and_has_emitted() -> None:
         (req(500, 20), 4 * (100 + 3) + 4),
         (req(10, 20), 4 * 3 + 4),  # overshoot counts as nothing left
         (req(50, num_particles=2, num_steps=1), 2 * (50 + 1) + 2),
+        (req(50, num_steps=0), 2),
         # K + 1 tokens each, from no tail
         *((req(50, mode=mode), 4 * (1 + 3) + 4) for mode in ("exact", "mixed", "auto")),
     ):

@@ -12,7 +12,7 @@ from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
 from sglang_smc.server import presets
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
-KNOWN = {"exact": {"mode": "exact"}, "two": {"num_particles": 2}}
+KNOWN = {"exact": {"mode": "exact"}, "two": {"num_particles": 2}, "plain": {"num_steps": 0}}
 ADAPTERS = ["sql", "poems"]
 
 
@@ -49,6 +49,7 @@ def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
         ('{"a:b": {}}', ["'a:b'", "letters"]),
         ('{"a": ', ["JSON object", "cannot be read"]),
         ("/no/such/file.json", ["/no/such/file.json", "No such file"]),
+        ('{"plain": {"num_steps": 0, "tilt": 0}}', ["'plain'", "num_steps=0 beside tilt=0;"]),
         (5, ["5", "JSON"]),
     ],
 )
@@ -70,7 +71,7 @@ def test_adapters_are_left_to_sglang_beside_presets() -> None:
     assert settled(["exact", None], {}, ["a", "b"]).lora_path is None
 
 
-UNKNOWN = "unknown; presets of this server: 'exact', 'two'; LoRA adapters: 'sql', 'poems'"
+UNKNOWN = "unknown; presets of this server: 'exact', 'two', 'plain'; LoRA adapters: 'sql', 'poems'"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ UNKNOWN = "unknown; presets of this server: 'exact', 'two'; LoRA adapters: 'sql'
     [
         *((name, {}, UNKNOWN) for name in ("exat", 5, "../adapter")),
         ("exact", {"power": 2}, "preset 'exact' together with .* power=2"),
+        ("two", {"num_steps": 0}, "preset 'two' together with .* beside num_particles=2; allowed"),
     ],
 )
 def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any, told: str) -> None:

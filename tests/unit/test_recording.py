@@ -35,7 +35,7 @@ LOGPROBS = recorded_logprobs(1000)
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     """And sizes in between waste little."""
     kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
-    num_kinds = kinds.num_most_used, len(kinds.edited)
+    num_kinds = kinds.num_most_used, kinds.num_edited
     sizes = plan_sizes(wanted, *num_kinds)
     assert sizes.count(*num_kinds) <= MOST
     for of_kind in sizes[:3]:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from toy_request import ToyRequest
 
+from sglang_smc.kv import arena
 from sglang_smc.options.request import (
     Budget,
     RequestConfig,
@@ -101,11 +102,11 @@ def test_what_is_no_object_and_unknown_keys_are_refused_with_the_keys_there_are(
         assert "return_particles" in message
 
 
-INTEGER_6, INTEGER_5 = "an integer from 1 to 6", "an integer from 1 to 5"
+INTEGER_6, INTEGER_5 = "an integer from 1 to 6", "an integer from 0 to 5"
 POSITIVE, WORDS = "a finite number > 0", "one of "
 BAD = [
     *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
-    *(("num_steps", value, INTEGER_5) for value in (0, -1, 6, False, "4", math.nan, {})),
+    *(("num_steps", value, INTEGER_5) for value in (-1, 6, False, "4", math.nan, {})),
     *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
@@ -171,6 +172,30 @@ def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
     ):
         assert part in message
     assert choose(server, mode=mode, power=1).power == 1
+
+
+@pytest.mark.parametrize("mode", [None, "smc", "exact", "mixed", "auto"])
+def test_without_drafts_a_request_is_one_particle_of_the_target_in_any_mode(
+    mode: str | None,
+) -> None:
+    """All that would be ignored beside it is refused, and a power, which it would not follow."""
+    server = SMCConfig(num_particles=6, num_steps=5, chains_per_particle=3, tilt=0.1, mode="auto")
+    chosen = {"num_steps": 0} | ({} if mode is None else {"mode": mode})
+    for constrained in (False, True):
+        found = request_config(server, {"smc": chosen}, constrained=constrained)
+        assert found.round_sizes == (1, 0, True) and found.is_normalized and found.num_chains == 1
+        assert apply_budget(found, Budget(4, 1)) == found
+        assert arena.arena(found, 100) == 2, "the token of a round, and of the one under way"
+    assert config_of(server, arrived(chosen, top_k=1)).round_sizes == (1, 0, True)
+    assert choose(**chosen, num_particles=1, trace=True, return_particles=False, power=1).trace
+    for name in CHOICES.keys() - {"num_steps", "mode", "trace"}:
+        message = refusal(**chosen | {name: CHOICES[name]})
+        assert f"has num_steps=0 beside {name}={CHOICES[name]!r}; allowed: num_part" in message
+    for given in ({"potentials": [{"name": "count"}]}, {"answer_pattern": "a"}):
+        assert f"beside {next(iter(given))}=" in refusal(**chosen, **given)
+    message = refusal(SMCConfig(power=2.0), **chosen)
+    assert "beside power=2.0 (this server's --speculative-smc-power); allowed:" in message
+    assert choose(SMCConfig(power=2.0), **chosen, power=1).is_normalized
 
 
 def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
