@@ -14,8 +14,8 @@ A server captures several kinds of rounds, and replays the first that supports a
     off      chat of requests that all draft nothing
     any      all options that need no host: other modes, methods and powers, all particles
 
-Where N and K adapt, there are graphs of chat for each budget, and of the other kinds except plain
-and off for the largest budget. Rounds that need the host are launched operation by operation, with the
+Where N and K adapt, there are graphs of chat for each budget, and of the others except plain and
+off for the largest budget. Rounds that need the host are launched operation by operation, with the
 models' passes replayed.
 
 The largest captured batch size is set by the free memory. Larger batches are played in slices, by
@@ -250,19 +250,14 @@ class Kinds(NamedTuple):
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
         greedy = [shape._replace(walks=False, branches=True) for shape in trees]
-        alone = shape_of_server(without_drafts(config), OFF)._replace(filtered=True)
-        off = [] if config.adaptive else [alone]
+        alone = shape_of_server(without_drafts(config), OFF)
+        off = [] if config.adaptive else [alone._replace(filtered=True)]
         return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
 
     @property
     def num_most_used(self) -> int:
         """Return the number of kinds that are captured at all batch sizes."""
         return len(self.most_used) + len(self.greedy)
-
-    @property
-    def num_edited(self) -> int:
-        """Return the number of kinds that are captured at the sizes of edited ones."""
-        return len(self.edited) + len(self.off)
 
 
 def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:
@@ -307,7 +302,7 @@ def record_rounds(
     room = room_of(config, vocab_size, ranks.free_bytes, records=True)
     logprobs = recorded_logprobs(vocab_size)
     kinds = Kinds.of(config, logprobs)
-    sizes = plan_sizes(wanted, kinds.num_most_used, kinds.num_edited, room)
+    sizes = plan_sizes(wanted, kinds.num_most_used, len(kinds.edited + kinds.off), room)
     if not sizes.of_rounds:
         raise torch.OutOfMemoryError(
             f"{ranks.free_bytes / 2**30:.2f} GB are free, which hold no round of {wanted[0]} "

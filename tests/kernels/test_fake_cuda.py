@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.ops.interface import Ops
+from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
 from sglang_smc.state.population import recorded_logprobs
@@ -41,6 +42,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "shown, filtered": (SMCConfig(), {**SHOWN, **FILTERS}, 310, 76, 81),
     "exact, shown": (EXACT, SHOWN, 325, 81, 115),
     "greedy": (EXACT, GREEDY, 296, 34, 64),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 149, 1, 0.8),
     "anything": (SMCConfig(), ANYTHING, 525, 124, 121),
 }
 
@@ -56,7 +58,7 @@ def test_a_captured_round_asks_little_of_the_device(
     found = trace_round(monkeypatch, config, shape, size, kernels)
     assert 100 < len(found.calls) <= launches, Counter(found.calls).most_common()
     assert found.num_bytes / size / 1e6 <= moved
-    assert 50 < found.peak / size / 1e6 <= peak
+    assert peak / 2 < found.peak / size / 1e6 <= peak, found.peak / size
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]
     assert all(one.device.type == "cuda" for one in tensors)
 

@@ -124,6 +124,7 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"power": 2.0, "resampling_method": "stratified"},
     {"mode": "auto", "num_particles": 2},
     {"return_particles": True, "resample_at": "token"},
+    {"num_steps": 0},
 )
 EDITS: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
@@ -140,6 +141,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "a bias": {"asked": {"logit_bias": {"1": 1.0}}},
     "edits that mix": {"asked": EDITS},
     "choices that mix": {"chosen": MIXED},
+    "no drafts": {"chosen": ({"num_steps": 0}, {"num_steps": 0, "mode": "smc"})},
     "log-probabilities": {"kind": AskingWorker, "shown": ((2, [0]), None, (0, None))},
     "all at once": {
         "kind": AskingWorker,

@@ -30,7 +30,7 @@ SMC: list[dict[str, Any]] = [
     {"mode": "auto", "trace": True},
     {"power": 2.0},
     {"resample_at": "token", "ess_threshold": 1.0},
-    {"num_particles": 1, "evidence_threshold": 0},
+    {"num_steps": 0},
     {"num_particles": 2, "num_steps": 2, "return_particles": True},
     {"resampling_method": "stratified", "max_lag": 8},
 ]

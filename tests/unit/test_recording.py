@@ -17,7 +17,7 @@ from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_session
-from sglang_smc.options.request import Budget, budgets
+from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
@@ -35,7 +35,7 @@ LOGPROBS = recorded_logprobs(1000)
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     """And sizes in between waste little."""
     kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
-    num_kinds = kinds.num_most_used, kinds.num_edited
+    num_kinds = kinds.num_most_used, len(kinds.edited + kinds.off)
     sizes = plan_sizes(wanted, *num_kinds)
     assert sizes.count(*num_kinds) <= MOST
     for of_kind in sizes[:3]:
@@ -83,13 +83,18 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
     plain, chat, edited, edited_chat, anything = graphs
     greedy = [RoundGraphs(play, shape, play, [1]) for shape in kinds.greedy]
-    found = Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
+    (off,) = (RoundGraphs(play, shape, play, [1, 2]) for shape in kinds.off)
+    of_budget = {None: graphs, OFF: [off, *graphs[2:]]}
+    found = Recordings(of_budget, greedy, plan_sizes([1, 2], 2, 2), table)
     assert found.find(shape()) is plain
     assert found.find(shape(filtered=True)) is chat
     for asked in ({"edits": True}, {"logprobs": LOGPROBS}, {"edits": True, "logprobs": LOGPROBS}):
         assert found.find(shape(**asked)) is edited
         assert found.find(shape(**asked, filtered=True)) is edited_chat
     assert found.find(shape(walks=True)) is anything
+    for alone in ({"walks": True}, {"weighs_drafts": True, "filtered": True, "greedy": True}):
+        sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
+        assert found.find(shape(**alone, **sizes)) is off, "no drafts"
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records
     for _ in range(3):
