@@ -28,6 +28,7 @@ SMC: list[dict[str, Any]] = [
     {"num_particles": 1},
     {"power": 2.0, "num_particles": 2},
     {"return_particles": True},
+    {"num_steps": 0},
 ]
 
 

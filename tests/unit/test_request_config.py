@@ -180,7 +180,7 @@ def test_without_drafts_a_request_is_one_particle_of_the_target_in_any_mode(
 ) -> None:
     """All that would be ignored beside it is refused, and a power, which it would not follow."""
     server = SMCConfig(num_particles=6, num_steps=5, chains_per_particle=3, tilt=0.1, mode="auto")
-    chosen = {"num_steps": 0} | ({} if mode is None else {"mode": mode})
+    chosen: dict[str, Any] = {"num_steps": 0} | ({} if mode is None else {"mode": mode})
     for constrained in (False, True):
         found = request_config(server, {"smc": chosen}, constrained=constrained)
         assert found.round_sizes == (1, 0, True) and found.is_normalized and found.num_chains == 1
