@@ -202,7 +202,6 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
-    num_steps = max(config.num_steps for config in configs)
     extends = tuple(sorted({config.num_chains for config in configs if config.extends}))
     most, in_turn = max(config.num_particles for config in configs), math.lcm(*extends)
     return RoundShape(
@@ -210,7 +209,7 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         num_held=max(map(max, sizes)),
         resizes=any(before != after for before, after in sizes),
         num_particles=-(-most // in_turn) * in_turn,  # chains of a particle are consecutive rows
-        num_steps=num_steps,
+        num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
         filtered=any(map(uses_filters, reqs)),
