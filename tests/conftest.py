@@ -43,10 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--nightly"):
-        left_out = [item for item in items if "nightly" in item.keywords]
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if "nightly" not in item.keywords]
-    gpu_items = [item for item in items if "gpu" in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    # Not by `keywords`, where the name of the checkout's own folder counts.
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
     import torch

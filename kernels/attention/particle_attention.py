@@ -204,7 +204,7 @@ def _attend_spans(
             softmax = _attend(query, key, value, seen, scaling, cap, highest, total, output, layer)
             highest, total, output = softmax
     store(partial, span, token, head, output, highest, total, in_rows, layer)
-    if partial.whole is not None:
+    if partial.arrivals is not None:
         join_last(partial, span, sizes, parts, layer)
 
 

@@ -54,21 +54,18 @@ class Queries(NamedTuple):
     head_stride: int
 
 
-class Whole(NamedTuple):
-    """The result of all spans, for programs that join them; see `attend`."""
-
-    output: torch.Tensor  # [tokens, q_heads, head_dim]
-    sinks: torch.Tensor | None
-    value_scale: float
-    arrivals: torch.Tensor
-
-
 class Partial(NamedTuple):
-    """The results of each span, of all tokens, in this order."""
+    """The results of each span, of all tokens, in this order; and what joins them, see `attend`.
+
+    No tuple in here may be None, nor hold None: Triton 3.6 compares none such with None.
+    """
 
     output: torch.Tensor  # [spans, tokens, q_heads, head_dim] float32
     log_sums: torch.Tensor  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
-    whole: Whole | None = None  # None: `join_spans` joins
+    joined: torch.Tensor  # [tokens, q_heads, head_dim]
+    value_scale: float
+    sinks: torch.Tensor | None
+    arrivals: torch.Tensor | None = None  # None: `join_spans` joins
 
 
 class Layer(NamedTuple):
@@ -167,11 +164,13 @@ def attend(
     partial = Partial(
         query.new_empty(*shape, head_dim, dtype=torch.float32),
         query.new_empty(*shape, dtype=torch.float32),
+        query.new_empty(*query.shape[:-1], head_dim),
+        value_scale,
+        sinks,
     )
-    output = query.new_empty(*query.shape[:-1], head_dim)
     if arrivals is not None and split.prefix_blocks == 1:
         assert len(arrivals) >= size * kv_heads, "one for each request and key head"
-        partial = partial._replace(whole=Whole(output, sinks, value_scale, arrivals))
+        partial = partial._replace(arrivals=arrivals)
     queries = query.flatten(0, 2)
     kernel[(num_prefix + num_tail,)](
         Queries(queries, *queries.stride()[:2]),
@@ -187,9 +186,9 @@ def attend(
         num_warps=split.num_warps,
         num_stages=split.num_stages,
     )
-    if partial.whole is None:
-        join_spans(*partial[:2], output, sinks, value_scale)
-    return output
+    if partial.arrivals is None:
+        join_spans(partial)
+    return partial.joined
 
 
 @triton.jit
@@ -317,7 +316,7 @@ def join_last(partial, span, sizes, parts, layer):
     _, prefix_spans, tail_blocks, tail_spans, _ = parts
     num_tokens = num_particles * layer.num_columns
     request = span.first_token // num_tokens
-    counter = partial.whole.arrivals + request * layer.kv_heads + span.head
+    counter = partial.arrivals + request * layer.kv_heads + span.head
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     if arrived == prefix_spans + num_particles * tail_blocks * tail_spans - 1:
@@ -338,19 +337,18 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
         place: of the rows in a span's results.
         step: from span to span.
     """
-    whole, dim = partial.whole, tl.arange(0, layer.block_dim)[None, :]
-    nth = tl.arange(0, layer.most_spans)
+    nth, dim = tl.arange(0, layer.most_spans), tl.arange(0, layer.block_dim)[None, :]
     known = (nth < prefix_spans + tail_spans)[:, None] & in_rows[None, :]
     log_sums = place[None, :] + nth[:, None] * step
     log_sums = tl.load(partial.log_sums + log_sums, mask=known, other=float("-inf"))
     highest = tl.max(log_sums, 0)
-    if whole.sinks is not None:
+    if partial.sinks is not None:
         sink_of = place % (layer.kv_heads * layer.group)
-        sink = tl.load(whole.sinks + sink_of, mask=in_rows, other=0.0).to(tl.float32)
+        sink = tl.load(partial.sinks + sink_of, mask=in_rows, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, sink * 1.4426950408889634)  # log2 e
     highest = tl.where(highest > float("-inf"), highest, 0.0)
     total = tl.sum(tl.exp2(log_sums - highest[None, :]), 0)
-    if whole.sinks is not None:
+    if partial.sinks is not None:
         total += tl.exp2(sink * 1.4426950408889634 - highest)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
     # The first spans of a prefix have keys. Loads of several spans are to be on their way at once.
@@ -362,30 +360,20 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
         weight = tl.exp2(log_sum - highest)[:, None]
         part = partial.output + at[:, None] * layer.head_dim + dim
         output += weight * tl.load(part, mask=(weight != 0) & (dim < layer.head_dim), other=0.0)
-    output *= whole.value_scale / tl.where(total != 0, total, 1.0)[:, None]
-    own = whole.output + place[:, None] * layer.head_dim + dim
+    output *= partial.value_scale / tl.where(total != 0, total, 1.0)[:, None]
+    own = partial.joined + place[:, None] * layer.head_dim + dim
     tl.store(own, output, mask=in_rows[:, None] & (dim < layer.head_dim))
 
 
-def join_spans(
-    partial: torch.Tensor,
-    log_sums: torch.Tensor,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    value_scale: float = 1.0,
-) -> None:
-    """Write the joined attention of all spans, in one launch; see `Partial` and `attend`."""
-    spans, tokens, q_heads, head_dim = partial.shape
+def join_spans(partial: Partial) -> None:
+    """Write the joined attention of all spans, in one launch; see `attend`."""
+    spans, tokens, q_heads, head_dim = partial.output.shape
     assert spans <= MAX_SPANS, "one program joins all"
     block_dim, block_spans = triton.next_power_of_2(head_dim), triton.next_power_of_2(spans)
     _join_spans[(tokens * q_heads,)](
         partial,
-        log_sums,
-        sinks,
-        output,
         tokens * q_heads,
         spans,
-        value_scale,
         q_heads=q_heads,
         head_dim=head_dim,
         block_dim=block_dim,
@@ -397,12 +385,8 @@ def join_spans(
 @triton.jit(do_not_specialize=["num_rows", "spans"])
 def _join_spans(
     partial,
-    log_sums,
-    sinks,
-    output,
     num_rows,
     spans,
-    value_scale,
     q_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
@@ -417,19 +401,20 @@ def _join_spans(
     span = tl.arange(0, block_spans)
     dim = tl.arange(0, block_dim)
     place = span.to(tl.int64) * num_rows + row
-    log_sum = tl.load(log_sums + place, mask=span < spans, other=float("-inf"))
+    log_sum = tl.load(partial.log_sums + place, mask=span < spans, other=float("-inf"))
     highest = tl.max(log_sum, 0)
-    if sinks is not None:
-        sink = tl.load(sinks + row % q_heads).to(tl.float32) * 1.4426950408889634  # log2 e
+    if partial.sinks is not None:
+        sink = tl.load(partial.sinks + row % q_heads).to(tl.float32) * 1.4426950408889634  # log2 e
         highest = tl.maximum(highest, sink)
     weight = tl.exp2(log_sum - tl.where(highest > float("-inf"), highest, 0.0))
     part = tl.load(
-        partial + place[:, None] * head_dim + dim[None, :],
+        partial.output + place[:, None] * head_dim + dim[None, :],
         mask=(weight != 0)[:, None] & (dim < head_dim)[None, :],
         other=0.0,
     )
     total = tl.sum(weight, 0)  # 0 for a padding request without keys
-    if sinks is not None:
+    if partial.sinks is not None:
         total += tl.exp2(sink - highest)
     joined = tl.sum(part * weight[:, None], 0) / tl.where(total != 0, total, 1.0)
-    tl.store(output + row * head_dim + dim, joined * value_scale, mask=dim < head_dim)
+    joined *= partial.value_scale
+    tl.store(partial.joined + row * head_dim + dim, joined, mask=dim < head_dim)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from compile_sizes import CHIPS
+from contract.upstream import release
 from programs import printed
 
 ROOT = Path(__file__).parents[2]
@@ -45,33 +46,56 @@ GPUS = {
 }
 #: Bytes of stack a thread, outside of attention: an address that ptxas stores to run more programs.
 MOST_STACK = 8
-BY_DEFAULT = 90
-AT_ALL_SIZES = "80", "-86", "-89", "90", "-100", "-120"
+BY_DEFAULT = "90"
+AT_ALL_SIZES = ("--all", "80", "-86", "-89", "90", "-100", "-120")
+
+
+class Compiled(NamedTuple):
+    """Kernels as compiled for some GPUs, and what each takes."""
+
+    of: str
+    asked: tuple[str, ...]  # of `compile_kernels.py`
+    kernels: list[dict[str, Any]]
+
+
+HERE, ELSEWHERE = "this Triton", "those of other supported releases"
+ALL = pytest.mark.nightly
 
 
 @pytest.fixture(
     scope="module",
-    params=["at default sizes", pytest.param("at all sizes", marks=pytest.mark.nightly)],
+    params=[
+        pytest.param((HERE, (BY_DEFAULT,)), id=f"{HERE}, default sizes"),
+        pytest.param((ELSEWHERE, (f"-{BY_DEFAULT}",)), id=f"{ELSEWHERE}, attention"),
+        *(pytest.param((of, AT_ALL_SIZES), id=f"{of}, all", marks=ALL) for of in (HERE, ELSEWHERE)),
+    ],
 )
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Kernels as compiled for each GPU, and what each takes."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "TRITON_CACHE_DIR": cache}
-    environment.pop("TRITON_INTERPRET", None)
-    everything = request.param == "at all sizes"
-    what = ["--all", *AT_ALL_SIZES] if everything else [BY_DEFAULT]
-    script = Path(__file__).with_name("compile_kernels.py")
-    told = printed(sys.executable, script, *what, env=environment, timeout=None)
-    return [json.loads(line) for line in told.splitlines()]
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """A release's Triton stands first on the path, with this interpreter's torch and SGLang."""
+    of, asked = request.param
+    folders = {None} if of == HERE else set(map(release.triton_of, release.supported())) - {None}
+    if not folders:
+        pytest.skip("all supported releases bring this Triton")
+    kernels = []
+    for folder in folders:
+        environment = os.environ | {
+            "PYTHONPATH": ":".join(map(str, filter(None, (folder, ROOT, ROOT / "tests")))),
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        script = Path(__file__).with_name("compile_kernels.py")
+        told = printed(sys.executable, script, *asked, env=environment, timeout=None)
+        kernels += map(json.loads, told.splitlines())
+    return Compiled(of, asked, kernels)
 
 
 @pytest.mark.parametrize("capability", GPUS)
-def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: list[dict]) -> None:
-    found = [kernel for kernel in compiled if kernel["capability"] == capability]
+def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: Compiled) -> None:
+    found = [kernel for kernel in compiled.kernels if kernel["capability"] == capability]
     if not found:
-        assert capability != BY_DEFAULT
+        assert not {str(capability), f"-{capability}"} & set(compiled.asked)
         pytest.skip("compiled with all sizes")
-    if capability in (80, 90):
+    if str(capability) in compiled.asked:
         files = {kernel["kernel"].partition(".")[0] for kernel in found}
         sources = (ROOT / "kernels").rglob("*.py")
         assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
@@ -81,5 +105,6 @@ def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: lis
     in_half = [one for one in attention if one["dtype"] != "float32"]
     assert in_half
     assert [kernel for kernel in attention if kernel["stack"]] == []
-    on = GPUS[capability]
-    assert [kernel for kernel in in_half if on.programs(kernel) < on.attends] == []
+    if compiled.of == HERE:  # Triton 3.6 takes 139 registers for heads of 256 with a cap
+        on = GPUS[capability]
+        assert [kernel for kernel in in_half if on.programs(kernel) < on.attends] == []

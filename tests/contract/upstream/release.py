@@ -5,11 +5,14 @@ here.
 """
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,10 +22,12 @@ ROOT = Path(__file__).resolve().parents[3]
 UPSTREAM = Path("sglang_smc", "upstream.py")
 FAMILIES = ("OLDER", "NEWER", "NEWEST")
 
-# Of the wheels of a release always the same one, on whatever machine this runs.
 _OPTIONS = (
     *("--no-deps", "--no-compile", "--only-binary", ":all:"),
     *("--disable-pip-version-check", "--quiet"),
+)
+# Of the wheels of a release always the same one, on whatever machine this runs.
+_OF_ANY_MACHINE = (
     *("--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"),
     *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_17_x86_64"),
 )
@@ -74,20 +79,55 @@ def installed() -> Path | None:
 
 def unpacked(version: str) -> Path:
     """The folder that holds a release's `sglang/`, downloaded the first time, or NoWheelError."""
-    folder = cache() / version
+    return _downloaded(f"sglang=={version}", cache() / version, *_OF_ANY_MACHINE)
+
+
+def triton_of(version: str) -> Path | None:
+    """The folder with the Triton that a release brings; None for this interpreter's.
+
+    A release names its torch, and torch its Triton. Downloaded the first time, or NoWheelError.
+    """
+    (sglang,) = metadata.distributions(name="sglang", path=[str(root_of(version))])
+    torch = _required("torch", sglang.requires)
+    if torch == f"torch=={metadata.version('torch').partition('+')[0]}":
+        return None
+    folder = cache() / f"triton-of-{torch}"
     if not folder.is_dir():
-        cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache()) as scratch:
-            print(f"downloading sglang {version} (20 to 40 MB) to {folder}", file=sys.stderr)
+        (told,) = json.loads(_pip("--dry-run", "--ignore-installed", "--report=-", torch))[
+            "install"
+        ]
+        _downloaded(_required("triton", told["metadata"]["requires_dist"]), folder)
+    return folder
+
+
+def _required(name: str, requirements: Iterable[str] | None) -> str:
+    """`torch==2.11.0` of all that a package requires."""
+    found = (one.partition(";")[0].strip() for one in requirements or ())
+    (pinned,) = (one for one in found if re.fullmatch(rf"{name}[=~]=[\d.]+", one))
+    return pinned
+
+
+def _downloaded(requirement: str, folder: Path, *options: str) -> Path:
+    """The folder with a wheel unpacked, or NoWheelError."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            print(f"downloading {requirement} to {folder}", file=sys.stderr)
             whole = Path(scratch, "whole")  # what is interrupted leaves no half of a release
-            command = [sys.executable, "-m", "pip", "install", *_OPTIONS, "--target", str(whole)]
-            if subprocess.run([*command, f"sglang=={version}"], stdout=sys.stderr).returncode:
-                raise NoWheelError(
-                    f"pip could not download sglang=={version}. Is there such a release, and a "
-                    f"network? A wheel that is unpacked in {folder} will do as well."
-                )
+            _pip("--target", str(whole), *options, requirement)
             whole.rename(folder)
     return folder
+
+
+def _pip(*options: str) -> str:
+    command = [sys.executable, "-m", "pip", "install", *_OPTIONS, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise NoWheelError(
+            f"pip could not download {options[-1]}. Is there such a release, and a network? "
+            f"A wheel that is unpacked in {cache()} as there will do as well."
+        )
+    return done.stdout
 
 
 def cache() -> Path:
