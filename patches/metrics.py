@@ -56,8 +56,8 @@ def get_internal_state(
 ) -> GetInternalStateReqOutput:
     """Add `smc` to each internal state that /server_info shows.
 
-    It has settings, N and K in force, totals since the start, fidelity, memory, and requests that
-    run.
+    It has settings, N and K in force, totals since the start, fidelity, memory, costs of rounds if
+    N and K adapt, and requests that run.
     """
     output = original(scheduler, recv_req)
     if is_smc(scheduler.server_args):
@@ -85,6 +85,7 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
         "since_start": monitor.totals(),
         "fidelity": monitor.fidelity(),
         "memory": None if table is None else table.as_dict(),
+        "costs": None if active.policy is None else active.policy.costs.as_dict(),
         "running": _running(scheduler),
     }
 

@@ -36,16 +36,22 @@ ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
 SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
 
 
-def _case(family: str, sizes: Sizes, start_seconds: float = 45.0, **engine: Any) -> EngineCase:
-    system = grid.System(family, *((N, K) if family in grid.SMC else ()))
+def _case(
+    family: str, sizes: Sizes, start_seconds: float = 45.0, n: int = N, k: int = K, **engine: Any
+) -> EngineCase:
+    system = grid.System(family, *((n, k) if family in grid.SMC else ()))
     return EngineCase(system, sizes, start_seconds, 5.0, engine)
 
 
 #: SGLang's default backend, flashinfer, first compiles its tree kernels for minutes.
 OF_TREES = {"attention_backend": "fa3"}
 PLAIN, STOCK_DRAFT = _case(grid.AR, (*ALL, (64, 256))), _case(grid.CHAIN, SHORT)
-SPEED = (
-    _case(grid.AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
+#: What has not been measured, first.
+DEEP = (_case(grid.EXACT_HEAD, SHORT, 40.0, 4, 17),)
+SERVED = (_case(grid.SERVED, SHORT, 85.0, 4, 16),)
+OTHERS = (
+    _case(grid.EXACT_DFLASH, SHORT, 55.0),
+    _case(grid.EAGLE_TREE, SHORT, 55.0, **OF_TREES),
     PLAIN,
     _case(grid.BLOCK, ALL),
     _case(grid.EXACT, ALL),
@@ -53,12 +59,19 @@ SPEED = (
     _case(grid.EAGLE, SHORT, 55.0, **OF_TREES),
     _case(grid.ADAPTIVE, ((32, 256), (64, 256), (1, 256)), 140.0),  # captures each budget, too
     _case(grid.SERVED, SHORT, 140.0),
+    _case(grid.AR_DRAFT, SHORT),  # K of its passes are a lower bound of the drafting time
 )
-MORE = (STOCK_DRAFT, _case(grid.TREE, SHORT, **OF_TREES), _case(grid.AUTO, ((1, 256), (1, 4096))))
-PROFILE = (_case(grid.BLOCK, ALL[:4]), _case(grid.EXACT_HEAD, ONE), _case(grid.EXACT, ONE))
+SPEED = (*DEEP, *SERVED, *OTHERS)
+#: Without STANDALONE's tree, whose servers end by SGLang's own check for leaks.
+MORE = (STOCK_DRAFT, _case(grid.AUTO, ((1, 256), (1, 4096))))
+PROFILE = (
+    _case(grid.BLOCK, ((1, 256), (8, 256)), 55.0),
+    _case(grid.EXACT_HEAD, ONE),
+    _case(grid.EXACT, ONE),
+)
 LARGE = tuple(
-    case._replace(sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
-    for case in (PLAIN, _case(grid.BLOCK, ONE), _case(grid.EXACT, ONE), STOCK_DRAFT)
+    case._replace(sizes=ONE, start_seconds=45.0, sample_seconds=15.0)
+    for case in (_case(grid.BLOCK, ONE), PLAIN, _case(grid.EXACT, ONE), STOCK_DRAFT)
 )
 
 #: Prefill runs without graphs, which take most of a start; only decoding is measured.
@@ -75,7 +88,7 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
     return [
         case._replace(sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
         for case in cases
-        if case.system.family not in (*grid.STANDALONE, grid.EAGLE)  # which have no kernels there
+        if case.system.family not in (*grid.STANDALONE, *grid.EAGLES)  # which have no kernels there
     ]
 
 
@@ -86,23 +99,43 @@ def profile(engine: RemoteEngine, cell: grid.Cell, preset: grid.Preset) -> Entry
     with tempfile.TemporaryDirectory() as folder:
         engine.post("/start_profile", output_dir=folder, **PROFILE_OPTIONS)
         engine.ask(work(cell, "profile", preset))
-        return {"kernels": kernels_in(Path(folder))}
+        events = events_in(Path(folder))
+    return {"kernels": kernels_of(events), "round": round_of(events)}
 
 
-def kernels_in(folder: Path) -> list[tuple[str, float, float]]:
-    """Return name, launches and ms a round of each kernel, from SGLang's trace of decoding."""
+def events_in(folder: Path) -> list[Entry]:
+    """Return what the device does in SGLang's trace of decoding, in order."""
     traces = list(folder.glob("*DECODE*.json.gz"))
     if len(traces) != 1:
         raise BenchError(f"SGLang's profiler wrote {len(traces)} traces of decoding, not one.")
     with gzip.open(traces[0]) as file:
         events = json.load(file)["traceEvents"]
-    launches: Counter[str] = Counter()
-    micro: Counter[str] = Counter()
+    device = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(device, key=lambda one: one["ts"])
+
+
+def kernels_of(events: Sequence[Entry]) -> list[tuple[str, float, float]]:
+    """Return name, launches and ms a round of each kernel."""
+    launches, micro = Counter(one["name"] for one in events), Counter[str]()
     for one in events:
-        if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            launches[one["name"]] += 1
-            micro[one["name"]] += one["dur"]
+        micro[one["name"]] += one["dur"]
     return [
         (name, launches[name] / PROFILED_ROUNDS, total / 1000 / PROFILED_ROUNDS)
         for name, total in micro.most_common()
     ]
+
+
+def round_of(events: Sequence[Entry]) -> list[tuple[str, float, float]]:
+    """Return name, microseconds idle before it and microseconds of each kernel of one round.
+
+    Rounds begin with any kernel that each has once; none is returned without such a kernel.
+    """
+    launches = Counter(one["name"] for one in events)
+    once = next((name for name, count in launches.items() if count == PROFILED_ROUNDS), None)
+    starts = [place for place, one in enumerate(events) if one["name"] == once]
+    begin, end = starts[len(starts) // 2 :][:2] or (0, 0)
+    found, until = [], events[begin]["ts"] if starts else 0.0
+    for one in events[begin:end]:
+        found.append((one["name"][:60], round(one["ts"] - until, 2), round(one["dur"], 2)))
+        until = one["ts"] + one["dur"]
+    return found

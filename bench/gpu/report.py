@@ -7,34 +7,41 @@ from pathlib import Path
 from typing import Any
 
 from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B
+from gpu.expected import table
 from gpu.smoke import DEFAULT
 from results import markdown_table
 from speed.grid import Preset
 from speed.measure import EngineCase
 from speed.report import CellRow, Results, make_rows, markdown, short
 from speed.runner import RESULTS, read_results
-from study import BenchError
+from study import PUBLISHED, REPOSITORY, BenchError, write_between
 
+PAGE, MARKS = REPOSITORY / "docs" / "performance.md", ("<!-- expected -->", "<!-- end -->")
 GIB = 1 << 30
 LARGEST = 25  # kernels of a table
 
 
 def write_report(raw: Path, folder: Path) -> str:
     """Write the report as ``gpu.md``, and return its text."""
-    stages, calls = read_results(raw)
-    if not stages:
+    machines, calls = read_results(raw)
+    if not machines:
         raise BenchError(f"{raw / RESULTS} holds no results.")
-    smoke = stages.get("smoke", {})
-    small = rows_of({**stages.get("speed", {}), **stages.get("more", {})}, SPEED + MORE, SPEED_8B)
-    large = rows_of(stages.get("70b", {}), LARGE, SPEED_70B)
-    sections = [
-        heading(calls),
-        default_server(smoke.get(DEFAULT, {})),
-        faults(smoke),
-        speed("8B + 1B", small, SPEED_8B),
-        speed("70B in FP8 + 1B", large, SPEED_70B),
-        profiled(stages.get("profile", {})),
-    ]
+    sections = [heading(calls)]
+    for name, stages in machines.items():
+        smoke = stages.get("smoke", {})
+        small = {**stages.get("speed", {}), **stages.get("more", {})}
+        large = rows_of(stages.get("70b", {}), LARGE, SPEED_70B)
+        sections += [
+            f"# {name}",
+            default_server(smoke.get(DEFAULT, {})),
+            faults({**stages.get("kernels", {}), **smoke}),
+            speed("8B + 1B", rows_of(small, SPEED + MORE, SPEED_8B), SPEED_8B),
+            costs(small),
+            speed("70B in FP8 + 1B", large, SPEED_70B),
+            profiled(stages.get("profile", {})),
+        ]
+        if raw == PUBLISHED / "gpu" / "raw" and "H200" in name:
+            write_between(PAGE, MARKS, table(small))
     text = "\n\n".join(section for section in sections if section) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text)
@@ -105,6 +112,17 @@ def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
     if preset.pair.quantization:
         note += " In eight bits nearly all of these weights are zeros, which compute faster."
     return f"## Speed: {title}\n\n{markdown(rows, note)}".rstrip()
+
+
+def costs(parts: Results) -> str:
+    """Return the rounds that adaptive servers measured at start, in ms by N, K and requests."""
+    lines = [
+        [part, sizes, ", ".join(f"{size}: {1000 * seconds:.3g}" for size, seconds in points)]
+        for part, one in parts.items()
+        for sizes, points in one.get("costs", {}).items()
+    ]
+    headers = ("", "N and K", "requests: ms a round")
+    return f"## Costs of adaptive servers\n\n{markdown_table(headers, lines)}" if lines else ""
 
 
 # --- Where a round goes

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from gpu import engines
-from gpu.smoke import smoke_cases
+from gpu.smoke import DEFAULT, ENGINES, GRAPHS, command_cases, smoke_cases
 from results import provenance
 from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
@@ -30,31 +31,48 @@ from speed.runner import PATIENCE, Case, Clock, Records, Runner, Stage
 from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
-STAGES = ("smoke", "speed", "profile", "more", "70b")
+STAGES = ("kernels", "smoke", "profile", "speed", "70b", "more")
 REPORT = "report"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
 
 
 def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
-    """Return the stages, the most useful first."""
+    """Return the stages, the most useful first: what one machine of 15 minutes is asked.
 
-    def cases(some: Sequence[EngineCase], preset: Preset, more: More | None = None) -> list[Case]:
+    Parts of one stage, of one name, stand where they are due.
+    """
+    device = "cuda" if on_gpu else "cpu"
+
+    def smoke(*names: str) -> Callable[[], list[Case]]:
+        return partial(smoke_cases, work, *names, device=device)
+
+    def cases(
+        some: Sequence[EngineCase], preset: Preset = engines.SPEED_8B, more: More | None = None
+    ) -> Callable[[], list[Case]]:
         if not on_gpu:
             some, preset = engines.on_a_cpu(some), engines.TINY
-        return engine_cases(some, preset, work, more=more)
+        return partial(engine_cases, some, preset, work, more=more)
 
-    smoke = partial(smoke_cases, work, device="cuda" if on_gpu else "cpu")
-    profile = partial(cases, engines.PROFILE, engines.PROFILE_8B, engines.profile)
-    large = partial(cases, engines.LARGE, engines.SPEED_70B)
-    found = (
-        (9, "engines in every mode", smoke),
-        (9, "8B + 1B", partial(cases, engines.SPEED, engines.SPEED_8B)),
-        (4, "where a round goes", profile),
-        (9, "8B + 1B, other systems", partial(cases, engines.MORE, engines.SPEED_8B)),
-        (9, "70B in FP8 + 1B", large),
-    )
-    return [Stage(name, *one) for name, one in zip(STAGES, found, strict=True)]
+    def profile(some: Sequence[EngineCase]) -> Callable[[], list[Case]]:
+        return cases(some, engines.PROFILE_8B, engines.profile)
+
+    block, *heads = engines.PROFILE
+    return [
+        Stage("kernels", "do they compile and compute", partial(command_cases, device=device)),
+        Stage("smoke", "graphs, OpenAI's client, the audit", smoke(GRAPHS)),
+        Stage("profile", "where a round goes", profile([block])),
+        Stage("profile", "the same with a head", profile(heads[:1])),
+        Stage("speed", "a head, fewer particles and more steps", cases(engines.DEEP)),
+        Stage("70b", "70B in FP8 + 1B", cases(engines.LARGE[:2], engines.SPEED_70B)),
+        Stage("speed", "the same, adaptive", cases(engines.SERVED)),
+        Stage("smoke", "a default server", smoke(DEFAULT)),
+        Stage("speed", "8B + 1B, all", cases(engines.OTHERS)),
+        Stage("smoke", "engines in every mode", smoke(*ENGINES)),
+        Stage("profile", "the others", profile(heads[1:])),
+        Stage("more", "8B + 1B, other systems", cases(engines.MORE)),
+        Stage("70b", "the others", cases(engines.LARGE[2:], engines.SPEED_70B)),
+    ]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,7 +124,8 @@ def run(options: argparse.Namespace) -> int:
         print("\nWhat a GPU machine would start:")
         on_gpu = True
     if options.list or options.dry_run:
-        show([one for one in stages(options.state, on_gpu=on_gpu) if one.name in options.stages])
+        every = stages(options.state, on_gpu=on_gpu)
+        show([one for one in every if one.name in options.stages], options.minutes)
     return status
 
 
@@ -151,15 +170,12 @@ def measure(options: argparse.Namespace) -> int:
     return 3 if runner.left else 0
 
 
-def show(asked: Sequence[Stage]) -> None:
-    """Print each case with the engines that it starts."""
-    found = {stage: stage.cases() for stage in asked}
-
-    def minutes(some: Sequence[Case]) -> str:
-        return f"about {sum(case.seconds for case in some) / 60:.0f} minutes"
-
-    print(f"{minutes([case for some in found.values() for case in some])} in all")
-    for stage, some in found.items():
-        print(f"\n{stage.name}: {stage.about}, {minutes(some)}")
-        for case in some:
-            print(f"  {case.slug}: {', '.join(case.parts)}\n    {case.shown}")
+def show(asked: Sequence[Stage], minutes: float) -> None:
+    """Print each case with the engine that it starts and, of new machines, the call that does."""
+    total = 0.0
+    for stage in asked:
+        print(f"\n{stage.name}: {stage.about}")
+        for case in stage.cases():
+            total += case.seconds
+            call = f"call {math.ceil(total / 60 / minutes)}, {total / 60:.1f} minutes in all"
+            print(f"  {case.slug}: {', '.join(case.parts)} ({call})\n    {case.shown}")

@@ -15,8 +15,15 @@ shopt -s nullglob
 state=$({ find .sg -type f ! -name '*.txt' ! -name '*.md' -exec cksum {} + 2>/dev/null || true; } | sort)
 wheels=(.sg/*.whl)
 if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
+    if [[ -e .sg/jit.tar.xz ]]; then # kernels that an earlier machine compiled
+        mkdir -p "$site/.jit"
+        tar -C "$site/.jit" -xJf .sg/jit.tar.xz
+    fi
     if [[ -e .sg/assemble.py ]]; then
         "$python" .sg/assemble.py .sg --site "$site"
+    fi
+    if [[ -n ${OUT:-} && -d $site/.jit && ! -e .sg/jit.tar.xz ]]; then
+        tar -C "$site/.jit" -cJf "$OUT/jit.tar.xz" .
     fi
     if ((${#wheels[@]})); then
         "$python" -m pip install --quiet --no-deps --no-index --upgrade --target "$site" "${wheels[@]}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,15 +14,14 @@ from typing import Any, NamedTuple
 from answers import prompt_ids
 from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
-from pair.task import check, held_out
+from pair.task import check, held_out, messages
 from results import gpu
 from speed.grid import DRAFT, TARGET, settings_of, write_models
 from speed.remote import RefusedError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry
-from study import PAIR, code_fingerprint, digest
+from study import PAIR, REPOSITORY, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
-from sglang_smc.tools.commands import told_by
 from sglang_smc.tools.demo.serving import Launch
 
 NUM_PROBLEMS, ANSWER_TOKENS = 16, 160
@@ -28,23 +30,65 @@ FIRST_PROBLEM = 2_000_000
 START_SECONDS = 40.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
+AUDIT_SECONDS = 60.0
 #: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
 REFERENCE, SAME = "smc-torch", "log-probabilities"
+GRAPHS, CLIENT, AUDIT = "smc-graphs", "OpenAI's client", "audit"
+MOST_WORDS = 600
 
 Prompts = Sequence[Sequence[int]]
 
 
-def smoke_cases(work: Path, *, device: str) -> list[Case]:
-    """Return a server with default settings, then an engine for each way to run rounds."""
-    engines = [name for name in ENGINES if device != "cpu" or name in ON_A_CPU]
-    return [default_case(work, device), *(_case(name, work, device) for name in engines)]
+def smoke_cases(work: Path, *names: str, device: str) -> list[Case]:
+    """Return these engines, `DEFAULT` for a server with default settings; on a CPU that run there.
+
+    Engines of kernels are torch's there.
+    """
+    here = dict.fromkeys(ON_A_CPU.get(name, name) if device == "cpu" else name for name in names)
+    made = (default_case if name == DEFAULT else partial(_case, name) for name in here)
+    return [make(work, device) for make in made]
+
+
+#: Each kernel against torch, then the draft's attention at many sizes.
+COMMANDS = {
+    "doctor": (25.0, ("-m", "sglang_smc.tools.command", "doctor")),
+    "attention": (45.0, ("-m", "pytest", "-q", "tests/kernels/test_particle_attention.py")),
+}
+
+
+def command_cases(*, device: str) -> list[Case]:
+    """Return a case for each of `COMMANDS`."""
+    found = []
+    for name, (seconds, words) in COMMANDS.items():
+        if device != "cpu":
+            words += ("--kernels",) if name == "doctor" else ("-k", "rotates")
+        identity = {"command": words, **code_fingerprint()}
+        run = partial(run_command, name, words)
+        found.append(Case(name, {name: identity}, seconds, run, f"python {' '.join(words)}"))
+    return found
+
+
+def run_command(name: str, words: Sequence[str], attempt: Attempt) -> None:
+    """Record how a command ends."""
+    attempt.started, began = True, time.monotonic()
+    found = ended(words)
+    attempt.add(name, {"seconds": time.monotonic() - began, **found})
+
+
+def ended(words: Sequence[str]) -> Entry:
+    """Run a Python command in the repository; return its last words, as faults if it fails."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    last = (done.stdout + done.stderr)[-MOST_WORDS:]
+    return {"told": last, "wrong": [last] if done.returncode else []}
 
 
 # --- Kinds of requests, and the invariants of their answers
 
 PLAIN: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 48}
+EXACT = {"custom_params": {"smc": {"mode": "exact"}}}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
 
@@ -156,10 +200,10 @@ def run_default(launch: Launch, work: Path, device: str, attempt: Attempt) -> No
     with running(launch, work / "logs" / f"{DEFAULT}.log") as engine:
         attempt.started = True
         seconds = time.monotonic() - began
-        (told, *_) = told_by(engine.url, "/server_info", "internal_states", None)["internal_states"]
+        memory = engine.state()["memory"]
         engine.ask(CHAT)
         sample = engine.ask(CHAT)
-    memory, (info,) = told["smc"]["memory"], sample.infos
+    (info,) = sample.infos
     free = gpu("memory.free")
     found = {
         "start_seconds": seconds,
@@ -186,11 +230,11 @@ EAGER = {**SMC, "speculative_smc_round_graph": "off"}
 ENGINES: dict[str, dict[str, Any]] = {
     REFERENCE: {**EAGER, "speculative_smc_kernels": "torch"},
     "smc-kernels": EAGER,
-    "smc-graphs": SMC,
+    GRAPHS: SMC,
     "smc-head": {**SMC, "speculative_draft_model_path": str(PAIR / "eagle3")},
     "ar": {},
 }
-ON_A_CPU = (REFERENCE, "ar")
+ON_A_CPU = dict.fromkeys(("smc-kernels", GRAPHS, "smc-head"), REFERENCE)
 
 
 def _case(name: str, work: Path, device: str) -> Case:
@@ -199,10 +243,12 @@ def _case(name: str, work: Path, device: str) -> Case:
     identity |= {"engine": settings_of(launch)}
     parts = ("answers", "kinds", "all kinds at once")
     parts += ("kinds that graphs know at once", SAME) if name.startswith("smc-") else ()
+    is_audited = name == (REFERENCE if device == "cpu" else GRAPHS)
+    parts += (CLIENT, AUDIT) if is_audited else ()
     return Case(
         name,
         {f"{name} {part}": identity for part in parts},
-        START_SECONDS + (COMPILE_SECONDS if name == REFERENCE else 0.0),
+        START_SECONDS + COMPILE_SECONDS * (name == REFERENCE) + AUDIT_SECONDS * is_audited,
         partial(run_engine, name, launch, work),
         str(launch),
     )
@@ -220,7 +266,7 @@ def launch_of(name: str, device: str) -> Launch:
         "max_total_tokens": 131_072,
         "skip_server_warmup": True,
         "watchdog_timeout": 300,
-        "log_level": "error",
+        "log_level": "info",
     }
     if device == "cpu":
         arguments["disable_cuda_graph"] = True
@@ -260,6 +306,11 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
         return answers(engine, name, prompts, graphs=graphs)
     if part == SAME:
         return logprobs(engine, prompts)
+    if part == CLIENT:
+        return client(engine.url)
+    if part == AUDIT:
+        words = ("audit", engine.url, "--minutes", "1.5", "--params", json.dumps(EXACT))
+        return ended(("-m", "sglang_smc.tools.command", *words))
     if part == "kinds":
         found = {kind.name: alone(engine, kind, prompts, graphs=graphs) for kind in kinds}
     else:
@@ -269,6 +320,24 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
         found = {kind.name: judged(kind, a, graphs=graphs and graphs_only) for kind, a in pairs}
     wrong = [f"{kind}: {fault}" for kind, one in found.items() for fault in one["wrong"]]
     return {"kinds": len(found), "wrong": wrong, "of": found}
+
+
+def client(url: str) -> Entry:
+    """Ask as OpenAI's client does: a stream, and two answers with log-probabilities."""
+    from openai import OpenAI
+
+    create = OpenAI(base_url=f"{url}/v1", api_key="none").chat.completions.create
+    asked: dict[str, Any] = {"model": "default", "messages": messages(held_out(FIRST_PROBLEM))}
+    asked |= {"temperature": 0.7, "max_tokens": ANSWER_TOKENS}
+    stream = create(**asked, stream=True)
+    text = "".join(one.choices[0].delta.content or "" for one in stream if one.choices)
+    whole = create(**asked, n=2, logprobs=True, top_logprobs=3)
+    faults = {
+        "its stream is empty": not text,
+        f"n = 2 gives {len(whole.choices)} answers": len(whole.choices) != 2,
+        "a token has no log-probability": any(not one.logprobs.content for one in whole.choices),
+    }
+    return {"text": text, "wrong": [fault for fault, holds in faults.items() if holds]}
 
 
 def alone(engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool) -> Entry:

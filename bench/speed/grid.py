@@ -19,9 +19,10 @@ from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
 # --- Models
 
 #: The folders of a pair.
-TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
-#: Draft vocabulary of published heads for Llama 3.1 8B.
-HOT_TOKENS = 32_000
+TARGET, DRAFT, HEAD, BLOCK_HEAD = "target", "draft", "eagle3", "dflash"
+HEADS = (HEAD, BLOCK_HEAD)
+#: Of published heads for Llama 3.1 8B: the draft vocabulary of EAGLE-3, the depth of DFlash.
+HOT_TOKENS, FIVE_LAYERS = 32_000, {"num_layers": 5}
 
 
 class Pair(NamedTuple):
@@ -48,23 +49,23 @@ PAIR_8B = Pair("8B+1B", _8B, _1B)
 PAIR_70B = Pair("70B+1B", replace(_70B, weight_bytes=1.0), _1B)
 
 
-def write_models(pair: Pair, models: Path, *, has_head: bool = False) -> None:
-    """Write dummies of target and draft, and a random EAGLE-3 head; check folders of real weights.
+def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
+    """Write dummies of target and draft, and a random head; check folders of real weights.
 
-    The head's token map is among its weights, so that dummy weights would not do.
+    An EAGLE-3 head's token map is among its weights, so that dummy weights would not do.
     """
     for model in pair.folders or ():
         if not (model / "config.json").is_file():
             raise BenchError(f"{model} holds no model: it has no config.json.")
     if pair.folders is None:
-        target, draft, head = (models / pair.name / name for name in (TARGET, DRAFT, HEAD))
-        write_model(target, llama_config(pair.target))
-        write_model(draft, llama_config(pair.draft))
-        if has_head and not (head / "model.safetensors").exists():
+        folder = models / pair.name
+        write_model(folder / TARGET, llama_config(pair.target))
+        write_model(folder / DRAFT, llama_config(pair.draft))
+        if head in HEADS and not (folder / head / "model.safetensors").exists():
             from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
 
-            hot = range(min(HOT_TOKENS, pair.target.vocab_size))
-            new_head("eagle3", target, head, hot_tokens=hot)
+            hot = {"hot_tokens": range(min(HOT_TOKENS, pair.target.vocab_size))}
+            new_head(head, folder / TARGET, folder / head, **(hot if head == HEAD else FIVE_LAYERS))
 
 
 # --- Presets
@@ -150,9 +151,10 @@ CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
 BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 #: Of bench/gpu alone. One head with random weights drafts for SGLang's EAGLE-3 and for SMC.
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
+EAGLE_TREE, EXACT_DFLASH = "EAGLE-3 tree of 64", "SMC exact with DFlash"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
-STANDALONE = (CHAIN, TREE)
-_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, SERVED), "exact")
+STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
+_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_DFLASH, SERVED), "exact")
 SMC = {BLOCK: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
@@ -179,8 +181,10 @@ class System:
     @property
     def draft(self) -> str | None:
         """Return the folder of its draft in the pair; None without one."""
-        if self.family in (EAGLE, EXACT_HEAD, SERVED):
+        if self.family in (*EAGLES, EXACT_HEAD, SERVED):
             return HEAD
+        if self.family == EXACT_DFLASH:
+            return BLOCK_HEAD
         return DRAFT if self.family in (*STANDALONE, *SMC) else None
 
 
@@ -233,6 +237,12 @@ SPECULATION: dict[str, dict[str, Any]] = {
     },
     NGRAM: {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12},
     EAGLE: {"speculative_algorithm": "EAGLE3"},  # SGLang chooses steps and tree
+    EAGLE_TREE: {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_num_steps": 5,
+        "speculative_eagle_topk": 8,
+        "speculative_num_draft_tokens": 64,
+    },
 }
 #: Tokens per round in those comparisons, for Llama 8B + 1B at temperature 0.7. SGLang can simulate
 #: this acceptance for any weights.
@@ -240,8 +250,9 @@ SIMULATED_ACCEPTANCE = {CHAIN: 2.86, TREE: 4.47}
 
 
 def settings_of(launch: Launch) -> dict[str, Any]:
-    """Return the arguments of an engine except the models' folders."""
-    return {k: v for k, v in launch.arguments.items() if not k.endswith("model_path")}
+    """Return the arguments of an engine that its results depend on."""
+    others = ("model_path", "log_level")
+    return {k: v for k, v in launch.arguments.items() if not k.endswith(others)}
 
 
 def settings(system: System, preset: Preset) -> dict[str, Any]:
@@ -257,7 +268,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle engine must not keep a core busy
         "watchdog_timeout": 900,
-        "log_level": "error",
+        "log_level": "info",
         **SPECULATION.get(system.family, {}),
     }
     if system.family in SMC:
@@ -272,7 +283,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
         content["speculative_smc_evidence_threshold"] = 0.0
     if system.family in (ADAPTIVE, SERVED):
         content["speculative_smc_adaptive"] = True
-    if system.draft == HEAD:
+    if system.draft in HEADS:
         content["speculative_draft_load_format"] = "auto"
     return {**content, **preset.engine}
 
@@ -307,6 +318,6 @@ def launch_of(system: System, preset: Preset, models: Path) -> Launch:
     served = draft if system.family == AR_DRAFT else target
     arguments = {"model_path": str(served), **settings(system, preset)}
     if system.draft:
-        path = folder / HEAD if system.draft == HEAD else draft
+        path = folder / system.draft if system.draft in HEADS else draft
         arguments["speculative_draft_model_path"] = str(path)
     return Launch(arguments, environment(system, preset))

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
-from speed.grid import HEAD, PLAIN, Cell, Preset, System, launch_of, settings_of, write_models
+from speed.grid import PLAIN, Cell, Preset, System, launch_of, settings_of, write_models
 from speed.remote import EngineError, RemoteEngine, Sample, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
@@ -110,7 +110,7 @@ def measure(
     attempt: Attempt,
 ) -> None:
     """Measure one engine's missing cells."""
-    write_models(preset.pair, folder / "models", has_head=case.system.draft == HEAD)
+    write_models(preset.pair, folder / "models", case.system.draft)
     with contextlib.ExitStack() as stack:
 
         def start(system: System, beside: str = "") -> RemoteEngine:
@@ -125,6 +125,8 @@ def measure(
         attempt.started = True
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
             found = sampled(engine, cell, preset, plain)
+            if launch_of(case.system, preset, folder).arguments.get("speculative_smc_adaptive"):
+                found["costs"] = engine.state()["costs"]
             attempt.add(cell.slug, {**found, **(more(engine, cell, preset) if more else {})})
 
 

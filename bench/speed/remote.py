@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 from study import BenchError
 
-from sglang_smc.tools.commands import client_of
+from sglang_smc.tools.commands import client_of, told_by
 from sglang_smc.tools.demo import serving
 from sglang_smc.tools.demo.serving import Launch, ServerError, streamed
 
@@ -111,6 +111,11 @@ class RemoteEngine:
     def generate(self, **question: Any) -> Any:
         """Return the answers of /generate; raise RefusedError for an invalid request."""
         return self.post("/generate", **question).json()
+
+    def state(self) -> dict[str, Any]:
+        """Return what /server_info says of SMC."""
+        told = told_by(self.url, "/server_info", "internal_states", None)
+        return told["internal_states"][0]["smc"]
 
     def post(self, route: str, **body: Any) -> httpx.Response:
         """Return the reply to a POST; raise RefusedError where it is an error."""

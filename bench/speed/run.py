@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> None:
     batches, prompts = options.batch or preset.batches, options.prompt or preset.prompts
     cases = study.selected(cases_of(preset, batches, prompts, folder), options.only)
     if options.list:
-        done = read_results(folder)[0].get("speed", {})
+        machines = read_results(folder)[0].values()
+        done = {part: one for stages in machines for part, one in stages["speed"].items()}
         for part in (part for case in cases for part in case.parts):
             failed = done.get(part, {}).get("failed")
             told = f"not run here: {failed}" if failed else "measured" if part in done else "-"
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     study.prepare_folder(options.output_dir)
     records = Records([folder], [], provenance(settings(preset)))
     runner = Runner(records, Clock(math.inf), fresh=options.fresh)
-    runner.run(Stage("speed", math.inf, "", lambda: cases))
+    runner.run(Stage("speed", "", lambda: cases))
     sizes = sorted({*preset.batches, *batches}), sorted({*preset.prompts, *prompts})
     done = records.of("speed")
     every = (part for case in cases_of(preset, *sizes, folder) for part in case.parts.items())

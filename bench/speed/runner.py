@@ -28,21 +28,45 @@ Entry = dict[str, Any]
 Stages = dict[str, dict[str, Entry]]
 
 
-def _stages_of(entries: Iterable[Entry]) -> Stages:
+def machine_of(call: Mapping[str, Any]) -> Entry:
+    """Return the part of identities that keeps results of two machines or releases apart."""
+    driver = (call.get("gpu") or {}).get("driver_version")
+    sglang = call["versions"].get("sglang")
+    return {"hardware": call["hardware"], "driver": driver, "sglang": sglang}
+
+
+def machine_name(identity: Mapping[str, Any]) -> str:
+    """Return a machine and its SGLang in words."""
+    return "{hardware}, driver {driver}, SGLang {sglang}".format(**identity)
+
+
+def _entries(folders: Iterable[Path]) -> list[Entry]:
+    """Return calls and results, each once; older results get their machine from their call."""
+    entries = [one for folder in folders for one in whole_lines(folder / RESULTS)]
+    calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
+    for one in (one for one in entries if "stage" in one):
+        one["identity"] = {**one["identity"], **machine_of(calls[one["call"]])}
+        one["identity"].get("engine", {}).pop("log_level", None)  # see `settings_of`
+    return list({json.dumps(one): one for one in entries}.values())
+
+
+def _stages_of(entries: Iterable[Entry], machine: str) -> Stages:
     stages: Stages = {}
     for one in entries:
-        if "stage" in one:
+        if "stage" in one and machine_name(one["identity"]) == machine:
             stages.setdefault(one["stage"], {})[one["part"]] = one
     return stages
 
 
-def read_results(folder: Path) -> tuple[Stages, dict[str, Entry]]:
-    """Return the last result of each part by stage, and the calls that measured them."""
-    entries = whole_lines(folder / RESULTS)
-    stages = _stages_of(entries)
-    used = {one["call"] for parts in stages.values() for one in parts.values()}
+def read_results(folder: Path) -> tuple[dict[str, Stages], dict[str, Entry]]:
+    """Return the last result of each part by machine and stage, and the calls behind them."""
+    entries = _entries([folder])
+    names = dict.fromkeys(machine_name(one["identity"]) for one in entries if "stage" in one)
+    machines = {name: _stages_of(entries, name) for name in names}
+    stages = (parts for found in machines.values() for parts in found.values())
+    used = {one["call"] for parts in stages for one in parts.values()}
     calls = {one["call"]: one["provenance"] for one in entries if "provenance" in one}
-    return stages, {name: found for name, found in calls.items() if name in used}
+    return machines, {name: found for name, found in calls.items() if name in used}
 
 
 class Records:
@@ -57,18 +81,18 @@ class Records:
     def __init__(
         self, writes: Sequence[Path], reads: Sequence[Path], call: Mapping[str, Any]
     ) -> None:
-        folders = dict.fromkeys((*reads, *writes))
-        found = {json.dumps(one): one for path in folders for one in whole_lines(path / RESULTS)}
-        self._found, self._paths = list(found.values()), [folder / RESULTS for folder in writes]
-        self._call = datetime.now(timezone.utc).isoformat()
+        self._found = _entries(dict.fromkeys((*reads, *writes)))
+        self._paths = [folder / RESULTS for folder in writes]
+        self._call, self._machine = datetime.now(timezone.utc).isoformat(), machine_of(call)
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{line}\n" for line in found))
+            path.write_text("".join(f"{json.dumps(one)}\n" for one in self._found))
         self._append({"call": self._call, "provenance": dict(call)})
 
     def add(self, stage: str, part: str, identity: Mapping[str, Any], content: Entry) -> None:
         """Write one result."""
-        entry = {"stage": stage, "part": part, "identity": dict(identity), "call": self._call}
+        whole = {**identity, **self._machine}
+        entry = {"stage": stage, "part": part, "identity": whole, "call": self._call}
         self._append({**entry, **content})
 
     def _append(self, entry: Entry) -> None:
@@ -83,13 +107,14 @@ class Records:
     ) -> bool:
         """Return whether no result has this identity, or with ``fresh`` none of this call."""
         found = self.of(stage).get(part)
-        if found is None or found["identity"] != json.loads(json.dumps(identity, default=str)):
+        whole = json.loads(json.dumps({**identity, **self._machine}, default=str))
+        if found is None or found["identity"] != whole:
             return True
         return fresh and found["call"] != self._call
 
     def of(self, stage: str) -> dict[str, Entry]:
-        """Return the last result of each part of a stage."""
-        return _stages_of(self._found).get(stage, {})
+        """Return the last result of each part of a stage, on this machine."""
+        return _stages_of(self._found, machine_name(self._machine)).get(stage, {})
 
 
 class CallError(BenchError):
@@ -185,10 +210,9 @@ class Attempt:
 
 
 class Stage(NamedTuple):
-    """A list of cases, the most important first, and the most minutes of a call for them."""
+    """A list of cases, the most important first; stages of one name share their results."""
 
     name: str
-    minutes: float
     about: str
     cases: Callable[[], list[Case]]
 
@@ -207,9 +231,8 @@ class Runner:
 
     def run(self, stage: Stage) -> None:
         """Run all unfinished cases of a stage, as far as time allows."""
-        clock = Clock(min(stage.minutes, self.clock.left / 60))
         for case in matching(stage.cases(), self.only):
-            if reason := self._complete(stage.name, case, clock):
+            if reason := self._complete(stage.name, case):
                 self.left.append(f"{stage.name} {case.slug}")
                 self.say(f"{stage.name} {case.slug}: left for another call: {reason}")
 
@@ -220,13 +243,13 @@ class Runner:
             part for part, one in case.parts.items() if lacks(stage, part, one, fresh=self.fresh)
         ]
 
-    def _complete(self, stage: str, case: Case, clock: Clock) -> str | None:
+    def _complete(self, stage: str, case: Case) -> str | None:
         """Start a case until all parts have results; return why it is left, if it is.
 
         After a failed part the others are tried again.
         """
         while missing := self.missing(stage, case):
-            share = len(missing) / len(case.parts)
+            share, clock = len(missing) / len(case.parts), self.clock
             if clock.left < case.seconds * (0.5 + 0.5 * share):
                 return f"takes about {case.seconds:.0f} s"
             left = "begins" if math.isinf(clock.left) else f"{clock.left:.0f} s left"

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -50,9 +50,6 @@ class Curve(NamedTuple):
         sizes, seconds = zip(*points, strict=True)
         lowest = list(accumulate(reversed(seconds), min))[::-1]
         return cls(tuple(zip(sizes, lowest, strict=True)))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in self.points)
 
     def at(self, size: int) -> float:
         """Return the seconds at ``size``."""
@@ -90,6 +87,10 @@ class Costs(NamedTuple):
         draft, target = Curve.of(sorted(given.draft)), Curve.of(sorted(given.target))
         return cls(draft, target, given.overhead)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return (tokens, seconds) of passes, as given."""
+        return {"draft": self.draft.points, "target": self.target.points, "overhead": self.overhead}
+
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """Return the seconds of a round of ``batch_size`` requests with at most ``widest`` each.
 
@@ -108,9 +109,9 @@ class RoundCosts(NamedTuple):
 
     rounds: dict[Budget, Curve]  # by the number of requests
 
-    def __str__(self) -> str:
-        shown = (f"N {budget[0]} K {budget[1]} {curve}" for budget, curve in self.rounds.items())
-        return f"rounds by requests: {'; '.join(shown)}"
+    def as_dict(self) -> dict[str, Any]:
+        """Return (requests, seconds) by N and K, for the log and /server_info."""
+        return {f"N={n} K={k}": curve.points for (n, k), curve in self.rounds.items()}
 
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """Return the seconds of a round of ``batch_size`` requests; smaller ones are padded."""
@@ -179,7 +180,7 @@ class Policy:
 
     def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:
         self.budget = top
-        self._costs = costs
+        self.costs = costs
         self._budgets = budgets(top)
         self._kept = Kept()
         self._num_rounds = 0
@@ -240,7 +241,7 @@ class Policy:
         return {
             budget: batch_size
             * self._kept.tokens(budget.within(widest))
-            / self._costs.round(batch_size, budget, widest)
+            / self.costs.round(batch_size, budget, widest)
             for budget in of
         }
 

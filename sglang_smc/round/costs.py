@@ -44,7 +44,8 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
         return Costs.parse(given)
     start = time.perf_counter()
     found = group.broadcast_object(measure(), src=0)
-    logger.info("SMC measured in %.1f s %s", time.perf_counter() - start, found)
+    seconds = time.perf_counter() - start
+    logger.info("SMC measured rounds in %.1f s: %s", seconds, found.as_dict())
     return found
 
 

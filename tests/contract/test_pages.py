@@ -253,7 +253,7 @@ def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[s
     page = ROOT / "docs" / "performance.md"
     commands = [words for words in commands_of(page) if "sglang_smc.tools.plan" in words]
     _, *behind = page.read_text().split("python -m sglang_smc.tools.plan")
-    for command, shown, count in zip(commands, behind, (3, 2), strict=True):
+    for command, shown, count in zip(commands, behind, (2, 1), strict=True):
         end = command.index("--plot") if "--plot" in command else None
         assert plan.main(command[3:end]) == 0
         printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from in_process import Reply, Server
+from sglang.srt.managers.io_struct import GetInternalStateReq
 from tiny_models import smc_arguments
 
 from sglang_smc import process
-from sglang_smc.options.policy import COSTS_ENV
+from sglang_smc.options.policy import COSTS_ENV, Curve, RoundCosts
 from sglang_smc.options.request import OFF
 from sglang_smc.round.costs import costs_of
 
@@ -141,11 +143,19 @@ def test_clients_that_leave_while_no_drafts_are_read_end_no_one(
 
 
 def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]) -> None:
+    """And /server_info has them, as JSON."""
     server = adaptive(num_free=None)
     assert server.generate(**asked(40)).meta["spec_smc_rounds_ct"] > 0
+    costs = server.ask(GetInternalStateReq()).internal_state["smc"]["costs"]
+    assert set(costs) >= {"N=4 K=3", "N=1 K=0"}
+    assert all(seconds > 0 for points in costs.values() for _, seconds in points)
+    assert orjson.loads(orjson.dumps(costs)).keys() == costs.keys()
 
 
 def test_ranks_take_the_costs_that_the_first_one_measures() -> None:
-    group = SimpleNamespace(broadcast_object=lambda mine, src: (mine, "of rank", src))
+    def made(key: Any) -> RoundCosts:
+        return RoundCosts({key: Curve(())})
+
+    group = SimpleNamespace(broadcast_object=lambda mine, src: made((mine, src)))
     measure: Any = lambda: "seconds"  # noqa: E731
-    assert costs_of(measure, group) == ("seconds", "of rank", 0)
+    assert costs_of(measure, group) == made(("seconds", 0))
