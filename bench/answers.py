@@ -117,11 +117,16 @@ def grade(reply: Reply) -> Record:
             f"{len(reply.output_ids)} came: they cannot be scored."
         )
     # An answer cut off by the length limit may end in a right number by chance.
-    ended = info["finish_reason"]["type"] == "stop"
+    right = info["finish_reason"]["type"] == "stop" and check(reply.text, held_out(index))
+    return Record(index, right, reply.output_ids, kept_of(info))
+
+
+def kept_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is stored of ``meta_info``, with the target's passes."""
     kept = {key: info[key] for key in info if key in KEPT or key.startswith(KEPT_PREFIX)}
     if "spec_smc_rounds_ct" in kept:  # each is one target pass
         kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
-    return Record(index, ended and check(reply.text, held_out(index)), reply.output_ids, kept)
+    return kept
 
 
 def about(origin: Mapping[str, Any]) -> str:
@@ -145,11 +150,13 @@ class Study(ABC, Generic[C, A]):
         about: one sentence of its help.
         kind: the dataclass of a stored answer, with its ``index`` and ``sample``.
         note: returns the text above the report's tables, by its provenance.
+        max_tokens: of an answer.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     problems: ClassVar[int] = 200
+    max_tokens: ClassVar[int] = MAX_TOKENS
     kind: ClassVar[type]
     report: ClassVar[Report]
     note: ClassVar[Callable[[Mapping[str, Any]], str]]
@@ -209,7 +216,7 @@ class Study(ABC, Generic[C, A]):
 
     @abstractmethod
     def models(self, name: str) -> tuple[str, str | None]:
-        """Return the folders of an engine's target and draft in the pair."""
+        """Return the folders of an engine's target and draft, in the pair unless absolute."""
 
     @abstractmethod
     def rows(self) -> list[Any]:
@@ -228,7 +235,7 @@ class Study(ABC, Generic[C, A]):
             "smc": cell.smc,
             "engine": self.engine(cell.engine),
             "temperature": cell.temperature,
-            "max_new_tokens": MAX_TOKENS,
+            "max_new_tokens": self.max_tokens,
         }
 
     @abstractmethod
@@ -237,11 +244,15 @@ class Study(ABC, Generic[C, A]):
 
     # All have these in common
 
+    def prompt(self, cell: C, index: int) -> list[int]:
+        """Return the token ids of a problem's prompt for the target of a cell."""
+        return prompt_ids(held_out(index))
+
     def params_of(self, cell: C, sample: int, index: int) -> dict[str, Any]:
         """Return the parameters of a sample of problem ``index``, whose seed is its number."""
         params: dict[str, Any] = {
             "temperature": cell.temperature,
-            "max_new_tokens": MAX_TOKENS,
+            "max_new_tokens": self.max_tokens,
             "sampling_seed": index + MAX_PROBLEMS * sample,
         }
         return params if cell.smc is None else {**params, "custom_params": {"smc": cell.smc}}
@@ -289,7 +300,7 @@ class Study(ABC, Generic[C, A]):
         """Yield the missing answers of one cell, one sample of each problem at a time."""
         for sample, group in groupby(self.missing(cell), key=lambda pair: pair[0]):
             numbers = [index for _, index in group]
-            prompts = [prompt_ids(held_out(index)) for index in numbers]
+            prompts = [self.prompt(cell, index) for index in numbers]
             params = [self.params_of(cell, sample, index) for index in numbers]
             for found in engine.each(Work(prompts, params)):
                 answer = (found[key] for key in Reply._fields[1:])
@@ -318,7 +329,7 @@ class Study(ABC, Generic[C, A]):
         """Return the settings that the numbers depend on."""
         return {
             "problems": self.options.problems,
-            "max_new_tokens": MAX_TOKENS,
+            "max_new_tokens": self.max_tokens,
             "engines": {cell.engine: self.engine(cell.engine) for cell in self.cells},
             "code": self.code,
         }

@@ -46,6 +46,14 @@ def paired_ratio_difference(
     return _around(one - other, its - their)
 
 
+def paired_ratio_of_ratios(
+    ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
+) -> Interval:
+    """Return our ratio of sums over the reference's, over the same problems in order, ``[n]``."""
+    (one, its), (other, their) = _linearized(*ours), _linearized(*reference)
+    return _around(one / other, (its - one / other * their) / other)
+
+
 def _linearized(
     numerators: np.ndarray, denominators: np.ndarray | float
 ) -> tuple[float, np.ndarray]:

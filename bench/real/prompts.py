@@ -1,0 +1,86 @@
+"""Provide the prompts of Spec-Bench, in turns by kind.
+
+They are Apache-2.0, from github.com/hemingkx/Spec-Bench, `data/spec_bench/question.jsonl`, and not
+part of the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from study import BenchError
+
+SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+#: Spec-Bench's categories, by the kind of text that they ask for.
+KINDS = {
+    "chat": ("writing", "roleplay", "reasoning", "stem", "humanities", "extraction"),
+    "code": ("coding",),
+    "maths": ("math_reasoning", "math"),
+    "summaries": ("summarization",),
+    "translation": ("translation",),
+    "questions": ("qa",),
+    "retrieval": ("rag",),
+}
+NAMES = tuple(KINDS)
+#: Tokens; longer prompts, of summaries mostly, are left out: a CPU reads them for long.
+LONGEST = 800
+
+
+class Prompt(NamedTuple):
+    """A prompt as a model reads it."""
+
+    number: int  # Spec-Bench's
+    ids: list[int]
+
+
+def kind_of(index: int) -> str:
+    """Return the kind of the prompt at this place of `prompts`."""
+    return NAMES[index % len(NAMES)]
+
+
+def prompts(path: Path, tokenizer: Any, count: int) -> list[Prompt]:
+    """Return the first ``count`` prompts, one of each kind in turn; raise BenchError if not there.
+
+    They are first turns, in the model's chat template. The categories of a kind take turns, too.
+    """
+    turns = [_of_kind(kind, _rows(path)) for kind in KINDS.values()]
+    found: list[Prompt] = []
+    for index in range(count):
+        rows = turns[index % len(turns)]
+        prompt = next((p for p in (_read(row, tokenizer) for row in rows) if _fits(p)), None)
+        if prompt is None:
+            raise BenchError(f"Spec-Bench has no {count} prompts for kinds in turn: ask for fewer.")
+        found.append(prompt)
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    content = path.read_bytes() if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        raise BenchError(
+            f"{path} is not there, or not Spec-Bench's question.jsonl with SHA-256 {SHA256}. Get "
+            "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench, and name it by "
+            "--prompts."
+        )
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def _of_kind(categories: Sequence[str], rows: Sequence[dict[str, Any]]) -> Any:
+    """Return an iterator over the rows of these categories, which take turns."""
+    columns = [[row for row in rows if row["category"] == name] for name in categories]
+    longest = max(map(len, columns))
+    return iter([column[i] for i in range(longest) for column in columns if i < len(column)])
+
+
+def _read(row: dict[str, Any], tokenizer: Any) -> Prompt:
+    chat = [{"role": "user", "content": row["turns"][0]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return Prompt(row["question_id"], tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _fits(prompt: Prompt) -> bool:
+    return len(prompt.ids) <= LONGEST

@@ -1,0 +1,361 @@
+"""Measure tokens a target pass on real text: SGLang's own speculative decoding, and each mode.
+
+    make real                                                   # everything, resumable at any point
+    .venv/bin/python bench/real --list                          # lists the cells
+    .venv/bin/python bench/real --only 'coder-exact-*-t0.7'     # a part of it
+    .venv/bin/python bench/real --problems 14 --publish         # what is complete there
+
+The models are those of `make real-models`, the prompts Spec-Bench's, and the frame is that of
+`bench/fidelity`. Rows are those that the target reads in a pass, equal ones counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import answers
+import numpy as np
+from answers import Reply, Study, kept_of
+from intervals import Interval, paired_ratio_of_ratios, watched_tilt
+from real.models import CACHE, checkpoint, origin
+from real.prompts import NAMES, SHA256, Prompt, kind_of, prompts
+from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
+from study import PUBLISHED, Log, code_fingerprint, copy, matching
+
+# --- Cells
+
+
+class Pair(NamedTuple):
+    """A target and its draft, by their names in `real.models`."""
+
+    target: str
+    draft: str | None = None
+
+
+PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2")}
+TEMPERATURES = (0.7, 1.0, 0.0, 0.3)
+MAX_TOKENS = 96
+#: Settings of all engines. The models are in bfloat16, as are most that are served.
+COMMON: dict[str, Any] = answers.COMMON | {
+    "dtype": "bfloat16",
+    "max_running_requests": 4,
+    "context_length": 1024,
+    "max_total_tokens": 16_384,
+}
+SMC, MATCHES, MIXED = "SMC", "n-grams", "model and n-grams"
+NUM_PARTICLES, MOST_STEPS = 8, 23
+WEIGHT = "speculative_smc_ngram_weight"
+#: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
+STANDALONE = {
+    "SGLang chain of 8": (1, 8, 9),
+    "SGLang chain of 23": (1, 23, 24),
+    "SGLang tree 8 / 8 / 72": (8, 8, 72),
+    "SGLang tree 4 / 17 / 72": (4, 17, 72),
+}
+NGRAM = "SGLang n-grams"
+NGRAM_TOKENS = 12
+#: N and K, of at most 72 rows.
+EXACT = ((1, 8), (8, 8), (4, 17), (3, 23))
+USUAL = (8, 8)
+
+
+@dataclass(frozen=True)
+class Cell(answers.Cell):
+    """A setting at a temperature.
+
+    Args:
+        rows: what the target reads in a pass.
+        draft_passes: one after another, before it.
+        is_lossless: whether the answers are the target's own, by proof.
+    """
+
+    pair: str = ""
+    rows: int = 0
+    draft_passes: int = 0
+    is_lossless: bool = True
+
+    @property
+    def slug(self) -> str:
+        return f"{self.pair}-{super().slug.replace('/', '').replace('--', '-')}"
+
+
+def cells() -> list[Cell]:
+    """Return all settings at each temperature, grouped by engine."""
+    found = [one for t in TEMPERATURES for name in PAIRS for one in _cells(name, t)]
+    return sorted(found, key=lambda cell: (list(PAIRS).index(cell.pair), cell.engine))
+
+
+def _cells(pair: str, temperature: float) -> Iterator[Cell]:
+    def stock(label: str, rows: int, draft_passes: int) -> Cell:
+        engine = f"{pair} {label}"
+        sizes = {"rows": rows, "draft_passes": draft_passes}
+        return Cell(label, engine, temperature, pair=pair, **sizes)
+
+    def smc(label: str, size: tuple[int, int], engine: str = SMC, **asked: Any) -> Cell:
+        n, k = size
+        smc = {"num_particles": n, "num_steps": k, **asked}
+        return Cell(
+            label=f"{label} N={n} K={k}",
+            engine=f"{pair} {engine}",
+            temperature=temperature,
+            smc=smc,
+            pair=pair,
+            rows=n * (k + 1),
+            draft_passes=0 if engine == MATCHES else k,
+            is_lossless=smc.get("mode") == "exact",
+        )
+
+    yield stock(NGRAM, NGRAM_TOKENS, 0)
+    yield smc("exact by n-grams", USUAL, MATCHES, mode="exact")
+    if PAIRS[pair].draft is None:
+        return
+    yield from (stock(label, rows, k) for label, (_, k, rows) in STANDALONE.items())
+    yield from (smc("exact", size, mode="exact") for size in EXACT)
+    yield smc("exact with n-grams", USUAL, MIXED, mode="exact")
+    if temperature:  # at 0 all modes are one
+        paper = {"mode": "smc", "resample_at": "block", "evidence_threshold": 0.0}
+        yield smc("auto", USUAL, mode="auto")
+        yield smc("default", USUAL)
+        yield smc("paper", USUAL, **paper)
+
+
+def settings(engine: str) -> dict[str, Any]:
+    """Return the keywords of an engine except the models."""
+    _, _, name = engine.partition(" ")
+    if name in STANDALONE:
+        topk, steps, tokens = STANDALONE[name]
+        return COMMON | {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_eagle_topk": topk,
+            "speculative_num_steps": steps,
+            "speculative_num_draft_tokens": tokens,
+        }
+    if name == NGRAM:
+        return COMMON | {
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": NGRAM_TOKENS,
+        }
+    weight = {MATCHES: {WEIGHT: 1.0, "speculative_smc_mode": "exact"}, MIXED: {WEIGHT: 0.1}}
+    return COMMON | {
+        "speculative_algorithm": "SMC",
+        "speculative_num_steps": MOST_STEPS,
+        "speculative_smc_num_particles": NUM_PARTICLES,
+        **weight.get(name, {}),
+    }
+
+
+# --- Answers and rows
+
+
+@dataclass(frozen=True)
+class Yielded:
+    """What an answer took."""
+
+    index: int  # of the prompt in `real.prompts`
+    info: dict[str, Any]
+    sample: int = 0
+
+
+#: What is stored of `answers.kept_of`; the files are published.
+KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_tilt", "spec_smc_tilt_information")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table; None where a number does not apply."""
+
+    pair: str
+    label: str  # without the temperature
+    temperature: float
+    rows: int
+    draft_passes: int
+    tokens_per_pass: Interval
+    to_best_tree: Interval | None  # ratio to SGLang's best STANDALONE, on the same prompts
+    chat: float | None
+    code: float | None
+    maths: float | None
+    summaries: float | None
+    translation: float | None
+    questions: float | None
+    retrieval: float | None
+    server_tilt: Interval | None
+    is_lossless: int
+    plugin: str  # fingerprint of the code that answered
+
+
+def rows_of(found: Mapping[Cell, Sequence[Yielded]], plugin: Callable[[Cell], str]) -> list[Row]:
+    """Return a row for each cell that has answers."""
+    return [_row(cell, some, best_tree(cell, found), plugin(cell)) for cell, some in found.items()]
+
+
+def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Yielded] | None:
+    """Return the answers of SGLang's own draft-model setting with the most tokens a pass."""
+    like = (cell.pair, cell.temperature)
+    trees = [
+        some
+        for one, some in found.items()
+        if one.label in STANDALONE and (one.pair, one.temperature) == like
+    ]
+    return max(trees, key=lambda some: tokens_a_pass(infos(some)).mean, default=None)
+
+
+def infos(found: Sequence[Yielded]) -> list[dict[str, Any]]:
+    """Return the counters of answers."""
+    return [one.info for one in found]
+
+
+def _row(cell: Cell, found: Sequence[Yielded], tree: Sequence[Yielded] | None, plugin: str) -> Row:
+    kinds = {kind: [one for one in found if kind_of(one.index) == kind] for kind in NAMES}
+    return Row(
+        pair=cell.pair,
+        label=cell.label,
+        temperature=cell.temperature,
+        rows=cell.rows,
+        draft_passes=cell.draft_passes,
+        tokens_per_pass=tokens_a_pass(infos(found)),
+        to_best_tree=tree and paired_ratio_of_ratios(_sums(found), _sums(tree)),
+        server_tilt=watched_tilt(infos(found)),
+        is_lossless=int(cell.is_lossless),
+        plugin=plugin,
+        **{kind: tokens_a_pass(infos(some)).mean for kind, some in kinds.items()},
+    )
+
+
+def _sums(found: Sequence[Yielded]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each answer's tokens after the first and target passes, ``[n]``, by prompt."""
+    ordered = sorted(found, key=lambda one: one.index)
+    pairs = [(i["completion_tokens"] - 1, i["spec_verify_ct"]) for i in infos(ordered)]
+    tokens, passes = np.array(pairs, dtype=float).T
+    return tokens, passes
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.label,
+    "rows": lambda row: f"{row.rows}",
+    "draft passes": lambda row: f"{row.draft_passes}",
+    "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
+    "times SGLang's best tree": lambda row: interval_cell(row.to_best_tree, ".2f"),
+    **{kind: lambda row, kind=kind: number_cell(getattr(row, kind), ".1f") for kind in NAMES},
+    "the server's own tilt": lambda row: interval_cell(row.server_tilt, "+.2f"),
+}
+
+
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """Return a table for each pair and temperature."""
+    parts = [note]
+    for pair in dict.fromkeys(row.pair for row in rows):
+        for title, here in by_temperature(row for row in rows if row.pair == pair).items():
+            parts.append(f"**{pair}, {title.lower()}**\n\n{table(COLUMNS, here)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def note(origin: Mapping[str, Any]) -> str:
+    """Return the text above the tables."""
+    told = origin["settings"]
+    models = "; ".join(
+        f"{one['model']} ({one['quantisation']}, SHA-256 {one['sha256'][:12]})"
+        for one in told["models"]
+    )
+    return (
+        f"{models}; dequantized to bfloat16. The first {told['problems']} prompts of Spec-Bench, "
+        f"its kinds in turn, at most {told['max_new_tokens']} tokens an answer; on "
+        f"{origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals, over answers. "
+        "Rows: what the target reads in a pass, equal ones counted. SGLang's best tree is the one "
+        "with the most tokens, of at most 72 rows, on the same prompts; trees are topk / steps / "
+        "tokens. The server's own tilt is 0 for the target's law."
+    )
+
+
+# --- The study
+
+
+class Real(Study[Cell, Yielded]):
+    """The study; results of cells that are not selected are those of the code that they name."""
+
+    name = "real"
+    about = "Tokens per target pass on real text, of SGLang's own settings and of all modes."
+    problems = 28
+    max_tokens = MAX_TOKENS
+    kind = Yielded
+    report = Report("real", Row, markdown)
+    note = staticmethod(note)
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        made = super().parser()
+        file = CACHE / "question.jsonl"
+        made.add_argument("--prompts", type=Path, default=file, help="Spec-Bench's question.jsonl")
+        return made
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        published = PUBLISHED / self.name / "answers"
+        if published.exists() and not (options.output_dir / "answers").exists():
+            shutil.copytree(published, options.output_dir / "answers")
+        super().__init__(options)
+
+    def grid(self) -> list[Cell]:
+        return cells()
+
+    def engine(self, name: str) -> dict[str, Any]:
+        return settings(name)
+
+    def pair(self, engine: str) -> Pair:
+        """Return the models of an engine, the draft where it has one."""
+        name, _, kind = engine.partition(" ")
+        target, draft = PAIRS[name]
+        return Pair(target, None if kind in (NGRAM, MATCHES) else draft)
+
+    def models(self, name: str) -> tuple[str, str | None]:
+        target, draft = self.pair(name)
+        return str(checkpoint(target)), draft and str(checkpoint(draft))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return code_fingerprint() | {"prompts": SHA256}
+
+    def identity(self, cell: Cell) -> dict[str, Any]:
+        models = [origin(name) for name in self.pair(cell.engine) if name]
+        return super().identity(cell) | {"plugin": self.plugin(cell), "models": models}
+
+    def plugin(self, cell: Cell) -> str:
+        """Return the code of a cell; of one that is not selected, what its file names."""
+        is_selected = matching([cell], self.options.only)
+        there = {} if is_selected else Log(self.path(cell), {}).header()
+        return there.get("plugin", self.code["plugin"])
+
+    def prompt(self, cell: Cell, index: int) -> list[int]:
+        target = PAIRS[cell.pair].target
+        return _prompts(target, self.options.prompts, self.options.problems)[index].ids
+
+    def stored(self, cell: Cell, reply: Reply, sample: int) -> Yielded:
+        info = kept_of(reply.meta_info)
+        return Yielded(reply.index, {key: info[key] for key in KEPT if key in info}, sample)
+
+    def rows(self) -> list[Row]:
+        return rows_of(self.complete(), self.plugin)
+
+    def publish(self) -> None:
+        """Copy what is complete, and all answers, from which the study goes on elsewhere."""
+        folder = PUBLISHED / self.name
+        copy((self.options.output_dir / name for name in self.report.files), folder)
+        copy((self.options.output_dir / "answers").glob("*.jsonl"), folder / "answers")
+
+    def settings(self) -> dict[str, Any]:
+        used = dict.fromkeys(name for pair in PAIRS.values() for name in pair if name)
+        return super().settings() | {"models": list(map(origin, used))}
+
+
+@lru_cache
+def _prompts(target: str, path: Path, count: int) -> list[Prompt]:
+    """Return the prompts in a target's chat template."""
+    from transformers import AutoTokenizer  # slow to import
+
+    return prompts(path, AutoTokenizer.from_pretrained(checkpoint(target)), count)
+
+
+main = Real.main
