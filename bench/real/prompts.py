@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from study import BenchError
 
@@ -28,13 +28,7 @@ KINDS = {
 NAMES = tuple(KINDS)
 #: Tokens; longer prompts, of summaries mostly, are left out: a CPU reads them for long.
 LONGEST = 800
-
-
-class Prompt(NamedTuple):
-    """A prompt as a model reads it."""
-
-    number: int  # Spec-Bench's
-    ids: list[int]
+Row: TypeAlias = dict[str, Any]
 
 
 def kind_of(index: int) -> str:
@@ -42,23 +36,23 @@ def kind_of(index: int) -> str:
     return NAMES[index % len(NAMES)]
 
 
-def prompts(path: Path, tokenizer: Any, count: int) -> list[Prompt]:
-    """Return the first ``count`` prompts, one of each kind in turn; raise BenchError if not there.
+def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
+    """Return the tokens of ``count`` prompts, kinds in turn; raise BenchError if not there.
 
     They are first turns, in the model's chat template. The categories of a kind take turns, too.
     """
     turns = [_of_kind(kind, _rows(path)) for kind in KINDS.values()]
-    found: list[Prompt] = []
+    found: list[list[int]] = []
     for index in range(count):
-        rows = turns[index % len(turns)]
-        prompt = next((p for p in (_read(row, tokenizer) for row in rows) if _fits(p)), None)
+        read = (_read(row, tokenizer) for row in turns[index % len(turns)])
+        prompt = next((ids for ids in read if len(ids) <= LONGEST), None)
         if prompt is None:
-            raise BenchError(f"Spec-Bench has no {count} prompts for kinds in turn: ask for fewer.")
+            raise BenchError(f"Spec-Bench has no {count} prompts, kinds in turn: ask for fewer.")
         found.append(prompt)
     return found
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> list[Row]:
     content = path.read_bytes() if path.exists() else b""
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise BenchError(
@@ -69,18 +63,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.splitlines()]
 
 
-def _of_kind(categories: Sequence[str], rows: Sequence[dict[str, Any]]) -> Any:
+def _of_kind(categories: Sequence[str], rows: Sequence[Row]) -> Iterator[Row]:
     """Return an iterator over the rows of these categories, which take turns."""
     columns = [[row for row in rows if row["category"] == name] for name in categories]
     longest = max(map(len, columns))
     return iter([column[i] for i in range(longest) for column in columns if i < len(column)])
 
 
-def _read(row: dict[str, Any], tokenizer: Any) -> Prompt:
+def _read(row: Row, tokenizer: Any) -> list[int]:
     chat = [{"role": "user", "content": row["turns"][0]}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return Prompt(row["question_id"], tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _fits(prompt: Prompt) -> bool:
-    return len(prompt.ids) <= LONGEST
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -24,7 +24,7 @@ import numpy as np
 from answers import Reply, Study, kept_of
 from intervals import Interval, paired_ratio_of_ratios, watched_tilt
 from real.models import CACHE, checkpoint, origin
-from real.prompts import NAMES, SHA256, Prompt, kind_of, prompts
+from real.prompts import NAMES, SHA256, kind_of, prompts
 from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
 from study import PUBLISHED, Log, code_fingerprint, copy, matching
 
@@ -330,7 +330,7 @@ class Real(Study[Cell, Yielded]):
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
         target = PAIRS[cell.pair].target
-        return _prompts(target, self.options.prompts, self.options.problems)[index].ids
+        return _prompts(target, self.options.prompts, self.options.problems)[index]
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Yielded:
         info = kept_of(reply.meta_info)
@@ -351,7 +351,7 @@ class Real(Study[Cell, Yielded]):
 
 
 @lru_cache
-def _prompts(target: str, path: Path, count: int) -> list[Prompt]:
+def _prompts(target: str, path: Path, count: int) -> list[list[int]]:
     """Return the prompts in a target's chat template."""
     from transformers import AutoTokenizer  # slow to import
 
