@@ -23,6 +23,7 @@ from sglang_smc.tools.distill.teacher import (
     collate,
     read_prompts,
     sample_answers,
+    sample_with_engine,
     write_texts,
 )
 from sglang_smc.tools.distill.train import (
@@ -54,6 +55,19 @@ def test_answers_are_what_the_target_says(teacher: Teacher) -> None:
     cut = [until(answer, ends) for answer in plain]
     how = {"temperature": 1e-4, "max_new_tokens": 12, "batch": 4}
     found = sample_answers(teacher.model, prompts, ends=ends, **how)
+    assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
+    assert len({len(answer) for answer in cut}) > 2
+
+
+@pytest.mark.engine
+def test_an_engine_says_what_the_target_says(teacher: Teacher, target: Path) -> None:
+    """More prompts than run at once; red where ends are missed, or answers mixed up."""
+    prompts = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
+    plain = [best(teacher, prompt, 12) for prompt in prompts]
+    ends = frozenset([1, plain[0][2], plain[4][5]])  # 1 is the checkpoint's own
+    how = {"temperature": 1e-4, "max_new_tokens": 12, "batch": 2, "seed": 0, "device": "cpu"}
+    found = sample_with_engine(target, prompts, ends=ends, **how)
+    cut = [until(answer, ends) for answer in plain]
     assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
     assert len({len(answer) for answer in cut}) > 2
 
@@ -160,6 +174,7 @@ def words(of: Path, folder: Path, **options: object) -> list[str]:
         "depth": 3,
         "held-out": 10,
         "max-new-tokens": 12,
+        "sampler": "transformers",
     }
     every = {**given, **options}
     return [word for name, value in every.items() for word in (f"--{name}", str(value))]

@@ -2,4 +2,5 @@
 
 from sglang_smc.tools.distill.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":  # an engine's processes import it, too
+    raise SystemExit(main())

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from sglang_smc.tools.commands import prompts_in
 from sglang_smc.tools.distill.checkpoints import loaded
@@ -156,6 +162,20 @@ def load_tokenizer(folder: str | Path) -> Any:
     return loaded(AutoTokenizer, folder, "tokenizer")
 
 
+# --- Its answers
+
+
+class _Counted(StoppingCriteria):
+    """Counts the tokens of a batch as they are sampled, and stops none."""
+
+    def __init__(self, progress: tqdm) -> None:
+        self._progress = progress
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] -- its own types vary
+        self._progress.update(len(ids))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
 @torch.no_grad()
 def sample_answers(
     target: Any,
@@ -181,7 +201,9 @@ def sample_answers(
     )
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     found = dict.fromkeys(range(len(prompts)), Text([], 0))
-    for start in tqdm(range(0, len(order), batch), desc="sampling", unit="batch", mininterval=2):
+    progress = _bar(len(order) * max_new_tokens)
+    counted = StoppingCriteriaList([_Counted(progress)])
+    for start in range(0, len(order), batch):
         chunk = order[start : start + batch]
         length = len(prompts[chunk[-1]])
         ids = [[0] * (length - len(prompts[place])) + prompts[place] for place in chunk]
@@ -190,8 +212,58 @@ def sample_answers(
             input_ids=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(read, device=target.device),
             generation_config=settings,
+            stopping_criteria=counted,
         )
         for place, row in zip(chunk, told[:, length:].tolist(), strict=True):
             end = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
             found[place] = Text(prompts[place] + row[:end], len(prompts[place]))
+    progress.close()
     return list(found.values())
+
+
+def sample_with_engine(
+    folder: Path,
+    prompts: Sequence[list[int]],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    batch: int,
+    ends: frozenset[int],
+    seed: int,
+    device: str,
+) -> list[Text]:
+    """Sample as `sample_answers` by an SGLang engine, which is several times as fast.
+
+    ``batch`` requests run at once; another begins where one ends. The checkpoint's own EOS ends
+    them, too.
+    """
+    from sglang import Engine
+
+    longest = max(map(len, prompts)) + max_new_tokens
+    engine = Engine(
+        model_path=str(folder),
+        device=device,
+        random_seed=seed,
+        skip_tokenizer_init=True,
+        max_running_requests=batch,
+        max_total_tokens=batch * (longest + 1),
+        log_level="error",
+    )
+    params = {
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": sorted(ends),
+    }
+    found: list[list[int]] = [[] for _ in prompts]
+    with _bar(len(prompts) * max_new_tokens) as progress:
+        for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
+            place, answer = told["index"], told["output_ids"]
+            progress.update(len(answer) - len(found[place]))
+            found[place] = answer
+    engine.shutdown()
+    return [Text(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]
+
+
+def _bar(most: int) -> tqdm:
+    """Return the progress of sampling; answers that end early leave it short of ``most``."""
+    return tqdm(total=most, desc="sampling", unit="token", mininterval=2)
