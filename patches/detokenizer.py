@@ -36,7 +36,7 @@ def keep_sent(
 ) -> list[str]:
     """Decode a batch's new tokens, and return the texts that its requests have not sent yet."""
     status = manager.decode_status
-    sent = {rid: status[rid].sent_offset for rid in recv_obj.rids if rid in status}
+    sent = {rid: status[rid].sent_offset for rid in recv_obj.rids or () if rid in status}
     texts = original(manager, recv_obj)
     for rid in sent.keys() & status.keys():  # others have finished
         status[rid].sent_offset = max(status[rid].sent_offset, sent[rid])

@@ -63,7 +63,7 @@ def generate_request(
     presets.put_in_place(obj, *known, config_of(server_args))
     refusals.pack(obj)
     answers = routes.hand_back(original(manager, obj, request), obj)
-    if streams.is_parsed(manager, obj, request):
+    if streams.reads_single_tokens(manager, obj, request):
         return streams.token_by_token(answers, manager, obj)
     return answers
 

@@ -1,7 +1,8 @@
-"""Split a stream's chunks at their tokens, for SGLang's parsers of tool calls.
+"""Split a stream's chunks at their tokens, for routes that are written for one token a chunk.
 
-A round emits several tokens at once, and the parsers are written for one token a chunk: they return
-at most one part of a call for a chunk, and look for some markers in chunks that begin with them.
+A round emits several tokens at once. SGLang's parsers of tool calls return at most one part of a
+call for a chunk, and look for some markers in chunks that begin with them; its Ollama routes drop
+the text of a stream's last chunk, which is empty where the last token alone ends an answer.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,19 +17,19 @@ from transformers import PreTrainedTokenizerBase
 
 from sglang_smc.upstream import resolved
 
-_WITHOUT_PARSERS = ("/generate", "/completions")
-"""How the paths of routes end that parse no tool calls; `/chat/completions` does."""
+_WITHOUT_PARSERS = ("/generate", "/v1/completions")
+_OLLAMA = "/api/"
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[list[int]], Any]
 
 
-def is_parsed(manager: TokenizerManager, obj: GenerateReqInput, request: Any) -> bool:
-    """Return whether a request's answer is a stream that SGLang searches for tool calls."""
+def reads_single_tokens(manager: TokenizerManager, obj: GenerateReqInput, request: Any) -> bool:
+    """Return whether the route of a stream is written for one token a chunk."""
     if not (obj.stream and isinstance(request, Request)):
         return False
-    path = request.url.path.replace("/chat/completions", "/chat")
+    path = request.url.path
     has_parser = resolved(manager.server_args).tool_call_parser is not None
-    return has_parser and not path.endswith(_WITHOUT_PARSERS)
+    return path.startswith(_OLLAMA) or (has_parser and path not in _WITHOUT_PARSERS)
 
 
 async def token_by_token(
@@ -40,6 +41,7 @@ async def token_by_token(
         answers: with `text`, `output_ids`, `meta_info` and, of parallel samples, `index`.
     """
     assert isinstance(obj.sampling_params, dict), "a chat is a single request"
+    assert manager.tokenizer is not None, "these routes have a chat template"
     decode = decoder(manager.tokenizer, obj.sampling_params)
     samples: dict[int, Splitter] = {}
     async for answer in answers:
