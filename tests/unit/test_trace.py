@@ -46,6 +46,7 @@ CHOICES: list[dict[str, Any]] = [
     {"max_lag": 30, "evidence_threshold": 0},
     {"num_particles": 1},
     {"num_particles": 2, "num_steps": 1},
+    {"num_steps": 0, "num_particles": 1},
     {"resampling_method": "multinomial", "ess_threshold": 1.0},
     {"mode": "exact"},
     {"mode": "exact", "num_particles": 1},
