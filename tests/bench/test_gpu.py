@@ -23,6 +23,7 @@ from programs import printed
 from speed.grid import (
     AR,
     BLOCK,
+    BLOCK_HEAD,
     EXACT,
     EXACT_HEAD,
     HEAD,
@@ -46,12 +47,13 @@ from speed.runner import (
     read_results,
 )
 from speed_stand_ins import ORIGIN, FakeEngine
-from study import REPOSITORY, BenchError
+from study import PAIR, REPOSITORY, BenchError
 
 from sglang_smc import __version__
 from sglang_smc.tools.command.machine import ENTRY_POINTS
 
 CODE = {"code": 1}
+OF_DFLASH = {"architectures", "model_type", "dtype"}
 VERSIONS = {"sglang": "0.5.17"}
 ON_H200 = {**ORIGIN, "hardware": "H200", "gpu": {"driver_version": "580"}, "versions": VERSIONS}
 H200 = "H200, driver 580, SGLang 0.5.17"
@@ -299,6 +301,12 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
         head = dummies.llama_config(replace(pair.target, num_layers=1))  # as `new_head` writes it
         head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": HOT_TOKENS}
         dummies.write_model(tmp_path / "models" / pair.name / HEAD, head)
+        sizes = dummies.llama_config(replace(pair.target, num_layers=5))
+        blocks = json.loads((PAIR / "dflash" / "config.json").read_text())
+        blocks |= {name: sizes[name] for name in blocks.keys() & sizes.keys() - OF_DFLASH}
+        layers = {"layer_types": ["full_attention"] * 5}
+        blocks |= layers | {"num_target_layers": pair.target.num_layers}
+        dummies.write_model(tmp_path / "models" / pair.name / BLOCK_HEAD, blocks)
     every = ((case, preset) for found, preset in lists for case in found)
     models = tmp_path / "models"
     asked = [launch_of(c.system, preset_of(c, preset), models).arguments for c, preset in every]

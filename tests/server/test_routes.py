@@ -1,5 +1,6 @@
 """Presets, particles, traces and counts on every route that generates text."""
 
+import json
 from typing import Any
 
 import httpx
@@ -38,6 +39,17 @@ def test_presets_are_followed(server: Server, model: str, route: str) -> None:
     assert answer.status_code == 200, answer.text
     after = rounds_and_particles(server)
     assert after[1] - particles == 2 * (after[0] - rounds) > 0
+
+
+@pytest.mark.parametrize("route", ["/api/chat", "/api/generate"])
+def test_a_stream_of_ollama_loses_one_token_at_most(server: Server, model: str, route: str) -> None:
+    """As without speculation: red if it loses the tokens of its last round."""
+    greedy = ROUTES[route](model, None, temperature=0.0)
+    shorter = {**greedy, "options": {**greedy["options"], "num_predict": 23}}
+    lines = server.post(route, **greedy | {"stream": True}).text.splitlines()
+    assert "".join(text_of(json.loads(line)) for line in lines) == text_of(
+        server.post(route, **shorter).json()
+    )
 
 
 @pytest.mark.parametrize("route", STREAMED)

@@ -114,7 +114,7 @@ def _downloaded(requirement: str, folder: Path, *options: str) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             print(f"downloading {requirement} to {folder}", file=sys.stderr)
             whole = Path(scratch, "whole")  # what is interrupted leaves no half of a release
-            _pip("--target", str(whole), *options, requirement)
+            _pip(*options, "--target", str(whole), requirement)
             whole.rename(folder)
     return folder
 
