@@ -116,6 +116,8 @@ LISTED: Listed = {
     "potentials/library.py": {"open"},
     # Descriptions of the machine, below /sys.
     "cpu/threads.py": {"read_text"},
+    # The file of a page in the storage of a hierarchical cache: its name is a hash.
+    "patches/weights.py": {"unlink"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
 }
