@@ -92,7 +92,7 @@ def test_a_refused_stream_leaves_no_traceback(server: Server, model: str) -> Non
     asked = [("/generate", body) for body, _ in (*REFUSED, *FAILING)]
     asked += [(route, body(model, "exat")) for route, body in ROUTES.items()]
     for bad in bad_requests(200):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON
             body = json.loads(bad.body)
             asked += [(bad.route, body)] if isinstance(body, dict) else []
     for route, body in asked:
