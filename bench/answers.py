@@ -270,6 +270,12 @@ class Study(ABC, Generic[C, A]):
         """Return the path of a cell's file."""
         return self.options.output_dir / "answers" / f"{cell.slug}.jsonl"
 
+    def plugin(self, cell: C) -> str:
+        """Return the code of a cell; of one that is not selected, what its file names."""
+        is_selected = study.matching([cell], self.options.only)
+        there = {} if is_selected else study.Log(self.path(cell), {}).header()
+        return there.get("plugin", self.code["plugin"])
+
     def read(self, cell: C) -> list[A]:
         """Return the stored answers to the requested problems, by problem and sample."""
         found: list[Any] = [self.kind(**entry) for entry in self.answers[cell].read()]

@@ -24,7 +24,7 @@ from fidelity.run import AR_TARGET, AUTO, EXACT, SMC_ENGINE, Cell, CellRow, Qual
 from fidelity.scoring import Scored, ScoredStudy
 from intervals import Interval
 from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
-from study import PAIR, Log, digest, matching
+from study import PAIR, digest
 
 from sglang_smc.options.server import LAG
 from sglang_smc.tools.plan import shapes
@@ -325,12 +325,6 @@ class Drafts(ScoredStudy[Cell]):
         _, folder = self.models(cell.engine)
         draft = None if folder is None else digest((PAIR / folder).glob("*"))
         return super().identity(cell) | {"plugin": self.plugin(cell), "draft": draft}
-
-    def plugin(self, cell: Cell) -> str:
-        """Return the code of a cell; of one that is not selected, what its file names."""
-        is_selected = matching([cell], self.options.only)
-        there = {} if is_selected else Log(self.path(cell), {}).header()
-        return there.get("plugin", self.code["plugin"])
 
     def rows(self) -> list[DraftRow]:
         return rows_of(self.complete(), self.plugin)

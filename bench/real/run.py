@@ -26,7 +26,7 @@ from intervals import Interval, paired_ratio_of_ratios, watched_tilt
 from real.models import CACHE, checkpoint, origin
 from real.prompts import NAMES, SHA256, kind_of, prompts
 from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
-from study import PUBLISHED, Log, code_fingerprint, copy, matching
+from study import PUBLISHED, code_fingerprint, copy
 
 # --- Cells
 
@@ -72,13 +72,11 @@ class Cell(answers.Cell):
     Args:
         rows: what the target reads in a pass.
         draft_passes: one after another, before it.
-        is_lossless: whether the answers are the target's own, by proof.
     """
 
     pair: str = ""
     rows: int = 0
     draft_passes: int = 0
-    is_lossless: bool = True
 
     @property
     def slug(self) -> str:
@@ -99,16 +97,14 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
     def smc(label: str, size: tuple[int, int], engine: str = SMC, **asked: Any) -> Cell:
         n, k = size
-        smc = {"num_particles": n, "num_steps": k, **asked}
         return Cell(
             label=f"{label} N={n} K={k}",
             engine=f"{pair} {engine}",
             temperature=temperature,
-            smc=smc,
+            smc={"num_particles": n, "num_steps": k, **asked},
             pair=pair,
             rows=n * (k + 1),
             draft_passes=0 if engine == MATCHES else k,
-            is_lossless=smc.get("mode") == "exact",
         )
 
     yield stock(NGRAM, NGRAM_TOKENS, 0)
@@ -185,7 +181,6 @@ class Row:
     questions: float | None
     retrieval: float | None
     server_tilt: Interval | None
-    is_lossless: int
     plugin: str  # fingerprint of the code that answered
 
 
@@ -221,7 +216,6 @@ def _row(cell: Cell, found: Sequence[Yielded], tree: Sequence[Yielded] | None, p
         tokens_per_pass=tokens_a_pass(infos(found)),
         to_best_tree=tree and paired_ratio_of_ratios(_sums(found), _sums(tree)),
         server_tilt=watched_tilt(infos(found)),
-        is_lossless=int(cell.is_lossless),
         plugin=plugin,
         **{kind: tokens_a_pass(infos(some)).mean for kind, some in kinds.items()},
     )
@@ -321,12 +315,6 @@ class Real(Study[Cell, Yielded]):
     def identity(self, cell: Cell) -> dict[str, Any]:
         models = [origin(name) for name in self.pair(cell.engine) if name]
         return super().identity(cell) | {"plugin": self.plugin(cell), "models": models}
-
-    def plugin(self, cell: Cell) -> str:
-        """Return the code of a cell; of one that is not selected, what its file names."""
-        is_selected = matching([cell], self.options.only)
-        there = {} if is_selected else Log(self.path(cell), {}).header()
-        return there.get("plugin", self.code["plugin"])
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
         target = PAIRS[cell.pair].target

@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -165,17 +164,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 # --- Its answers
 
 
-class _Counted(StoppingCriteria):
-    """Counts the tokens of a batch as they are sampled, and stops none."""
-
-    def __init__(self, progress: tqdm) -> None:
-        self._progress = progress
-
-    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] -- its own types vary
-        self._progress.update(len(ids))
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-
 @torch.no_grad()
 def sample_answers(
     target: Any,
@@ -202,7 +190,11 @@ def sample_answers(
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     found = dict.fromkeys(range(len(prompts)), Text([], 0))
     progress = _bar(len(order) * max_new_tokens)
-    counted = StoppingCriteriaList([_Counted(progress)])
+
+    def count(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # it stops none
+        progress.update(len(ids))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     for start in range(0, len(order), batch):
         chunk = order[start : start + batch]
         length = len(prompts[chunk[-1]])
@@ -212,7 +204,7 @@ def sample_answers(
             input_ids=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(read, device=target.device),
             generation_config=settings,
-            stopping_criteria=counted,
+            stopping_criteria=StoppingCriteriaList([count]),
         )
         for place, row in zip(chunk, told[:, length:].tolist(), strict=True):
             end = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
