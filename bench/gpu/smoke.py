@@ -337,7 +337,10 @@ def client(url: str) -> Entry:
         f"n = 2 gives {len(whole.choices)} answers": len(whole.choices) != 2,
         "a token has no log-probability": any(not one.logprobs.content for one in whole.choices),
     }
-    return {"text": text, "wrong": [fault for fault, holds in faults.items() if holds]}
+    return {
+        "text": " ".join(text.split()),
+        "wrong": [fault for fault, holds in faults.items() if holds],
+    }
 
 
 def alone(engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool) -> Entry:
