@@ -208,10 +208,8 @@ async def release_memory(
         return await original(manager, obj, request)
     args = upstream.resolved(manager.server_args)
     if not args.enable_memory_saver:
-        remedy = (
-            ", as on no CPU." if args.device == "cpu" else ": start it with --enable-memory-saver."
-        )
-        raise ValueError(f"No memory can be released{remedy}")
+        start = " on a CPU." if args.device == "cpu" else ": start it with --enable-memory-saver."
+        raise ValueError(f"No memory can be released{start}")
     async with _turn(manager):
         obj.tags = _tags(obj, set(GPU_MEMORY_ALL_TYPES) - released(manager))
         released(manager).update(obj.tags)  # first, so that no request arrives in between

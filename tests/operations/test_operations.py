@@ -204,7 +204,7 @@ def test_abort_of_one_spares_its_neighbour_and_of_all_does_not(
 
 
 def test_memory_is_released_where_that_can_be(server: Operator) -> None:
-    for route, told in (("/release_", "as on no CPU"), ("/resume_", "allowed now: none")):
+    for route, told in (("/release_", "released on a CPU"), ("/resume_", "allowed now: none")):
         answer = server.post(f"{route}memory_occupation")
         assert (answer.status_code, told in answer.text) == (400, True)
 
