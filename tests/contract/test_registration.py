@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,7 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
     [
         (upstream.SUPPORTED[0], False, [hooks.FLAGS]),
         ("9.9.9", False, [hooks.FLAGS]),
-        (upstream.SUPPORTED[0], True, [hooks.FLAGS, hooks.DRAFTS]),
+        (upstream.SUPPORTED[0], True, [hooks.FLAGS, hooks.DRAFTS, hooks.DETOKENIZER]),
         ("9.9.9", True, [hooks.FLAGS]),
     ],
 )
@@ -88,11 +89,12 @@ def test_hooks_that_are_handed_over_are_those_of_the_flags(
     groups: list[hooks.Group],
 ) -> None:
     """And of drafts where configurations are loaded: a scheduler asks for our worker only once it
-    has sized the KV pool for a draft."""
+    has sized the KV pool for a draft; and of the detokenizer where that is."""
     monkeypatch.setattr(version, "__version__", installed)
-    assert "sglang.srt.configs.model_config" in sys.modules
-    if not is_loaded:
-        monkeypatch.delitem(sys.modules, "sglang.srt.configs.model_config")
+    for name in ("sglang.srt.configs.model_config", "sglang.srt.managers.detokenizer_manager"):
+        assert import_module(name)
+        if not is_loaded:
+            monkeypatch.delitem(sys.modules, name)
     plugin.register()
     assert handed_over == [patch.target for patch in hooks.collect(*groups)]
 
