@@ -270,6 +270,10 @@ class Study(ABC, Generic[C, A]):
         """Return the path of a cell's file."""
         return self.options.output_dir / "answers" / f"{cell.slug}.jsonl"
 
+    def flushes(self, cell: C) -> bool:
+        """Return whether an engine's caches are flushed before it answers for a cell."""
+        return True
+
     def plugin(self, cell: C) -> str:
         """Return the code of a cell; of one that is not selected, what its file names."""
         is_selected = study.matching([cell], self.options.only)
@@ -308,7 +312,7 @@ class Study(ABC, Generic[C, A]):
             numbers = [index for _, index in group]
             prompts = [self.prompt(cell, index) for index in numbers]
             params = [self.params_of(cell, sample, index) for index in numbers]
-            for found in engine.each(Work(prompts, params)):
+            for found in engine.each(Work(prompts, params, self.flushes(cell))):
                 answer = (found[key] for key in Reply._fields[1:])
                 yield self.stored(cell, Reply(numbers[found["place"]], *answer), sample)
 

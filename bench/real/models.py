@@ -251,7 +251,7 @@ def told(name: str) -> str:
 
 
 def _disk(model: Model) -> int:
-    return model.wheels + model.gguf + model.checkpoint
+    return model.gguf + max(model.wheels, model.checkpoint)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ MAX_TOKENS = 96
 #: Settings of all engines. The models are in bfloat16, as are most that are served.
 COMMON: dict[str, Any] = answers.COMMON | {
     "dtype": "bfloat16",
-    "max_running_requests": 4,
+    "max_running_requests": 7,  # one of each kind
     "context_length": 1024,
     "max_total_tokens": 16_384,
 }
@@ -319,6 +319,10 @@ class Real(Study[Cell, Yielded]):
     def prompt(self, cell: Cell, index: int) -> list[int]:
         target = PAIRS[cell.pair].target
         return _prompts(target, self.options.prompts, self.options.problems)[index]
+
+    def flushes(self, cell: Cell) -> bool:
+        """Keep the prompts' KV from cell to cell, but no text for n-gram matches."""
+        return "n-grams" in cell.engine
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Yielded:
         info = kept_of(reply.meta_info)

@@ -42,6 +42,7 @@ class Work(NamedTuple):
 
     prompts: list[list[int]]
     params: list[dict[str, Any]]
+    flushes: bool = True  # the caches before `RemoteEngine.each`
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class RemoteEngine:
 
     def each(self, work: Work) -> Iterator[dict[str, Any]]:
         """Yield answers as they complete, each with its ``place``; the others go on meanwhile."""
-        self.post(FLUSH)
+        if work.flushes:
+            self.post(FLUSH)
         for place, answer in self._all(work, self._whole):
             yield {"place": place, **answer}
 
