@@ -116,7 +116,7 @@ MOST = {
     "package_lines": 27_570,
     "core_lines": 18_080,
     "kernel_and_hook_lines": 6_060,
-    "bench_lines": 7_990,
+    "bench_lines": 8_000,
     "test_lines": 35_000,
     "page_words": 28_000,
     "glossary": 30,

@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--answers", type=positive, default=1, help="of each prompt; default 1")
     add("--max-new-tokens", type=positive, default=512, help="default 512")
     default = ENGINE if find_spec("sglang") else "transformers"
-    engine = "what samples; SGLang's engine is several times as fast; default: it, if installed"
+    engine = "what samples; default: SGLang's engine, if installed"
     add("--sampler", choices=(ENGINE, "transformers"), default=default, help=engine)
     add("--held-out", type=positive, default=200, help="texts that only measure; default 200")
     add("--temperature", type=above_0, default=1.0, help="of samples and laws; default 1.0")

@@ -224,7 +224,7 @@ def sample_with_engine(
     seed: int,
     device: str,
 ) -> list[Text]:
-    """Sample as `sample_answers` by an SGLang engine, which is several times as fast.
+    """Sample as `sample_answers` by an SGLang engine.
 
     ``batch`` requests run at once; another begins where one ends. The checkpoint's own EOS ends
     them, too.
