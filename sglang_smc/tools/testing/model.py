@@ -95,8 +95,9 @@ class Model:
 
     def following(self, texts: Sequence[Text]) -> list[dict[int, float]]:
         """Return the likeliest next tokens with their log-probabilities, most likely first."""
-        replies = self._scored(texts, [len(text) - 1 for text in texts])
-        return [_top(meta["output_top_logprobs"][0]) for meta in replies]
+        followed = [(*text, 0) for text in texts]  # by any token: scoring draws none
+        replies = self._scored(followed, [len(text) - 1 for text in texts])
+        return [_top(meta["input_top_logprobs"][1]) for meta in replies]
 
     def token_ids(self, text: str) -> Text:
         """Return the token ids of a prompt."""
