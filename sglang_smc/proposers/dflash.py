@@ -41,8 +41,10 @@ class BlockForward(ParticleForward):
         self._target = target
         self._embed = upstream.without_lora(target.get_input_embeddings())
         # Some models scale embeddings outside of the embedding table.
-        scales = hasattr(target, "get_dflash_noise_embedding_scale")
-        self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
+        self._scale = getattr(target, "get_dflash_noise_embedding_scale", lambda: 1.0)()
+        if runner.device == "cpu":  # SGLang's fused form, for 16 bits, is a Triton kernel
+            for layer in self._model.layers:
+                layer.self_attn.use_table_qk_norm_rope = False
 
     def block_logits(self, blocks: Chains, first: int) -> torch.Tensor:
         """Return the logits ``[K, G, N, V]`` of blocks, from the row ``first`` on."""

@@ -91,7 +91,7 @@ CASES = {
 }
 OTHERS = {
     "windows on both sides": Case("gemma3_text", "cohere2"),
-    "latents of a later family": Case("glm4_moe_lite", "minicpm3"),
+    "latents of a later family": Case("glm4_moe_lite", "minicpm3", seed=4),
     "latents before plain keys": Case("minicpm3", "llama"),
     "latents behind plain keys": Case("llama", "deepseek_v2", seed=4),
     "learned positions": Case("gpt2", "mixtral"),
