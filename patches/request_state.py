@@ -45,10 +45,9 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
 
     The look for an end is skipped where a round emitted no token, or one that may still change.
     The log-probability that SGLang counts as sent with no token is taken back, and one that goes
-    with no token is not sent. A request ends
-    whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
-    is not shown. Tokens and time between chunks of streams are measured. A finished request's
-    totals reach the streamer as customized_info.
+    with no token is not sent. A request ends whose prefill found logits that mean nothing, or whose
+    text a stop pattern matches, which SGLang is not shown. Tokens and time between chunks of
+    streams are measured. A finished request's totals reach the streamer as customized_info.
     """
     state = find_state(req)
     if state is None:

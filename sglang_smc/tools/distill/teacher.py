@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,12 +248,12 @@ def sample_with_engine(
         "stop_token_ids": sorted(ends),
     }
     found: list[list[int]] = [[] for _ in prompts]
-    with _bar(len(prompts) * max_new_tokens) as progress:
+    with ExitStack() as at_end, _bar(len(prompts) * max_new_tokens) as progress:
+        at_end.callback(engine.shutdown)
         for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
             place, answer = told["index"], told["output_ids"]
             progress.update(len(answer) - len(found[place]))
             found[place] = answer
-    engine.shutdown()
     return [Text(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]
 
 
