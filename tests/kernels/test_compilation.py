@@ -46,7 +46,6 @@ GPUS = {
 }
 #: Bytes of stack a thread, outside of attention: an address that ptxas stores to run more programs.
 MOST_STACK = 8
-MOST_STACK_AT_ALL_SIZES = 40  # attention too: some chip and Triton spills ten words
 BY_DEFAULT = "90"
 AT_ALL_SIZES = ("--all", "80", "-86", "-89", "90", "-100", "-120")
 
@@ -60,6 +59,8 @@ class Compiled(NamedTuple):
 
 
 HERE, ELSEWHERE = "this Triton", "those of other supported releases"
+#: Bytes of stack a thread at all sizes, attention's too, by chip.
+SPILLED = {HERE: {86: 8, 89: 8, 100: 16, 120: 16}, ELSEWHERE: {80: 40, 90: 16, 100: 8, 120: 8}}
 ALL = pytest.mark.nightly
 
 
@@ -100,14 +101,13 @@ def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: Com
         files = {kernel["kernel"].partition(".")[0] for kernel in found}
         sources = (ROOT / "kernels").rglob("*.py")
         assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
-    most = CHIPS[capability].shared
-    at_all_sizes = compiled.asked == AT_ALL_SIZES
-    stack = MOST_STACK_AT_ALL_SIZES if at_all_sizes else MOST_STACK
+    on, most = GPUS[capability], CHIPS[capability].shared
+    spilled = SPILLED[compiled.of].get(capability, 0) * (compiled.asked == AT_ALL_SIZES)
+    stack = max(MOST_STACK, spilled)
     assert [one for one in found if one["stack"] > stack or one["shared"] > most] == []
     attention = [one for one in found if one["kernel"].endswith("._attend_spans")]
     in_half = [one for one in attention if one["dtype"] != "float32"]
     assert in_half
-    assert at_all_sizes or [kernel for kernel in attention if kernel["stack"]] == []
+    assert [kernel for kernel in attention if kernel["stack"] > spilled] == []
     if compiled.of == HERE:  # Triton 3.6 takes 139 registers for heads of 256 with a cap
-        on = GPUS[capability]
         assert [kernel for kernel in in_half if on.programs(kernel) < on.attends] == []

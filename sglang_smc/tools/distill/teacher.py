@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,8 +247,7 @@ def sample_with_engine(
         "stop_token_ids": sorted(ends),
     }
     found: list[list[int]] = [[] for _ in prompts]
-    with ExitStack() as at_end, _bar(len(prompts) * max_new_tokens) as progress:
-        at_end.callback(engine.shutdown)
+    with engine, _bar(len(prompts) * max_new_tokens) as progress:
         for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
             place, answer = told["index"], told["output_ids"]
             progress.update(len(answer) - len(found[place]))
