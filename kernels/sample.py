@@ -34,7 +34,7 @@ def sample_and_score(
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-    source, sums, sizes = _summed(law)
+    source, sums, sizes = summed(law)
     _draw[(len(tokens),)](
         source, sums, uniforms.contiguous(), tokens, log_probs, **sizes, num_warps=8
     )
@@ -44,14 +44,14 @@ def sample_and_score(
 def score_tokens(law: TokenDistribution, tokens: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of given tokens ``[D]``."""
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-    source, sums, sizes = _summed(law)
+    source, sums, sizes = summed(law)
     _score[(len(tokens),)](source, sums, tokens.contiguous(), found, **sizes)
     return found
 
 
 def log_probs(law: TokenDistribution) -> torch.Tensor:
     """Return the log-probabilities of all tokens, ``[D, V]``."""
-    source, sums, sizes = _summed(law)
+    source, sums, sizes = summed(law)
     shape = law.num_draws, source.vocab_size
     found = torch.empty(shape, dtype=torch.float32, device=law.scores.device)  # [D, V]
     _spread[shape[0], sums.num_tiles](source, sums, found, **sizes, num_warps=8)
@@ -60,7 +60,7 @@ def log_probs(law: TokenDistribution) -> torch.Tensor:
 
 def log_sums(law: TokenDistribution) -> torch.Tensor:
     """Return the logarithms of the normalizing constants, ``[D]``."""
-    source, sums, sizes = _summed(law)
+    source, sums, sizes = summed(law)
     found = torch.empty(law.num_draws, dtype=torch.float64, device=law.scores.device)  # [D]
     _add_up[(len(found),)](source, sums, found, **sizes)
     return found
@@ -68,7 +68,7 @@ def log_sums(law: TokenDistribution) -> torch.Tensor:
 
 def row_sums(law: TokenDistribution) -> "RowSums":
     """Add up each row once, for the sums of all draws from it, in one launch."""
-    return _summed(law._replace(rows=None))[1]
+    return summed(law._replace(rows=None))[1]
 
 
 class _Source(NamedTuple):
@@ -94,7 +94,7 @@ class RowSums(NamedTuple):
     rows: torch.Tensor | None = None  # [D] row of these for each draw; None: its own
 
 
-def _summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
+def summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
     logits, rows, greedy = law.scores, law.rows, law.greedy
     check_contiguous(logits)
@@ -258,17 +258,33 @@ def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl
 
 
 @triton.jit
+def row_scale(source, sums, draw, padded_tiles: tl.constexpr):
+    """Return a row's largest logit, its mass relative to that, and its likeliest token."""
+    masses, _, largest = _tile_masses(sums, draw, padded_tiles)
+    likeliest = 0
+    if source.greedy is not None:
+        likeliest = _likeliest(sums, draw, largest, padded_tiles)
+    return largest, tl.sum(masses, 0), likeliest
+
+
+@triton.jit
+def log_probs_at(source, draw, row, columns):
+    """Return the log-probabilities of some tokens; ``row`` is of `row_scale`."""
+    largest, mass, likeliest = row
+    # In float32, as in torch: nothing is summed here.
+    found = (_scaled(source, draw, columns) - largest) - tl.log(mass).to(tl.float32)
+    if source.greedy is not None:
+        found = tl.where(_is_greedy(source, draw), _sure(columns, likeliest, mass), found)
+    return found
+
+
+@triton.jit
 def _spread(source, sums, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store the log-probabilities of a tile's tokens."""
     draw = tl.program_id(0)
-    masses, _, largest = _tile_masses(sums, draw, padded_tiles)
-    mass = tl.sum(masses, 0)
+    row = row_scale(source, sums, draw, padded_tiles)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
-    # In float32, as in torch: nothing is summed here.
-    of_tokens = (_scaled(source, draw, columns) - largest) - tl.log(mass).to(tl.float32)
-    if source.greedy is not None:
-        likeliest = _likeliest(sums, draw, largest, padded_tiles)
-        of_tokens = tl.where(_is_greedy(source, draw), _sure(columns, likeliest, mass), of_tokens)
+    of_tokens = log_probs_at(source, draw, row, columns)
     at = log_probs + draw.to(tl.int64) * source.vocab_size + columns
     tl.store(at, of_tokens, mask=columns < source.vocab_size)
 

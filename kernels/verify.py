@@ -1,457 +1,494 @@
-"""Verify drafts exactly, in four launches a column.
+"""Verify drafted chains as a tree: four launches for each column, and two beside.
 
-A column's two rows of the vocabulary are read twice. Tiles store the mass of p and q in each bin,
-and one program a group computes from these the rule that selects a token. Tiles store the residual
-of p over the rule's distribution, and one program a group stops there or selects the next token.
+Down the tree, a column's rows of the vocabulary are read twice. Tiles of each node store the mass
+of p and q in each bin; one program a group has the chains race, and shares the layer out among its
+children; tiles store parts of the residual's sum. Then one program a group goes up and draws where
+it stops, and tiles store the residual there.
 
 Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
-differently: a difference, a sum, and a product with a power of two.
+differently: differences, and a product with a power of two.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
+from sglang_smc.kernels.sample import log_probs_at, row_scale, summed
+from sglang_smc.kernels.tensors import tiles
 from sglang_smc.smc import verification
-from sglang_smc.smc.verification import Chains, Verified, Walk
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.verification import Layers, Tree, Verified
 
 NUM_BINS = tl.constexpr(verification.NUM_BINS)
-PER_NAT = tl.constexpr(verification.BINS_PER_NAT)
-OFFSETS = tl.constexpr(verification.OFFSETS)
-_MAX_TIERS = tl.constexpr(verification.MAX_TIERS)
-_TINY, _NUDGE = tl.constexpr(verification.TINY), tl.constexpr(verification.NUDGE)
-_NUM_STARTS = tl.constexpr(
-    triton.next_power_of_2(verification.NUM_LEVELS + verification.OFFSETS - 1)
-)
-_MANY_TILES = tl.constexpr(64)  # tiles of masses that are loaded at once
-_BIN_TILE = 1024  # tokens that a program bins, which is slow
-_BIN_CHUNK = 64  # tokens binned at once
-_TILE = 4096  # tokens per program of the residual's sum
+_PER_NAT = tl.constexpr(verification.BINS_PER_NAT)
+_LOWEST = tl.constexpr(-verification.NATS_BELOW * verification.BINS_PER_NAT)
+_NUM_POINTS = tl.constexpr(verification.NUM_POINTS)
+_FIRST_POINT = tl.constexpr(math.exp(verification.LOWEST_POINT))
+_FIRST_WEIGHT = tl.constexpr(float(verification.quadrature(torch.device("cpu"))[1][0]))
+_WEIGHT = tl.constexpr(_FIRST_WEIGHT.value / _FIRST_POINT.value * (1 - math.exp(-1)))  # of a point
+_E = tl.constexpr(math.e)
+_NUM_STEPS, _SPEED = tl.constexpr(verification.NUM_STEPS), tl.constexpr(verification.SPEED)
+_LARGEST_STEP = tl.constexpr(verification.LARGEST_STEP)
+_LARGEST_RATE = tl.constexpr(verification.LARGEST_RATE)
+_LEAST_SHARE = tl.constexpr(verification.LEAST_SHARE)
+_ROUNDING, _TINY = tl.constexpr(verification.ROUNDING), tl.constexpr(verification.TINY)
+_TILE = 4096  # tokens per program
+_CHUNK = 64  # tokens binned at once
 _EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
 
 
-class BinRule(NamedTuple):
-    """A group's selection rule by bin; undefined where it does not walk."""
+class _Column(NamedTuple):
+    """A column and its distributions."""
 
-    levels: torch.Tensor  # [G, B] int32: a bin's rank
-    density: torch.Tensor  # [G, B] float32: distribution of the selected token over q
-    scale: torch.Tensor  # [G] float32: target over p
-
-
-class _Laws(NamedTuple):
-    """The rows of p and q of each group."""
-
-    log_p: torch.Tensor
-    log_q: torch.Tensor
-    p_stride: int
-    q_stride: int
-    vocab_size: int
+    p: Any  # of `kernels.sample`, as the next three
+    p_sums: Any
+    q: Any
+    q_sums: Any
+    column: int
+    num_nodes: int  # G * N
+    num_chains: int
+    num_steps: int
+    num_tiles: int
 
 
-def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
-    """Return the walk of all groups at the root, in one launch.
+class _Read(NamedTuple):
+    """What tiles of a column's nodes hand to `_share_out`."""
 
-    Reference: `sglang_smc.smc.verification.begin_walk`, same arguments; the result is the same, but
-    has room for two residuals a group: that of the accepted path and that of the column.
+    masses: torch.Tensor  # [G, N, tiles, 2, B] float32 of p and of q
+    log_p: torch.Tensor  # [G, N] float32 of each chain's token
+    log_q: torch.Tensor  # [G, N] float32
+
+
+def verify(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    p: TokenDistribution,
+    q: Sequence[TokenDistribution],
+    uniforms: torch.Tensor,
+) -> Verified:
+    """Accept a prefix of one of the chains, with the residual of the token that follows.
+
+    Reference: `sglang_smc.smc.verification.verify`, same arguments. Residuals agree to rounding
+    (1e-5), and so do decisions, unless a uniform is within that of a boundary between two. Where
+    the next token is not drawn from it, a residual is undefined.
     """
-    size, max_chains, max_steps = chains.tokens.shape
+    size, num_chains, num_steps = tokens.shape
+    tree = grow(tokens, lengths)
+    layers = descend(tree, p, q)
 
-    def of_groups(dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return num_chains.new_empty(size, dtype=dtype)
+    def of_groups(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(size, *shape, dtype=dtype, device=tokens.device)
 
-    walk = Walk(
-        follows=num_chains.new_empty(size, max_chains, dtype=torch.bool),
-        chance=of_groups(torch.float64),
-        walking=of_groups(torch.bool),
-        p_row=of_groups(),
-        q_row=of_groups(),
-        found=Verified(
-            num_columns=of_groups(),
-            winner=of_groups(),
-            rejects=of_groups(torch.bool),
-            left=of_groups(),
-            residuals=num_chains.new_empty(2 * size, vocab_size, dtype=torch.float32),
-        ),
+    found = Verified(
+        num_columns=of_groups(torch.int64),
+        winner=of_groups(torch.int64),
+        rejects=of_groups(torch.bool),
+        left=of_groups(torch.int64),
+        residuals=of_groups(torch.float32, p.scores.shape[1]),
     )
-    sizes = num_chains.contiguous(), chains.num_steps.contiguous()
-    _begin[(size,)](*sizes, walk, max_chains, max_steps, triton.next_power_of_2(max_chains))
-    return walk
-
-
-def walk_on(
-    walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
-) -> Walk:
-    """Stop after the path, or select its next token, in four launches; updates ``walk`` in place.
-
-    Reference: `sglang_smc.smc.verification.walk_on`, same arguments, ``walk`` from `begin_walk` of
-    this module. Masses agree to rounding (1e-6), and so do the decisions, unless one of them is
-    within rounding of its threshold.
-    """
-    check_contiguous(log_p, "log_p")
-    check_contiguous(log_q, "log_q")
-    size, vocab_size = log_p.shape
-    device, max_chains = log_p.device, walk.follows.shape[1]
-    bin_tile, num_bin_tiles = tiles(vocab_size, _BIN_TILE)
-    tile, num_tiles = tiles(vocab_size, _TILE)
-    masses = torch.empty(size, num_bin_tiles, 2, NUM_BINS.value, device=device)  # [G, tiles, 2, B]
-    sums = torch.empty(size, num_tiles, device=device)  # [G, tiles]
-    laws = _Laws(log_p, log_q, log_p.stride(0), log_q.stride(0), vocab_size)
-    chunk = min(_BIN_CHUNK, bin_tile)
-    grid = size, num_bin_tiles
-    _add_up_bins[grid](walk, laws, masses, tile=bin_tile, chunk=chunk, num_warps=8, **_EXACT)
-    rule = selection_rule(walk.walking, walk.chance, walk.follows, masses)
-    _add_up_residual[(size, num_tiles)](walk, laws, rule, sums, tile=tile, num_warps=8, **_EXACT)
-    _stop_or_go_on[(size,)](
-        Chains(*contiguous(chains)),
-        laws,
-        rule,
-        sums,
-        walk,
-        *chains.tokens.shape[1:],
-        num_tiles,
-        step,
-        padded_chains=triton.next_power_of_2(max_chains),
+    num_tiles = layers.residual.shape[3]
+    _leave[(size,)](
+        tree,
+        layers,
+        uniforms.contiguous(),
+        found,
+        *(size * num_chains, num_chains, num_steps, num_tiles),
+        padded_chains=triton.next_power_of_2(num_chains),
         padded_tiles=triton.next_power_of_2(num_tiles),
         num_warps=1,
-        **_EXACT,
     )
-    return walk
+    for column, sizes in _columns(tree, p, q):
+        grid = size, num_tiles
+        _store_residual[grid](tree, layers, column, found, **sizes, num_warps=8, **_EXACT)
+    return found
 
 
-def selection_rule(
-    walking: torch.Tensor, chance: torch.Tensor, follows: torch.Tensor, masses: torch.Tensor
-) -> BinRule:
-    """Return the rule for the bins of `smc.verification.bins_of`, in one launch.
+def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
+    """Return the tree of drawn chains, in one launch.
 
-    Reference: `sglang_smc.smc.verification.selection_rule`, of the masses of all tiles together,
-    with `smc.verification.middle_ratios` in bins without draft mass. Levels agree unless one is
-    within rounding of the next, densities otherwise to 1e-6.
-
-    Args:
-        walking: ``[G]`` bool; others get no rule.
-        chance: ``[G]`` float64.
-        follows: ``[G, N]`` bool, contiguous.
-        masses: ``[G, tiles, 2, B]`` float32 of p and of q, contiguous.
+    Reference: `sglang_smc.smc.verification.grow`, same arguments; no token is fixed.
     """
-    size, num_tiles = masses.shape[:2]
-    max_chains, device = follows.shape[1], masses.device
-    rule = BinRule(
-        levels=torch.empty(size, verification.NUM_BINS, dtype=torch.int32, device=device),
-        density=torch.empty(size, verification.NUM_BINS, dtype=torch.float32, device=device),
-        scale=torch.empty(size, dtype=torch.float32, device=device),
+    size, num_chains, num_steps = tokens.shape
+    nodes = tokens.new_empty(size, num_chains, num_steps + 1)
+    tree = Tree(tokens.contiguous(), lengths.contiguous(), None, nodes)
+    padded = triton.next_power_of_2(num_chains)
+    _grow[(size,)](tree, num_chains, num_steps, padded_chains=padded, num_warps=1)
+    return tree
+
+
+def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
+    """Share out each layer in turn, in three launches a column.
+
+    Reference: `sglang_smc.smc.verification.descend`, same arguments. Here residuals are parts of
+    their sums, ``[K, G, N, tiles]`` float32, of all layers but the last; shares and densities are
+    float32, and agree to rounding (1e-5). They are undefined where no node has that number.
+    """
+    size, num_chains, num_steps = tree.tokens.shape
+    tile, num_tiles = tiles(p.scores.shape[1], _TILE)
+
+    def of_nodes(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=tree.tokens.device)
+
+    layers = Layers(
+        shares=of_nodes(num_steps + 1, size, num_chains),
+        residual=of_nodes(num_steps, size, num_chains, num_tiles),
+        density=of_nodes(num_steps, size, num_chains, NUM_BINS.value),
     )
-    padded = triton.next_power_of_2(max_chains)
-    _make_rule[(size,)](
-        walking, chance, follows, masses, rule, max_chains, num_tiles, padded, num_warps=4
-    )
-    return rule
+    layers.shares[0] = 0.0
+    layers.shares[0, :, 0] = 1.0
+    masses = of_nodes(size, num_chains, num_tiles, 2, NUM_BINS.value)
+    read = _Read(masses, of_nodes(size, num_chains), of_nodes(size, num_chains))
+    padded_chains = triton.next_power_of_2(num_chains)
+    warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
+    for column, sizes in _columns(tree, p, q):
+        grid = size * num_chains, num_tiles
+        _read_nodes[grid](
+            tree, layers, column, read, **sizes, chunk=min(_CHUNK, tile), num_warps=8, **_EXACT
+        )
+        _share_out[(size,)](
+            *(tree, layers, column, read), padded_chains=padded_chains, num_warps=warps, **_EXACT
+        )
+        _add_up_residual[grid](tree, layers, column, **sizes, num_warps=8, **_EXACT)
+    return layers
+
+
+def _columns(
+    tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]
+) -> Iterator[tuple[_Column, dict[str, int]]]:
+    """Yield each column, and the compile-time sizes of the kernels that read its rows."""
+    _, num_chains, num_steps = tree.tokens.shape
+    tile, num_tiles = tiles(p.scores.shape[1], _TILE)
+    of_p, p_sums, sizes = summed(p)
+    for column, law in enumerate(q):
+        of_q, q_sums, _ = summed(law)
+        numbers = column, tree.lengths.numel(), num_chains, num_steps, num_tiles
+        yield (
+            _Column(of_p, p_sums, of_q, q_sums, *numbers),
+            sizes | {"tile": tile, "padded_chains": triton.next_power_of_2(num_chains)},
+        )
 
 
 @triton.jit
-def _begin(num_chains, num_steps, walk, max_chains, max_steps, padded_chains: tl.constexpr):
+def _grow(tree, num_chains, num_steps, padded_chains: tl.constexpr):
     group = tl.program_id(0)
     chain = tl.arange(0, padded_chains)
-    own = group * max_chains + chain
-    tl.store(walk.follows + own, chain < tl.load(num_chains + group), mask=chain < max_chains)
-    tl.store(walk.chance + group, 1.0)
-    tl.store(walk.walking + group, tl.load(num_steps + group) > 0)
-    tl.store(walk.p_row + group, group * max_chains * (max_steps + 1))
-    tl.store(walk.q_row + group, group * max_chains)
-    tl.store(walk.found.num_columns + group, 0)
-    tl.store(walk.found.winner + group, 0)
-    tl.store(walk.found.rejects + group, 0)
-    tl.store(walk.found.left + group, group)
+    here = chain < num_chains
+    place = group * num_chains + chain
+    lengths = tl.load(tree.lengths + place, mask=here, other=0)
+    nodes = tree.nodes + place * (num_steps + 1)
+    tl.store(nodes, (group * num_chains + chain * 0).to(tl.int64), mask=here)
+    equal = here[:, None] & here[None, :]
+    for column in range(num_steps):
+        has = column < lengths
+        tokens = tl.load(tree.tokens + place * num_steps + column, mask=has, other=-1)
+        equal = equal & has[:, None] & (tokens[:, None] == tokens[None, :])
+        first = tl.min(tl.where(equal, chain[None, :], padded_chains), 1)
+        node = group * num_chains + tl.where(has, first, chain)
+        tl.store(nodes + column + 1, node.to(tl.int64), mask=here)
 
 
 @triton.jit
-def _bin_of(log_p, log_q, log_chance):
+def _going(tree, at, group, padded_chains: tl.constexpr):
+    """Return the chains of a group: their places, their nodes, and which have a token here."""
+    chain = tl.arange(0, padded_chains)
+    place = group * at.num_chains + chain
+    here = chain < at.num_chains
+    has = here & (at.column < tl.load(tree.lengths + place, mask=here, other=0))
+    nodes = tree.nodes + place * (at.num_steps + 1) + at.column
+    return place, tl.load(nodes, mask=here, other=-1).to(tl.int32), has
+
+
+@triton.jit
+def _goes_on(tree, at, node, padded_chains: tl.constexpr):
+    """Return the chains of a node that have a token here, and their places."""
+    place, nodes, has = _going(tree, at, node // at.num_chains, padded_chains)
+    return place, has & (nodes == node)
+
+
+@triton.jit
+def _token(tree, at, place, mask):
+    return tl.load(tree.tokens + place * at.num_steps + at.column, mask=mask, other=0)
+
+
+@triton.jit
+def _bin_of(log_p, log_q):
     """Compute `smc.verification.bins_of`; where that has NaN, the bin is arbitrary."""
-    log_ratio = log_p - log_q + log_chance
-    place = tl.floor(tl.where(log_ratio == log_ratio, log_ratio, 0.0) * PER_NAT)
-    half: tl.constexpr = NUM_BINS // 2
-    return tl.minimum(tl.maximum(place, -half), half - 1).to(tl.int32) + half
+    ratio = log_p - log_q
+    place = tl.floor(tl.where(ratio == ratio, ratio, 0.0) * _PER_NAT)
+    place = tl.minimum(tl.maximum(place, _LOWEST), _LOWEST + NUM_BINS - 1)
+    return place.to(tl.int32) - _LOWEST
 
 
 @triton.jit
-def _log_chance(walk, group):
-    return tl.log(tl.load(walk.chance + group)).to(tl.float32)
+def _read_tokens(at, node, p_row, q_row, columns):
+    """Return log p, log q and bins of some tokens at a node."""
+    log_p = log_probs_at(at.p, node * (at.num_steps + 1) + at.column, p_row, columns)
+    log_q = log_probs_at(at.q, node, q_row, columns)
+    return log_p, log_q, _bin_of(log_p, log_q)
 
 
 @triton.jit
-def _load(laws, group, columns, inside):
-    """Return log-probabilities of some tokens in a group's two rows."""
-    of_group = group.to(tl.int64)
-    p_at, q_at = of_group * laws.p_stride + columns, of_group * laws.q_stride + columns
-    of_p = tl.load(laws.log_p + p_at, mask=inside, other=-float("inf"))
-    of_q = tl.load(laws.log_q + q_at, mask=inside, other=-float("inf"))
-    return of_p, of_q
+def _rows(at, node, padded_tiles: tl.constexpr):
+    """Return what `log_probs_at` needs of a node's rows of p and q."""
+    of_p = row_scale(at.p, at.p_sums, node * (at.num_steps + 1) + at.column, padded_tiles)
+    return of_p, row_scale(at.q, at.q_sums, node, padded_tiles)
 
 
 @triton.jit
-def _add_up_bins(walk, laws, masses, tile: tl.constexpr, chunk: tl.constexpr):
-    group = tl.program_id(0)
-    part = tl.program_id(1)
-    if tl.load(walk.walking + group) == 0:
-        return
-    log_chance = _log_chance(walk, group)
-    bins = tl.arange(0, NUM_BINS)
-    in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-    in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-    for start in tl.static_range(0, tile, chunk):
-        columns = part * tile + start + tl.arange(0, chunk)
-        of_p, of_q = _load(laws, group, columns, columns < laws.vocab_size)
-        here = _bin_of(of_p, of_q, log_chance)[None, :] == bins[:, None]
-        in_p += tl.where(here, tl.exp(of_p)[None, :], 0.0)
-        in_q += tl.where(here, tl.exp(of_q)[None, :], 0.0)
-    at = masses + (group * tl.num_programs(1) + part) * (2 * NUM_BINS) + bins
-    tl.store(at, tl.sum(in_p, 1))
-    tl.store(at + NUM_BINS, tl.sum(in_q, 1))
-
-
-@triton.jit
-def _target_and_law(of_p, of_q, log_chance, rule, group):
-    """Return p times the path's chance, the selected token's distribution, and the bin."""
-    own = group * NUM_BINS + _bin_of(of_p, of_q, log_chance)
-    law = tl.exp(of_q) * tl.load(rule.density + own)
-    return tl.exp(of_p) * tl.load(rule.scale + group), law, own
-
-
-@triton.jit
-def _other(left, group, num_groups):
-    """Return the group's residual row that does not hold the accepted path's; it has two."""
-    return 2 * group + num_groups - left
-
-
-@triton.jit
-def _add_up_residual(walk, laws, rule, sums, tile: tl.constexpr):
-    group = tl.program_id(0)
-    part = tl.program_id(1)
-    if tl.load(walk.walking + group) == 0:
-        return
-    columns = part * tile + tl.arange(0, tile)
-    inside = columns < laws.vocab_size
-    of_p, of_q = _load(laws, group, columns, inside)
-    target, law, _ = _target_and_law(of_p, of_q, _log_chance(walk, group), rule, group)
-    difference = target - law
-    # NaN propagates, unlike through a maximum.
-    residual = tl.where(difference < 0, 0.0, difference)
-    row = _other(tl.load(walk.found.left + group), group, tl.num_programs(0)).to(tl.int64)
-    tl.store(walk.found.residuals + row * laws.vocab_size + columns, residual, mask=inside)
-    tl.store(sums + group * tl.num_programs(1) + part, tl.sum(residual, 0))
-
-
-@triton.jit
-def _stop_or_go_on(
-    chains,
-    laws,
-    rule,
-    sums,
-    walk,
-    max_chains,
-    max_steps,
-    num_tiles,
-    step,
+def _read_nodes(
+    tree,
+    layers,
+    at,
+    read,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
+    chunk: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    if tl.load(walk.walking + group) == 0:
+    """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
+    node = tl.program_id(0)
+    part = tl.program_id(1)
+    place, goes = _goes_on(tree, at, node, padded_chains)
+    if tl.max(goes.to(tl.int32), 0) == 0:
         return
-    chain = tl.arange(0, padded_chains)
-    here = chain < max_chains
-    own = group * max_chains + chain
-    at = own * max_steps + step
-    numbers = chains.uniforms + group * max_chains * max_steps
-    still = here & (tl.load(walk.follows + own, mask=here, other=0) != 0)
-    first = tl.min(tl.where(still, chain, max_chains - 1), 0)
-    found = tl.load(walk.found.num_columns + group)
-    found_chain = tl.load(walk.found.winner + group)
-    found_rejects = tl.load(walk.found.rejects + group) != 0
-    found_left = tl.load(walk.found.left + group)
-
-    # Accept the path up to here, unless a longer part of it is accepted later.
-    part = tl.arange(0, padded_tiles)
-    of_tiles = tl.load(sums + group * num_tiles + part, mask=part < num_tiles, other=0.0)
-    mass = tl.sum(of_tiles.to(tl.float64), 0)
-    a = tl.load(walk.chance + group)
-    stop_chance = tl.where(a < 1, mass / tl.where(a < 1, mass + 1 - a, 1.0), 1.0)
-    stops = tl.load(numbers + tl.maximum(step - 1, 0)) < stop_chance
-    other = _other(found_left, group, tl.num_programs(0))
-    found = tl.where(stops, step, found)
-    found_chain = tl.where(stops, first, found_chain)
-    found_rejects = tl.where(stops, mass > 0, found_rejects)
-    found_left = tl.where(stops, other, found_left)
-
-    # Select the next token.
-    token = tl.load(chains.tokens + at, mask=still, other=0)
-    of_p, of_q = _load(laws, group, token, still)
-    target, law, bins = _target_and_law(of_p, of_q, tl.log(a).to(tl.float32), rule, group)
-    level = tl.load(rule.levels + bins)
-    offset = (tl.load(numbers + tl.minimum(1, max_chains - 1) * max_steps + step)) * OFFSETS
-    # A single chain needs no uniform, and there may be none.
-    shift = tl.where(tl.sum(still.to(tl.int32), 0) > 1, offset, 0.0).to(tl.int32)
-    tier = tl.where(still, (level + shift) // OFFSETS, -1)
-    chosen = tl.min(tl.where(tier == tl.max(tier, 0), chain, max_chains - 1), 0)
-    is_chosen = chain == chosen
-    chosen_target = tl.sum(tl.where(is_chosen, target, 0.0), 0).to(tl.float64)
-    chosen_law = tl.sum(tl.where(is_chosen, law, 0.0), 0).to(tl.float64)
-    can_be = chosen_law > 0
-    ratio = tl.where(can_be, chosen_target / tl.where(can_be, chosen_law, 1.0), 0.0)
-    new_chance = tl.where(ratio > 1, 1.0, ratio)
-
-    # At the path's end, accept all of it with the path's chance.
-    chosen_at = (group * max_chains + chosen) * max_steps + step
-    at_end = (tl.load(chains.ends + chosen_at) != 0) | (
-        step + 1 == tl.load(chains.num_steps + group)
-    )
-    accepted = at_end & (tl.load(numbers + step) < new_chance)
-    still = still & (token == tl.sum(tl.where(is_chosen, token, 0), 0))
-    row = group * max_chains + tl.min(tl.where(still, chain, max_chains - 1), 0)
-    tl.store(walk.follows + own, still, mask=here)
-    tl.store(walk.chance + group, new_chance)
-    tl.store(walk.walking + group, (~at_end) & (new_chance > 0))
-    tl.store(walk.p_row + group, row.to(tl.int64) * (max_steps + 1) + step + 1)
-    tl.store(walk.q_row + group, row.to(tl.int64))
-    tl.store(walk.found.num_columns + group, tl.where(accepted, step + 1, found).to(tl.int64))
-    tl.store(walk.found.winner + group, tl.where(accepted, chosen, found_chain).to(tl.int64))
-    tl.store(walk.found.rejects + group, found_rejects & (~accepted))
-    tl.store(walk.found.left + group, found_left)
+    if tl.load(layers.shares + at.column * at.num_nodes + node) <= _LEAST_SHARE:
+        return
+    p_row, q_row = _rows(at, node, padded_tiles)
+    if part == 0:
+        tokens = _token(tree, at, place, goes)
+        draw = node * (at.num_steps + 1) + at.column
+        tl.store(read.log_p + place, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
+        tl.store(read.log_q + place, log_probs_at(at.q, node, q_row, tokens), mask=goes)
+    numbers = tl.arange(0, NUM_BINS)
+    in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+    in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+    for start in range(0, tile, chunk):
+        columns = part * tile + start + tl.arange(0, chunk)
+        log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
+        in_bin = bins[None, :] == numbers[:, None]
+        in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
+        in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
+    masses = read.masses + (node * at.num_tiles + part) * (2 * NUM_BINS) + numbers
+    tl.store(masses, tl.sum(in_p, 1))
+    tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
 
 
 @triton.jit
-def _all_masses(masses, group, num_tiles):
-    """Return the masses of p and q in each bin, summed over tiles."""
-    bins = tl.arange(0, NUM_BINS)
-    in_p = tl.zeros([NUM_BINS], dtype=tl.float64)
-    in_q = tl.zeros([NUM_BINS], dtype=tl.float64)
-    for first in range(0, num_tiles, _MANY_TILES):
-        part = first + tl.arange(0, _MANY_TILES)
-        at = masses + ((group * num_tiles + part) * (2 * NUM_BINS))[:, None] + bins[None, :]
-        inside = (part < num_tiles)[:, None]
-        in_p += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float64), 0)
-        in_q += tl.sum(tl.load(at + NUM_BINS, mask=inside, other=0.0).to(tl.float64), 0)
+def _all_masses(at, read, place, mask, padded_chains: tl.constexpr):
+    """Return the masses of p and q in each bin of a group's nodes, summed over tiles: [N, B]."""
+    numbers = tl.arange(0, NUM_BINS)[None, :]
+    in_p = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
+    in_q = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
+    for part in range(at.num_tiles):
+        masses = read.masses + ((place * at.num_tiles + part) * (2 * NUM_BINS))[:, None] + numbers
+        in_p += tl.load(masses, mask=mask[:, None], other=0.0)
+        in_q += tl.load(masses + NUM_BINS, mask=mask[:, None], other=0.0)
     return in_p, in_q
 
 
 @triton.jit
-def _to_power(base, count):
-    power = base
-    for _ in range(1, count):
-        power *= base
-    return power
+def _race(shares, counts, in_p, in_q):
+    """Compute `smc.verification.race` of the nodes of one group, ``[N]`` and ``[N, B]``."""
+    total_q = tl.sum(in_q, 1)
+    q = in_q / tl.where(total_q > 0, total_q, 1.0)[:, None]
+    demand = shares[:, None] * in_p
+    is_used = q > 0
+    wanted = tl.where(is_used, demand / tl.where(is_used, q, 1.0), 0.0)
+    wanted /= tl.maximum(tl.sum(tl.sum(demand, 1), 0), _TINY)
+    races = tl.arange(0, NUM_BINS)[None, :] > 0
+    is_alone = tl.sum(counts, 0) == 1
+    each = counts[:, None]
+    rates = wanted / tl.maximum(each, 1.0)
+    density = wanted
+    for step in tl.static_range(_NUM_STEPS + 1):
+        if step > 0:
+            lack = wanted / tl.maximum(density, _TINY)
+            lack = tl.minimum(tl.maximum(lack, 1 / _LARGEST_STEP), _LARGEST_STEP)
+            rates *= tl.exp(tl.log(lack) * _SPEED)
+        mean = tl.sum(tl.sum(each * q * rates, 1), 0)
+        rates = rates / tl.maximum(mean, _TINY)
+        rates = tl.minimum(tl.maximum(rates, 1 / _LARGEST_RATE), _LARGEST_RATE)
+        rates = tl.where(is_alone, 1.0, tl.where(races, rates, 0.0))
+        density = tl.zeros_like(rates)
+        point, weight = _FIRST_POINT, _FIRST_WEIGHT
+        for _ in tl.static_range(_NUM_POINTS):
+            decay = tl.exp(-rates * point)
+            log_mean = tl.log(tl.maximum(tl.sum(q * decay, 1), _TINY))
+            log_mean = tl.where(total_q > 0, log_mean, 0.0)
+            others = tl.exp(tl.sum(counts * log_mean, 0) - log_mean)
+            density += decay * (others * weight)[:, None]
+            point = point * _E
+            weight = point * _WEIGHT
+        density *= each * rates
+    return rates, density
 
 
 @triton.jit
-def _before(sums, place):
-    """Return the exclusive sums before each bin, from inclusive ones."""
-    earlier = tl.gather(sums, tl.maximum(place - 1, 0), 0)
-    return tl.where(place > 0, earlier, 0.0)
+def _per_rate(total):
+    """Compute `smc.verification.per_rate`."""
+    point, weight, found = _FIRST_POINT, _FIRST_WEIGHT, total * 0.0
+    for _ in tl.static_range(_NUM_POINTS):
+        found += tl.exp(-total * point) * weight
+        point = point * _E
+        weight = point * _WEIGHT
+    return found
 
 
 @triton.jit
-def _best_density(target, draft, ratio, below, forced, taken, bins):
-    """Compute `smc.verification._best_density` from inclusive sums."""
-    floors = (forced - taken + target) / tl.where(draft > 0, draft, 1.0)
-    floor = tl.min(tl.where(below & (draft > 0), floors, float("inf")), 0)
-    rest = 1.0 - _before(draft, bins)
-    has_rest = rest > _TINY
-    ceilings = (1.0 - forced + taken - _before(target, bins)) / tl.where(has_rest, rest, 1.0)
-    ceiling = tl.max(tl.where(~below & has_rest, ceilings, 0.0), 0)
-    return tl.where(below, tl.maximum(ratio, floor), tl.minimum(ratio, ceiling))
+def _at(table, nodes, bins):
+    """Return each chain's entry of a table ``[N, B]``, by its node and its token's bin."""
+    numbers = tl.arange(0, NUM_BINS)[None, :]
+    rows = tl.gather(table, nodes[:, None] + numbers * 0, 0)
+    return tl.sum(tl.where(numbers == bins[:, None], rows, 0.0), 1)
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+def _share_out(tree, layers, at, read, padded_chains: tl.constexpr):
+    """Have a group's chains race, and store the density of its nodes and the next shares."""
+    group = tl.program_id(0)
+    chain = tl.arange(0, padded_chains)
+    here = chain < at.num_chains
+    place, nodes, has = _going(tree, at, group, padded_chains)
+    parent = tl.where(here, nodes - group * at.num_chains, chain)
+    child = tl.load(tree.nodes + place * (at.num_steps + 1) + at.column + 1, mask=here, other=-1)
+    child = child.to(tl.int32) - group * at.num_chains
+    of_layer = layers.shares + at.column * at.num_nodes + place
+    shares = tl.load(of_layer, mask=here, other=0.0)
+    of_parent = tl.gather(shares, parent, 0)
+    live = has & (of_parent > _LEAST_SHARE)
+    is_child = (chain[:, None] == child[None, :]) & live[None, :]
+    is_parent = (chain[:, None] == parent[None, :]) & live[None, :]
+    splits = tl.max(is_parent.to(tl.int32), 1) != 0
+    log_p = tl.load(read.log_p + place, mask=live, other=-float("inf"))
+    log_q = tl.load(read.log_q + place, mask=live, other=-float("inf"))
+    target = tl.where(live, of_parent * tl.exp(log_p), 0.0)
+    counts = tl.sum(tl.where(is_parent, 1.0, 0.0), 1)
+    in_p, in_q = _all_masses(at, read, place, splits, padded_chains)
+    rates, density = _race(shares, counts, in_p, in_q)
+    numbers = tl.arange(0, NUM_BINS)[None, :]
+    table = layers.density + ((at.column * at.num_nodes + place) * NUM_BINS)[:, None] + numbers
+    tl.store(table, density, mask=splits[:, None])
+    bins = _bin_of(log_p, log_q)
+    rate = tl.where(live, _at(rates, parent, bins), 0.0)
+    flow = _at(density, parent, bins) * tl.exp(log_q)
+    trim = tl.minimum(target / tl.maximum(flow, _TINY), 1.0)
+    claim = tl.where(live, rate * _per_rate(tl.sum(rate, 0)) * trim, 0.0)
+    below = tl.sum(tl.where(is_child, claim[None, :], 0.0), 1)
+    tl.store(of_layer + at.num_nodes, below, mask=here)
 
 
 @triton.jit
-def _levels(density, draft, count, below, cut, at_cut, forced, bins):
-    """Compute `smc.verification._levels` from inclusive sums."""
-    low, high = tl.where(below, 0.0, at_cut), tl.where(below, at_cut, 1.0)
-    of_low, of_high = tl.where(below, 0.0, forced), tl.where(below, forced, 1.0)
-    here = _to_power(draft, count)
-    rise = (of_high - here) / tl.maximum(high - draft, _TINY)
-    rise -= (here - of_low) / tl.maximum(draft - low, _TINY)
-    wanted = tl.gather(density, tl.minimum(bins + 1, NUM_BINS - 1), 0) - density
-    splits = tl.minimum(tl.maximum(wanted / tl.maximum(rise, _TINY), 0.0), 1.0)
-    splits = tl.where((high - draft <= _TINY) | (draft - low <= _TINY), 0.0, splits)
-    place = tl.cumsum(splits, 0) - splits
-    first_above = tl.sum(tl.where(bins == tl.minimum(cut, NUM_BINS - 1), place, 0.0), 0)
-    below_span = tl.max(tl.where(below, place, 0.0), 0)
-    place = tl.where(below, place, place - first_above)
-    above_span = tl.max(tl.where(below, 0.0, place), 0)
-    span = tl.maximum(tl.where(below, below_span, above_span), _MAX_TIERS)
-    levels = (place * (_MAX_TIERS / span) * OFFSETS + _NUDGE).to(tl.int32)
-    levels = tl.minimum(tl.maximum(levels, 0), _MAX_TIERS * OFFSETS)
-    levels += tl.where(below, 0, (_MAX_TIERS + 1) * OFFSETS)
-    return tl.associative_scan(levels, 0, _larger)
+def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
+    """Return R of some tokens at a node."""
+    p_row, q_row = _rows(at, node, padded_tiles)
+    log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
+    density = tl.load(layers.density + (at.column * at.num_nodes + node) * NUM_BINS + bins)
+    difference = share * tl.exp(log_p) - tl.exp(log_q) * density
+    # NaN propagates, unlike through a maximum.
+    return tl.where(difference < 0, 0.0, difference)
 
 
 @triton.jit
-def _mass_below(levels, draft, edges):
-    """Return the draft's mass on levels below each edge, by binary search of sorted levels."""
-    num_below = tl.zeros_like(edges)
-    jump: tl.constexpr = NUM_BINS
-    for halving in tl.static_range(0, 31):
-        if (jump >> halving) > 0:
-            further = num_below + (jump >> halving)
-            level = tl.gather(levels, tl.minimum(further, NUM_BINS) - 1, 0)
-            num_below = tl.where((further <= NUM_BINS) & (level < edges), further, num_below)
-    return _before(draft, num_below)
+def _add_up_residual(
+    tree,
+    layers,
+    at,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Store a tile's part of a node's residual; a node without children keeps its share."""
+    node = tl.program_id(0)
+    part = tl.program_id(1)
+    splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
+    of_layer = at.column * at.num_nodes + node
+    share = tl.load(layers.shares + of_layer)
+    left = tl.where(part == 0, share, 0.0)
+    if splits & (share > _LEAST_SHARE):
+        columns = part * tile + tl.arange(0, tile)
+        left = tl.sum(_residual(layers, at, node, share, columns, padded_tiles), 0)
+    tl.store(layers.residual + of_layer * at.num_tiles + part, left)
 
 
 @triton.jit
-def _level_density(levels, draft, count):
-    """Compute `smc.verification._level_density` for each bin."""
-    starts = tl.arange(0, _NUM_STARTS) + (1 - OFFSETS)
-    start = _mass_below(levels, draft, starts)
-    stop = _mass_below(levels, draft, starts + OFFSETS)
-    density = tl.full([_NUM_STARTS], 1.0, dtype=tl.float64)
-    power = tl.full([_NUM_STARTS], 1.0, dtype=tl.float64)
-    for _ in range(1, count):
-        power *= start
-        density = density * stop + power
-    total = tl.cumsum(density, 0)
-    return (tl.gather(total, levels + OFFSETS - 1, 0) - _before(total, levels)) / OFFSETS
+def _leave(
+    tree,
+    layers,
+    uniforms,
+    found,
+    num_nodes,
+    num_chains,
+    num_steps,
+    num_tiles,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+):
+    """Draw where a group stops, from the deepest layer up."""
+    group = tl.program_id(0)
+    chain = tl.arange(0, padded_chains)
+    here = chain < num_chains
+    place = group * num_chains + chain
+    part = tl.arange(0, padded_tiles)[None, :]
+    uniform = tl.load(uniforms + group)
+    reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
+    column, winner = num_steps * 0, num_steps * 0
+    searches = column == 0
+    for up in range(num_steps + 1):
+        layer = num_steps - up
+        of_layer = layer * num_nodes + place
+        shares = tl.load(layers.shares + of_layer, mask=here, other=0.0).to(tl.float64)
+        residual = shares
+        if layer < num_steps:
+            parts = layers.residual + (of_layer * num_tiles)[:, None] + part
+            inside = here[:, None] & (part < num_tiles)
+            residual = tl.sum(tl.load(parts, mask=inside, other=0.0).to(tl.float64), 1)
+        missing = 1.0 - tl.sum(shares, 0)
+        missing = tl.where(missing < _ROUNDING, 0.0, missing)
+        total = tl.sum(residual, 0) + missing
+        scale = tl.where(total > 0, reach / tl.where(total > 0, total, 1.0), 0.0)
+        reach = tl.where(total > 0, missing * scale, reach)
+        chance = residual * scale + tl.where((layer == 0) & (chain == 0), reach, 0.0)
+        through = passed + tl.cumsum(chance, 0)
+        first = tl.min(tl.where(here & (through > uniform), chain, padded_chains), 0)
+        last = tl.max(tl.where(chance > 0, chain, -1), 0)
+        stop = tl.where(first < padded_chains, first, last)
+        is_here = searches & (stop >= 0)  # the last of all, to rounding
+        column, winner = tl.where(is_here, layer, column), tl.where(is_here, stop, winner)
+        searches = searches & (first == padded_chains)
+        passed += tl.sum(chance, 0)
+    lengths = tl.load(tree.lengths + place, mask=here, other=0)
+    nodes = tl.load(tree.nodes + place * (num_steps + 1) + column, mask=here, other=-1)
+    node = group * num_chains + winner
+    goes = (nodes == node) & (column < lengths)
+    share = tl.load(layers.shares + column * num_nodes + node)
+    rejects = (tl.max(goes.to(tl.int32), 0) != 0) & (share > _LEAST_SHARE)
+    tl.store(found.num_columns + group, column.to(tl.int64))
+    tl.store(found.winner + group, winner.to(tl.int64))
+    tl.store(found.rejects + group, rejects)
+    tl.store(found.left + group, group.to(tl.int64))
 
 
 @triton.jit
-def _make_rule(
-    walking, chance, follows, masses, rule, max_chains, num_tiles, padded_chains: tl.constexpr
+def _store_residual(
+    tree,
+    layers,
+    at,
+    found,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
 ):
     group = tl.program_id(0)
-    if tl.load(walking + group) == 0:
+    part = tl.program_id(1)
+    if tl.load(found.num_columns + group) != at.column or tl.load(found.rejects + group) == 0:
         return
-    chain = tl.arange(0, padded_chains)
-    own = group * max_chains + chain
-    count = tl.sum(tl.load(follows + own, mask=chain < max_chains, other=0).to(tl.int32), 0)
-    in_p, in_q = _all_masses(masses, group, num_tiles)
-    p_total, q_total = tl.sum(in_p, 0), tl.sum(in_q, 0)  # 1, but for rounding
-    scale = tl.load(chance + group) / p_total
-    in_target, in_draft = in_p * scale, in_q / q_total
-    bins = tl.arange(0, NUM_BINS)
-    middle = tl.exp((bins - NUM_BINS // 2 + 0.5).to(tl.float64) / PER_NAT)
-    is_drafted = in_draft > 0
-    ratio = tl.where(is_drafted, in_target / tl.where(is_drafted, in_draft, 1.0), middle)
-
-    target, draft = tl.cumsum(in_target, 0), tl.cumsum(in_draft, 0)
-    draft = draft / tl.sum(tl.where(bins == NUM_BINS - 1, draft, 0.0), 0)
-    excess = _to_power(draft, count) - target
-    most = tl.max(excess, 0)
-    first = tl.min(tl.where(excess == most, bins, NUM_BINS - 1), 0)
-    cut = tl.where(most > _TINY, first + 1, 0)
-    below = bins < cut
-    at_cut = tl.sum(tl.where(bins == cut - 1, draft, 0.0), 0)
-    taken = tl.sum(tl.where(bins == cut - 1, target, 0.0), 0)
-    forced = _to_power(at_cut, count)
-
-    density = _best_density(target, draft, ratio, below, forced, taken, bins)
-    levels = _levels(density, draft, count, below, cut, at_cut, forced, bins)
-    of_levels = _level_density(levels, draft, count)
-    tl.store(rule.levels + group * NUM_BINS + bins, levels)
-    tl.store(rule.density + group * NUM_BINS + bins, (of_levels / q_total).to(tl.float32))
-    tl.store(rule.scale + group, scale.to(tl.float32))
+    node = group * at.num_chains + tl.load(found.winner + group).to(tl.int32)
+    share = tl.load(layers.shares + at.column * at.num_nodes + node)
+    columns = part * tile + tl.arange(0, tile)
+    residual = _residual(layers, at, node, share, columns, padded_tiles)
+    row = found.residuals + group.to(tl.int64) * at.p.vocab_size + columns
+    tl.store(row, residual, mask=columns < at.p.vocab_size)

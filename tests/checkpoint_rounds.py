@@ -106,8 +106,8 @@ class CheckpointSlots(SlotModel):
         super().__init__(Language(torch.zeros(1, checkpoint.width)), rows, num_slots)
         self.checkpoint = checkpoint
 
-    def read(self, prompt: list[int], slots: torch.Tensor) -> None:
-        self._tokens[slots.long()] = torch.tensor(prompt)
+    def read(self, tokens: list[int] | torch.Tensor, slots: torch.Tensor) -> None:
+        self._tokens[slots.long()] = torch.as_tensor(tokens)
 
     def chain_logits(self, chains: Chains) -> torch.Tensor:
         tokens, starts, slots, locations = chains[:4]
@@ -142,6 +142,10 @@ class HeadDrafts(LanguageModel):
         slots: Any = self.forward
         slots.anchors = at.positions[1]
         return super().first_logits(last_two, at)
+
+    def catch_up(self, chains: Chains) -> None:
+        slots: Any = self.forward  # whose law reads whole texts, and has nothing behind
+        slots.read(chains.tokens, chains.slots)
 
 
 class CheckpointRounds(ToyWorker):
@@ -203,7 +207,7 @@ class CheckpointRounds(ToyWorker):
         worker._round = Round(worker._steps, worker._tables, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
-        self.prefill._draft = worker._steps.draft
+        self.prefill._draft = worker._prefill._draft = worker._steps.draft
         return worker
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:

@@ -234,8 +234,7 @@ def _tally(ops: Ops, of: Inputs) -> Any:
     return ops.tally(totals, rows, added=added, lowest=lowest, latest=[flags]), totals
 
 
-def _walk(ops: Ops, of: Inputs) -> Any:
-    """Run exact verification from the root to the end, with p and q along the walk."""
+def _verify(ops: Ops, of: Inputs) -> Any:
     size, num_chains, num_steps = of.shape
     rows = size * num_chains
     p = of.logits(rows * (num_steps + 1)).log_softmax(1)
@@ -243,13 +242,10 @@ def _walk(ops: Ops, of: Inputs) -> Any:
     q = (by_chain + 0.3 * of.normal(rows, num_steps, VOCAB)).log_softmax(2)
     drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
     tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
-    own = of.whole(0, num_steps + 1, size)  # num_steps of each group
-    chains = verification.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), own)
-    walk = ops.begin_walk(chains, torch.full_like(own, num_chains), VOCAB)
-    for step in range(num_steps):
-        laws = p[walk.p_row], q[:, step][walk.q_row].contiguous()
-        walk = ops.walk_on(walk, chains, *laws, step)
-    found = walk.found
+    lengths, distribution = of.whole(0, num_steps + 1, size, num_chains), ops.distribution
+    laws = [distribution.of_log_probs(one.contiguous(), num_groups=size) for one in q.unbind(1)]
+    of_p = distribution.of_log_probs(p, num_groups=size)
+    found = ops.verify(tokens, lengths, of_p, laws, of.uniforms(size))
     left = found.residuals[found.left].where(found.rejects.unsqueeze(1), 0.0)
     return found.num_columns, found.winner, found.rejects, left
 
@@ -446,8 +442,7 @@ CHECKS = {
         lambda ops, of: ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present()),
     ),
     "tally": Check(("tally",), _tally),
-    # One allocates the tensors that the other writes.
-    "walk": Check(("begin_walk", "walk_on"), _walk),
+    "verify": Check(("verify",), _verify),
     "keep": Check(("keep",), _keep),
     "keep_column": Check(("keep_column",), _keep_column),
     "watch": Check(("watch",), _watch),

@@ -13,7 +13,7 @@ import torch
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.verification import Kept, Walk
+from sglang_smc.smc.verification import Kept, Verified
 
 Kind = Literal["torch", "triton"]
 
@@ -63,8 +63,7 @@ class Ops(NamedTuple):
     common_tail: Callable[..., torch.Tensor] = prefixes.common_tail
     num_distinct: Callable[..., torch.Tensor] = prefixes.num_distinct
     tally: Callable[..., torch.Tensor] = tally
-    begin_walk: Callable[..., Walk] = verification.begin_walk
-    walk_on: Callable[..., Walk] = verification.walk_on
+    verify: Callable[..., Verified] = verification.verify
     keep: Callable[..., Kept] = verification.keep
     keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
     watch: Callable[..., torch.Tensor] = fidelity.watch

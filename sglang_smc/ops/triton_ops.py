@@ -9,7 +9,7 @@ from sglang_smc.kernels.agreement import common_tail, narrow, num_distinct, same
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
-from sglang_smc.kernels.verify import begin_walk, walk_on
+from sglang_smc.kernels.verify import verify
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.ops.interface import Ops
@@ -60,7 +60,7 @@ class KernelDistribution(TokenDistribution):
 
 _KERNELS: tuple[Any, ...] = (
     *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens),
-    *(reweight_and_resample, begin_walk, walk_on, keep, narrow),
+    *(reweight_and_resample, verify, keep, narrow),
     *(keep_column, watch, common_tail, num_distinct, tally),
 )
 _BY_NAME = {kernel.__name__: kernel for kernel in _KERNELS}

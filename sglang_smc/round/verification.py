@@ -15,8 +15,6 @@ from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import Decision, choose
 from sglang_smc.state.population import Population
 
-_MOST_AT_ONCE = 1 << 20  # logits
-
 
 def verify(
     batch: RoundBatch,
@@ -36,10 +34,10 @@ def verify(
     if drafts.q is None:
         found = verification.nothing(settings.num_steps)
     else:
-        num_steps = settings.num_steps
-        if batch.shape.branches and ops.kind == "torch":  # a pruned chain's rows are not its own
-            num_steps = num_steps.masked_fill(settings.branches, 0)
-        found = _verified(batch, drafts, p, drafts.tokens.shape, num_steps, settings.num_particles)
+        drafted = settings.num_steps.unsqueeze(1) * population.present
+        if batch.shape.branches:  # what their chains' evidence covers is exact
+            drafted = drafted.masked_fill(settings.branches.unsqueeze(1), 0)
+        found = _verified(batch, drafts, p, drafts.tokens.shape, drafted)
     kept = ops.keep(
         found,
         log_p,
@@ -96,8 +94,8 @@ def extend_each(
         raised, log_sums = p.to_power(settings.power)
         law = raised.summed()
     num_particles, each = num_places // num_chains, slice(None, None, num_chains)
-    limits = of_each_draw(settings.num_steps, size * num_particles)  # K of each particle
-    found = _verified(batch, drafts, law, (len(limits), num_chains, num_steps), limits, None)
+    shape = size * num_particles, num_chains, num_steps
+    found = _verified(batch, drafts, law, shape, settings.num_steps.unsqueeze(1))
     ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
     first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
     chain = first
@@ -210,22 +208,17 @@ def _verified(
     p: TokenDistribution,
     shape: Sequence[int],
     num_steps: torch.Tensor,
-    num_chains: torch.Tensor | None,
 ) -> verification.Verified:
     """Verify the drafted chains, as the groups, chains and columns of ``shape``.
 
-    In torch single chains are verified in one pass where all logits fit the cache: a walk's calls
-    take longer.
+    Args:
+        num_steps: ``[G, N]`` of each chain, at most.
     """
     assert drafts.q is not None, "kept where some group verifies"
-    positions = batch.output_lengths.unsqueeze(2) + batch.column  # [G, N, K]
-    ops = batch.ops
-    uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT)
-    tokens, ends, uniforms = (x.reshape(shape) for x in (drafts.tokens, drafts.ends, uniforms))
-    if ops.kind == "torch" and shape[1] == 1 and p.scores.numel() <= _MOST_AT_ONCE:
-        return verification.verify_one(tokens, ends, p, drafts.q, uniforms, num_steps)
-    walk = ops.begin_walk, ops.walk_on
-    return verification.verify(*walk, tokens, ends, p, drafts.q, uniforms, num_steps, num_chains)
+    ops, positions = batch.ops, batch.position
+    uniforms = ops.uniforms(batch.settings.seeds, positions, Purpose.ACCEPT).view(*shape[:2])[:, 0]
+    lengths = drafts.up_to_end.sum(2).minimum(num_steps).view(*shape[:2])
+    return ops.verify(drafts.tokens.view(*shape), lengths, p, drafts.q, uniforms)
 
 
 def log_mass_of_path(

@@ -120,15 +120,21 @@ class TokenDistribution(NamedTuple):
         if num_draws <= size:
             yield slice(None), self
             return
-        rows = (
-            torch.arange(num_draws, device=self.scores.device) if self.rows is None else self.rows
-        )
-        temperature = of_each_draw(self.temperature, num_draws)
-        greedy = None if self.greedy is None else of_each_draw(self.greedy, num_draws)
         for first in range(0, num_draws, size):
             some = slice(first, first + size)
-            flags = None if greedy is None else greedy[some]
-            yield some, self._replace(temperature=temperature[some], rows=rows[some], greedy=flags)
+            yield some, self.at(some)
+
+    def at(self, draws: slice | torch.Tensor) -> "TokenDistribution":
+        """Return the distributions of some of the draws, of their numbers ``[M]`` int64."""
+        size, rows, greedy = self.num_draws, self.rows, self.greedy
+        if rows is None:
+            rows = torch.arange(size, device=self.scores.device)
+        return self._replace(
+            rows=rows[draws],
+            temperature=of_each_draw(self.temperature, size)[draws],
+            greedy=None if greedy is None else of_each_draw(greedy, size)[draws],
+            log_mass=None if self.log_mass is None else self.log_mass[draws],
+        )
 
     def log_probs(self) -> torch.Tensor:
         """Return the log-probabilities of all tokens at each draw, ``[D, V]`` float32.

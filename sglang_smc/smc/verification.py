@@ -1,40 +1,38 @@
-"""Verify N drafted chains: accept or reject draft tokens exactly, or by the block's evidence.
+"""Verify N drafted chains as a tree: accept draft tokens exactly, or by the block's evidence.
 
-Exact verification accepts a prefix of the draft tokens such that the output follows p, whatever q
-is. The chains are drafted independently from q and continue one prefix. It combines two methods:
+Exact verification accepts a prefix of one chain such that the output follows p, whatever q is. It
+is *layer verification* (Cha et al. 2026), which decides from the deepest layer up. Chains with
+equal first tokens share a *node*, a prefix of the tree. The nodes v of one length j are a layer,
+and have *shares* w_v >= 0; the root's is 1. With T_j all that is drawn up to layer j:
 
-*Block verification* (Sun et al. 2025, arXiv 2403.10444) follows one path to its end before it
-decides how many of its tokens to accept. A prefix has an acceptance probability ``a``, with
-a = min(1, a p(x) / q(x)) after each token x. The residual (a p - q)+ has the mass
-S = sum (a p - q)+: with probability S / (S + 1 - a) the path is cut here, and a token is drawn from
-the residual, unless a longer prefix is accepted. Of all methods with one chain this accepts most.
+*Down* (`share_out`). The shares w_vx of the next layer may be any functions of T_{j+1} with a sum
+of at most 1, and a *flow* F_v(x) = E[w_vx 1{x is a child of v} | T_j] of at most w_v p(x | v).
 
-*Selection* makes one path of many chains (Khisti et al. 2025, arXiv 2410.18234; with block
-verification Thomas and Pal 2026, arXiv 2602.16961). Of the m chains that follow the path so far one
-is selected by its next token, and that token's distribution takes the place of q above. Even the
-best rule rejects with probability max over token sets A of q(A)^m - a p(A), since all m draws may
-fall into A: the bound of optimal transport (Hu et al. 2025, arXiv 2502.18779), here with the path's
-acceptance probability, as in UniVer (Weng et al. 2026, arXiv 2605.04543).
+*Up* (`exits`). R_v(x) = w_v p(x | v) - F_v(x) is the residual, r_j its sum over the layer, and f_j
+= 1 - sum w_v. Stop at layer j with probability r_j / (r_j + f_j), and then draw v and x from R; the
+root stops always. The output is v, then x. Nodes without children have F = 0.
 
-Only the number of chains that follow the path is used, never the other chains' tokens, so the
-selected token and the later tokens of its chains are fresh draws from q.
+The output follows p: r_j + f_j = 1 - E[sum of the next layer's shares | T_j] = E[f_{j+1} | T_j].
+So, by induction from the deepest layer, the decision comes to layer j with probability r_j + f_j
+given T_j, and stops at (v, x) with R_v(x). With W(v) = E[w_v 1{v is drawn}] a text y_1 y_2 ... has
+the probability sum_j [W(y_1..y_j) p(y_{j+1}) - W(y_1..y_{j+1})] times p of its rest, and that
+telescopes to p. This holds for any q, any number of chains, any shape of the tree that depends on
+earlier layers alone, and children that are *fixed*: chosen by what is before them, not drawn.
 
-*The selection rule* (`selection_rule`). Tokens are put into bins by target / draft. Each bin has a
-level that rises with the ratio, and tiers are runs of `OFFSETS` levels that start at a random
-offset; the first chain in the highest tier is selected. Tokens of distant levels are always
-ranked, those of close levels only at some offsets, so that the selected token's density over the
-draft can rise as steeply as the target's and no more. With one tier its distribution is the draft;
-with a tier per token the rule is the greedy order of Thomas and Pal (arXiv 2602.16961). Any bins
-and levels are exact, since the distribution follows from them; these are near the best, and nearer
-with finer bins. A column needs only the masses of p and q in each bin and the residual: nothing is
-sorted, and only the path's own rows of p and q are read.
+*The shares*. A fixed child gets w_v p(x | v). The others divide the rest by a race: in a layer, a
+chain whose token has the rate c gets c g(S), where S is the sum of all chains' rates and g(S) is
+1 / S or a little less. As g is a sum of exponentials, F is a product of means over single chains.
+Shares are trimmed to F <= w_v p, so any rates are exact. They are equal within a bin of p / q, and
+near importance weights: `race`. With one chain this is block verification (Sun et al. 2025, arXiv
+2403.10444).
 
 *Verification by evidence* (`keep`), of modes mixed and auto, keeps as many columns as the block's
 evidence covers, and draws one chain there by weight; or as many as exact verification accepts, if
 those are more.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,270 +47,103 @@ from sglang_smc.smc.weighing import (
     normalized,
 )
 
-OFFSETS = 32  # levels in a tier; more come closer to the best rule, at hardly any cost
-MAX_TIERS = 3  # tiers on one side of the cut; more change nothing measurable
-NUM_LEVELS = 2 * MAX_TIERS * OFFSETS + OFFSETS + 1
-TINY = 1e-12
-NUDGE = 1e-4  # of a level: so much below a whole one counts as rounding
-
-
-class Rule(NamedTuple):
-    """Rule that selects one of the chains on the path, per group, by the bin of its next token."""
-
-    levels: torch.Tensor  # [G, B] int64: a bin's rank; tiers are runs of `OFFSETS` levels
-    density: torch.Tensor  # [G, B] float64: probability of the selected token over the draft's
-
-
-class _Ranked(NamedTuple):
-    """Bins in the order of target / draft. Cumulative masses have B + 1 entries, the first is 0."""
-
-    ratio: torch.Tensor  # [G, B]: target over draft
-    target: torch.Tensor  # [G, B + 1]: cumulative mass; its total is the path's chance
-    draft: torch.Tensor  # [G, B + 1]: cumulative mass; its total is 1
-    cut: torch.Tensor  # [G, 1]: number of bins that are drafted more than the target accepts
-
-
-def select(levels: torch.Tensor, follows: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first chain ``[G]`` in the highest tier, of those that follow the path.
-
-    Args:
-        levels: ``[G, N]`` of the chains' tokens.
-        follows: ``[G, N]`` bool.
-        uniforms: ``[G]`` in [0, 1), which set the offset of the tiers.
-    """
-    offset = (uniforms * OFFSETS).long().unsqueeze(1)
-    tier = (levels + offset).div(OFFSETS, rounding_mode="floor")
-    lowest = torch.iinfo(tier.dtype).min  # with one chain the uniform may be undefined
-    return torch.where(follows, tier, lowest).argmax(1)
-
-
-def selection_rule(
-    ratio: torch.Tensor,
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    num_siblings: torch.Tensor,
-    max_siblings: int,
-) -> Rule:
-    """Return the rule that selects one of m draws from ``draft`` for ``target`` to accept.
-
-    Args:
-        ratio: ``[G, B]`` float64 in rising order: target / draft in each bin.
-        target: ``[G, B]`` float64 masses, of any sum up to 1.
-        draft: ``[G, B]`` float64 masses, of sum 1.
-        num_siblings: ``[G]``, m from 1 to ``max_siblings``.
-    """
-    count = num_siblings.unsqueeze(1)
-    ranked = _rank(ratio, target, draft, count)
-    levels = _levels(ranked, _best_density(ranked, count), count)
-    density = _level_density(levels, ranked.draft, count, max_siblings)
-    return Rule(levels, density.gather(1, levels))
-
-
-def _rank(
-    ratio: torch.Tensor, target: torch.Tensor, draft: torch.Tensor, count: torch.Tensor
-) -> _Ranked:
-    """Sum the bins, and find the set of tokens in which q exceeds the target most."""
-    mass = torch.nn.functional.pad(torch.stack([target, draft]).cumsum(2), (1, 0))
-    drafted = mass[1] / mass[1, :, -1:]
-    excess = (drafted**count - mass[0] - TINY).clamp_min(0.0)  # less is rounding: no cut
-    return _Ranked(ratio, mass[0], drafted, cut=excess.argmax(1, keepdim=True))
-
-
-def _best_density(ranked: _Ranked, count: torch.Tensor) -> torch.Tensor:
-    """Return the density over the draft ``[G, B]`` of the best rule that rises least.
-
-    All draws fall below the cut with probability forced = draft^m, more than the target has there;
-    else a draw above the cut is selected, which the target accepts. So the selected token's
-    probability may exceed the target's only below the cut, where it is raised to a floor; above
-    the cut it is limited by a ceiling.
-    """
-    below = _below_cut(ranked)
-    draft, target = ranked.draft, ranked.target
-    forced = draft.gather(1, ranked.cut) ** count
-    taken = target.gather(1, ranked.cut)
-    floors = (forced - taken + target[:, 1:]) / draft[:, 1:]
-    floor = floors.masked_fill(~below | (draft[:, 1:] <= 0), torch.inf).amin(1, keepdim=True)
-    rest = 1.0 - draft[:, :-1]
-    ceilings = (1.0 - forced + taken - target[:, :-1]) / rest
-    ceiling = ceilings.masked_fill(below | (rest <= TINY), 0.0).amax(1, keepdim=True)
-    return torch.where(
-        below, torch.maximum(ranked.ratio, floor), torch.minimum(ranked.ratio, ceiling)
-    )
-
-
-def _below_cut(ranked: _Ranked) -> torch.Tensor:
-    """Return which of the ordered bins lie below the cut, ``[G, B]`` bool."""
-    return torch.arange(ranked.ratio.shape[1], device=ranked.cut.device) < ranked.cut
-
-
-def _levels(ranked: _Ranked, density: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the levels ``[G, B]`` that give the density by their tiers.
-
-    A threshold between tiers at draft mass t, on a side of the cut that spans lo to hi, makes the
-    density jump by J(t) = (hi^m - t^m) / (hi - t) - (t^m - lo^m) / (t - lo). So it is placed there
-    with probability (target jump) / J(t). That gives the density exactly while the probabilities of
-    a side sum to at most 1, and approximately where there are several thresholds at once.
-    """
-    below = _below_cut(ranked)
-    at_cut, at = ranked.draft.gather(1, ranked.cut), ranked.draft[:, 1:]
-    low, high = torch.where(below, 0.0, at_cut), torch.where(below, at_cut, 1.0)
-    rise = (high**count - at**count) / (high - at).clamp_min(TINY)
-    rise = rise - (at**count - low**count) / (at - low).clamp_min(TINY)
-    wanted = density.diff(dim=1, append=density[:, -1:])
-    splits = (wanted / rise.clamp_min(TINY)).clamp(0.0, 1.0)
-    splits = splits.masked_fill((high - at <= TINY) | (at - low <= TINY), 0.0)
-    place = splits.cumsum(1) - splits  # in tiers, of both sides one after the other
-    first_above = place.gather(1, ranked.cut.clamp_max(place.shape[1] - 1))
-    place = torch.where(below, place, place - first_above)
-    spans = torch.stack([place.masked_fill(below, 0.0), place.masked_fill(~below, 0.0)])
-    above_span, below_span = spans.amax(2, keepdim=True)
-    shrink = MAX_TIERS / torch.where(below, below_span, above_span).clamp_min(MAX_TIERS)
-    levels = (place * shrink * OFFSETS + NUDGE).long().clamp(0, MAX_TIERS * OFFSETS)
-    # No tier crosses the cut. The running maximum undoes rounding errors of a parallel sum.
-    levels = torch.where(below, levels, levels + (MAX_TIERS + 1) * OFFSETS)
-    return levels.cummax(1).values
-
-
-def _level_density(
-    levels: torch.Tensor, draft: torch.Tensor, count: torch.Tensor, max_siblings: int
-) -> torch.Tensor:
-    """Return the selected token's density over the draft, per level, ``[G, levels]``.
-
-    A tier of draft mass x to y is selected with probability y^m - x^m, and then gives the draft
-    restricted to it: density (y^m - x^m) / (y - x), here as a sum of powers, which needs no
-    division. A level's density is the mean over the offsets of the tier that contains it.
-    """
-    size = len(levels)
-    edges = torch.arange(1 - OFFSETS, NUM_LEVELS + OFFSETS, device=levels.device)
-    num_below = torch.searchsorted(levels, edges.expand(size, -1).contiguous())
-    mass_below = draft.gather(1, num_below)
-    start, stop = mass_below[:, :-OFFSETS], mass_below[:, OFFSETS:]
-    density, power = torch.ones_like(start), torch.ones_like(start)
-    for n in range(1, max_siblings):
-        power = power * start
-        density = torch.where(n < count, density * stop + power, density)
-    total = torch.nn.functional.pad(density.cumsum(1), (1, 0))
-    return (total[:, OFFSETS:] - total[:, :-OFFSETS]) / OFFSETS
-
-
-NUM_BINS = 128
-BINS_PER_NAT = 16  # a power of two, so that rounding does not move the bins' edges
+NUM_BINS, BINS_PER_NAT, NATS_BELOW = 64, 8, 5  # of log p / q; finer ones change nothing
+NUM_POINTS, LOWEST_POINT = 16, -7.03921  # of the quadrature of 1 / S
+NUM_STEPS, SPEED = 2, 1.3  # of the rates; more of them leave later layers too few nodes
+LARGEST_STEP, LARGEST_RATE = 20.0, 1e4
+LEAST_SHARE = 1e-3  # a node with less has no children
+ROUNDING = 1e-6  # so much of a layer is missing by rounding alone
+TINY = 1e-30
 _UNIT = 2.0**48  # masses are summed as multiples of 1 / _UNIT
+_ENTRIES = 1 << 20  # of the largest tensors that are made at once
+
+
+class Tree(NamedTuple):
+    """Drafted chains. A node is numbered by the first chain that goes through it."""
+
+    tokens: torch.Tensor  # [G, N, K] int64
+    lengths: torch.Tensor  # [G, N] int64 in 0..K: draft tokens of each chain
+    fixed: torch.Tensor  # [G, N, K] bool: chosen by the tokens before, instead of drawn from q
+    nodes: torch.Tensor  # [G, N, K + 1] int64: each chain's node in each layer, g * N + number
+
+
+class Layers(NamedTuple):
+    """All layers from the root down; 0 where no node has that number."""
+
+    shares: torch.Tensor  # [K + 1, G, N] float64
+    residual: torch.Tensor  # [K + 1, G, N] float64: sum over x of R_v(x)
+    density: torch.Tensor  # [K, G, N, B] float64: F / q in each bin, before the trim
+
+
+class Fork(NamedTuple):
+    """The chains of one layer, on their way to the next."""
+
+    parent: torch.Tensor  # [G, N] int64 in 0..G * N - 1: each chain's node
+    child: torch.Tensor  # [G, N] int64: its node in the next layer
+    tokens: torch.Tensor  # [G, N] int64
+    live: torch.Tensor  # [G, N] bool: goes on, from a node with a share
+    races: torch.Tensor  # [G, N] bool: so it does, to a child that is not fixed
+    counts: torch.Tensor  # [G, N] float64, by node: chains that are drawn there
+    splits: torch.Tensor  # [G, N] bool, by node: has children
+
+
+class Rows(NamedTuple):
+    """Next-token distributions of M nodes; fixed children have no p, and are in bin 0."""
+
+    p: torch.Tensor  # [M, V] float32
+    q: torch.Tensor  # [M, V] float32
+    bins: torch.Tensor  # [M, V] int64
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # [G, N] p, q and bins of chains' tokens
 
 
 class Verified(NamedTuple):
-    """Accepted prefix of a walk, per group, and the distribution of the next token."""
+    """Accepted prefix, per group, and the distribution of the next token."""
 
-    num_columns: torch.Tensor  # [G] int64 in 0..num_steps: draft tokens accepted
+    num_columns: torch.Tensor  # [G] int64 in 0..K: draft tokens accepted
     winner: torch.Tensor  # [G] int64: a chain that carries them
     rejects: torch.Tensor  # [G] bool: the next token is drawn from the residual; else from p
     left: torch.Tensor  # [G] int64: the group's row of `residuals`
     residuals: torch.Tensor  # [R, V] float32: residual distributions, not normalised
 
 
-class Chains(NamedTuple):
-    """The drafted chains, as inputs of `verify`."""
-
-    tokens: torch.Tensor  # [G, N, K] int64
-    ends: torch.Tensor  # [G, N, K] bool
-    uniforms: torch.Tensor  # [G, N, K] float64
-    num_steps: torch.Tensor  # [G] int64 in 0..K
-
-
-class Walk(NamedTuple):
-    """The selected path so far, per group."""
-
-    follows: torch.Tensor  # [G, N] bool: the chains that start with it
-    chance: torch.Tensor  # [G] float64: its acceptance probability a
-    walking: torch.Tensor  # [G] bool: the path continues
-    p_row: torch.Tensor  # [G] int64: the row of p that follows it, of G * N * (K + 1)
-    q_row: torch.Tensor  # [G] int64: the row of this column's q, of G * N
-    found: Verified  # the longest prefix accepted so far
-
-
 def verify(
-    begin_walk: Callable[..., Walk],
-    walk_on: Callable[..., Walk],
     tokens: torch.Tensor,
-    ends: torch.Tensor,
+    lengths: torch.Tensor,
     p: TokenDistribution,
     q: Sequence[TokenDistribution],
     uniforms: torch.Tensor,
-    num_steps: torch.Tensor | None = None,
-    num_chains: torch.Tensor | None = None,
 ) -> Verified:
-    """Follow a selected path of each group, and accept a prefix of it.
+    """Accept a prefix of one of the chains, with the residual of the token that follows.
 
-    Each round needs fresh random numbers, for the draft tokens as well as ``uniforms``: where a
-    round stops depends on all its columns, so the numbers of later columns must not be reused.
+    Each round needs fresh random numbers, for the draft tokens as well as ``uniforms``.
 
     Args:
-        begin_walk, walk_on: the functions of this module, or kernels.
-        tokens: ``[G, N, K]`` int64, drafted from q.
-        ends: ``[G, N, K]`` bool: the sequence ends with this token, and with it the walk.
+        tokens: ``[G, N, K]`` int64.
+        lengths: ``[G, N]`` int64 in 0..K: draft tokens of each chain, up to its end.
         p: of ``G * N * (K + 1)`` draws; that of column k follows a chain's first k tokens.
-        q: K distributions of ``G * N`` draws, from which each chain's token k was drawn.
-        uniforms: ``[G, N, K]`` float64.
-        num_steps: ``[G]`` int64 in 0..K: a group's columns; None for K.
-        num_chains: ``[G]`` int64 in 1..N: a group's chains; None for N.
+        q: K distributions of ``G * N`` draws.
+        uniforms: ``[G]`` float64 in [0, 1).
     """
-    size, max_chains, max_steps = tokens.shape
-    if num_steps is None:
-        num_steps = tokens.new_full((size,), max_steps)
-    if num_chains is None:
-        num_chains = tokens.new_full((size,), max_chains)
-    chains = Chains(tokens, ends, uniforms, num_steps)
-    walk = begin_walk(chains, num_chains, p.scores.shape[1])
-    for step in range(max_steps):
-        log_p = p._replace(rows=walk.p_row).log_probs()  # [G, V]
-        log_q = q[step]._replace(rows=walk.q_row).log_probs()
-        walk = walk_on(walk, chains, log_p, log_q, step)
-    return walk.found
+    (size, num_chains, num_steps), vocab_size = tokens.shape, p.scores.shape[1]
+    most = max(1, _ENTRIES // (num_chains * max(vocab_size, NUM_BINS * NUM_POINTS)))
 
+    def part(first: int) -> tuple[torch.Tensor, ...]:
+        def rows(of_group: int) -> slice:
+            return slice(first * of_group, min(first + most, size) * of_group)
 
-def verify_one(
-    tokens: torch.Tensor,
-    ends: torch.Tensor,
-    p: TokenDistribution,
-    q: Sequence[TokenDistribution],
-    uniforms: torch.Tensor,
-    num_steps: torch.Tensor,
-) -> Verified:
-    """Verify a single chain per group as `verify` does, up to rounding, in one pass over columns.
+        some = rows(1)
+        tree = grow(tokens[some], lengths[some])
+        of_p = p.at(rows(num_chains * (num_steps + 1)))
+        of_q = [of_column.at(rows(num_chains)) for of_column in q]
+        layers = descend(tree, of_p, of_q)
+        num_columns, winner = leave(layers, uniforms[some])
+        rejects, residuals = residual_of(tree, layers, of_p, of_q, num_columns, winner)
+        return num_columns, winner, rejects, residuals
 
-    With one chain nothing is selected, so its path is known before the walk. Arguments as there,
-    with N = 1.
-    """
-    size, _, max_steps = tokens.shape
-    tokens, ends, uniforms = tokens[:, 0], ends[:, 0], uniforms[:, 0]  # [G, K]
-    rows = torch.arange(size * (max_steps + 1), device=tokens.device).view(size, -1)[:, :-1]
-    p_of = p._replace(rows=rows.flatten()).log_probs().exp().view(size, max_steps, -1)  # [G, K, V]
-    q_of = torch.stack([of.log_probs() for of in q], 1).exp()
-    own_p, own_q = (of.gather(2, tokens.unsqueeze(2)).squeeze(2).double() for of in (p_of, q_of))
-    # a = min(1, a p / q) after each token: the sum of logs, less its largest so far above 0.
-    gained = torch.where(own_q > 0, own_p / own_q, 0.0).log().cumsum(1)
-    after = (gained - gained.cummax(1).values.clamp_min(0.0)).exp()  # [G, K]
-    before = torch.nn.functional.pad(after[:, :-1], (1, 0), value=1.0)
-    residuals = (p_of * before.unsqueeze(2).to(p_of.dtype)).sub_(q_of).clamp_min_(0.0)
-    mass = residuals.sum(2, dtype=torch.float64)
-    column = torch.arange(max_steps, device=tokens.device)
-    at_end = ends | (column + 1 == num_steps.unsqueeze(1))
-    goes_on = ~at_end & (after > 0)
-    drafted = num_steps > 0
-    walking = torch.cat([drafted.unsqueeze(1), goes_on[:, :-1]], 1).cumprod(1).bool()
-    stop_chance = torch.where(before < 1, mass / (mass + 1 - before), 1.0)
-    of_stops = torch.cat([uniforms[:, :1], uniforms[:, :-1]], 1)
-    stop = torch.where(walking & (of_stops < stop_chance), column, 0).amax(1)  # at 0 it may
-    accepted = walking & at_end & (uniforms < after)
-    whole = accepted.any(1)
-    group = torch.arange(size, device=tokens.device)
-    return Verified(
-        num_columns=torch.where(whole, accepted.long().argmax(1) + 1, stop),
-        winner=torch.zeros_like(stop),
-        rejects=drafted & ~whole & (mass[group, stop] > 0),
-        left=group,
-        residuals=residuals[group, stop],
-    )
+    parts = zip(*map(part, range(0, size, most)), strict=True)
+    num_columns, winner, rejects, residuals = map(torch.cat, parts)
+    left = torch.arange(size, device=tokens.device)
+    return Verified(num_columns, winner, rejects, left, residuals)
 
 
 def nothing(num_steps: torch.Tensor) -> Verified:
@@ -321,128 +152,282 @@ def nothing(num_steps: torch.Tensor) -> Verified:
     return Verified(none, none, none.bool(), none, none.new_empty(0, 0).float())
 
 
-def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
-    """Return the walk at the root, with all ``num_chains`` ``[G]`` int64 >= 1 of each group."""
-    size, max_chains, max_steps = chains.tokens.shape
-    device = num_chains.device
-    group, none = torch.arange(size, device=device), torch.zeros_like(num_chains)
-    return Walk(
-        follows=torch.arange(max_chains, device=device) < num_chains.unsqueeze(1),
-        chance=torch.ones_like(none, dtype=torch.float64),
-        walking=chains.num_steps > 0,
-        p_row=group * max_chains * (max_steps + 1),
-        q_row=group * max_chains,
-        found=Verified(none, none, none.bool(), group, none.new_zeros(size, vocab_size).float()),
-    )
+def grow(tokens: torch.Tensor, lengths: torch.Tensor, fixed: torch.Tensor | None = None) -> Tree:
+    """Return the tree of chains; behind its end a chain has nodes of its own.
+
+    ``fixed`` ``[G, N, K]`` bool marks tokens that follow from those before. A round has none:
+    beside drawn chains the likeliest text yields less (docs/drafts.md).
+    """
+    size, num_chains, num_steps = tokens.shape
+    chain = torch.arange(num_chains, device=tokens.device).view(-1, 1)
+    has = torch.arange(num_steps, device=tokens.device) < lengths.unsqueeze(2)  # [G, N, K]
+    equal = (tokens.unsqueeze(1) == tokens.unsqueeze(2)) & has.unsqueeze(1) & has.unsqueeze(2)
+    first = equal.long().cumprod(3).argmax(2)  # [G, N, K]
+    nodes = torch.nn.functional.pad(torch.where(has, first, chain), (1, 0))
+    offset = torch.arange(0, size * num_chains, num_chains, device=tokens.device)
+    fixed = torch.zeros_like(has) if fixed is None else fixed & has
+    return Tree(tokens, lengths, fixed, nodes + offset.view(-1, 1, 1))
 
 
-def walk_on(
-    walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
-) -> Walk:
-    """Stop at the end of the path, or select its next token.
+def places(flags: torch.Tensor) -> torch.Tensor:
+    """Return at least the places of true ``flags``; all, where reading them means a wait."""
+    if flags.device.type == "cpu":
+        return flags.flatten().nonzero().squeeze(1)
+    return torch.arange(flags.numel(), device=flags.device)
+
+
+def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
+    """Share out each layer in turn; p and q are of `verify`."""
+    root = torch.zeros_like(tree.lengths, dtype=torch.float64)
+    root[:, 0] = 1.0
+    shares, residuals, densities = [root], [], []
+    for column, of_column in enumerate(q):
+        residual, density, below = share_out(tree, shares[-1], p, of_column, column)
+        shares.append(below)
+        residuals.append(residual)
+        densities.append(density)
+    residuals.append(shares[-1])
+    return Layers(*map(torch.stack, (shares, residuals, densities)))
+
+
+def share_out(
+    tree: Tree, shares: torch.Tensor, p: TokenDistribution, q: TokenDistribution, column: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divide the shares of a layer among its children, which have the tokens of a column.
 
     Args:
-        walk: of `begin_walk` or the step before; it may be overwritten. Groups that have stopped
-            stay as they are.
-        chains: of all groups.
-        log_p, log_q: ``[G, V]`` float32, next-token log-probabilities of the path: rows
-            ``walk.p_row`` of p and ``walk.q_row`` of column ``step`` of q. Arbitrary where a group
-            has stopped.
-        step: the column, 0 to K - 1.
-    """
-    bins, levels, target, selected = _fork(walk, log_p, log_q)
-    residual = (target - selected).clamp_min_(0.0)
-    mass = residual.sum(1, dtype=torch.float64)
-    # Accept the path up to here with probability S / (S + 1 - a), unless a longer part of it is.
-    # While a = 1 some prefix is certainly accepted, so this one may be: at the root it must.
-    stop_chance = torch.where(walk.chance < 1, mass / (mass + 1 - walk.chance), 1.0)
-    stops = walk.walking & (chains.uniforms[:, 0, max(step - 1, 0)] < stop_chance)
-    follows = walk.follows & walk.walking.unsqueeze(1)
-    # Absent chains may hold any values, but the gather needs a valid token.
-    tokens = torch.where(follows, chains.tokens[:, :, step], 0)
-    # A number that no acceptance uses; a single chain needs none.
-    offset = chains.uniforms[:, min(1, tokens.shape[1] - 1), step]
-    chosen = select(levels.gather(1, bins.gather(1, tokens)), follows, offset).unsqueeze(1)
-    token = tokens.gather(1, chosen)
-    of_p, of_q = (of.gather(1, token).squeeze(1).double() for of in (target, selected))
-    chance = torch.where(of_q > 0, of_p / of_q, 0.0).clamp_max(1.0)
-    # At the path's end accept all of it, with probability a.
-    ends = chains.ends[:, :, step].gather(1, chosen).squeeze(1)
-    at_end = walk.walking & (ends | (step + 1 == chains.num_steps))
-    accepted = at_end & (chains.uniforms[:, 0, step] < chance)
-    still = follows & (tokens == token)
-    first = still.long().argmax(1)  # any of them: their prefixes are equal, hence p and q
-    num_chains, num_columns = tokens.shape[1], chains.tokens.shape[2] + 1
-    q_row = torch.arange(len(tokens), device=tokens.device) * num_chains + first
-    found = walk.found
-    columns = torch.where(stops, step, found.num_columns)
-    winner = torch.where(stops, walk.follows.long().argmax(1), found.winner)
-    # Up to rounding, the residual is empty only where the path continues with certainty.
-    rejects = torch.where(stops, mass > 0, found.rejects)
-    return Walk(
-        follows=still,
-        chance=chance,
-        walking=walk.walking & ~at_end & (chance > 0),
-        p_row=q_row * num_columns + step + 1,
-        q_row=q_row,
-        found=Verified(
-            num_columns=torch.where(accepted, step + 1, columns),
-            winner=torch.where(accepted, chosen.squeeze(1), winner),
-            rejects=rejects & ~accepted,
-            left=found.left,
-            residuals=torch.where(stops.unsqueeze(1), residual, found.residuals),
-        ),
-    )
-
-
-def _fork(
-    walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the distributions after the path, and the rule that selects its next token.
+        tree: of G groups of N chains.
+        shares: ``[G, N]`` float64 of the layer.
+        p, q: of `verify`; q of the column.
+        column: in 0..K - 1.
 
     Returns:
-        The bin of each token ``[G, V]`` int64, the levels of the rule ``[G, B]`` int64, p times the
-        path's chance ``[G, V]``, and the probability that each token is the selected one.
+        The layer's residual and density, and the shares of the next one; see `Layers`.
     """
-    bins = bins_of(log_p, log_q, walk.chance)
-    p, q = log_p.exp(), log_q.exp()
-    p_masses, q_masses = _bin_masses(p, bins), _bin_masses(q, bins)
-    p_total, q_total = p_masses.sum(1), q_masses.sum(1)  # 1, but for rounding
-    scale = walk.chance / p_total
-    target, draft = p_masses * scale.unsqueeze(1), q_masses / q_total.unsqueeze(1)
-    ratio = torch.where(draft > 0, target / draft, middle_ratios(draft.device))
-    rule = selection_rule(ratio, target, draft, walk.follows.sum(1), walk.follows.shape[1])
-    density = (rule.density / q_total.unsqueeze(1)).to(q.dtype)
-    return bins, rule.levels, p * scale.unsqueeze(1).to(p.dtype), q * density.gather(1, bins)
+    fork = forked(tree, shares, column)
+    rates = shares.new_zeros(*shares.shape, NUM_BINS)  # [G, N, B]
+    density, nodes = torch.zeros_like(rates), places(fork.splits)
+    if not len(nodes):
+        return shares, density, torch.zeros_like(shares)
+    rows = read(fork, nodes, p, q, column, tree.nodes.shape[2])
+    own_p, own_q, own_bin = rows.own
+    target = torch.where(fork.live, shares.take(fork.parent) * own_p, 0.0)  # [G, N]
+    is_fixed = fork.live & ~fork.races
+    # All chains of a fixed child put the same.
+    below = torch.zeros_like(shares).put_(fork.child, target.where(is_fixed, 0.0))
+    room = (1.0 - below.sum(1, keepdim=True)).clamp_min(0.0)
+    raced = race(
+        shares.take(nodes),
+        fork.counts.take(nodes),
+        nodes.div(shares.shape[1], rounding_mode="floor"),
+        bin_masses(rows.p, rows.bins),
+        bin_masses(rows.q, rows.bins),
+        len(shares),
+    )
+    for of_layer, of_nodes in zip((rates, density), raced, strict=True):
+        of_layer.flatten(0, 1)[nodes] = of_nodes
+    density *= room.unsqueeze(2)
+    left = residual(rows, shares.take(nodes), density.flatten(0, 1)[nodes])
+    left = shares.put(nodes, left.sum(1, dtype=torch.float64)).where(fork.splits, shares)
+    at = fork.parent * NUM_BINS + own_bin
+    rate = torch.where(fork.races, rates.take(at), 0.0)
+    claim = room * rate * per_rate(rate.sum(1, keepdim=True))
+    trim = (target / (density.take(at) * own_q).clamp_min(TINY)).clamp_max(1.0)
+    claim = torch.where(fork.races, claim * trim, 0.0)
+    return left, density, below.put_(fork.child, claim, accumulate=True)
 
 
-def bins_of(log_p: torch.Tensor, log_q: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """Return the bin of each token by its ratio ``chance * p / q``, ``[G, V]`` int64.
+def forked(tree: Tree, shares: torch.Tensor, column: int) -> Fork:
+    """Return the chains between the layers ``column`` and the next; ``shares`` ``[G, N]``."""
+    parent, child = tree.nodes[:, :, column], tree.nodes[:, :, column + 1]  # [G, N]
+    live = (shares.take(parent) > LEAST_SHARE) & (column < tree.lengths)
 
-    Bin ``NUM_BINS / 2`` starts at ratio 1. The outermost bins hold all ratios beyond: the selected
-    token's density over the draft is at most m, so larger ratios need not be distinguished, and
-    tokens of smaller ones have hardly any target mass.
+    def count(flags: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(shares).put_(nodes, flags.double(), accumulate=True)
+
+    fixed = live & tree.fixed[:, :, column]
+    races = live & (count(fixed, child).take(child) == 0)  # a fixed child may be drawn, too
+    tokens = torch.where(live, tree.tokens[:, :, column], 0)
+    counts = count(live & ~fixed, parent)
+    return Fork(parent, child, tokens, live, races, counts, count(live, parent) > 0)
+
+
+def read(
+    fork: Fork,
+    nodes: torch.Tensor,
+    p: TokenDistribution,
+    q: TokenDistribution,
+    column: int,
+    num_columns: int,
+) -> Rows:
+    """Return the distributions at ``nodes`` ``[M]`` int64, of all of the layer."""
+    log_p = p.at(nodes * num_columns + column).log_probs()  # [M, V]
+    log_q = q.at(nodes).log_probs()
+    bins = bins_of(log_p, log_q)
+    row = torch.zeros_like(fork.parent).put_(nodes, torch.arange(len(nodes), device=nodes.device))
+    is_read = torch.zeros_like(fork.live).put_(nodes, torch.ones_like(nodes, dtype=torch.bool))
+    at = row.take(fork.parent) * log_p.shape[1] + fork.tokens  # [G, N]
+    own = log_p.take(at).double().exp(), log_q.take(at).double().exp(), bins.take(at)
+    is_fixed = fork.live & ~fork.races & is_read.take(fork.parent)
+    limits = torch.where(is_fixed, -torch.inf, torch.inf).float(), is_fixed.logical_not() * NUM_BINS
+    for of_tokens, most in zip((log_p, bins), limits, strict=True):
+        of_tokens.view(-1).scatter_reduce_(0, at.flatten(), most.flatten(), "amin")
+    return Rows(log_p.exp_(), log_q.exp_(), bins, own)
+
+
+def residual(rows: Rows, shares: torch.Tensor, density: torch.Tensor) -> torch.Tensor:
+    """Return R_v(x) of the nodes of ``rows``, ``[M, V]``: shares ``[M]``, density ``[M, B]``."""
+    flow = rows.q * density.to(rows.q.dtype).gather(1, rows.bins)
+    return (rows.p * shares.unsqueeze(1).to(rows.p.dtype)).sub_(flow).clamp_min_(0.0)
+
+
+def race(
+    shares: torch.Tensor,
+    counts: torch.Tensor,
+    group: torch.Tensor,
+    p_masses: torch.Tensor,
+    q_masses: torch.Tensor,
+    num_groups: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rates that divide a layer among its children, and the flow over q, both ``[M, B]``.
+
+    Rates begin at importance weights, w p / (n q), and rise where the flow is short of w p. More
+    steps lead to the largest flow into the next layer, but through few nodes, from which less flows
+    on. A group's only chain takes all, whatever its token.
+
+    Args:
+        shares: ``[M]`` float64 of M nodes.
+        counts: ``[M]`` float64: n chains that draw a token at each.
+        group: ``[M]`` int64 of these nodes.
+        p_masses, q_masses: ``[M, B]`` float64, without fixed tokens.
+        num_groups: G.
     """
-    log_ratio = log_p - log_q + chance.log().to(log_p.dtype).unsqueeze(1)
-    half = NUM_BINS // 2
-    # A token of probability zero under both p and q is NaN, and may be in any bin.
-    return (log_ratio.nan_to_num_() * BINS_PER_NAT).floor_().clamp_(-half, half - 1).long() + half
+
+    def total(of_nodes: torch.Tensor) -> torch.Tensor:
+        """Add up ``[M, C]`` by group, and return each node's group's sum."""
+        sums = of_nodes.new_zeros(num_groups, of_nodes.shape[1])
+        return sums.index_add_(0, group, of_nodes)[group]
+
+    def in_node(of_bins: torch.Tensor) -> torch.Tensor:
+        """Add up ``[U, C]`` by node."""
+        return of_bins.new_zeros(len(shares), of_bins.shape[1]).index_add_(0, node, of_bins)
+
+    points, weights = quadrature(shares.device)
+    used = places(q_masses > 0)  # [U] bins, of all nodes
+    node = used.div(NUM_BINS, rounding_mode="floor")
+    q = (q_masses / q_masses.sum(1, keepdim=True)).take(used).unsqueeze(1)  # [U, 1]
+    counts = counts.unsqueeze(1)
+    demand = shares.unsqueeze(1) * p_masses
+    wanted = demand.take(used).unsqueeze(1) / q.clamp_min(TINY)
+    wanted = wanted / total(demand.sum(1, keepdim=True)).clamp_min(TINY)[node]
+    supply = counts[node] * q
+    is_alone, races = total(counts)[node] == 1, (used % NUM_BINS > 0).unsqueeze(1)
+    rates, density = wanted / counts[node].clamp_min(1.0), wanted
+    for step in range(NUM_STEPS + 1):
+        if step > 0:
+            lack = wanted / density.clamp_min(TINY)
+            rates = rates * lack.clamp(1 / LARGEST_STEP, LARGEST_STEP) ** SPEED
+        mean = total(in_node(supply * rates))[node]  # of S
+        rates = (rates / mean.clamp_min(TINY)).clamp(1 / LARGEST_RATE, LARGEST_RATE) * races
+        rates = torch.where(is_alone, 1.0, rates)
+        decay = (-rates * points).exp()  # [U, T]
+        log_mean = in_node(q * decay).clamp_min(TINY).log()  # [M, T]
+        others = weights * (total(counts * log_mean) - log_mean).exp()
+        density = counts[node] * rates * (decay * others[node]).sum(1, keepdim=True)
+    spread = torch.zeros_like(q_masses)
+    return spread.put(used, rates.squeeze(1)), spread.put(used, density.squeeze(1))
 
 
-def middle_ratios(device: torch.device) -> torch.Tensor:
-    """Return the ratio in the middle of each bin, ``[B]`` float64."""
-    place = torch.arange(NUM_BINS, dtype=torch.float64, device=device)
-    return ((place + 0.5 - NUM_BINS // 2) / BINS_PER_NAT).exp()
+def per_rate(sums: torch.Tensor) -> torch.Tensor:
+    """Return g(S), of sums S of any shape."""
+    points, weights = quadrature(sums.device)
+    return (-sums.unsqueeze(-1) * points).exp() @ weights
 
 
-def _bin_masses(probs: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """Return the mass of the tokens in each bin, ``[G, B]`` float64.
+def quadrature(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return points t and weights of g(S) = sum_k weight_k exp(-t_k S), both ``[T]`` float64.
+
+    They are trapezoids over log t, one nat wide, whose first stands for all below. S g(S) is 1 at S
+    = 1, where all chains have the mean rate, above 0.98 from e^-7 to e^5, and at most 1 (to 1e-6).
+    """
+    points = (torch.arange(NUM_POINTS, device=device).double() + LOWEST_POINT).exp()
+    weights = points.clone()
+    weights[:1] /= 1 - math.exp(-1)
+    return points, weights / (weights * (-points).exp()).sum()
+
+
+def bins_of(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the bin of each token by p / q, int64; any where both are zero."""
+    ratio = (log_p - log_q).nan_to_num_(nan=0.0)
+    place = ratio.mul_(BINS_PER_NAT).floor_().add_(NATS_BELOW * BINS_PER_NAT)
+    return place.clamp_(0, NUM_BINS - 1).long()
+
+
+def bin_masses(probs: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+    """Return the mass of the tokens in each bin, ``[M, B]`` float64.
 
     Masses are integers times a unit, so that their sums do not depend on the order, which differs
     between runs on a GPU.
     """
     masses = torch.zeros(len(bins), NUM_BINS, dtype=torch.float64, device=bins.device)
     return masses.scatter_add_(1, bins, (probs * _UNIT).round_().double()) / _UNIT
+
+
+def leave(layers: Layers, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a node of each group by `exits`: its layer and number, both ``[G]`` int64."""
+    chances = exits(layers).flip(1)  # from the deepest layer up
+    num_steps, num_chains = chances.shape[1] - 1, chances.shape[2]
+    through = chances.flatten(1).cumsum(1)
+    place = (through <= uniforms.unsqueeze(1)).sum(1)
+    place = place.minimum((through < through[:, -1:]).sum(1))  # the last of all, to rounding
+    return num_steps - place.div(num_chains, rounding_mode="floor"), place % num_chains
+
+
+def exits(layers: Layers) -> torch.Tensor:
+    """Return the probability that each node is the accepted prefix, ``[G, K + 1, N]`` float64."""
+    chances: list[torch.Tensor] = []
+    reach = torch.ones_like(layers.shares[0, :, 0])
+    for shares, residual in zip(layers.shares.flip(0), layers.residual.flip(0), strict=True):
+        missing = 1.0 - shares.sum(1)
+        missing = missing.masked_fill(missing < ROUNDING, 0.0)
+        total = residual.sum(1) + missing
+        scale = torch.where(total > 0, reach / total, 0.0)
+        chances.append(residual * scale.unsqueeze(1))
+        reach = torch.where(total > 0, missing * scale, reach)
+    chances[-1][:, 0] += reach  # zero, but for rounding
+    return torch.stack(chances[::-1], 1)
+
+
+def residual_of(
+    tree: Tree,
+    layers: Layers,
+    p: TokenDistribution,
+    q: Sequence[TokenDistribution],
+    num_columns: torch.Tensor,
+    winner: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether R of one node per group is not p but for its sum ``[G]``, and R ``[G, V]``.
+
+    The node is of the layer ``num_columns`` and has the number ``winner``, both ``[G]``.
+    """
+    size, num_chains, _ = tree.tokens.shape
+    nodes = torch.arange(0, size * num_chains, num_chains, device=winner.device) + winner
+    rejects = torch.zeros_like(nodes, dtype=torch.bool)
+    found = torch.zeros(size, p.scores.shape[1], device=winner.device)
+    for column, of_column in enumerate(q):
+        shares, density, is_here = (
+            layers.shares[column],
+            layers.density[column],
+            num_columns == column,
+        )
+        fork, here = forked(tree, shares, column), places(is_here)
+        rejects |= is_here & fork.splits.take(nodes) & (layers.residual[column].take(nodes) > 0)
+        if len(here):
+            at = nodes[here]
+            rows = read(fork, at, p, of_column, column, len(layers.shares))
+            new = residual(rows, shares.take(at), density.flatten(0, 1)[at])
+            found[here] = new.where(is_here[here].unsqueeze(1), found[here])
+    return rejects, found
 
 
 class Kept(NamedTuple):

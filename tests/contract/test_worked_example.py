@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from sglang_smc.smc import weighing
+from sglang_smc.smc import verification, weighing
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.prefixes import common_tail
 from sglang_smc.smc.randomness import stratified
 from sglang_smc.smc.weighing import (
@@ -22,12 +23,9 @@ from sglang_smc.smc.weighing import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = (
-    (DOCS / "algorithm.md")
-    .read_text()
-    .partition("\n## One round in numbers\n")[2]
-    .partition("\n## ")[0]
-)
+PAGE = (DOCS / "algorithm.md").read_text()
+EXAMPLE = PAGE.partition("\n## One round in numbers\n")[2].partition("\n## ")[0]
+VERIFICATION = PAGE.partition("\n### Verification: exact and mixed\n")[2].partition("\n## ")[0]
 P = torch.tensor([[0.25, 0.8, 0.2], [0.4, 0.5, 0.35]], dtype=torch.float64)
 Q = torch.tensor([[0.5, 0.8, 0.5], [0.2, 0.5, 0.5]], dtype=torch.float64)
 THRESHOLD, KEEP_ALL = 0.75, 0.5
@@ -114,6 +112,23 @@ def test_the_bonus() -> None:
     heirs = torch.tensor([[[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]])  # behind one token
     here = torch.ones(1, 2, dtype=torch.bool)
     assert common_tail(heirs, torch.full((1, 2), 4), here).tolist() == [3]
+
+
+def test_verification() -> None:
+    """The table of two chains of one token."""
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+    drafts = torch.cartesian_prod(*[torch.arange(2)] * 2)  # [G, N]
+    tree = verification.grow(drafts.unsqueeze(2), torch.ones_like(drafts), None)
+    law_p, law_q = (TokenDistribution.of_log_probs(x.log().repeat(16, 1)) for x in (p, q))
+    layers = verification.descend(tree, law_p, [law_q.at(slice(8))])
+    shares, stops = layers.shares[1], verification.exits(layers)[:, 0, 0]  # [G, N], [G]
+    for line in (
+        f"| a, a | 0.0625 | {shares[0, 0]:.2f} | | {stops[0]:.2f} |",
+        f"| a, b | 0.375 | {shares[1, 0]:.2f} | {shares[1, 1]:.2f} | {stops[1]:.2f} |",
+        f"| b, b | 0.5625 | | {shares[3, 0]:.2f} | {stops[3]:.2f} |",
+        f"R = ({layers.residual[0, 0, 0]:.2f}, 0)",
+    ):
+        assert line in VERIFICATION
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,8 @@ def test_what_is_only_told_changes_no_text(crowd: Answers) -> None:
         assert "spec_smc_trace" not in answer["meta_info"]
         assert "output_token_logprobs" not in answer["meta_info"]
         assert ("spec_smc_particles" in answer["meta_info"]) == (index == len(CHOICES) - 1)
-    assert len(set(map(str, texts(list(crowd.values()))))) > 0.6 * len(KINDS)
+    # At most 51 of these 79 differ, as there are three of each choice.
+    assert len(set(map(str, texts(list(crowd.values()))))) >= 40
 
 
 def test_meta_info_says_what_was_chosen_and_what_happened(crowd: Answers) -> None:

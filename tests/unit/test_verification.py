@@ -1,116 +1,204 @@
-"""Verification: laws of what a walk puts out, how it selects, and what evidence keeps."""
+"""Verification: the law of what comes out, by enumeration; drafted trees; what evidence keeps."""
+
+import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
-from exact_tables import verify
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sglang_smc.ops.interface import TORCH
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.trees import branch, log_divisors
-from sglang_smc.smc.verification import OFFSETS, selection_rule
 from sglang_smc.smc.weighing import covered_columns
 
-VOCAB = 4
+Prefix = tuple[int, ...]
+END = 0  # the token that ends a text
 
 
-def one_chain_block(
-    p: torch.Tensor, q: torch.Tensor, tokens: list[int], uniforms: list[float]
-) -> int:
-    """Sun et al.'s algorithm 2 for laws ``[K + 1, V]`` and ``[K, V]``: how many are accepted."""
-    chance, accepted = 1.0, 0
+class Case(NamedTuple):
+    """Sizes of an enumeration, and what is special about its trees."""
+
+    num_chains: int
+    num_steps: int
+    vocab_size: int
+    noise: float  # of the draft
+    fixed: float = 0.0  # share of draft tokens that are chosen by their prefix
+    short: float = 0.0  # share of prefixes at which a chain stops
+    forbidden: float = 0.0  # share of tokens without mass, of p and of q apart
+    ends: bool = False
+
+
+class Language:
+    """Next-token laws p and q of each prefix, and what a chain does there, all drawn at random."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case, self.make = case, torch.Generator().manual_seed(seed)
+        longest = range(case.num_steps + 1)
+        self.laws = {p: self._laws(p) for n in longest for p in self._prefixes(n)}
+        self.stops = {p: self._flags(case.short) for p in self.laws}
+        self.fixes = {p: self._flags(case.fixed) for p in self.laws}
+        size = case.num_chains, case.vocab_size
+        self.chosen = {p: torch.rand(size, generator=self.make).argmax(1) for p in self.laws}
+
+    def _prefixes(self, length: int) -> list[Prefix]:
+        return list(itertools.product(range(self.case.vocab_size), repeat=length))
+
+    def _flags(self, share: float) -> torch.Tensor:
+        return torch.rand(self.case.num_chains, generator=self.make) < share
+
+    def _laws(self, prefix: Prefix) -> torch.Tensor:
+        size = self.case.vocab_size
+        logits = torch.randn(2, size, generator=self.make, dtype=torch.float64) * 1.5
+        logits[1] = logits[0] + self.case.noise * logits[1]
+        banned = torch.rand(2, size, generator=self.make) < self.case.forbidden
+        banned[:, 0] = False
+        laws = logits.masked_fill(banned, -torch.inf).softmax(1)
+        over = self.case.ends and END in prefix
+        return torch.eye(size, dtype=torch.float64)[[END, END]] if over else laws
+
+    def drafts(self) -> tuple[torch.Tensor, ...]:
+        """Return all drafts: tokens, lengths, fixed, probability, and p and q along them."""
+        case, found = self.case, []
+        cells = [self._chains(chain) for chain in range(case.num_chains)]
+        for chains in itertools.product(*cells):
+            tokens, lengths, fixed, mass = zip(*chains, strict=True)
+            found.append((tokens, lengths, fixed, float(torch.tensor(mass).prod())))
+        tokens, lengths, fixed, mass = (torch.tensor(of) for of in zip(*found, strict=True))
+        return tokens, lengths, fixed, mass.double()
+
+    def _chains(self, chain: int) -> list[tuple[Prefix, int, list[bool], float]]:
+        """All that one chain can be: tokens, length, which are fixed, and its probability."""
+        case, found = self.case, [((), 0, [], 1.0)]
+        for _ in range(case.num_steps):
+            longer = []
+            for tokens, length, fixed, mass in found:
+                over = len(tokens) > length or (case.ends and END in tokens)
+                is_fixed = bool(self.fixes[tokens][chain])
+                if over or self.stops[tokens][chain]:
+                    longer.append(((*tokens, 1), length, [*fixed, False], mass))
+                elif is_fixed:
+                    token = int(self.chosen[tokens][chain])
+                    longer.append(((*tokens, token), length + 1, [*fixed, True], mass))
+                else:
+                    of_q = self.laws[tokens][1].tolist()
+                    longer += [
+                        ((*tokens, token), length + 1, [*fixed, False], mass * q)
+                        for token, q in enumerate(of_q)
+                        if q > 0
+                    ]
+            found = longer
+        return found
+
+    def along(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return log p and log q behind each prefix of ``tokens`` ``[G, N, K]``: two of V."""
+        rows = [
+            torch.stack([self.laws[tuple(chain[:n])] for n in range(len(chain) + 1)])
+            for chain in tokens.flatten(0, 1).tolist()
+        ]
+        return torch.stack(rows).log()  # [G * N, K + 1, 2, V]
+
+
+def law_of_verified(language: Language) -> tuple[torch.Tensor, torch.Tensor]:
+    """The law of K + 1 tokens that come out, completed by p, and p's own, ``[V, V, ...]``."""
+    tokens, lengths, fixed, mass = language.drafts()
+    (size, num_chains, num_steps), vocab_size = tokens.shape, language.case.vocab_size
+    log_laws = language.along(tokens)
+    p = TokenDistribution.of_log_probs(log_laws[:, :, 0].flatten(0, 1))
+    q = [TokenDistribution.of_log_probs(log_laws[:, at, 1]) for at in range(num_steps)]
+    tree = verification.grow(tokens, lengths, fixed)
+    down = verification.descend(tree, p, q)
+    chances = verification.exits(down)
+    assert torch.allclose(chances.sum((1, 2)), torch.ones(size).double())
+    assert (down.shares.sum(2) < 1 + 1e-6).all()
+    every = torch.arange(size * num_chains)
+    found, wanted = torch.zeros(()).double(), torch.ones(()).double()
+    for column in range(num_steps + 1):
+        behind = log_laws[:, column, 0].exp()  # [G * N, V]
+        left = behind
+        if column < num_steps:
+            shares, density = down.shares[column], down.density[column].flatten(0, 1)
+            fork = verification.forked(tree, shares, column)
+            rows = verification.read(fork, every, p, q[column], column, num_steps + 1)
+            left = verification.residual(rows, shares.flatten(), density).double()
+            left = torch.where(fork.splits.view(-1, 1), left, behind)
+        left = left / left.sum(1, keepdim=True).clamp_min(1e-30)
+        out = (mass.unsqueeze(1) * chances[:, column]).view(-1, 1) * left  # [G * N, V]
+        prefixes = [language.laws[of][0] for of in language._prefixes(column)]
+        next_p = torch.stack(prefixes).view(*[vocab_size] * column, vocab_size)
+        place = torch.zeros(size * num_chains, dtype=torch.int64)
+        for step in range(column):
+            place = place * vocab_size + tokens[:, :, step].flatten()
+        now = torch.zeros(vocab_size**column, vocab_size).double().index_add(0, place, out)
+        found = found.unsqueeze(-1) * next_p + now.view(next_p.shape)
+        wanted = wanted.unsqueeze(-1) * next_p
+    return found, wanted
+
+
+CASES = {
+    "one chain": Case(1, 4, 3, 1.0),
+    "two chains": Case(2, 4, 2, 1.0),
+    "three": Case(3, 2, 3, 1.5),
+    "four": Case(4, 2, 2, 0.5),
+    "four of four columns": Case(4, 3, 2, 1.0),
+    "one column": Case(4, 1, 4, 3.0),
+    "ends": Case(3, 3, 2, 1.0, ends=True),
+    "zeros": Case(2, 2, 4, 1.0, forbidden=0.4),
+    "ragged": Case(3, 3, 2, 1.0, short=0.3),
+    "fixed": Case(4, 4, 3, 1.0, fixed=1.0),
+    "mixed": Case(3, 2, 3, 1.0, fixed=0.4),
+    "everything": Case(3, 3, 2, 1.5, fixed=0.3, short=0.2, forbidden=0.2, ends=True),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_comes_out_follows_p(name: str) -> None:
+    """To single precision, whatever q, the shape of the tree and its fixed children."""
+    for seed in range(3):
+        found, wanted = law_of_verified(Language(CASES[name], seed))
+        assert (found - wanted).abs().sum() < 1e-5, seed
+
+
+def block_verification(p: list, q: list, tokens: list[int]) -> list[float]:
+    """How often Sun et al.'s algorithm 2 accepts 0, 1, .. of the tokens, of laws by column."""
+    chance, found, reach = 1.0, [1.0], 1.0
     for step, token in enumerate(tokens):
-        chance = min(1.0, chance * float(p[step, token] / q[step, token]))
+        chance = min(1.0, chance * p[step][token] / q[step][token])
         stop = chance
         if step + 1 < len(tokens):
-            mass = float((chance * p[step + 1] - q[step + 1]).clamp_min(0).sum())
+            after = zip(p[step + 1], q[step + 1], strict=True)
+            mass = sum(max(0.0, chance * of_p - of_q) for of_p, of_q in after)
             stop = mass / (mass + 1 - chance) if chance < 1 else 1.0
-        if uniforms[step] < stop:
-            accepted = step + 1
-    return accepted
+        found.append(stop)
+    for step in range(len(tokens), -1, -1):  # the longest that is accepted counts
+        found[step], reach = reach * found[step], reach * (1 - found[step])
+    return found
+
+
+def laws_of(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[TokenDistribution, list]:
+    """Of log p ``[G, N, K + 1, V]`` and log q ``[G, N, K, V]``."""
+    every = [TokenDistribution.of_log_probs(of.flatten(0, 1)) for of in log_q.unbind(2)]
+    return TokenDistribution.of_log_probs(log_p.flatten(0, 2)), every
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_one_chain_is_block_verification(spread: float) -> None:
-    """By the walk and at once; whatever ends it, its number of columns, and what a law forbids."""
+    """Sun et al.'s algorithm 2, however long the chain is and whatever a law forbids."""
     generator = torch.Generator().manual_seed(0)
-    size, num_steps = 400, 6
-    logits = torch.randn(size, num_steps + 1, VOCAB, generator=generator)
+    size, num_steps, vocab_size = 60, 6, 4
+    logits = torch.randn(size, 1, num_steps + 1, vocab_size, generator=generator)
     others = logits + spread * torch.randn(logits.shape, generator=generator)
-    logits[::3, :, 0] = others[::3, :, 1] = -torch.inf if spread else 0.0
-    log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
-    p = TokenDistribution.of_log_probs(log_p.flatten(0, 1))
-    q = [TokenDistribution.of_log_probs(of) for of in log_q.unbind(1)[:-1]]
-    numbers = torch.rand(2, size, num_steps, generator=generator, dtype=torch.float64)
-    drawn = [law.sample(u)[0] for law, u in zip(q, numbers[0].unbind(1), strict=True)]
-    tokens = torch.stack(drawn, 1).unsqueeze(1)
-    ends = torch.rand(tokens.shape, generator=generator) < 0.1
-    columns = torch.arange(size) % (num_steps + 1)
-    given = tokens, ends, p, q, numbers[1].unsqueeze(1)
-    found, wanted = (
-        verification.verify_one(*given, columns),
-        verification.verify(TORCH.begin_walk, TORCH.walk_on, *given, num_steps=columns),
-    )
-    for name in ("num_columns", "winner", "rejects"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-    left = wanted.rejects
-    assert torch.allclose(found.residuals[left], wanted.residuals[left], rtol=0, atol=1e-6)
-    for row, count in enumerate(columns.tolist()):
-        length = [*ends[row, 0, :count].tolist(), True].index(True) + 1  # up to the first end
-        block = tokens[row, 0, : min(length, count)].tolist(), numbers[1, row].tolist()
-        assert one_chain_block(log_p[row].exp(), log_q[row].exp(), *block) == found.num_columns[row]
-
-
-def output_law(p: torch.Tensor, q: torch.Tensor, chance: float, num_siblings: int) -> torch.Tensor:
-    """What one column puts out, ``[V]``, over all draws and all places where tiers may begin.
-
-    The chance that a token is selected and accepted, and what is left of p, which the path's
-    chance bounds: accepted and left are exactly that much of p.
-    """
-    draws = torch.cartesian_prod(*[torch.arange(VOCAB)] * num_siblings).view(-1, num_siblings)
-    tokens = draws.repeat_interleave(OFFSETS, 0).unsqueeze(2)  # [G, N, 1]
-    size = len(tokens)
-    place = (torch.arange(OFFSETS).double() + 0.5) / OFFSETS
-    uniforms = torch.zeros(size, num_siblings, 1, dtype=torch.float64)
-    if num_siblings > 1:
-        uniforms[:, 1, 0] = place.repeat(len(draws))
-    one = torch.ones(size, dtype=torch.int64)
-    chains = verification.Chains(tokens, torch.zeros_like(tokens).bool(), uniforms, one)
-    walk = verification.begin_walk(chains, num_siblings * one, VOCAB)
-    walk = walk._replace(chance=torch.full((size,), chance, dtype=torch.float64))
-    log_p, log_q = (law.log().expand(size, -1) for law in (p, q))
-    found = verification.walk_on(walk, chains, log_p, log_q, 0)
-    # With coins of 0 all is accepted that can be: then its chance is in `chance`.
-    token = tokens[torch.arange(size), found.found.winner, 0]
-    accepted = torch.where(found.found.num_columns == 1, found.chance, 0.0)
-    weight = q[tokens[:, :, 0]].prod(1) / OFFSETS
-    put_out = torch.zeros(VOCAB, dtype=torch.float64).index_add(0, token, weight * accepted)
-    return put_out + found.found.residuals[0]
-
-
-@settings(max_examples=30)
-@given(
-    num_siblings=st.integers(1, 3),
-    chance=st.sampled_from([1.0, 0.9, 0.3, 1e-3]),
-    num_bins=st.sampled_from([None, 1, 2, 128]),
-    seed=st.integers(0, 2**16),
-)
-def test_a_column_is_exact_with_any_bins(
-    num_siblings: int, chance: float, num_bins: int | None, seed: int
-) -> None:
-    """To 1e-9, in double precision: bins decide how much is accepted, never the law."""
-    generator = torch.Generator().manual_seed(seed)
-    p, q = torch.randn(2, VOCAB, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
-    q[seed % VOCAB] = 0  # never drafted
-    q = q / q.sum()
-    with pytest.MonkeyPatch.context() as patch:
-        if num_bins is not None:
-            any_bins = torch.randint(num_bins, (VOCAB,), generator=generator)
-            patch.setattr(verification, "bins_of", lambda log_p, *_: any_bins.expand_as(log_p))
-        put_out = output_law(p, q, chance, num_siblings)
-    assert torch.allclose(put_out, chance * p, rtol=0, atol=1e-9)
+    logits[::3, ..., 0] = others[::3, ..., 1] = -torch.inf if spread else 0.0
+    p, q = laws_of(logits.log_softmax(-1), others[:, :, :-1].log_softmax(-1))
+    numbers = torch.rand(num_steps, size, generator=generator, dtype=torch.float64)
+    tokens = torch.stack([law.sample(u)[0] for law, u in zip(q, numbers, strict=True)], 1)
+    lengths = torch.arange(size) % (num_steps + 1)
+    tree = verification.grow(tokens.unsqueeze(1), lengths.unsqueeze(1), None)
+    chances = verification.exits(verification.descend(tree, p, q))[:, :, 0]
+    laws = logits[:, 0].double().softmax(-1), others[:, 0].double().softmax(-1)
+    for row, length in enumerate(lengths.tolist()):
+        of_row = (law[row].tolist() for law in laws)
+        expected = block_verification(*of_row, tokens[row, :length].tolist())
+        assert chances[row, : length + 1].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
@@ -119,9 +207,25 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     log_p = (torch.randn(40, 1, 4, 5000, generator=generator) * 3).log_softmax(-1)
     log_p = log_p.expand(-1, 3, -1, -1)
     tokens = torch.randint(5000, (40, 3, 3), generator=generator)
-    uniforms = torch.full(tokens.shape, 1 - 2.0**-53, dtype=torch.float64)
-    found = verify(tokens, tokens < 0, log_p, log_p[:, :, :3], uniforms)
+    lengths, uniforms = torch.full((40, 3), 3), torch.full((40,), 1 - 2.0**-53).double()
+    found = verification.verify(tokens, lengths, *laws_of(log_p, log_p[:, :, :3]), uniforms)
     assert (found.num_columns == 3).all()
+
+
+def test_a_uniform_stops_at_each_node_as_often_as_it_should() -> None:
+    """Red for a layer or a chain that is counted from the other end."""
+    language = Language(CASES["three"], seed=1)
+    tokens, lengths, fixed, _ = language.drafts()
+    log_laws = language.along(tokens[:40])
+    p, q = laws_of(log_laws[:, :, 0].view(40, 3, 3, -1), log_laws[:, :-1, 1].view(40, 3, 2, -1))
+    tree = verification.grow(tokens[:40], lengths[:40], fixed[:40])
+    layers = verification.descend(tree, p, q)
+    places = (torch.arange(1000).double() + 0.5) / 1000
+    stops = torch.zeros(40, 3, 3)
+    for place in places:
+        column, chain = verification.leave(layers, place.expand(40))
+        stops[torch.arange(40), column, chain] += 1e-3
+    assert torch.allclose(stops.double(), verification.exits(layers), atol=2e-3)
 
 
 def seats(q: list[float], num_chains: int, ahead: int) -> list[int]:
@@ -153,97 +257,6 @@ def test_chains_of_one_text_divide_its_likeliest_tokens(num_chains: int, vocab_s
             here = tokens[text == of]
             assert sorted(here.tolist()) == seats(logits[of].exp().tolist(), len(here), ahead)
             assert ahead or len(set(here.tolist())) == min(len(here), vocab_size - 1)
-
-
-# --- How near the selection of one of several siblings is to the best
-
-
-def law_of_tokens(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
-    """The law ``[size, V]`` of a rule with a bin for each token: the finest there is."""
-    ratio, order = (target / draft).sort(1)
-    masses = (of.gather(1, order) for of in (target, draft))
-    of_groups = torch.full((len(target),), num_siblings)
-    rule = selection_rule(ratio, *masses, of_groups, num_siblings + 1)
-    return rule.density.gather(1, order.argsort(1)) * draft
-
-
-def best(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
-    """What optimal transport accepts of the target, ``[size]``."""
-    order = (target / draft).argsort(1)
-    forced, taken = (of.gather(1, order).cumsum(1) for of in (draft, target))
-    return 1 - (forced**num_siblings - taken).amax(1).clamp_min(0)
-
-
-def law_of_bins(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
-    """The law that `exact` selects by, ``[size, V]``."""
-    size, none = len(target), torch.zeros(len(target), dtype=torch.int64)
-    chains = verification.Chains(*(none.view(-1, 1, 1).expand(-1, num_siblings, 1),) * 3, none)
-    mass = target.sum(1)
-    walk = verification.begin_walk(chains, torch.full((size,), num_siblings), 1)._replace(
-        chance=mass
-    )
-    return verification._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log())[3]
-
-
-@pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])
-@pytest.mark.parametrize("noise", [0.3, 3.0])
-def test_the_selection_is_near_the_best(noise: float, num_siblings: int) -> None:
-    """Against the bound of optimal transport, and a bin for each token, which gains 0.001 at most.
-
-    A draft like the target, and one that has little to do with it, where SpecInfer's selection of
-    one after another accepts less; one token is never drafted.
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(40, 2000, generator=generator, dtype=torch.float64)
-    of_draft = logits + noise * torch.randn(logits.shape, generator=generator)
-    of_draft[:, 0] = -torch.inf
-    q = of_draft.softmax(1)
-    mass = torch.linspace(0.1, 1.0, 40, dtype=torch.float64).sqrt().unsqueeze(1)
-    target = mass * torch.softmax(logits, 1)
-    law = law_of_bins(target, q, num_siblings)
-    assert torch.allclose(law.sum(1), torch.ones(40).double())
-    of_tokens = law_of_tokens(target, q, num_siblings)
-    accepted, finest = (torch.minimum(target, one).sum(1) for one in (law, of_tokens))
-    bound = best(target, q, num_siblings)
-    assert (accepted <= bound + 1e-9).all()
-    assert (bound - accepted).mean() < 0.01
-    assert (finest - accepted).mean() < 0.0012
-    left, rejected = target, torch.ones(40).double()
-    for _ in range(num_siblings):
-        taken_now = torch.minimum(left, q).sum(1)
-        left = (left - q).clamp_min(0) / (1 - taken_now).unsqueeze(1)
-        rejected = rejected * (1 - taken_now)
-    gain = (accepted - (1 - rejected)).mean()
-    assert gain.abs() < 1e-9 if num_siblings == 1 else gain > 0.003 or noise < 1
-
-
-@pytest.mark.parametrize("num_siblings", [4, 8])
-def test_rounding_chooses_no_rule(num_siblings: int) -> None:
-    """Masses that differ by their last bit, as sums in another order do: the levels stay.
-
-    The target's mass is 1, so that a cut behind all tokens gains nothing but rounding.
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits, noise = torch.randn(2, 40, 200, generator=generator, dtype=torch.float64)
-    target, q = logits.softmax(1), (logits + 0.3 * noise).softmax(1)
-    ratio, order = (target / q).sort(1)
-    target, q = (of.gather(1, order) for of in (target, q))
-    count = torch.full((40,), num_siblings)
-    levels = [
-        selection_rule(ratio, target * (1 + bit * 2**-52), q, count, num_siblings + 1).levels
-        for bit in (-1, 0, 1)
-    ]
-    assert torch.equal(levels[0], levels[1]) and torch.equal(levels[1], levels[2])
-
-
-def test_laws_in_single_precision_are_laws() -> None:
-    """What decides is consistent: the law has mass 1 by the q that tokens are drawn from."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(6, 50_000, generator=generator) * 3
-    log_p, log_q = logits.log_softmax(1), (logits + torch.randn(logits.shape, generator=generator))
-    walk_law = law_of_bins(log_p.exp(), log_q.softmax(1), 8)
-    assert walk_law.dtype == torch.float32
-    assert (walk_law.double().sum(1) - 1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])
