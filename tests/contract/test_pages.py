@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -249,18 +250,38 @@ def test_every_environment_variable_is_listed() -> None:
     assert named == read
 
 
-def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "performance.md"
-    commands = [words for words in commands_of(page) if "sglang_smc.tools.plan" in words]
-    _, *behind = page.read_text().split("python -m sglang_smc.tools.plan")
-    for command, shown, count in zip(commands, behind, (2, 1), strict=True):
-        end = command.index("--plot") if "--plot" in command else None
-        assert plan.main(command[3:end]) == 0
-        printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-        rows = [
-            row.strip("|").split("|")
-            for row in shown.partition("\n## ")[0].splitlines()
-            if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
-        ]
-        assert len(rows) == count
-        assert {" ".join(" ".join(row).split()) for row in rows} <= printed
+@pytest.mark.parametrize(("name", "count"), [("performance", 2), ("memory", 3)])
+def test_the_plan_prints_the_rows_that_are_shown(
+    name: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    (command,) = (words for words in commands_of(page) if "sglang_smc.tools.plan" in words)
+    _, behind = page.read_text().split("python -m sglang_smc.tools.plan")
+    end = command.index("--plot") if "--plot" in command else None
+    assert plan.main(command[3:end]) == 0
+    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    rows = [
+        row.strip("|").split("|")
+        for row in behind.partition("\n## ")[0].splitlines()
+        if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
+    ]
+    assert len(rows) == count
+    assert {" ".join(" ".join(row).split()) for row in rows} <= printed
+
+
+def figures_of(line: str) -> set[str]:
+    """Numbers with a point or a comma: no settings."""
+    return set(re.findall(r"\d+(?:[.,]\d+)+", line))
+
+
+def test_each_figure_of_readme_is_a_published_one() -> None:
+    """A row's stand in one line of a results file that is named right below its table."""
+    blocks = (ROOT / "README.md").read_text().split("\n\n")
+    rows = 0
+    for table, below in pairwise(blocks):
+        of_table = [row for row in table.splitlines() if row.startswith("| ") and figures_of(row)]
+        sources = re.findall(r"\]\((bench/results/\S+?)\)", below) if of_table else ()
+        known = [figures_of(line) for one in sources for line in (ROOT / one).open()]
+        assert [row for row in of_table if not any(figures_of(row) <= one for one in known)] == []
+        rows += len(of_table)
+    assert rows > 5

@@ -35,9 +35,9 @@ def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
 
 
 @pytest.mark.parametrize("record", [Trace, RoundRecord])
-def test_every_field_has_a_row(record: type[msgspec.Struct]) -> None:
-    rows = [row.split(" | ")[0] for row in PAGE.splitlines() if row.startswith("| `")]
-    named = set(re.findall(r"`(\w+)`", "".join(rows)))
+def test_every_field_has_an_item(record: type[msgspec.Struct]) -> None:
+    items = [line.split(": ")[0] for line in PAGE.splitlines() if line.startswith("- `")]
+    named = set(re.findall(r"`(\w+)`", "".join(items)))
     assert set(record.__struct_fields__) <= named
 
 
