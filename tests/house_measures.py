@@ -44,6 +44,7 @@ def measured() -> dict[str, int | list[str]]:
         "bench_lines": lines_in("bench"),
         "test_lines": lines_in("tests"),
         "page_words": sum(len(path.read_text().split()) for path in pages),
+        "table_words": sum(len(row.split()) for path in pages for row in table_rows(path)),
         "glossary": glossary(),  # words of our own
     }
 
@@ -54,11 +55,15 @@ def lines_in(folder: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
+def table_rows(page: Path) -> list[str]:
+    return re.findall(r"^\|.*", page.read_text(), re.M)
+
+
 def glossary() -> list[str]:
-    """Return first cells of the table of words in docs/algorithm.md."""
+    """Return the items of the list of words in docs/algorithm.md."""
     page = (ROOT / "docs" / "algorithm.md").read_text()
     section = page.partition("\n## Words\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| (.*?) \| ", section, re.M)[2:]
+    return re.findall(r"^- (.*?): ", section, re.M)
 
 
 def sources() -> Iterator[Path]:

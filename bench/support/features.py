@@ -143,17 +143,17 @@ PAGE = REPOSITORY / "docs" / "support.md"
 MARKS = "<!-- features by bench/support -->", "<!-- end of features -->"
 
 
-def table(found: dict[str, dict[str, str]]) -> str:
-    """Return a row for all features with the same result."""
+def items(found: dict[str, dict[str, str]]) -> str:
+    """Return an item for all features with the same result."""
     alike: dict[tuple[str, str], list[str]] = {}
     for feature, by in found.items():
         alike.setdefault((by["EAGLE-3"], by["SMC"]), []).append(feature)
-    rows = [f"| {', '.join(names)} | {eagle} | {smc} |" for (eagle, smc), names in alike.items()]
-    return "\n".join(["| | EAGLE-3 | SMC |", "| --- | --- | --- |", *rows])
+    told = (f"- {', '.join(names)}: EAGLE-3 {eagle}; SMC {smc}" for (eagle, smc), names in alike.items())
+    return "\n".join(told)
 
 
 def publish(found: dict[str, dict[str, str]]) -> None:
     """Write the results and the table of docs/support.md."""
     told = {"provenance": provenance({}), "features": found}
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")
-    write_between(PAGE, MARKS, table(found))
+    write_between(PAGE, MARKS, items(found))

@@ -252,18 +252,18 @@ def write(path: Path, found: dict[str, Trial], **more: Any) -> None:
 
 
 def tables(found: dict[str, Trial]) -> str:
-    """Return a table for each kind of attention."""
+    """Return a list for each kind of attention."""
     parts = []
     for attention, families in groupby(FAMILIES, key=lambda family: family.attention):
-        parts += [f"**{attention.capitalize()}**\n", "| families | target | draft | |"]
-        parts += ["| --- | --- | --- | --- |", *rows_of(list(families), found), ""]
+        parts += [f"**{attention.capitalize()}**\n", *items_of(list(families), found), ""]
     return "\n".join(parts).rstrip()
 
 
-def rows_of(families: Sequence[Family], found: dict[str, Trial]) -> Iterator[str]:
-    """Yield a row for all families with the same result, in the order of the first ones."""
+def items_of(families: Sequence[Family], found: dict[str, Trial]) -> Iterator[str]:
+    """Yield an item for all families with the same result, in the order of the first ones."""
     named: dict[tuple[str, str, str], list[str]] = {}
     for trial in (found[family.name] for family in families if family.name in found):
         named.setdefault((trial.target, trial.draft, trial.note), []).append(trial.family)
     for (target, draft, note), names in named.items():
-        yield f"| {'; '.join(names)} | {WORDS[target]} | {WORDS[draft]} | {note} |"
+        why = f" ({note.partition('. ')[0]})" if note else ""
+        yield f"- **Target {WORDS[target]}, draft {WORDS[draft]}**{why}: {'; '.join(names)}"

@@ -118,7 +118,8 @@ MOST = {
     "kernel_and_hook_lines": 6_110,
     "bench_lines": 8_270,
     "test_lines": 34_935,
-    "page_words": 28_090,
+    "page_words": 27_000,
+    "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }
 
