@@ -12,6 +12,7 @@
 # make test        what continuous integration runs, 12 minutes on two cores
 # make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
+# make docs        the pages as a site, in site/, without a network, in seconds
 # make dist        what an index gets: wheel and source archive, checked by twine
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -23,7 +24,7 @@ SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo fidelity drafts real real-models steering speed soak support upstream quick test test-oldest test-all lint check
-.PHONY: catalogue dist clean
+.PHONY: catalogue docs dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -34,7 +35,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "Installing sglang-smc, SGLang and test tools into $(VENV) (the first time: ~11 GB, minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --editable '.[test,bench,dev]'
+	$(BIN)/python -m pip install --editable '.[test,bench,dev,docs]'
 	@touch $@
 
 demo: venv
@@ -86,7 +87,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reord
 quick: lint
 	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
 
-test: check upstream
+test: check upstream docs
 	$(BIN)/python -W ignore tests/house_measures.py
 	$(PYTEST) -p costs --costs .costs.json $(PYTEST_ARGS)
 
@@ -120,6 +121,10 @@ check: lint
 catalogue: venv
 	@$(BIN)/python -W ignore docs/catalogue.py
 
+# Every link and anchor is checked. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME links files that are no pages.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 # What is uploaded. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
 dist: venv
 	rm -f dist/sglang_smc-*
@@ -127,5 +132,5 @@ dist: venv
 	$(BIN)/python -m twine check --strict dist/sglang_smc-*
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(filter-out %.py,$(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +

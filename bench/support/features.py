@@ -148,7 +148,9 @@ def items(found: dict[str, dict[str, str]]) -> str:
     alike: dict[tuple[str, str], list[str]] = {}
     for feature, by in found.items():
         alike.setdefault((by["EAGLE-3"], by["SMC"]), []).append(feature)
-    told = (f"- {', '.join(names)}: EAGLE-3 {eagle}; SMC {smc}" for (eagle, smc), names in alike.items())
+    told = (
+        f"- {', '.join(names)}: EAGLE-3 {eagle}; SMC {smc}" for (eagle, smc), names in alike.items()
+    )
     return "\n".join(told)
 
 

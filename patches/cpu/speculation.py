@@ -74,7 +74,7 @@ def as_written(original: Callable, *args: Any, **kwargs: Any) -> Any:
     _SPEC + "eagle_utils._can_use_sparse_uno_tree_target_sampling",
     "srt/speculative/eagle_utils.py:676",
     why="That kernel is None without CUDA, and a hook on None would replace every None there "
-    "is. This other way of SGLang's own leads to the same law.",
+    "is. This other way of SGLang's own draws from the same distribution.",
     family=NEWEST,
 )
 def samples_target(

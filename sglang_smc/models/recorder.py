@@ -102,7 +102,7 @@ class Session:
         )
         if taken > MOST_OF_LARGEST * largest + _UNSHARED:
             logger.warning(
-                "SMC's recorded rounds take %.2f GB, and the largest alone %.2f GB: they should "
+                "SMC's captured rounds take %.2f GB, and the largest alone %.2f GB: they should "
                 "share their memory. If it runs short, pass fewer sizes to --cuda-graph-bs-decode, "
                 "or --speculative-smc-round-graph off.",
                 *(taken / 2**30, largest / 2**30),

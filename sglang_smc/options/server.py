@@ -126,8 +126,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             one_of(PROPOSALS),
             "How particles advance in mode 'smc': 'draft' keeps draft tokens, and weighs them by "
-            "target over draft. 'verified' verifies each particle's own, so that it advances by a "
-            "sample of the target, and only the other factors of its law are weighed",
+            "target over draft. 'verified' verifies them, so that each particle advances by a "
+            "sample of the target, and only masks, powers and potentials are weighed",
             "default: 'verified' for requests with potentials or structured output, else 'draft'",
             modes=_SMC,
         ),
@@ -176,7 +176,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             numbers(0, above=True),
-            "Sample whole texts from the target's law to this power, in mode 'smc'",
+            "Sample whole texts from the target distribution raised to this power, in mode 'smc'",
             modes=_SMC,
         ),
     ] = 1.0
@@ -218,9 +218,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
-            "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's law plus w "
-            "times that of what followed the same tokens before, in prompts and answers. 1 needs "
-            "no draft model, but verification",
+            "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's distribution "
+            "plus w times that of what followed the same tokens before, in prompts and answers. 1 "
+            "needs no draft model, but verification",
         ),
     ] = 0.0
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.

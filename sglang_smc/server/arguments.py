@@ -80,7 +80,7 @@ def resolve(server_args: Arguments) -> None:
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"
     if _has_lora(server_args):
-        logger.info("Rounds are not recorded: no graph captures the LoRA adapters of a batch.")
+        logger.info("Rounds are not captured: CUDA graphs know no LoRA adapters of a batch.")
     graphs.decode.backend = Backend.DISABLED
     if graphs.prefill.backend != Backend.DISABLED and reads_states(resolved_view(server_args)):
         graphs.prefill.backend = Backend.DISABLED

@@ -59,8 +59,8 @@ _AT_DEFAULT = {
     _NO_DRAFT_KV: "enable_hisparse enable_unified_cache_external_linker "
     "enable_lmcache enable_flexkv radix_cache_backend disaggregation_decode_enable_offload_kvcache "
     "disaggregation_decode_host_receive_threshold hicache_host_memory_mode",
-    "rounds are recorded, and timed, with the weights in place": "startup_weight_load_mode",
-    "a recorded round cannot wait for experts": "enable_paged_experts",
+    "rounds are captured, and timed, with the weights in place": "startup_weight_load_mode",
+    "a captured round cannot wait for experts": "enable_paged_experts",
     _TEXT_ONLY: "prefill_only_disable_kv_cache is_embedding encoder_only language_only",
     "a diffusion model has no next token to draft": "dllm_algorithm",
     "the draft reads no prompts of several items": "enable_mis",
@@ -80,8 +80,8 @@ _AT_DEFAULT = {
     "enable_return_indexer_topk",
     "it adapts K alone; SMC's own is --speculative-smc-adaptive": "speculative_adaptive "
     "speculative_adaptive_config",
-    "SMC weighs the draft's tokens, it rejects none": "speculative_accept_threshold_single "
-    "speculative_accept_threshold_acc speculative_use_rejection_sampling "
+    "SMC verifies in its own way; see --speculative-smc-tilt": "speculative_use_rejection_sampling "
+    "speculative_accept_threshold_single speculative_accept_threshold_acc "
     "speculative_use_block_verification",
     "this belongs to other algorithms and would have no effect": "speculative_draft_window_size "
     "speculative_draft_sink_size speculative_skip_dp_mlp_sync enable_multi_layer_eagle "

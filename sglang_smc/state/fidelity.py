@@ -183,15 +183,15 @@ def warning_of(mode: str, sums: Sums) -> str | None:
             return None
         return (
             f"Mode exact is not exact here: the tilt of {sums.answers} answers is {sums}, where "
-            "the target's own law has 0. This is a fault. Please report it, with the models, this "
+            "the target has 0. This is a fault. Please report it, with the models, this "
             "line, /server_info and a request that shows it. --speculative-smc-kernels torch "
             "tells whether a kernel has it."
         )
     if tilt <= FAR + SURE * error:
         return None
     return (
-        f"Answers in mode {mode} are far from the target's law: the tilt of {sums.answers} is "
-        f"{sums}, where 0 is the target and 1 about the draft. Any of these lowers it: "
+        f"Answers in mode {mode} are far from the target's: the tilt of {sums.answers} is "
+        f"{sums}, where 0 is the target and about 1 the draft. Any of these lowers it: "
         "--speculative-smc-mode auto, or exact, which has 0; a larger "
         "--speculative-smc-evidence-threshold; another --speculative-draft-model-path. A request "
         "may choose all but the last in custom_params."

@@ -214,7 +214,7 @@ COUNTERS = (
     Metric("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
     Metric("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
     Metric("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
-    Metric("replayed_rounds", "Rounds that replayed a recorded graph.", lambda r: r.replayed),
+    Metric("replayed_rounds", "Rounds that replayed a CUDA graph.", lambda r: r.replayed),
     Metric("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
     Metric(
         "killed_particles",
@@ -247,13 +247,13 @@ COUNTERS = (
 GAUGES = (
     Metric(
         "tilt",
-        "How far the last answers are from the target's law: 0 is the target, 1 about the draft.",
+        "How far the last answers lean to the draft: 0 is the target, about 1 the draft.",
         lambda sums: sums.tilt,
     ),
     Metric("tilt_error", "Standard error of the tilt.", lambda sums: sums.tilt_error),
     Metric(
         "innovation",
-        "Mean of log p + H of tokens of the last answers, nats: 0 under the target's law.",
+        "Mean of log p + H of tokens of the last answers, nats: 0 under the target.",
         lambda sums: sums.innovation,
     ),
 )

@@ -15,7 +15,7 @@ COMMANDS = {
     "demo": ("demo.cli", "SMC and plain decoding on servers of the shipped pair"),
     "plan": ("plan.cli", "upper bounds on speed, and the fastest N and K"),
     "audit": ("testing.audit_cli", "whether any server's speculation is lossless"),
-    "check": ("testing.cli", "whether a server's answers follow their laws"),
+    "check": ("testing.cli", "whether a server's answers follow the target"),
     "view": ("view.page", "what the particles of one answer did, as a page"),
     "watch": ("watch", "a running server, live"),
 }

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     engine = "what samples; default: SGLang's engine, if installed"
     add("--sampler", choices=(ENGINE, "transformers"), default=default, help=engine)
     add("--held-out", type=positive, default=200, help="texts that only measure; default 200")
-    add("--temperature", type=above_0, default=1.0, help="of samples and laws; default 1.0")
+    add("--temperature", type=above_0, default=1.0, help="of samples, p and q; default 1.0")
     add("--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl")
     particles = "N of the drafts that are measured; default 8"
     add("--particles", type=positive, default=8, help=particles)

@@ -86,7 +86,7 @@ def check_exact_answers(
     """Compare short answers of mode exact with the target's distribution, by a chi-square test."""
     settings = {"mode": "exact", "num_steps": _two_steps(smc)}
     length = settings["num_steps"] + 2  # the prefill's token, a round, and the next round's first
-    proves = "answers of mode exact follow the target's own law"
+    proves = "answers of mode exact follow the target"
     result = Result("exact-answers", proves, alpha=alpha, num_answers=num_answers)
     advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
     texts = _token_ids(smc, prompts, seed)
@@ -108,7 +108,7 @@ def check_draft_law(
         draft: the draft model; q is then its own distribution. Without it q follows from the
             answers' weights, and must equal the distribution that they were sampled from.
     """
-    whose = "the law they are weighed by" if draft is None else "the draft's own law"
+    whose = "what they are weighed by" if draft is None else "the draft"
     result = Result("draft-law", f"drafted tokens follow {whose}")
     if smc.settings["adaptive"]:
         return result._replace(note=_ADAPTIVE)
@@ -117,7 +117,7 @@ def check_draft_law(
     settings |= {"evidence_threshold": 0, "draft_temperature": 1.0}
     models = [] if draft is None else [smc, *[draft] * num_steps]
     result = result._replace(alpha=alpha, num_answers=num_answers)
-    advice = f"Drafts do not follow the draft model, or are weighed by another law: {SWITCHES}."
+    advice = f"Drafts do not follow the draft model, or are weighed by something else: {SWITCHES}."
     texts = _token_ids(smc, prompts, seed)
     return _by_chi_square(result, smc, texts, 1 + num_steps, settings, models, advice)
 
