@@ -27,6 +27,7 @@ def measured() -> dict[str, int | list[str]]:
     package = lines_in("sglang_smc")
     beside = sum(lines_in(f"sglang_smc/{room}") for room in ("tools", "cpu", "guard"))
     pages = [path for path in ROOT.rglob("*.md") if not set(path.parts) & NO_PAGES]
+    text = "\n".join(path.read_text() for path in pages)
     return {
         "round_lines": sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
         # Calls whose function stands in another file than the one called before.
@@ -43,8 +44,8 @@ def measured() -> dict[str, int | list[str]]:
         "kernel_and_hook_lines": lines_in("kernels") + lines_in("patches"),
         "bench_lines": lines_in("bench"),
         "test_lines": lines_in("tests"),
-        "page_words": sum(len(path.read_text().split()) for path in pages),
-        "table_words": sum(len(row.split()) for path in pages for row in table_rows(path)),
+        "page_words": len(text.split()),
+        "table_words": len(" ".join(re.findall(r"^\|.*", text, re.M)).split()),
         "glossary": glossary(),  # words of our own
     }
 
@@ -53,10 +54,6 @@ def lines_in(folder: str) -> int:
     """Count lines of Python, links not followed."""
     files = (path for path in (ROOT / folder).rglob("*.py") if not path.is_symlink())
     return sum(len(path.read_text().splitlines()) for path in files)
-
-
-def table_rows(page: Path) -> list[str]:
-    return re.findall(r"^\|.*", page.read_text(), re.M)
 
 
 def glossary() -> list[str]:

@@ -193,6 +193,7 @@ def test_what_makes_room_is_advised() -> None:
     assert findings_of("l4", *asked, "--max-lag", "16")["mode smc"].level == OK
     found = findings_of("l4", "--context", "512", "--requests", "11")  # no lag would
     assert "exact" in found["mode smc"].do and "-mode exact" in found["advice"].found
+    assert found["advice"].found.endswith("--speculative-smc-adaptive")
     assert "advice" not in findings_of("l4", "--context", "100000"), "not one request fits"
     too_large = findings_of("l4", "--target", "llama-3.1-70b")
     assert too_large["memory"].level == FAIL and "advice" not in too_large

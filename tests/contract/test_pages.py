@@ -115,12 +115,9 @@ def test_commands_are_known() -> None:
 
 def test_flags_of_speculative_decoding_exist() -> None:
     known = {name.replace("_", "-") for name in field_names()}
-    named = {
-        (name_of(page), flag)
-        for page in PAGES
-        for flag in re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text())
-    }
-    assert {(page, flag) for page, flag in named if flag not in known} == set()
+    for page in PAGES:
+        named = set(re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text()))
+        assert named - known == set(), name_of(page)
 
 
 def test_python_on_pages_compiles_and_names_real_keywords() -> None:
@@ -250,38 +247,35 @@ def test_every_environment_variable_is_listed() -> None:
     assert named == read
 
 
-@pytest.mark.parametrize(("name", "count"), [("performance", 2), ("memory", 3)])
-def test_the_plan_prints_the_rows_that_are_shown(
-    name: str, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = ROOT / "docs" / f"{name}.md"
-    (command,) = (words for words in commands_of(page) if "sglang_smc.tools.plan" in words)
-    _, behind = page.read_text().split("python -m sglang_smc.tools.plan")
-    end = command.index("--plot") if "--plot" in command else None
-    assert plan.main(command[3:end]) == 0
-    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    rows = [
-        row.strip("|").split("|")
-        for row in behind.partition("\n## ")[0].splitlines()
-        if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
-    ]
-    assert len(rows) == count
-    assert {" ".join(" ".join(row).split()) for row in rows} <= printed
+def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for page, count in ((ROOT / "docs/performance.md", 2), (ROOT / "docs/memory.md", 3)):
+        (command,) = (words for words in commands_of(page) if "sglang_smc.tools.plan" in words)
+        end = command.index("--plot") if "--plot" in command else None
+        assert plan.main(command[3:end]) == 0
+        printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+        shown = page.read_text().split("python -m sglang_smc.tools.plan")[1]
+        rows = [
+            row.strip("|").split("|")
+            for row in shown.partition("\n## ")[0].splitlines()
+            if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
+        ]
+        assert len(rows) == count
+        assert {" ".join(" ".join(row).split()) for row in rows} <= printed
 
 
-def figures_of(line: str) -> set[str]:
+def figures_of(text: str) -> set[str]:
     """Numbers with a point or a comma: no settings."""
-    return set(re.findall(r"\d+(?:[.,]\d+)+", line))
+    return set(re.findall(r"\d+(?:[.,]\d+)+", text))
 
 
 def test_each_figure_of_readme_is_a_published_one() -> None:
-    """A row's stand in one line of a results file that is named right below its table."""
-    blocks = (ROOT / "README.md").read_text().split("\n\n")
-    rows = 0
-    for table, below in pairwise(blocks):
-        of_table = [row for row in table.splitlines() if row.startswith("| ") and figures_of(row)]
-        sources = re.findall(r"\]\((bench/results/\S+?)\)", below) if of_table else ()
-        known = [figures_of(line) for one in sources for line in (ROOT / one).open()]
-        assert [row for row in of_table if not any(figures_of(row) <= one for one in known)] == []
-        rows += len(of_table)
-    assert rows > 5
+    """A row's stand in one line of a results file that is named right below, as milliseconds do."""
+    count = 0
+    for block, below in pairwise((ROOT / "README.md").read_text().split("\n\n")):
+        rows = [row for row in block.splitlines() if row.startswith("| ") and figures_of(row)]
+        sources = re.findall(r"\]\((bench/results/\S+?)\)", below) if rows else []
+        known = [figures_of(line) for source in sources for line in (ROOT / source).open()]
+        assert [row for row in rows if not any(figures_of(row) <= one for one in known)] == []
+        assert not rows or set(re.findall(r"([\d.]+) ms", below)) <= set().union(*known)
+        count += len(rows)
+    assert count > 5

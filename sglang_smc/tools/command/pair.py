@@ -313,7 +313,10 @@ class Pair(NamedTuple):
         return ok("speed", found + ends, numbers=numbers)
 
     def advice(self) -> Finding:
-        """Recommend mode exact, with the given N and K, or the fastest with fewer particles."""
+        """Recommend mode exact, with the given N and K, or the fastest with fewer particles.
+
+        They are for one request at a time: for several, adaptive sizes start from them.
+        """
         best = self.given
         if best.times_ar <= 1:
             most = best.num_particles
@@ -325,4 +328,5 @@ class Pair(NamedTuple):
             return warning("advice", found, do)
         settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
         flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
+        flags += [flag_of("adaptive")] if self.options.requests > 1 else []
         return ok("advice", " ".join([f"{flag_of('mode')} {VERIFYING}", *flags]), numbers=settings)
