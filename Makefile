@@ -123,7 +123,7 @@ catalogue: venv
 
 # Every link and anchor is checked. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME links files that are no pages.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # What is uploaded. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
 dist: venv

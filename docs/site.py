@@ -56,9 +56,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
     def within(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
-        if not target:
-            return link[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
+        if not target or not (ROOT / path).exists():  # of the latter mkdocs warns
+            return link[0]
         if place_of(path) in files.src_uris:
             return f"[{text}]({posixpath.relpath(place_of(path), folder or '.')}{anchor})"
         address = config["repo_url"]
