@@ -26,8 +26,8 @@ def measured() -> dict[str, int | list[str]]:
     functions = list(functions_of(set(codes)))
     package = lines_in("sglang_smc")
     beside = sum(lines_in(f"sglang_smc/{room}") for room in ("tools", "cpu", "guard"))
-    pages = [path for path in ROOT.rglob("*.md") if not set(path.parts) & NO_PAGES]
-    text = "\n".join(path.read_text() for path in pages)
+    pages = (path for path in ROOT.rglob("*.md") if not {*path.parts} & NO_PAGES)
+    text = "\n".join(map(Path.read_text, pages))
     return {
         "round_lines": sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
         # Calls whose function stands in another file than the one called before.
@@ -58,9 +58,8 @@ def lines_in(folder: str) -> int:
 
 def glossary() -> list[str]:
     """Return the items of the list of words in docs/algorithm.md."""
-    page = (ROOT / "docs" / "algorithm.md").read_text()
-    section = page.partition("\n## Words\n")[2].partition("\n## ")[0]
-    return re.findall(r"^- (.*?): ", section, re.M)
+    below = (ROOT / "docs" / "algorithm.md").read_text().partition("\n## Words\n")[2]
+    return re.findall(r"^- (.*?): ", below.partition("\n## ")[0], re.M)
 
 
 def sources() -> Iterator[Path]:
