@@ -8,37 +8,23 @@ import triton.language as tl
 
 from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
-from sglang_smc.smc.weighing import SCHEMES, Decision
+from sglang_smc.smc.weighing import SCHEMES, Block, Decision
 
 _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
 
 
-def reweight_and_resample(
-    log_weights: torch.Tensor,
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    power: torch.Tensor,
-    num_steps: torch.Tensor,
-    ess_threshold: torch.Tensor,
-    resample_each_token: torch.Tensor,
-    evidence_threshold: torch.Tensor,
-    present: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-    uniforms: torch.Tensor,
-    scheme: torch.Tensor,
-) -> Decision:
+def reweight_and_resample(block: Block) -> Decision:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.weighing.reweight_and_resample`, same arguments, of any strides.
+    Reference: `sglang_smc.smc.weighing.reweight_and_resample`, of tensors of any strides.
     Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
     rounding of its threshold.
     """
-    size, num_particles, num_drafted = log_p.shape
+    size, num_particles, num_drafted = block.log_p.shape
 
     def room(dtype: torch.dtype, *more: int) -> torch.Tensor:
-        return torch.empty(size, *more, dtype=dtype, device=log_p.device)
+        return torch.empty(size, *more, dtype=dtype, device=block.log_p.device)
 
     found = Decision(
         num_columns=room(torch.int64),
@@ -52,10 +38,8 @@ def reweight_and_resample(
         log_evidence=room(torch.float64),
         verified=room(torch.bool),
     )
-    of_groups = power, num_steps, ess_threshold, resample_each_token, evidence_threshold
     _reweight[(size,)](
-        *contiguous((log_weights, log_p, log_q, up_to_end, *of_groups)),
-        *contiguous((present, keep_uniforms, uniforms, scheme)),
+        Block(*contiguous(block)),
         found,
         num_particles,
         num_drafted,
@@ -208,19 +192,7 @@ def _normalized(unnormalized):
 
 @triton.jit
 def _reweight(
-    log_weights,
-    log_p,
-    log_q,
-    up_to_end,
-    power,
-    num_steps,
-    ess_threshold,
-    resample_each_token,
-    evidence_threshold,
-    present,
-    keep_uniforms,
-    uniforms,
-    schemes,
+    block,
     found,
     num_particles,
     num_drafted,
@@ -229,25 +201,27 @@ def _reweight(
 ):
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
-    start = tl.load(log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(present + own, mask=here, other=0) != 0
+    start = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(block.present + own, mask=here, other=0) != 0
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    own_steps = tl.load(num_steps + group).to(tl.int32)
+    own_steps = tl.load(block.num_steps + group).to(tl.int32)
 
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     at = own[None, :] * num_drafted + column[:, None] - 1
-    alpha = tl.load(power + group)
-    running, is_open = _weighed(log_p, log_q, up_to_end, alpha, start, at, at, drafted, column)
+    alpha = tl.load(block.power + group)
+    running, is_open = _weighed(
+        block.log_p, block.log_q, block.up_to_end, alpha, start, at, at, drafted, column
+    )
     relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
 
-    threshold = tl.load(evidence_threshold + group)
-    log_coin = tl.log(tl.load(keep_uniforms + group)) + tl.log(threshold)
+    threshold = tl.load(block.evidence_threshold + group)
+    log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
-    low = ess < tl.load(ess_threshold + group) * size
+    low = ess < tl.load(block.ess_threshold + group) * size
     low_after = low & (column > 0) & (column <= num_drafted)
     first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
-    stops_early = tl.load(resample_each_token + group) != 0
+    stops_early = tl.load(block.resample_each_token + group) != 0
     num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
 
     last = column == num_columns
@@ -265,7 +239,7 @@ def _reweight(
     tl.store(found.num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
-    numbers, scheme = uniforms + group * num_particles, tl.load(schemes + group)
+    numbers, scheme = block.uniforms + group * num_particles, tl.load(block.scheme + group)
     drawn = _drawn(weights, numbers, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)

@@ -19,7 +19,7 @@ from sglang_smc.smc import filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.weighing import SCHEMES
+from sglang_smc.smc.weighing import SCHEMES, Block
 
 NUM_GROUPS, VOCAB, PREFIX = 3, 1000, 70
 
@@ -184,17 +184,24 @@ def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
 
 def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
     log_p, log_q, _, up_to_end, present, num_steps = _drafts(of)
-    each_token = torch.arange(NUM_GROUPS, device=of.device) == 2
-    rules = num_steps, of.numbers(0.5, 1.1, 0.9), each_token, of.numbers(0.5, 0.0, 0.0)
+    group = torch.arange(NUM_GROUPS, device=of.device)
     log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
-    power, noise = (
-        of.numbers(1.0, 1.0, 2.0),
-        (of.uniforms(NUM_GROUPS), of.uniforms(*of.shape[:2])),
+    block = Block(
+        log_weights=log_weights,
+        log_p=log_p,
+        log_q=log_q,
+        up_to_end=up_to_end,
+        present=present,
+        power=of.numbers(1.0, 1.0, 2.0),
+        num_steps=num_steps,
+        ess_threshold=of.numbers(0.5, 1.1, 0.9),
+        resample_each_token=group == 2,
+        evidence_threshold=of.numbers(0.5, 0.0, 0.0),
+        scheme=group % len(SCHEMES),
+        keep_uniforms=of.uniforms(NUM_GROUPS),
+        uniforms=of.uniforms(*of.shape[:2]),
     )
-    return ops.reweight_and_resample(
-        *(log_weights, log_p, log_q, up_to_end, power, *rules, present, *noise),
-        torch.arange(NUM_GROUPS, device=of.device) % len(SCHEMES),
-    )
+    return ops.reweight_and_resample(block)
 
 
 def _keep(ops: Ops, of: Inputs) -> Any:

@@ -320,22 +320,25 @@ class Steps:
         settings, uniforms = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
         if p.log_mass is not None:  # weights compare p before masks with q under them
             log_p = log_p + p.log_mass.view_as(log_p)
-        own = self.ops.reweight_and_resample  # kernels need at least one column
-        decision = (own if batch.shape.num_steps else weighing.reweight_and_resample)(
-            population.log_weights,
-            log_p[:, :, :-1],
-            drafts.log_q,
-            drafts.up_to_end,
-            settings.power,
-            num_steps,
-            ess_threshold,
-            settings.resample_each_token,
-            settings.evidence_threshold,
-            population.present,
-            uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
-            uniforms(batch.position, Purpose.RESAMPLE),
-            settings.scheme,
+        block = weighing.Block(
+            log_weights=population.log_weights,
+            log_p=log_p[:, :, :-1],
+            log_q=drafts.log_q,
+            up_to_end=drafts.up_to_end,
+            present=population.present,
+            power=settings.power,
+            num_steps=num_steps,
+            ess_threshold=ess_threshold,
+            resample_each_token=settings.resample_each_token,
+            evidence_threshold=settings.evidence_threshold,
+            scheme=settings.scheme,
+            keep_uniforms=uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
+            uniforms=uniforms(batch.position, Purpose.RESAMPLE),
         )
+        if batch.shape.num_steps:
+            decision = self.ops.reweight_and_resample(block)
+        else:  # kernels need at least one column
+            decision = weighing.reweight_and_resample(block)
         # The rows of p are [G, N, K + 1]: each particle uses that of its ancestor's next token.
         first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
         next_row = (first + decision.num_columns).unsqueeze(1)

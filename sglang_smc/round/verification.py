@@ -12,7 +12,7 @@ from sglang_smc.round.batch import Drafts, RoundBatch
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.weighing import Decision, choose
+from sglang_smc.smc.weighing import Block, Decision, choose
 from sglang_smc.state.population import Population
 
 
@@ -111,22 +111,15 @@ def extend_each(
     rest = torch.arange(num_steps + 1, device=sums.device) >= num_weighed.unsqueeze(2)
     gains = sums.masked_fill(rest, 0.0).sum(2)
     ahead = _ahead(gains, num_weighed, batch.output_lengths[:, each] + num_weighed, continues)
-    column, once = gains.unsqueeze(2), torch.ones_like(settings.num_steps)
-    decision = ops.reweight_and_resample(
+    block = Block.of_gains(
         population.log_weights[:, each] - ahead,
-        column,  # which is kept whatever its evidence
-        torch.zeros_like(column),
-        torch.ones_like(column, dtype=torch.bool),
-        torch.ones_like(settings.power),
-        once,
-        ess_threshold,
-        once < 1,
-        torch.zeros_like(settings.power),  # the evidence threshold
-        present,
-        settings.ess_threshold,  # as uniforms for the evidence: any will do
-        ops.uniforms(settings.seeds, batch.position[:, each], Purpose.RESAMPLE),
-        settings.scheme,
+        gains,
+        present=present,
+        ess_threshold=ess_threshold,
+        scheme=settings.scheme,
+        uniforms=ops.uniforms(settings.seeds, batch.position[:, each], Purpose.RESAMPLE),
     )
+    decision = ops.reweight_and_resample(block)
     row, left, rejects = (
         of_each_draw(
             of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),

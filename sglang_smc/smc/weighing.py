@@ -158,21 +158,59 @@ class Decision(NamedTuple):
     verified: torch.Tensor  # [G] bool: exact verification set the kept tokens; K = 0: all but smc
 
 
-def reweight_and_resample(
-    log_weights: torch.Tensor,
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    power: torch.Tensor,
-    num_steps: torch.Tensor,
-    ess_threshold: torch.Tensor,
-    resample_each_token: torch.Tensor,
-    evidence_threshold: torch.Tensor,
-    present: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-    uniforms: torch.Tensor,
-    scheme: torch.Tensor,
-) -> Decision:
+class Block(NamedTuple):
+    """A round's scored draft tokens, with what each group decides by."""
+
+    log_weights: torch.Tensor  # [G, N] float64 before the block
+    log_p: torch.Tensor  # [G, N, K] of the draft tokens, as the next
+    log_q: torch.Tensor  # [G, N, K]
+    up_to_end: torch.Tensor  # [G, N, K] bool: up to a particle's end, within its request's K
+    present: torch.Tensor  # [G, N] bool
+    power: torch.Tensor  # [G] float64 alpha: a token adds alpha log p - log q to the log-weight
+    num_steps: torch.Tensor  # [G] int64 K of each group
+    ess_threshold: torch.Tensor  # [G] float64 tau; resample where ESS < tau * N
+    resample_each_token: torch.Tensor  # [G] bool: test the ESS after every column, not the last
+    evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the evidence covers
+    scheme: torch.Tensor  # [G] int64 resampling method, an index in `SCHEMES`
+    keep_uniforms: torch.Tensor  # [G] float64 uniforms, for the evidence
+    uniforms: torch.Tensor  # [G, N] float64 uniforms, for the ancestors
+
+    @classmethod
+    def of_gains(
+        cls,
+        log_weights: torch.Tensor,
+        gains: torch.Tensor,
+        *,
+        present: torch.Tensor,
+        ess_threshold: torch.Tensor,
+        scheme: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> "Block":
+        """Return a block of one column, kept whatever its evidence, whose weights gain ``gains``.
+
+        Args:
+            gains: ``[G, N]`` float64. The others are as the fields.
+        """
+        column, zero = gains.unsqueeze(2), torch.zeros_like(ess_threshold)
+        one = torch.ones_like(scheme)
+        return cls(
+            log_weights=log_weights,
+            log_p=column,
+            log_q=torch.zeros_like(column),
+            up_to_end=torch.ones_like(column, dtype=torch.bool),
+            present=present,
+            power=torch.ones_like(ess_threshold),
+            num_steps=one,
+            ess_threshold=ess_threshold,
+            resample_each_token=one < 1,
+            evidence_threshold=zero,
+            scheme=scheme,
+            keep_uniforms=zero,
+            uniforms=uniforms,
+        )
+
+
+def reweight_and_resample(block: Block) -> Decision:
     """Weigh a block of draft tokens, cut it, and `resample` where the ESS is low.
 
     The effective sample size is tested once, after the kept columns, or after every column, to
@@ -181,42 +219,35 @@ def reweight_and_resample(
     die: the target's own draw takes that column's place, and a round always advances by at least
     one token. A single chain at temperature 0 keeps the draft tokens that are the target's
     likeliest ones.
-
-    Args:
-        log_weights: ``[G, N]`` float64 before the block.
-        log_p, log_q: ``[G, N, K]`` log-probabilities of the draft tokens.
-        up_to_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
-        power: ``[G]`` float64 alpha: a draft token adds ``alpha log p - log q`` to the log-weight.
-        num_steps: ``[G]`` int64 K of each group.
-        ess_threshold: ``[G]`` float64 tau; resample where ESS < tau * N.
-        resample_each_token: ``[G]`` bool: test the ESS after every column, not only after the last.
-        evidence_threshold: ``[G]`` float64 c; keep columns that the evidence covers.
-        present: ``[G, N]`` bool.
-        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
-        uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
-        scheme: ``[G]`` int64, each group's resampling method: its index in `SCHEMES`.
     """
-    scored = log_p.double() * power.view(-1, 1, 1)
-    increments = torch.where(up_to_end, scored - log_q, 0.0)
-    running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
+    up_to_end, present, num_steps = block.up_to_end, block.present, block.num_steps
+    scored = block.log_p.double() * block.power.view(-1, 1, 1)
+    increments = torch.where(up_to_end, scored - block.log_q, 0.0)
+    running = accumulate(block.log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
     ess = effective_sample_size(running)  # [G, K + 1]
-    covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
-    low = ess < (ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
+    threshold = block.evidence_threshold
+    covered = covered_columns(running, threshold, num_steps, block.keep_uniforms)
+    low = ess < (block.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
     first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
-    num_columns = torch.where(resample_each_token, first_low, covered)
+    num_columns = torch.where(block.resample_each_token, first_low, covered)
     dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never starts dead
     at = num_columns.unsqueeze(1)
     next_column = (at + 1).clamp_max(dead.shape[1] - 1)
     column = torch.arange(up_to_end.shape[2], device=up_to_end.device)
     weighed, resampled = column_of(running, num_columns), low.gather(1, at).squeeze(1)
+    ancestors, log_weights, log_evidence = resample(
+        weighed, resampled, present, block.uniforms, block.scheme
+    )
     return Decision(
-        num_columns,
-        (up_to_end & (column < at.unsqueeze(2))).sum(2),
-        weighed,
-        ess.gather(1, at).squeeze(1),
-        resampled,
-        dead.gather(1, next_column).squeeze(1) & (num_columns < num_steps),
-        *resample(weighed, resampled, present, uniforms, scheme),
+        num_columns=num_columns,
+        num_kept=(up_to_end & (column < at.unsqueeze(2))).sum(2),
+        weighed=weighed,
+        ess=ess.gather(1, at).squeeze(1),
+        resampled=resampled,
+        all_zero=dead.gather(1, next_column).squeeze(1) & (num_columns < num_steps),
+        ancestors=ancestors,
+        log_weights=log_weights,
+        log_evidence=log_evidence,
         verified=torch.zeros_like(resampled),
     )
 

@@ -37,21 +37,22 @@ def uniforms(*values: float) -> torch.Tensor:
 
 
 def decide(p: torch.Tensor, evidence_threshold: float) -> weighing.Decision:
-    return weighing.reweight_and_resample(
-        torch.zeros(1, 2, dtype=torch.float64),
-        p.log().unsqueeze(0),
-        Q.log().unsqueeze(0),
-        torch.ones(1, 2, 3, dtype=torch.bool),
-        uniforms(1.0),
-        torch.tensor([3]),
-        uniforms(THRESHOLD),
-        torch.tensor([False]),
-        uniforms(evidence_threshold),
-        torch.ones(1, 2, dtype=torch.bool),
-        uniforms(0.999),  # whatever the uniform, all is kept
-        uniforms(0.3, 0.3).unsqueeze(0),
-        torch.tensor([SCHEMES.index("systematic")]),
+    block = weighing.Block(
+        log_weights=torch.zeros(1, 2, dtype=torch.float64),
+        log_p=p.log().unsqueeze(0),
+        log_q=Q.log().unsqueeze(0),
+        up_to_end=torch.ones(1, 2, 3, dtype=torch.bool),
+        present=torch.ones(1, 2, dtype=torch.bool),
+        power=uniforms(1.0),
+        num_steps=torch.tensor([3]),
+        ess_threshold=uniforms(THRESHOLD),
+        resample_each_token=torch.tensor([False]),
+        evidence_threshold=uniforms(evidence_threshold),
+        scheme=torch.tensor([SCHEMES.index("systematic")]),
+        keep_uniforms=uniforms(0.999),  # whatever the uniform, all is kept
+        uniforms=uniforms(0.3, 0.3).unsqueeze(0),
     )
+    return weighing.reweight_and_resample(block)
 
 
 def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:

@@ -44,23 +44,23 @@ def test_random_groups(c: Case, device: str) -> None:
     schemes = torch.arange(size) % len(SCHEMES)
     if c.scheme in SCHEMES:
         schemes.fill_(SCHEMES.index(c.scheme))
-    arguments = (
-        (c.normal(*shape[:2]).double() * spread).masked_fill(~present, -INF),
-        torch.where(c.flags(c.p_dead, *shape), killers, log_p),
-        torch.where(c.flags(c.p_dead / 4, *shape), killers, log_q),
-        (torch.arange(num_steps) < drafted.unsqueeze(2)) & present.unsqueeze(2),
-        any_of(c, [1.0, 1.0, 2.0, 0.5], size),
-        steps,
-        any_of(c, [0.0, 0.37, 0.71, 1.0, INF], size),
-        c.flags(0.5, size),
-        any_of(c, [0.0, 0.3, 1.0, INF], size),
-        present,
-        c.uniforms(size),
-        noise if c.noise is None else torch.full_like(noise, c.noise),
-        schemes,
+    block = weighing.Block(
+        log_weights=(c.normal(*shape[:2]).double() * spread).masked_fill(~present, -INF),
+        log_p=torch.where(c.flags(c.p_dead, *shape), killers, log_p),
+        log_q=torch.where(c.flags(c.p_dead / 4, *shape), killers, log_q),
+        up_to_end=(torch.arange(num_steps) < drafted.unsqueeze(2)) & present.unsqueeze(2),
+        present=present,
+        power=any_of(c, [1.0, 1.0, 2.0, 0.5], size),
+        num_steps=steps,
+        ess_threshold=any_of(c, [0.0, 0.37, 0.71, 1.0, INF], size),
+        resample_each_token=c.flags(0.5, size),
+        evidence_threshold=any_of(c, [0.0, 0.3, 1.0, INF], size),
+        scheme=schemes,
+        keep_uniforms=c.uniforms(size),
+        uniforms=noise if c.noise is None else torch.full_like(noise, c.noise),
     )
     run = kernel.reweight_and_resample, weighing.reweight_and_resample
-    assert_same(*run, arguments, device, rounding=1e-12)
+    assert_same(*run, [block], device, rounding=1e-12)
 
 
 @drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
