@@ -100,7 +100,7 @@ def tally(
 ) -> torch.Tensor:
     """Accumulate values into rows of ``totals``: sums, then a minimum, then latest values.
 
-    Reference: `sglang_smc.ops.interface.tally`, same arguments.
+    Reference: `sglang_smc.smc.ops.tally`, same arguments.
     """
     values = *added, lowest, *latest
     after = totals.new_empty(len(rows), len(values))  # [G, C]

@@ -20,11 +20,11 @@ from triton.runtime.jit import JITFunction
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
 from sglang_smc.round.play import Round, Steps
+from sglang_smc.smc.ops import Ops
 
 VOCAB_SIZE = 128_256
 PROMPT = 8_192

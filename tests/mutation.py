@@ -38,9 +38,8 @@ FILES = (
     "sglang_smc/kv/ledger.py",
     "sglang_smc/kv/report.py",
     "sglang_smc/kv/arena.py",
-    "sglang_smc/ops/interface.py",
     "sglang_smc/round/*.py",
-    "sglang_smc/state/population.py",
+    "sglang_smc/state/particles.py",
 )
 SEED = 0
 MOST_SECONDS = 15.0  # of tests per mutant, as they took without a mutation

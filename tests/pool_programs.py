@@ -15,9 +15,10 @@ from toy_worker import NUM_CONTEXTS, Language, SlotModel, ToyWorker
 
 from sglang_smc.kv import arena
 from sglang_smc.models.chains import Chains
-from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.ops import TORCH
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.smc.ops import Ops
 
 EOS, VOCAB, LONGEST = 0, 3, 34
 CONFIGS = {

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from sglang_smc.round.result import Outcome
+from sglang_smc.smc.population import Population
 from sglang_smc.state.metrics import Counters
-from sglang_smc.state.population import Population
 
 
 def population_of(

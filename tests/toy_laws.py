@@ -8,9 +8,9 @@ import laws
 import torch
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import FIELDS, SMCConfig
+from sglang_smc.smc.ops import Ops
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
 Text = tuple[int, ...]

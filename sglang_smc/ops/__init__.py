@@ -2,7 +2,10 @@
 
 import os
 
-from sglang_smc.ops.interface import TORCH, Kind, Ops
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.smc.ops import Kind, Ops
+
+TORCH = Ops(ledger=Ledger)
 
 
 def kind_of(kernels: str, device: str) -> Kind:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sglang_smc.ops import TORCH
 from sglang_smc.ops.check_cases import CHECKS, Inputs, Sizes
-from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.smc.ops import Ops
 
 logger = logging.getLogger(__name__)
 

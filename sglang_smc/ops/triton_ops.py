@@ -12,8 +12,8 @@ from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
 from sglang_smc.kernels.verify import verify
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.kv.ledger import Ledger
-from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ops import Ops
 
 
 class KernelLedger(Ledger):

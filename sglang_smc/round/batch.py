@@ -11,17 +11,19 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget, apply_budget, request_config, union
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.edits import EditTable, has_edits
+from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.metrics import CounterTable, zero_counters
-from sglang_smc.state.population import NO_LOGPROBS, LogprobWidths, ParticleTable, Population
+from sglang_smc.state.particles import ParticleTable
 from sglang_smc.state.request import state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 

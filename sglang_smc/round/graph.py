@@ -42,7 +42,7 @@ from sglang_smc.options.request import OFF, Budget, budgets, verified_as_tree, w
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
-from sglang_smc.state.population import LogprobTable, LogprobWidths, recorded_logprobs
+from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
 from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.batch import Drafts, RoundBatch
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
-from sglang_smc.state.population import Population
 from sglang_smc.state.record import RoundRecord
 from sglang_smc.state.request import RequestState, state_of
 

@@ -9,7 +9,6 @@ from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import kind_of as kind_of_ops
 from sglang_smc.ops import ops_of
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
@@ -17,6 +16,7 @@ from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
+from sglang_smc.smc.ops import Ops
 from sglang_smc.state.request import RequestStates
 from sglang_smc.upstream import experts_of_passes, is_gated_delta
 

@@ -30,7 +30,6 @@ from sglang_smc.kv.transfer import joined
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording, Record
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
@@ -49,11 +48,12 @@ from sglang_smc.round.verification import extend_each, unless, verify
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import trees, weighing
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
-from sglang_smc.state.population import Population
 
 
 @dataclass(eq=False)

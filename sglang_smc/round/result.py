@@ -22,10 +22,11 @@ from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.observers import Traced
 from sglang_smc.rules import registry
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import choose
 from sglang_smc.state.failures import end_failed
+from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.metrics import Monitor, Played, gained
-from sglang_smc.state.population import Emitted, Population
 from sglang_smc.state.request import deliver, has_open_token, particles_of, state_of
 
 if TYPE_CHECKING:

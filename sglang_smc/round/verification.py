@@ -11,9 +11,9 @@ import torch
 from sglang_smc.round.batch import Drafts, RoundBatch
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import Block, Decision, choose
-from sglang_smc.state.population import Population
 
 
 def verify(

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from transformers import PreTrainedTokenizerBase
 
-from sglang_smc.state.population import Population
+from sglang_smc.smc.population import Population
 
 
 class BatchTexts(NamedTuple):

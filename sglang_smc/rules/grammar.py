@@ -24,8 +24,8 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.smc.edits import unpack
+from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
-from sglang_smc.state.population import Population
 from sglang_smc.state.ranks import tp_group
 from sglang_smc.state.request import shared_ids, state_of, tails_of
 

@@ -20,8 +20,8 @@ from sglang_smc.potentials.base import Text
 from sglang_smc.potentials.runner import Call, MissingValue, Query
 from sglang_smc.potentials.spec import PotentialSpec, Schedule
 from sglang_smc.rules.base import BatchTexts, GroupScores, Scorer, decoder_of
+from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
-from sglang_smc.state.population import Population
 from sglang_smc.state.ranks import tp_group
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 

@@ -14,8 +14,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_smc.rules.base import BatchTexts, LogitsRule
+from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
-from sglang_smc.state.population import Population
 from sglang_smc.state.request import shared_ids, state_of, tails_of
 
 

@@ -15,7 +15,7 @@ from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.potentials import Potentials
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.stopping import StopTexts
-from sglang_smc.state.population import Population, Scores
+from sglang_smc.smc.population import Population, Scores
 from sglang_smc.state.request import find_state, state_of
 
 RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials)

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATC
 
 from sglang_smc.guard.pattern import START, State, pattern_of
 from sglang_smc.rules.base import BatchTexts, LogitsRule, decoder_of
-from sglang_smc.state.population import Population
+from sglang_smc.smc.population import Population
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 
 CONTEXT = 8

@@ -18,7 +18,7 @@ from sglang_smc.options.server import SETTINGS, SMCConfig, out_of_range
 from sglang_smc.potentials.spec import FLAG, load
 from sglang_smc.potentials.spec import problems as problems_of
 from sglang_smc.process import potentials_of
-from sglang_smc.state.population import MOST_LISTED
+from sglang_smc.state.logprobs import MOST_LISTED
 from sglang_smc.upstream import Arguments, resolved
 
 

@@ -5,12 +5,174 @@ top-p and min-p (srt/layers/sampler.py:140, srt/layers/logprob_processor.py:276)
 SGLANG_RETURN_ORIGINAL_LOGPROB=1 the temperature is not applied either.
 """
 
+from typing import NamedTuple
+
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import restrict
-from sglang_smc.state.population import Population, TailLogprobs
+from sglang_smc.smc.population import Population, TailLogprobs
+
+MOST_LISTED = 128
+"""Maximum of `top_logprobs_num`, and of listed token ids, per request: it bounds the memory of a
+tail."""
+
+
+class LogprobWidths(NamedTuple):
+    """Widths of the log-probabilities that a batch needs, on the host."""
+
+    own: int  # 1 where some request sets return_logprob
+    top: int  # maximum of top_logprobs_num
+    listed: int  # maximum number of listed token ids
+
+    @classmethod
+    def of(cls, reqs: list[Req], returned: bool = False) -> "LogprobWidths":
+        """Return the widths that a round needs; scoring requests get theirs in prefill.
+
+        Args:
+            returned: SGLang reads some, though the request that asked may have failed since.
+        """
+        asking = [req for req in reqs if req.return_logprob]
+        rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
+        return cls(
+            own=int(returned or bool(asking)),
+            top=max((fields.top_logprobs_num for fields in rounds), default=0),
+            listed=max((len(fields.token_ids_logprob or ()) for fields in rounds), default=0),
+        )
+
+
+NO_LOGPROBS = LogprobWidths(0, 0, 0)
+
+
+def recorded_logprobs(vocab_size: int) -> LogprobWidths:
+    """Return the widths of captured rounds; OpenAI clients may request at most 20 top tokens."""
+    return LogprobWidths(own=1, top=min(20, vocab_size), listed=16)
+
+
+class Emitted(NamedTuple):
+    """Log-probabilities of each group's first particle, from which tokens are emitted."""
+
+    tails: TailLogprobs  # [G, T, ...]
+    first: torch.Tensor  # [G] float32, of the particle's first token
+
+
+class LogprobTable:
+    """Log-probabilities of tails between rounds, one row per request; allocated at first use.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+        self._shape = (num_rows, num_particles, max_tail + 1)
+        self._device = device
+        self.widths = NO_LOGPROBS  # captured rounds write to the table of their capture time
+        self.columns: TailLogprobs | None = None
+        self._ids = torch.zeros(num_rows, MOST_LISTED, dtype=torch.int64, device=device)
+        self._first = torch.zeros(num_rows, num_particles, device=device)
+
+    def begin(
+        self,
+        batch: ScheduleBatch,
+        log_p: torch.Tensor,
+        tokens: torch.Tensor,
+        output: LogitsProcessorOutput,
+    ) -> None:
+        """Start requests, and return the log-probabilities of their first tokens to SGLang.
+
+        Args:
+            batch: the requests that have been prefilled.
+            log_p: ``[G, V]`` of the next token.
+            tokens: ``[G, N]`` first tokens of the particles, or ``[G, 1]`` if all share one.
+            output: receives the log-probabilities in the form of SGLang's sampler.
+        """
+        num_top, listed = batch.top_logprobs_nums, batch.token_ids_logprobs
+        assert num_top is not None and listed is not None, "there where a request asks for any"
+        processor = OutputLogprobProcessor()
+        found = processor.compute_logprobs(log_p, num_top, listed, tokens[:, 0])
+        if found.token_ids_logprobs_val is not None:
+            # SGLang leaves a list for a request without listed ids, but later expects tensors.
+            values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
+            found.token_ids_logprobs_val = [row if len(row) else none for row in values]
+        found.write_output_to(output)
+        self._first[batch.req_pool_indices] = log_p.gather(1, tokens).expand(-1, self._shape[1])
+        self.prepare(batch)
+
+    def prepare(self, batch: ScheduleBatch) -> None:
+        """Make room for what new requests ask for, and store the ids that they list."""
+        rows, listed = batch.req_pool_indices, batch.token_ids_logprobs
+        assert listed is not None, "there where a request asks for any"
+        self.make_room(widths := LogprobWidths.of(batch.reqs))
+        if widths.listed:
+            lists = [(ids or [])[: widths.listed] for ids in listed]
+            padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]
+            self._ids[rows, : widths.listed] = on_device(self._device, padded)
+
+    def listed_ids(self, rows: torch.Tensor, num_listed: int) -> torch.Tensor:
+        """Return the token ids that the requests in ``rows`` list, ``[G, num_listed]``."""
+        return self._ids[rows, :num_listed]
+
+    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
+        """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
+        tails = TailLogprobs(*(column[:, 0] for column in logprobs))
+        # A particle's first token is that of its first ancestor.
+        return Emitted(tails, self._first[rows, roots])
+
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: LogprobWidths
+    ) -> TailLogprobs:
+        """Return the log-probabilities of the requests in ``rows`` ``[G]``, no more than needed.
+
+        Args:
+            num_particles, max_tail: sizes of the populations, as for `ParticleTable.gather`.
+            widths: of the batch.
+        """
+        views = self._views(num_particles, max_tail + 1, widths.top, widths.listed)
+        return TailLogprobs(*(view[rows] for view in views))
+
+    def scatter(self, rows: torch.Tensor, logprobs: TailLogprobs) -> None:
+        """Store the log-probabilities of the requests in ``rows`` ``[G]``."""
+        _, num_particles, length, num_listed = logprobs.listed.shape
+        views = self._views(num_particles, length, logprobs.top.shape[3], num_listed)
+        for view, values in zip(views, logprobs, strict=True):
+            view[rows] = values
+
+    def _views(
+        self, num_particles: int, length: int, num_top: int, num_listed: int
+    ) -> TailLogprobs:
+        """Return the part of the table with these sizes."""
+        assert self.columns is not None
+        own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self.columns)
+        tops = top[..., :num_top], top_ids[..., :num_top]
+        return TailLogprobs(own, *tops, listed[..., :num_listed])
+
+    def make_room(self, widths: LogprobWidths) -> None:
+        """Widen the table; graphs captured before write to the old `columns`, which none reads."""
+        had, before = self.widths, self.columns
+        self.widths = LogprobWidths(*map(max, had, widths))
+        if self.widths == had:
+            return
+
+        def zeros(*width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*self._shape, *width, dtype=dtype, device=self._device)
+
+        num_top = self.widths.top
+        self.columns = TailLogprobs(
+            own=zeros(),
+            top=zeros(num_top),
+            top_ids=zeros(num_top, dtype=torch.int64),
+            listed=zeros(self.widths.listed),
+        )
+        if before is not None:
+            for view, values in zip(self._views(*self._shape[1:], *had[1:]), before, strict=True):
+                view.copy_(values)
 
 
 def logprob_distribution(
@@ -22,7 +184,7 @@ def logprob_distribution(
     """Return the distribution of the reported log-probabilities for ``G * M`` rows of logits.
 
     Args:
-        kind: the class of the distribution, see `ops.interface`.
+        kind: the class of the distribution, see `smc.ops`.
         logits: ``[G, M, V]`` of the target, edited, with stop tokens that come too early masked.
         temperature: ``[G]``.
         allowed: ``[G, M, V]`` bool mask of the requests' rules.

@@ -18,10 +18,10 @@ import torch
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.policy import DIALED, Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
+from sglang_smc.smc.ops import Ops
 from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
 
 logger = logging.getLogger(__name__)

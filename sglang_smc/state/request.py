@@ -36,12 +36,12 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
+from sglang_smc.smc.population import Population, TailLogprobs
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, finite, meta_info, zero_counters
-from sglang_smc.state.population import Population, TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import Start, stop_tokens
 from sglang_smc.upstream import allocated, kv_of

@@ -39,7 +39,7 @@ from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
-from sglang_smc.state.population import recorded_logprobs
+from sglang_smc.state.logprobs import recorded_logprobs
 
 
 def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:

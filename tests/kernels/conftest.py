@@ -18,7 +18,7 @@ import triton
 import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
 from triton import knobs
 
-from sglang_smc.ops.interface import Ops
+from sglang_smc.smc.ops import Ops
 
 _FOLDER = Path(__file__).parents[2] / "kernels"
 KERNELS = sorted(

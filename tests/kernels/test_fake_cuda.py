@@ -13,11 +13,11 @@ from fake_llama import layer_pass
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
-from sglang_smc.state.population import recorded_logprobs
+from sglang_smc.smc.ops import Ops
+from sglang_smc.state.logprobs import recorded_logprobs
 from sglang_smc.tools.plan.shapes import from_config
 
 FILTERS = {"filtered": True}

@@ -15,7 +15,8 @@ from pool_programs import CONFIGS, PoolProgram
 
 from sglang_smc.kernels import lineage
 from sglang_smc.kv.ledger import Ledger
-from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.ops import TORCH
+from sglang_smc.smc.ops import Ops
 
 
 class Compared(Ledger):

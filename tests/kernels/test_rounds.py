@@ -9,10 +9,10 @@ from toy_logprobs import AskingWorker
 from toy_worker import Outcome
 
 from sglang_smc.models.softmax import Heads
-from sglang_smc.ops import check
+from sglang_smc.ops import TORCH, check
 from sglang_smc.ops.check_cases import Sizes
-from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.request import OFF, Budget
+from sglang_smc.smc.ops import Ops
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},

@@ -6,9 +6,9 @@ import torch
 from drawn import Case, copied, drawn
 
 from sglang_smc.kernels import verify as kernel
-from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ops import Ops
 
 Arguments = tuple[
     torch.Tensor, torch.Tensor, TokenDistribution, list[TokenDistribution], torch.Tensor

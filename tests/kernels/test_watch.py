@@ -6,7 +6,7 @@ import torch
 from drawn import Case, copied, drawn
 
 from sglang_smc.kernels import watch as kernel
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.ops import TORCH
 from sglang_smc.smc.distribution import TokenDistribution
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pool_programs import CONFIGS, PoolProgram
 
 from sglang_smc.kv import ledger
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.ops import TORCH
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 

@@ -21,7 +21,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.result import Outcome
-from sglang_smc.state.population import LogprobWidths
+from sglang_smc.state.logprobs import LogprobWidths
 
 SIZES, FIVE = [2, 3, 8], [1, 2, 3, 4, 5]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})

@@ -37,7 +37,7 @@ from toy_laws import (
 )
 from toy_worker import Language, Outcome
 
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.ops import TORCH
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import MODES, PROPOSALS, RESAMPLING_METHODS
 

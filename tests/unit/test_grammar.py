@@ -21,7 +21,7 @@ from sglang_smc.patches import request_state
 from sglang_smc.rules import grammar as module
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.grammar import Grammar, forked
-from sglang_smc.state.population import Population
+from sglang_smc.smc.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
 

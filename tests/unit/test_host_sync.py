@@ -18,9 +18,9 @@ from toy_laws import languages, toy
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
-from sglang_smc.ops import ops_of
-from sglang_smc.ops.interface import TORCH, Ops
+from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.options.request import OFF, Budget
+from sglang_smc.smc.ops import Ops
 
 FAKE = "fake GPU"
 PLACES = ["GPU", "GPU with kernels"] if torch.cuda.is_available() else [FAKE]

@@ -12,12 +12,12 @@ import torch
 import sglang_smc
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models.softmax import Heads
-from sglang_smc.ops import check
+from sglang_smc.ops import TORCH, check
 from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
-from sglang_smc.ops.interface import TORCH, Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ops import Ops
 from sglang_smc.tools.command import doctor
 
 SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)

@@ -12,8 +12,8 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc import upstream
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.state.logprobs import logprob_distribution, score
-from sglang_smc.state.population import LogprobTable, LogprobWidths, TailLogprobs
+from sglang_smc.smc.population import TailLogprobs
+from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, logprob_distribution, score
 
 VOCAB = 11
 ROWS = torch.tensor([3, 1])

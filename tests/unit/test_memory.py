@@ -18,7 +18,7 @@ from sglang_smc import process, upstream
 from sglang_smc.kv import arena
 from sglang_smc.kv.report import Sizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import admission

@@ -17,7 +17,7 @@ from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
 from sglang_smc.models.supported import check_layers
 from sglang_smc.models.vocabulary import Vocabulary
-from sglang_smc.ops.interface import TORCH
+from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import connect

@@ -20,8 +20,9 @@ from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, stream_output, update_finish_state
 from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
 from sglang_smc.rules.registry import close_token
+from sglang_smc.smc.population import TailLogprobs
+from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.metrics import Counters, Monitor
-from sglang_smc.state.population import Emitted, TailLogprobs
 from sglang_smc.state.request import (
     RequestState,
     RequestStates,

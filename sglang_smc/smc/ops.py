@@ -6,11 +6,10 @@ calls would take as long as a model's forward pass.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Kept, Verified
@@ -67,8 +66,5 @@ class Ops(NamedTuple):
     keep: Callable[..., Kept] = verification.keep
     keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
     watch: Callable[..., torch.Tensor] = fidelity.watch
-    ledger: type[Ledger] = Ledger
+    ledger: Any = None  # class `kv.ledger.Ledger`, or one with kernels; None: rounds without KV
     distribution: type[TokenDistribution] = TokenDistribution
-
-
-TORCH = Ops()

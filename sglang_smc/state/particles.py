@@ -1,0 +1,109 @@
+"""Hold the particles of all requests in device tables.
+
+One row of each table belongs to one request, under its index in SGLang's `req_to_token_pool`.
+"""
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sglang_smc.smc.fidelity import NAMES
+from sglang_smc.smc.population import NO_TAIL, Population, Scores
+from sglang_smc.state.logprobs import LogprobTable
+
+
+class ParticleTable:
+    """Populations between rounds, one row per request.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+        shape = (num_rows, num_particles)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.num_particles = num_particles
+        self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
+        self._columns = Population(
+            texts=zeros(*shape, max_tail + NO_TAIL),
+            lengths=zeros(*shape),
+            ended=zeros(*shape, dtype=torch.bool),
+            log_weights=zeros(*shape, dtype=torch.float64),
+            num_emitted=zeros(num_rows),
+            log_evidence=zeros(num_rows, dtype=torch.float64),
+            present=zeros(*shape, dtype=torch.bool),
+            roots=zeros(*shape),
+            unread=zeros(num_rows, dtype=torch.bool),
+            fidelity=zeros(*shape, len(NAMES), dtype=torch.float64),
+            scores=Scores(
+                log_values=zeros(*shape, dtype=torch.float64),
+                complete=zeros(*shape, dtype=torch.bool),
+            ),
+        )
+
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, *, scored: bool = False
+    ) -> Population:
+        """Return the populations of the requests in ``rows`` ``[G]``, no larger than needed.
+
+        Args:
+            num_particles: the most that any of them has.
+            max_tail: the longest tail that any of them can reach in the round.
+            scored: whether they carry potential values.
+        """
+        views = self._views(num_particles, max_tail + NO_TAIL, scored)
+        return tree_map_only(torch.Tensor, lambda view: view[rows], views)
+
+    def scatter(self, rows: torch.Tensor, population: Population) -> None:
+        """Store the populations of ``rows`` ``[G]``, with what they carry."""
+        _, num_particles, width = population.texts.shape
+        views = self._views(num_particles, width, population.scores is not None)
+        values = tree_leaves(population._replace(logprobs=None))
+        for view, of_batch in zip(tree_leaves(views), values, strict=True):
+            if of_batch is not None:
+                view[rows] = of_batch
+        if population.logprobs is not None:
+            self.logprobs.scatter(rows, population.logprobs)
+
+    def _views(self, num_particles: int, width: int, scored: bool) -> Population:
+        """Return the part of the table for populations of this size."""
+        columns = self._columns if scored else self._columns._replace(scores=None)
+        cut = slice(None), slice(num_particles)
+        few = tree_map_only(torch.Tensor, lambda column: column[cut[: column.dim()]], columns)
+        return few._replace(texts=few.texts[:, :, :width])
+
+    def begin(
+        self,
+        rows: torch.Tensor,
+        *,
+        first_tokens: torch.Tensor,
+        num_emitted: torch.Tensor,
+        log_evidence: torch.Tensor,
+        num_particles: torch.Tensor,
+        ended: torch.Tensor | None = None,
+        fidelity: torch.Tensor | None = None,
+    ) -> None:
+        """Start particles after the token that prefill sampled; arguments ``[G]``.
+
+        Where particles have first tokens of their own, ``first_tokens`` and ``ended`` are
+        ``[G, N]``, for the table's N. ``fidelity`` is ``[G, 4]``, of a sequence that is resumed.
+        """
+        columns = self._columns
+        place = torch.arange(self.num_particles, device=rows.device)
+        present = place < num_particles.unsqueeze(1)
+        columns.present[rows] = present
+        columns.roots[rows] = place
+        columns.lengths.index_fill_(0, rows, 0)
+        columns.ended[rows] = ~present if ended is None else ~present | ended
+        columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
+        columns.texts[rows, :, 1] = first_tokens.view(len(rows), -1).expand_as(present)
+        columns.num_emitted[rows] = num_emitted
+        columns.log_evidence[rows] = log_evidence
+        columns.unread.index_fill_(0, rows, False)
+        columns.fidelity[rows] = 0.0 if fidelity is None else fidelity.unsqueeze(1)
+        for column in columns.scores or ():  # no sequence has a value yet
+            column.index_fill_(0, rows, 0)
