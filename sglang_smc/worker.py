@@ -220,7 +220,7 @@ class SMCWorker(WeightUpdates):
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
-        resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
+        resized = self._round.resize(inputs, shape, batch.reqs)
         recordings = self._recordings
         recorded = None if recordings is None else recordings.find(shape)
         if recorded is not None:

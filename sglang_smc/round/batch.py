@@ -1,7 +1,9 @@
 """Define the inputs of a round, its shape on the host, and the tensors between its steps."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -11,15 +13,19 @@ from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
-from sglang_smc.options.request import Budget, apply_budget, request_config, union
+from sglang_smc.options.request import (
+    Budget,
+    RequestConfig,
+    apply_budget,
+    request_config,
+    union,
+)
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, VerifyTogether, Weigh
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ops import Ops
-from sglang_smc.smc.population import Population
-from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.metrics import CounterTable, zero_counters
@@ -28,33 +34,61 @@ from sglang_smc.state.request import state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 
 
+class Need(str, Enum):
+    """What some request of a batch needs of a round beside sizes and deciders, in words."""
+
+    FILTERS = "top-k, top-p or min-p"  # and is not greedy
+    GREEDY = "temperature 0"
+    EDITS = "penalties, biases or min_new_tokens"
+    POWER = "a power of p"
+    PARTICLES = "return_particles"
+    TRACE = "trace"
+    OPEN_TOKEN = "particles that differ in the first token"
+    RULES = "structured output, stop texts or a custom logit processor"  # read on the host
+    POTENTIALS = "potentials"  # on the host
+    MATCHES = "n-gram matches"  # with which drafts are mixed
+
+
 class RoundShape(NamedTuple):
     """Sizes and kinds in a batch, from the host's state; tensors are cut to them."""
 
     budget: Budget | None  # that bounds N and K in this round
-    num_held: int  # the most particles of a request, now or before a resize
     num_particles: int  # N: the most of a request
     num_steps: int  # K: the most tokens that a request drafts per round
     max_tail: int  # the longest tail in the round, before it is narrowed
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
-    greedy: bool  # some request takes the likeliest token
-    powered: bool  # some request samples from a power of p
-    weighs_drafts: bool  # some request's rounds weigh draft tokens, and resample
-    walks: bool  # some request's rounds verify sampled chains as one multi-draft
-    # M of each request whose rounds verify each particle's own chains, and resample.
-    extends: tuple[int, ...]
-    has_open_token: bool  # particles of some request may differ in its first token
-    resizes: bool = False  # the number of particles of some request changes
-    many_chains: bool = False  # some particle has more chains than one
-    filtered: bool = False  # some request uses top-k, top-p or min-p, and is not greedy
-    edits: bool = False  # some request has penalties, biases or min_new_tokens
-    branches: bool = False  # some request's rounds verify a tree, at temperature 0
-    shows_particles: bool = False  # some request sets return_particles
-    traces: bool = False  # some request sets trace
-    has_rules: bool = False  # some request has rules that read its sequences on the host
-    has_scorers: bool = False  # some request has potentials, on the host
-    has_matches: bool = False  # some request's drafts are mixed with n-gram matches
+    deciders: frozenset[Decider]  # of its requests, whether they draft or not
+    needs: frozenset[Need]
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
+
+    def having(self, *needs: Need) -> "RoundShape":
+        """Return the shape with more needs."""
+        return self._replace(needs=self.needs.union(needs))
+
+    @property
+    def walks(self) -> bool:
+        """Return whether some request's rounds verify sampled chains as one multi-draft."""
+        return any(isinstance(one, VerifyTogether) and one.chains for one in self.deciders)
+
+    @property
+    def branches(self) -> bool:
+        """Return whether some request's rounds verify a tree, at temperature 0."""
+        return any(isinstance(one, VerifyTogether) and one.trees for one in self.deciders)
+
+    @property
+    def extends(self) -> tuple[int, ...]:
+        """Return M of each request whose rounds verify each particle's own chains."""
+        return tuple(sorted(one.num_chains for one in self.deciders if isinstance(one, VerifyEach)))
+
+    @property
+    def many_chains(self) -> bool:
+        """Return whether some particle has more chains than one."""
+        return any(chains > 1 for chains in self.extends)
+
+    @property
+    def has_rules(self) -> bool:
+        """Return whether some request has rules that read its sequences on the host."""
+        return Need.RULES in self.needs
 
     @property
     def skips_draft(self) -> bool:
@@ -63,34 +97,24 @@ class RoundShape(NamedTuple):
 
     def lacks(self, other: "RoundShape") -> list[str]:
         """Return, in words, the options that another shape supports and this shape lacks."""
-        pairs = zip(self._parts().items(), other._parts().values(), strict=True)
-        return [name for (name, mine), theirs in pairs if not mine >= theirs]
+        pairs = zip(self._sizes().items(), other._sizes().values(), strict=True)
+        fewer = [name for (name, size), needed in pairs if size < needed]
+        return fewer + sorted(other._kinds() - self._kinds())
 
-    def _parts(self) -> dict[str, Any]:
-        """Return sizes, kinds and sets: a shape with no smaller value supports all of another."""
+    def _sizes(self) -> dict[str, int]:
+        """Return sizes: a shape with no smaller one supports those of another."""
         return {
             "more particles": self.num_particles,
             "more drafted tokens": self.num_steps,
             "longer tails": self.max_tail,
             "larger arenas": self.max_arena,
-            "top-k, top-p or min-p": self.filtered,
-            "temperature 0": self.greedy,
-            "penalties, biases or min_new_tokens": self.edits,
-            "a power of p": self.powered,
-            "mode smc": self.weighs_drafts,
-            "a mode that verifies": self.walks,
-            "verified proposals": frozenset(self.extends),
-            "trees at temperature 0": self.branches,
-            "return_particles": self.shows_particles,
-            "trace": self.traces,
-            "particles that differ in the first token": self.has_open_token,
-            "structured output, stop texts or a custom logit processor": self.has_rules,
-            "potentials": self.has_scorers,
-            "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
             f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
         }
+
+    def _kinds(self) -> set[str]:
+        return {need.value for need in self.needs}.union(*(one.kinds for one in self.deciders))
 
 
 class RoundInputs(NamedTuple):
@@ -146,11 +170,22 @@ class RoundBatch(NamedTuple):
     edits: Edits | None = None  # where some request has one
     matches: Matches | None = None  # where some request uses them
 
-    def extends_by(self, chains: int) -> torch.Tensor:
-        """Return the groups whose particles are extended by that many chains each, ``[G]`` bool."""
-        extends = self.settings.extends
-        is_only = len(self.shape.extends) == 1
-        return extends if is_only else extends & (self.settings.chains == chains)
+    @property
+    def deciders(self) -> list[Decider]:
+        """Return the deciders of the round; the first is for the groups of no other."""
+        if self.shape.num_steps == 0:  # the target draws the next token, in every mode
+            return [Plain()]
+        order = VerifyTogether, VerifyEach, Weigh
+        return sorted(self.shape.deciders, key=lambda one: (order.index(type(one)), str(one)))
+
+    def groups_of(self, decider: Decider) -> torch.Tensor:
+        """Return the groups that choose a decider, ``[G]`` bool."""
+        settings, extends = self.settings, self.shape.extends
+        if isinstance(decider, VerifyEach):
+            is_only = len(extends) == 1
+            mine = settings.extends
+            return mine if is_only else mine & (settings.chains == decider.num_chains)
+        return settings.weighs & ~settings.extends if extends else settings.weighs
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
@@ -160,37 +195,30 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
     """
     now = apply_budget(config, budget)
     drafts = now.num_steps > 0  # without draft tokens weighing and verifying are the same
+    of_config: Decider = VerifyTogether()
+    if now.weighs:
+        of_config = VerifyEach(now.num_chains) if now.extends else Weigh()
+    powered = (Need.POWER, Need.OPEN_TOKEN) if config.power != 1.0 else ()
     return RoundShape(
         budget=budget,
-        num_held=now.num_particles,
         num_particles=now.num_particles,
         num_steps=now.num_steps,
         max_tail=arena.tail(config, config.lag),
         max_arena=arena.arena(config, config.lag),
-        greedy=True,
-        powered=config.power != 1.0,
-        weighs_drafts=(now.weighs and not now.extends) or not drafts,
-        walks=not now.weighs or not drafts,
-        extends=(now.num_chains,) if now.extends else (),
-        many_chains=now.num_chains > 1,
-        has_open_token=config.power != 1.0,
+        deciders=frozenset({of_config} if drafts else {Weigh(), VerifyTogether(), of_config}),
+        needs=frozenset({Need.GREEDY, *powered}),
     )
 
 
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
     """Return the shape of batches of requests that set any options that need no host."""
-    return shape_of_server(config, budget)._replace(
-        max_tail=arena.max_tail(config),
-        max_arena=arena.max_arena(config),
-        filtered=True,
-        edits=True,
-        powered=True,
-        weighs_drafts=True,
-        walks=True,
-        branches=True,
-        shows_particles=True,
-        has_open_token=True,
-        logprobs=logprobs,
+    shape = shape_of_server(config, budget)._replace(
+        max_tail=arena.max_tail(config), max_arena=arena.max_arena(config), logprobs=logprobs
+    )
+    each = {VerifyEach(chains) for chains in shape.extends}
+    every = shape._replace(deciders=frozenset({Weigh(), VerifyTogether(trees=True), *each}))
+    return every.having(
+        *(Need.FILTERS, Need.EDITS, Need.POWER, Need.PARTICLES, Need.OPEN_TOKEN),
     )
 
 
@@ -201,65 +229,48 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     """
     states = [state_of(req) for req in reqs]
     configs = [state.now for state in states]
-    sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
-    extends = tuple(sorted({config.num_chains for config in configs if config.extends}))
-    most, in_turn = max(config.num_particles for config in configs), math.lcm(*extends)
+    deciders = frozenset(map(decider_of, configs))
+    together = [one for one in deciders if isinstance(one, VerifyTogether)]
+    if len(together) > 1:  # one for both
+        deciders = deciders.difference(together) | {VerifyTogether(trees=True)}
+    in_turn = math.lcm(*(config.num_chains for config in configs))
+    most = max(config.num_particles for config in configs)
     return RoundShape(
         budget=states[0].budget,
-        num_held=max(map(max, sizes)),
-        resizes=any(before != after for before, after in sizes),
         num_particles=-(-most // in_turn) * in_turn,  # chains of a particle are consecutive rows
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        filtered=any(map(uses_filters, reqs)),
-        greedy=any(map(is_greedy, reqs)),
-        edits=any(map(has_edits, reqs)),
-        powered=any(config.power != 1.0 for config in configs),
-        weighs_drafts=any(config.weighs and not config.extends for config in configs),
-        extends=extends,
-        many_chains=in_turn > 1,
-        walks=not all(config.weighs or config.branches for config in configs),
-        branches=any(config.branches for config in configs),
-        shows_particles=any(config.return_particles for config in configs),
-        traces=any(config.trace for config in configs),
-        has_open_token=not all(config.is_normalized for config in configs),
-        has_rules=any(has_rules(req) for req in reqs),
-        has_scorers=any(has_scorers(req) for req in reqs),
-        has_matches=any(config.uses_matches for config in configs),
+        deciders=deciders,
+        needs=frozenset().union(*map(needs_of, reqs, configs)),
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
     )
 
 
-class Drafts(NamedTuple):
-    """Draft tokens and their log-probabilities."""
-
-    tokens: torch.Tensor  # [G, N, K]
-    log_q: torch.Tensor  # [G, N, K] of these tokens
-    ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
-    up_to_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
-    q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
-    coins: torch.Tensor | None = None  # [G] uniforms for the columns where fidelity is measured
-    held: TokenDistribution | None = None  # q of G * N rows in these columns
+def decider_of(config: RequestConfig) -> Decider:
+    """Return what decides for a request."""
+    if config.weighs:
+        return VerifyEach(config.num_chains) if config.extends else Weigh()
+    return VerifyTogether(chains=not config.branches, trees=config.branches)
 
 
-def no_drafts(population: Population) -> Drafts:
-    """Return the drafts of a round with K = 0."""
-    nothing = population.tokens[:, :, :0]  # [G, N, 0]
-    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
-
-
-def decide_nothing(
-    batch: RoundBatch, population: Population, p: TokenDistribution
-) -> tuple[Decision, TokenDistribution]:
-    """Return the decision of a round of single chains without drafts: p draws the next token."""
-    none = torch.zeros_like(batch.rows)
-    no, alone, log_weights = none.bool(), none.unsqueeze(1), population.log_weights
-    ess, verified = torch.ones_like(log_weights[:, 0]), ~batch.settings.weighs
-    of_particles = alone, log_weights, none.double(), verified
-    return Decision(none, alone, log_weights, ess, no, no, *of_particles), p
+def needs_of(req: Req, config: RequestConfig) -> Iterator[Need]:
+    """Yield what a request needs."""
+    needs = {
+        Need.FILTERS: uses_filters(req),
+        Need.GREEDY: is_greedy(req),
+        Need.EDITS: has_edits(req),
+        Need.POWER: config.power != 1.0,
+        Need.PARTICLES: config.return_particles,
+        Need.TRACE: config.trace,
+        Need.OPEN_TOKEN: not config.is_normalized,
+        Need.RULES: has_rules(req),
+        Need.POTENTIALS: has_scorers(req),
+        Need.MATCHES: config.uses_matches,
+    }
+    return (need for need, is_needed in needs.items() if is_needed)
 
 
 class Tables(NamedTuple):

@@ -40,8 +40,16 @@ from sglang_smc.kv.transfer import joined
 from sglang_smc.models.recorder import Captured, Ranks, Record
 from sglang_smc.options.request import OFF, Budget, budgets, verified_as_tree, without_drafts
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
+from sglang_smc.round.batch import (
+    Need,
+    RoundInputs,
+    RoundShape,
+    Tables,
+    shape_of_any,
+    shape_of_server,
+)
 from sglang_smc.round.result import Outcome
+from sglang_smc.smc.deciding import Decider, VerifyTogether
 from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
 from sglang_smc.upstream import Arguments
 
@@ -242,16 +250,17 @@ class Kinds(NamedTuple):
         bounds = budgets(Budget(config.num_particles, config.num_steps))
         rungs = bounds if config.adaptive else (None,)
         shapes = [shape_of_server(config, rung) for rung in rungs]
-        chats = [shape._replace(filtered=True) for shape in shapes]
+        chats = [shape.having(Need.FILTERS) for shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
-        edited = [shape._replace(edits=True, logprobs=logprobs) for shape in largest]
+        edited = [shape.having(Need.EDITS)._replace(logprobs=logprobs) for shape in largest]
         # Trees of the most steps, at temperature 0.
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
-        greedy = [shape._replace(walks=False, branches=True) for shape in trees]
+        tree: frozenset[Decider] = frozenset({VerifyTogether(chains=False, trees=True)})
+        greedy = [shape._replace(deciders=tree) for shape in trees]
         alone = shape_of_server(without_drafts(config), OFF)
-        off = [] if config.adaptive else [alone._replace(filtered=True)]
+        off = [] if config.adaptive else [alone.having(Need.FILTERS)]
         return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
 
     @property

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.round.batch import Drafts, RoundBatch
+from sglang_smc.round.batch import RoundBatch
+from sglang_smc.smc.deciding import Drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import Decision

@@ -33,27 +33,20 @@ from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
-from sglang_smc.round.batch import (
-    Drafts,
-    RoundBatch,
-    RoundInputs,
-    RoundShape,
-    Tables,
-    decide_nothing,
-    no_drafts,
-)
+from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
 from sglang_smc.round.observers import measure, trace_of
 from sglang_smc.round.result import Outcome, shown_particles
-from sglang_smc.round.verification import extend_each, unless, verify
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc import trees, weighing
+from sglang_smc.smc import deciding, trees, weighing
+from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.weighing import Decision
+from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
+from sglang_smc.state.request import state_of
 
 
 @dataclass(eq=False)
@@ -228,8 +221,8 @@ class Steps:
         allowed: torch.Tensor | None = None,
     ) -> TokenDistribution:
         """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points."""
-        filters = batch.settings.filters if batch.shape.filtered else None
-        at_0 = greedy if batch.shape.greedy else None
+        filters = batch.settings.filters if Need.FILTERS in batch.shape.needs else None
+        at_0 = greedy if Need.GREEDY in batch.shape.needs else None
         return self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
 
     def score(
@@ -283,44 +276,28 @@ class Steps:
         drafts: Drafts,
         p: TokenDistribution,
         log_p: torch.Tensor,
-    ) -> tuple[Decision, TokenDistribution]:
+    ) -> Decided:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
-        shape, settings = batch.shape, batch.settings
-        if shape.skips_draft:
-            return decide_nothing(batch, population, p)
-        thresholds = _thresholds(batch, population)
-        if shape.num_steps == 0:  # the target draws the next token, in every mode
-            decision, next_tokens = self._weigh(batch, population, drafts, p, log_p, *thresholds)
-            return decision._replace(verified=~settings.weighs), next_tokens
-        found: tuple[Decision, TokenDistribution] | None = None
-        if shape.walks or shape.branches:
-            found = verify(batch, population, drafts, p, log_p)
-        for chains in shape.extends:
-            extended = extend_each(batch, population, drafts, p, thresholds[1], chains)
-            mine = batch.extends_by(chains)
-            found = extended if found is None else unless(found, mine, extended)
-        if shape.weighs_drafts:
-            weighed = self._weigh(batch, population, drafts, p, log_p, *thresholds)
-            mine = settings.weighs & ~settings.extends if shape.extends else settings.weighs
-            found = weighed if found is None else unless(found, mine, weighed)
-        assert found is not None
-        return found
+        if batch.shape.skips_draft:
+            return deciding.decide_alone(population, p, batch.settings.weighs)
+        deciders = batch.deciders
+        groups = [batch.groups_of(decider) for decider in deciders[1:]]
+        scored = self._scored(batch, population, drafts, p, log_p)
+        return deciding.decide(deciders, groups, scored, self.ops)
 
-    def _weigh(
+    def _scored(
         self,
         batch: RoundBatch,
         population: Population,
         drafts: Drafts,
         p: TokenDistribution,
         log_p: torch.Tensor,
-        num_steps: torch.Tensor,
-        ess_threshold: torch.Tensor,
-    ) -> tuple[Decision, TokenDistribution]:
-        """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
-        settings, uniforms = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
-        if p.log_mass is not None:  # weights compare p before masks with q under them
-            log_p = log_p + p.log_mass.view_as(log_p)
-        block = weighing.Block(
+    ) -> deciding.Scored:
+        """Return all that is decided on; arguments as of `decide`."""
+        shape, settings = batch.shape, batch.settings
+        uniforms = partial(self.ops.uniforms, settings.seeds)
+        num_steps, ess_threshold = _thresholds(batch, population)
+        block = Block(
             log_weights=population.log_weights,
             log_p=log_p[:, :, :-1],
             log_q=drafts.log_q,
@@ -335,16 +312,19 @@ class Steps:
             keep_uniforms=uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
             uniforms=uniforms(batch.position, Purpose.RESAMPLE),
         )
-        if batch.shape.num_steps:
-            decision = self.ops.reweight_and_resample(block)
-        else:  # kernels need at least one column
-            decision = weighing.reweight_and_resample(block)
-        # The rows of p are [G, N, K + 1]: each particle uses that of its ancestor's next token.
-        first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
-        next_row = (first + decision.num_columns).unsqueeze(1)
-        row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
-        masses = None if p.log_mass is None else p.log_mass[row]
-        return decision, p._replace(rows=row, log_mass=masses)
+        verifies = drafts.q is not None
+        return deciding.Scored(
+            population=population,
+            drafts=drafts,
+            p=p,
+            log_p=log_p,
+            block=block,
+            weighs=settings.weighs,
+            powered=Need.POWER in shape.needs,
+            accept_uniforms=uniforms(batch.position, Purpose.ACCEPT) if verifies else None,
+            greedy=settings.greedy if shape.branches else None,
+            is_tree=settings.branches if shape.branches and shape.walks else None,
+        )
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
@@ -365,7 +345,7 @@ class Steps:
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
     ) -> Population:
         """Append one token of ``next_tokens``, drawn after resampling so that copies can differ."""
-        if batch.shape.powered or next_tokens.log_mass is not None:
+        if Need.POWER in batch.shape.needs or next_tokens.log_mass is not None:
             next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
         settings, positions = batch.settings, population.output_lengths
         texts = population.texts[:, :, 1:]
@@ -389,7 +369,7 @@ class Steps:
     ) -> tuple[TokenDistribution, Population]:
         """Raise the bonus token's distribution to each power, and weigh by its normaliser."""
         weighs = batch.settings.weighs.unsqueeze(1)
-        if batch.shape.powered:
+        if Need.POWER in batch.shape.needs:
             next_tokens, log_sum = next_tokens.to_power(batch.settings.power)
         else:
             log_sum = next_tokens.log_masses()
@@ -488,7 +468,7 @@ class Round:
         drafts = steps.propose(batch, before, slots)
         p, log_p, shown = steps.score(batch, drafts, slots)
         begun = before
-        if shape.has_scorers:
+        if Need.POTENTIALS in shape.needs:
             # Potentials ran in parallel; what is missing is waited for.
             before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
         live, ends = ~before.ended, drafts.ends
@@ -507,7 +487,7 @@ class Round:
         outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
         if steps.routed is not None:
             outcome = outcome._replace(experts=steps.experts(slots))
-        if not shape.traces:
+        if Need.TRACE not in shape.needs:
             return outcome
         made = begun, before, decision, failure, extended, continued, narrowed, narrowed_to
         return outcome._replace(trace=trace_of(batch, drafts, resized_from, *made))
@@ -533,15 +513,20 @@ class Round:
             [self.play(part, shape, of[i], whence[i], loaded[i]) for i, part in enumerate(parts)]
         )
 
-    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]) -> torch.Tensor:
-        """Resize populations to the numbers of particles of this round.
+    def resize(
+        self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
+    ) -> torch.Tensor | None:
+        """Resize populations to the numbers of particles of this round, where one has another.
 
         Returns:
-            ``[G, N]`` the ancestor of each particle, with N the larger of old and new.
+            ``[G, N]`` the ancestor of each particle, with N the larger of old and new; or None.
         """
-        as_held = shape._replace(
-            num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
-        )
+        states = map(state_of, reqs)
+        sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
+        if all(before == after for before, after in sizes):
+            return None
+        num_particles = max(map(max, sizes))
+        as_held = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, held = self._load_round(inputs, as_held, reqs)
         resized, ancestors = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
@@ -553,7 +538,7 @@ class Round:
         """Read the batch and its particles from the tables."""
         tables, rows = self._tables, inputs.rows
         widest = shape.num_particles, shape.max_tail
-        before = tables.particles.gather(rows, *widest, scored=shape.has_scorers)
+        before = tables.particles.gather(rows, *widest, scored=Need.POTENTIALS in shape.needs)
         if shape.logprobs.own:
             own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=own)
@@ -569,7 +554,9 @@ class Round:
         rules = NO_RULES
         if shape.has_rules:
             rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
-        edits = tables.edits.of(reqs, rows, settings, *before.uncounted) if shape.edits else None
+        edits = None
+        if Need.EDITS in shape.needs:
+            edits = tables.edits.of(reqs, rows, settings, *before.uncounted)
         # Sampled chains that are verified as one multi-draft must be independent.
         dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs
         batch = RoundBatch(
@@ -587,7 +574,7 @@ class Round:
             rules=rules,
             ops=self._steps.ops,
             edits=edits,
-            matches=self._matches(reqs, before) if shape.has_matches else None,
+            matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
         )
         return batch, before
 
@@ -615,6 +602,7 @@ class Round:
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
         """
         tables, shape, ops = self._tables, batch.shape, batch.ops
+        needs = shape.needs
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
         if narrowed.scores is not None:
@@ -667,7 +655,7 @@ class Round:
             num_correct_drafts=decision.num_columns,
             counters=counters,
             failure=failure,
-            first_tokens=narrowed.first_token() if shape.has_open_token else None,
-            particles=shown_particles(continued, narrowed) if shape.shows_particles else None,
+            first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in needs else None,
+            particles=shown_particles(continued, narrowed) if Need.PARTICLES in needs else None,
             logprobs=emitted,
         )

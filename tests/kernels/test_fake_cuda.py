@@ -15,16 +15,19 @@ from torch.utils._pytree import tree_leaves
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import shape_of_any, shape_of_server
+from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
+from sglang_smc.smc.deciding import VerifyTogether
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.logprobs import recorded_logprobs
 from sglang_smc.tools.plan.shapes import from_config
 
-FILTERS = {"filtered": True}
+FILTERS = {"needs": {Need.FILTERS}}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
-GREEDY = {"walks": False, "branches": True}
+GREEDY = {"deciders": frozenset({VerifyTogether(chains=False, trees=True)})}
 # One request of a batch asks for log-probabilities, or edits logits.
-SHOWN = {"edits": True, "logprobs": recorded_logprobs(VOCAB_SIZE)}
+EDITS = {"needs": {Need.EDITS}}
+SHOWN = EDITS | {"logprobs": recorded_logprobs(VOCAB_SIZE)}
+SHOWN_FILTERED = SHOWN | {"needs": {Need.EDITS, Need.FILTERS}}
 EXACT, MIXED = SMCConfig(mode="exact"), SMCConfig(mode="mixed")
 #: Rounds that a server captures, or might: its configuration, fields of the shape beside those of
 #: what it captures now, and the most that a round may take at N = K = 8 and V = 128,256, beside the
@@ -37,9 +40,9 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "smc, filtered": (SMCConfig(), FILTERS, 239, 1, 61),
     "exact, filtered": (EXACT, FILTERS, 304, 5.5, 94),
     "powered": (SMCConfig(power=2.0), {}, 213, 1, 61),
-    "edited": (SMCConfig(), {"edits": True}, 209, 1.5, 63),
+    "edited": (SMCConfig(), EDITS, 209, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 260, 76, 81),
-    "shown, filtered": (SMCConfig(), {**SHOWN, **FILTERS}, 310, 76, 81),
+    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 310, 76, 81),
     "exact, shown": (EXACT, SHOWN, 325, 81, 115),
     "greedy": (EXACT, GREEDY, 296, 34, 64),
     "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 149, 1, 0.8),
@@ -54,7 +57,8 @@ def test_a_captured_round_asks_little_of_the_device(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
     config, more, launches, moved, peak = ROUNDS[name]
-    shape = shape_of_server(config)._replace(**more)
+    shape = shape_of_server(config)
+    shape = shape._replace(**more | {"needs": shape.needs | more.get("needs", set())})
     found = trace_round(monkeypatch, config, shape, size, kernels)
     assert 100 < len(found.calls) <= launches, Counter(found.calls).most_common()
     assert found.num_bytes / size / 1e6 <= moved

@@ -20,8 +20,9 @@ from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_sessi
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
-from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
+from sglang_smc.round.batch import Need, RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
+from sglang_smc.smc.deciding import Decider, VerifyTogether
 from sglang_smc.state.logprobs import LogprobTable, recorded_logprobs
 from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
@@ -66,11 +67,13 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
             asked = trees[-1].shape._replace(budget=budget, num_particles=n, num_steps=k)
             assert found.find(asked) is next(one for one in trees if one.shape.num_particles >= n)
         assert found.find(graphs[0].shape) is graphs[0]
-        assert graphs[0].shape.greedy and not graphs[0].shape.branches
+        assert Need.GREEDY in graphs[0].shape.needs and not graphs[0].shape.branches
 
 
-def shape(**change: Any) -> RoundShape:
-    return shape_of_server(SMCConfig(num_particles=2, num_steps=2))._replace(**change)
+def shape(*needs: Need, **change: Any) -> RoundShape:
+    return (
+        shape_of_server(SMCConfig(num_particles=2, num_steps=2)).having(*needs)._replace(**change)
+    )
 
 
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,19 +90,21 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     of_budget = {None: graphs, OFF: [off, *graphs[2:]]}
     found = Recordings(of_budget, greedy, plan_sizes([1, 2], 2, 2), table)
     assert found.find(shape()) is plain
-    assert found.find(shape(filtered=True)) is chat
-    for asked in ({"edits": True}, {"logprobs": LOGPROBS}, {"edits": True, "logprobs": LOGPROBS}):
-        assert found.find(shape(**asked)) is edited
-        assert found.find(shape(**asked, filtered=True)) is edited_chat
-    assert found.find(shape(walks=True)) is anything
-    for alone in ({"walks": True}, {"weighs_drafts": True, "filtered": True, "greedy": True}):
-        sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
-        assert found.find(shape(**alone, **sizes)) is off, "no drafts"
+    assert found.find(shape(Need.FILTERS)) is chat
+    shown: dict[str, Any] = {"logprobs": LOGPROBS}
+    for needs, more in (([Need.EDITS], {}), ([], shown), ([Need.EDITS], shown)):
+        assert found.find(shape(*needs, **more)) is edited
+        assert found.find(shape(*needs, Need.FILTERS, **more)) is edited_chat
+    exact: frozenset[Decider] = frozenset({VerifyTogether()})
+    assert found.find(shape(deciders=exact)) is anything
+    sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
+    for alone in (shape(deciders=exact), shape(Need.FILTERS, Need.GREEDY)):
+        assert found.find(alone._replace(**sizes)) is off, "no drafts"
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records
     for _ in range(3):
-        assert found.find(shape(has_rules=True)) is None
-        assert found.find(shape(traces=True)) is None
+        assert found.find(shape(Need.RULES)) is None
+        assert found.find(shape(Need.TRACE)) is None
     assert table.columns is not None
     written = weakref.ref(table.columns.own)
     table.make_room(LOGPROBS._replace(top=50))

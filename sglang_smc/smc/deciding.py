@@ -1,0 +1,404 @@
+"""Decide which draft tokens a round keeps, and what the next token is drawn from.
+
+A *decider* is one way to do so: it takes a scored round, and returns a `Decision` and the next
+token's distribution for each particle. `Weigh` is mode smc; `VerifyTogether` verifies the chains of
+a group as one multi-draft (modes exact, mixed and auto); `VerifyEach` verifies each particle's own
+chains (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_smc.smc import verification, weighing
+from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
+from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Population
+from sglang_smc.smc.weighing import Block, Decision, choose
+
+Decided = tuple[Decision, TokenDistribution]
+"""The tokens that a round keeps, and the distributions of G * N next tokens."""
+
+
+class Drafts(NamedTuple):
+    """Draft tokens and their log-probabilities."""
+
+    tokens: torch.Tensor  # [G, N, K]
+    log_q: torch.Tensor  # [G, N, K] of these tokens
+    ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
+    up_to_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
+    q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
+    coins: torch.Tensor | None = None  # [G] uniforms for the columns where fidelity is measured
+    held: TokenDistribution | None = None  # q of G * N rows in these columns
+
+
+def no_drafts(population: Population) -> Drafts:
+    """Return the drafts of a round with K = 0."""
+    nothing = population.tokens[:, :, :0]  # [G, N, 0]
+    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
+
+
+class Scored(NamedTuple):
+    """A round's draft tokens, with what both models say of them: all that is decided on."""
+
+    population: Population  # before the round
+    drafts: Drafts
+    p: TokenDistribution  # of G * N * (K + 1) draws
+    log_p: torch.Tensor  # [G, N, K + 1] of the draft tokens; the last column is of token 0
+    block: Block  # of them, with log p renormalised under masks
+    weighs: torch.Tensor  # [G] bool: particles differ between rounds; else all are copies
+    powered: bool  # some group samples from a power of p
+    accept_uniforms: torch.Tensor | None = None  # [G, N], where some group verifies
+    greedy: torch.Tensor | None = None  # [G] bool: temperature 0, where some group drafts a tree
+    is_tree: torch.Tensor | None = None  # [G] bool: drafts one, where others sample their chains
+
+
+class Decider(Protocol):
+    """A way to decide."""
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Return, in words, what requests it decides for."""
+        ...
+
+    def __call__(self, scored: Scored, ops: Ops) -> Decided:
+        """Return what all groups keep and draw from; those that decide otherwise are ignored."""
+        ...
+
+
+@dataclass(frozen=True)
+class Weigh:
+    """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
+
+    kinds = frozenset({"mode smc"})  # see `Decider`
+
+    def __call__(self, scored: Scored, ops: Ops) -> Decided:
+        """Decide; see `Decider`."""
+        block, p, log_p = scored.block, scored.p, scored.log_p
+        if p.log_mass is not None:  # weights compare p before masks with q under them
+            block = block._replace(log_p=(log_p + p.log_mass.view_as(log_p))[:, :, :-1])
+        return _next_rows(scored, ops.reweight_and_resample(block))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Resample where the ESS is low, in a round without drafts: p draws the next token."""
+
+    kinds = frozenset({"rounds without drafts"})  # see `Decider`
+
+    def __call__(self, scored: Scored, ops: Ops) -> Decided:
+        """Decide; see `Decider`. Kernels need a column."""
+        decision, next_tokens = _next_rows(scored, weighing.reweight_and_resample(scored.block))
+        return decision._replace(verified=~scored.weighs), next_tokens
+
+
+@dataclass(frozen=True)
+class VerifyTogether:
+    """Verify the chains of a group as one multi-draft; see `verify`."""
+
+    chains: bool = True  # of some group they are sampled
+    trees: bool = False  # of some group they are a tree of likely tokens
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Return what it decides for; see `Decider`."""
+        named = ("a mode that verifies", self.chains), ("trees at temperature 0", self.trees)
+        return frozenset(name for name, is_needed in named if is_needed)
+
+    def __call__(self, scored: Scored, ops: Ops) -> Decided:
+        """Decide; see `Decider`."""
+        return verify(scored, ops)
+
+
+@dataclass(frozen=True)
+class VerifyEach:
+    """Verify each particle's own chains; see `extend_each`."""
+
+    num_chains: int = 1  # M of each particle
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Return what it decides for; see `Decider`."""
+        return frozenset({f"verified proposals by {self.num_chains} chains"})
+
+    def __call__(self, scored: Scored, ops: Ops) -> Decided:
+        """Decide; see `Decider`."""
+        return extend_each(scored, ops, self.num_chains)
+
+
+def decide(
+    deciders: Sequence[Decider], groups: Sequence[torch.Tensor], scored: Scored, ops: Ops
+) -> Decided:
+    """Decide for each group by its decider.
+
+    Args:
+        groups: ``[G]`` bool each: whom the second decides for, and those after it; the first
+            decides for the others.
+    """
+    decided = deciders[0](scored, ops)
+    for decider, where in zip(deciders[1:], groups, strict=True):
+        decided = replace_groups(decided, where, decider(scored, ops))
+    return decided
+
+
+def decide_alone(population: Population, p: TokenDistribution, weighs: torch.Tensor) -> Decided:
+    """Return the decision of a round of single particles without drafts.
+
+    Args:
+        weighs: ``[G]`` bool, of `Scored`.
+    """
+    log_weights = population.log_weights
+    none = torch.zeros_like(log_weights[:, 0], dtype=torch.int64)
+    no, alone = none.bool(), none.unsqueeze(1)
+    decision = Decision(
+        num_columns=none,
+        num_kept=alone,
+        weighed=log_weights,
+        ess=torch.ones_like(log_weights[:, 0]),
+        resampled=no,
+        all_zero=no,
+        ancestors=alone,
+        log_weights=log_weights,
+        log_evidence=none.double(),
+        verified=~weighs,
+    )
+    return decision, p
+
+
+def _next_rows(scored: Scored, decision: Decision) -> Decided:
+    """Return a decision with each particle's row of p: that of its ancestor's next token."""
+    p, log_p = scored.p, scored.log_p
+    first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
+    next_row = (first + decision.num_columns).unsqueeze(1)
+    row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
+    masses = None if p.log_mass is None else p.log_mass[row]
+    return decision, p._replace(rows=row, log_mass=masses)
+
+
+def verify(scored: Scored, ops: Ops) -> Decided:
+    """Keep the columns that the block's evidence covers, or that exact verification accepts.
+
+    The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
+    target's own tokens. All particles become copies of one winner: they start and end such a round
+    with one sequence, which is emitted at once. With masks, the masked and renormalised
+    distributions are compared.
+    """
+    population, drafts, p, log_p, block = scored[:5]
+    if drafts.q is None:
+        found = verification.nothing(block.num_steps)
+    else:
+        drafted = block.num_steps.unsqueeze(1) * population.present
+        if scored.is_tree is not None:  # what their chains' evidence covers is exact
+            drafted = drafted.masked_fill(scored.is_tree.unsqueeze(1), 0)
+        found = _verified(scored, ops, p, drafts.tokens.shape, drafted)
+    kept = ops.keep(
+        found,
+        log_p,
+        drafts.log_q,
+        drafts.up_to_end,
+        drafts.ends,
+        population.present,
+        block.num_steps,
+        block.evidence_threshold,
+        block.keep_uniforms,
+        block.uniforms[:, 0],
+    )
+    of_particles = partial(of_each_draw, num_draws=population.lengths.numel())
+    next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
+    if p.log_mass is not None:
+        masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
+        next_tokens = next_tokens._replace(log_mass=of_particles(masses))
+    if drafts.q is not None:
+        residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))
+        rejects = kept.rejects.unsqueeze(1).expand(population.lengths.shape)
+        next_tokens = next_tokens._replace(rejects=rejects, left=residual)
+    decision = one_lineage(population, kept)
+    if scored.greedy is not None:  # by evidence, too
+        decision = decision._replace(verified=decision.verified | scored.greedy)
+    return decision, next_tokens
+
+
+def extend_each(scored: Scored, ops: Ops, num_chains: int) -> Decided:
+    """Extend each particle by the accepted prefix of its own chains; resample by masks and powers.
+
+    So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
+    q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
+    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
+    no weight, so that E[Z-hat f] stays (docs/fidelity.md).
+
+    The N places are of P = N / M particles, of which each has M equal ones: its chains are verified
+    as one multi-draft, and all become copies of the chain that carries the accepted tokens.
+
+    Args:
+        num_chains: M; groups of another M get undefined values.
+    """
+    population, drafts, p, _, block = scored[:5]
+    size, num_places, num_steps = drafts.tokens.shape
+    raised, log_sums = p, p.log_masses()
+    if scored.powered:
+        raised, log_sums = p.to_power(block.power)
+        raised = raised.summed()
+    num_particles, each = num_places // num_chains, slice(None, None, num_chains)
+    shape = size * num_particles, num_chains, num_steps
+    found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
+    ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
+    first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
+    chain = first
+    if num_chains > 1:
+        chain = found.winner + num_chains * torch.arange(len(first), device=sums.device)
+        first = chain * (num_steps + 1)  # [G * P] rows of p after the particles
+        ends, sums = (x.flatten(0, 1)[chain].view(size, num_particles, -1) for x in (ends, sums))
+    present = population.present[:, each]  # [G, P]
+    live = present & ~population.ended[:, each]
+    num_kept = found.num_columns.view(size, num_particles).where(live, 0)
+    column = torch.arange(num_steps + 1, device=sums.device)
+    continues = live & ~(ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
+    num_weighed = num_kept + continues
+    gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
+    lengths = population.lengths[:, each] + num_weighed
+    ahead = length_correction(gains, num_weighed, lengths, continues)
+    weigh = Block.of_gains(
+        population.log_weights[:, each] - ahead,
+        gains,
+        present=present,
+        ess_threshold=block.ess_threshold,
+        scheme=block.scheme,
+        uniforms=block.uniforms[:, :num_particles],
+    )
+    decision = ops.reweight_and_resample(weigh)
+    row, left, rejects = (
+        of_each_draw(
+            of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),
+            live.numel() * num_chains,
+        )
+        for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
+    )
+    masses = None if p.log_mass is None else p.log_mass[row]
+    residual = p.of_log_probs(found.residuals.log(), left)
+    log_weights = decision.log_weights + ahead.gather(1, decision.ancestors)
+    decision = decision._replace(
+        num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
+        num_kept=num_kept,
+        # A column in which all particles die is not kept, but here their tokens are.
+        log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
+        verified=torch.ones_like(decision.all_zero),
+    )
+    if num_chains > 1:
+        decision = _of_chains(decision, num_chains, chain.view(live.shape) % num_places)
+    return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+
+
+def _of_chains(decision: Decision, num_chains: int, winner: torch.Tensor) -> Decision:
+    """Return a decision about P particles as one about the M chains of each.
+
+    Args:
+        decision: with fields ``[G, P]`` in place of ``[G, N]``, N = P M.
+        num_chains: M.
+        winner: ``[G, P]`` int64: the place of the chain that a particle goes on with, among N.
+    """
+
+    def spread(of_particles: torch.Tensor) -> torch.Tensor:
+        return of_particles.unsqueeze(2).expand(-1, -1, num_chains).flatten(1)
+
+    none = spread(torch.zeros_like(decision.num_kept))
+    return decision._replace(
+        num_kept=none.scatter(1, winner, decision.num_kept),
+        weighed=spread(decision.weighed),
+        ancestors=spread(winner.gather(1, decision.ancestors)),
+        log_weights=spread(decision.log_weights),
+    )
+
+
+def length_correction(
+    gains: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor, continues: torch.Tensor
+) -> torch.Tensor:
+    """Return the part of each log-weight that comes of a text longer than the mean, ``[G, N]``.
+
+    Each token multiplies a weight by its normaliser, so that among texts of unequal lengths
+    resampling would prefer the shortest. Set aside while ancestors are drawn, and put back, this
+    changes no mean: an auxiliary particle filter (Pitt and Shephard 1999).
+
+    Args:
+        gains: ``[G, N]`` float64 sums of this round's log normalisers.
+        counts: ``[G, N]`` int64 normalisers in each.
+        lengths: ``[G, N]`` int64 tokens of each tail.
+        continues: ``[G, N]`` bool: the particle has not ended. The mean length is that of these.
+    """
+    alive = gains > -torch.inf
+    total = gains.where(alive, 0.0).sum(1, keepdim=True)
+    rate = total / counts.where(alive, 0).sum(1, keepdim=True).clamp_min(1)  # nats a token
+    mean = (lengths * continues).sum(1, keepdim=True) / continues.sum(1, keepdim=True)
+    longer = lengths - mean.nan_to_num(torch.inf)  # a group that has ended is not corrected
+    return rate * longer.where(continues, longer.clamp_min(0.0))  # short texts have ended for good
+
+
+def replace_groups(base: Decided, where: torch.Tensor, other: Decided) -> Decided:
+    """Return ``base``, with ``other`` in its place for the groups ``where`` ``[G]`` bool."""
+    return choose(where, other[0], base[0]), base[1].unless(where, other[1])
+
+
+def _verified(
+    scored: Scored,
+    ops: Ops,
+    p: TokenDistribution,
+    shape: Sequence[int],
+    num_steps: torch.Tensor,
+) -> verification.Verified:
+    """Verify the drafted chains, as the groups, chains and columns of ``shape``.
+
+    Args:
+        num_steps: ``[G, N]`` of each chain, at most.
+    """
+    drafts, uniforms = scored.drafts, scored.accept_uniforms
+    assert drafts.q is not None and uniforms is not None, "kept where some group verifies"
+    uniforms = uniforms.view(*shape[:2])[:, 0]
+    lengths = drafts.up_to_end.sum(2).minimum(num_steps).view(*shape[:2])
+    return ops.verify(drafts.tokens.view(*shape), lengths, p, drafts.q, uniforms)
+
+
+def log_mass_of_path(
+    log_mass: torch.Tensor, kept: verification.Kept, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return 0, or -inf where masks forbid all tokens after some kept prefix, ``[G]``.
+
+    Args:
+        log_mass: ``[G, N, K + 1]`` log of the mass that masks leave of p after each prefix.
+        kept: the kept columns of each group's winner.
+        ends: ``[G, N, K]`` bool: the sequence ends with this token.
+    """
+    group = torch.arange(len(log_mass), device=log_mass.device)
+    column = torch.arange(log_mass.shape[2], device=log_mass.device)
+    within = column < kept.num_columns.unsqueeze(1)  # [G, K + 1]
+    has_ended = (ends[group, kept.winner] & within[:, :-1]).any(1, keepdim=True)
+    follows = within | ((column == kept.num_columns.unsqueeze(1)) & ~has_ended)
+    stuck = (log_mass[group, kept.winner] == -torch.inf) & follows
+    return torch.zeros_like(log_mass[:, 0, 0]).masked_fill(stuck.any(1), -torch.inf)
+
+
+def one_lineage(population: Population, kept: verification.Kept) -> Decision:
+    """Make all particles copies of the winner. Weights stay equal, so the evidence stays.
+
+    Args:
+        kept: the kept columns of each group's winner.
+    """
+    present, log_weights = population.present, population.log_weights
+    itself = torch.arange(present.shape[1], device=present.device)
+    never = torch.zeros_like(kept.by_block)
+    # A particle that was drawn when its group became smaller may have ended before the round.
+    live = present & ~population.ended
+    num_columns = kept.num_columns.where(live.any(1), 0)
+    return Decision(
+        num_columns,
+        num_kept=num_columns.unsqueeze(1).where(live, 0),
+        weighed=log_weights,
+        ess=kept.ess,
+        resampled=never,
+        all_zero=never,
+        ancestors=kept.winner.unsqueeze(1).where(present, itself),
+        log_weights=log_weights,
+        log_evidence=torch.zeros_like(population.log_evidence),
+        verified=~kept.by_block,
+    )
