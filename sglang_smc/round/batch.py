@@ -1,8 +1,9 @@
 """Define the inputs of a round, its shape on the host, and the tensors between its steps."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,13 @@ from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, 
 
 
 class Need(str, Enum):
-    """What some request of a batch needs of a round beside sizes and deciders, in words."""
+    """What some request of a batch needs of a round beside sizes, in words."""
 
+    WEIGHS = "mode smc"
+    VERIFIES = "a mode that verifies"
+    TREES = "trees at temperature 0"
+    EXTENDS = "verified proposals"
+    CHAINS = "chains_per_particle"
     FILTERS = "top-k, top-p or min-p"  # and is not greedy
     GREEDY = "temperature 0"
     EDITS = "penalties, biases or min_new_tokens"
@@ -57,38 +63,19 @@ class RoundShape(NamedTuple):
     num_steps: int  # K: the most tokens that a request drafts per round
     max_tail: int  # the longest tail in the round, before it is narrowed
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
-    deciders: frozenset[Decider]  # of its requests, whether they draft or not
-    needs: frozenset[Need]
+    chains: tuple[int, ...]  # M of requests whose rounds verify each particle's own chains
+    needs: frozenset[Need] = frozenset()
+    deciders: tuple[Decider, ...] = ()  # of these: the first is for the groups of no other
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
 
-    def having(self, *needs: Need) -> "RoundShape":
-        """Return the shape with more needs."""
-        return self._replace(needs=self.needs.union(needs))
-
-    @property
-    def walks(self) -> bool:
-        """Return whether some request's rounds verify sampled chains as one multi-draft."""
-        return any(isinstance(one, VerifyTogether) and one.chains for one in self.deciders)
-
-    @property
-    def branches(self) -> bool:
-        """Return whether some request's rounds verify a tree, at temperature 0."""
-        return any(isinstance(one, VerifyTogether) and one.trees for one in self.deciders)
-
-    @property
-    def extends(self) -> tuple[int, ...]:
-        """Return M of each request whose rounds verify each particle's own chains."""
-        return tuple(sorted(one.num_chains for one in self.deciders if isinstance(one, VerifyEach)))
-
-    @property
-    def many_chains(self) -> bool:
-        """Return whether some particle has more chains than one."""
-        return any(chains > 1 for chains in self.extends)
-
-    @property
-    def has_rules(self) -> bool:
-        """Return whether some request has rules that read its sequences on the host."""
-        return Need.RULES in self.needs
+    def needing(self, needs: Iterable[Need]) -> "RoundShape":
+        """Return the shape with other needs, and their deciders."""
+        needs, each = frozenset(needs), map(VerifyEach, self.chains)
+        together = [VerifyTogether()] if needs & {Need.VERIFIES, Need.TREES} else []
+        deciders = (*together, *each, *([Weigh()] if Need.WEIGHS in needs else []))
+        if self.num_steps == 0:  # the target draws the next token, in every mode
+            deciders = (Plain(),)
+        return self._replace(needs=needs, deciders=deciders)
 
     @property
     def skips_draft(self) -> bool:
@@ -98,8 +85,10 @@ class RoundShape(NamedTuple):
     def lacks(self, other: "RoundShape") -> list[str]:
         """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._sizes().items(), other._sizes().values(), strict=True)
-        fewer = [name for (name, size), needed in pairs if size < needed]
-        return fewer + sorted(other._kinds() - self._kinds())
+        lacking = [name for (name, size), needed in pairs if size < needed]
+        lacking += sorted(need.value for need in other.needs - self.needs)
+        more = set(other.chains) - set(self.chains) if Need.EXTENDS in self.needs else ()
+        return lacking + [f"chains_per_particle {chains}" for chains in sorted(more)]
 
     def _sizes(self) -> dict[str, int]:
         """Return sizes: a shape with no smaller one supports those of another."""
@@ -112,9 +101,6 @@ class RoundShape(NamedTuple):
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
             f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
         }
-
-    def _kinds(self) -> set[str]:
-        return {need.value for need in self.needs}.union(*(one.kinds for one in self.deciders))
 
 
 class RoundInputs(NamedTuple):
@@ -170,23 +156,6 @@ class RoundBatch(NamedTuple):
     edits: Edits | None = None  # where some request has one
     matches: Matches | None = None  # where some request uses them
 
-    @property
-    def deciders(self) -> list[Decider]:
-        """Return the deciders of the round; the first is for the groups of no other."""
-        if self.shape.num_steps == 0:  # the target draws the next token, in every mode
-            return [Plain()]
-        order = VerifyTogether, VerifyEach, Weigh
-        return sorted(self.shape.deciders, key=lambda one: (order.index(type(one)), str(one)))
-
-    def groups_of(self, decider: Decider) -> torch.Tensor:
-        """Return the groups that choose a decider, ``[G]`` bool."""
-        settings, extends = self.settings, self.shape.extends
-        if isinstance(decider, VerifyEach):
-            is_only = len(extends) == 1
-            mine = settings.extends
-            return mine if is_only else mine & (settings.chains == decider.num_chains)
-        return settings.weighs & ~settings.extends if extends else settings.weighs
-
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
     """Return the largest shape of batches of requests that set only sizes.
@@ -194,20 +163,20 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
     On a ``budget`` the tails and arenas of earlier, larger budgets may still exist.
     """
     now = apply_budget(config, budget)
-    drafts = now.num_steps > 0  # without draft tokens weighing and verifying are the same
-    of_config: Decider = VerifyTogether()
-    if now.weighs:
-        of_config = VerifyEach(now.num_chains) if now.extends else Weigh()
-    powered = (Need.POWER, Need.OPEN_TOKEN) if config.power != 1.0 else ()
-    return RoundShape(
+    needs = {Need.GREEDY, *_needs_of_mode(now)}
+    if now.num_steps == 0:  # without draft tokens weighing and verifying are the same
+        needs |= {Need.WEIGHS, Need.VERIFIES}
+    if config.power != 1.0:
+        needs |= {Need.POWER, Need.OPEN_TOKEN}
+    shape = RoundShape(
         budget=budget,
         num_particles=now.num_particles,
         num_steps=now.num_steps,
         max_tail=arena.tail(config, config.lag),
         max_arena=arena.arena(config, config.lag),
-        deciders=frozenset({of_config} if drafts else {Weigh(), VerifyTogether(), of_config}),
-        needs=frozenset({Need.GREEDY, *powered}),
+        chains=(now.num_chains,) if now.extends else (),
     )
+    return shape.needing(needs)
 
 
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
@@ -215,11 +184,9 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
     shape = shape_of_server(config, budget)._replace(
         max_tail=arena.max_tail(config), max_arena=arena.max_arena(config), logprobs=logprobs
     )
-    each = {VerifyEach(chains) for chains in shape.extends}
-    every = shape._replace(deciders=frozenset({Weigh(), VerifyTogether(trees=True), *each}))
-    return every.having(
-        *(Need.FILTERS, Need.EDITS, Need.POWER, Need.PARTICLES, Need.OPEN_TOKEN),
-    )
+    modes = {Need.WEIGHS, Need.VERIFIES, Need.TREES}
+    others = {Need.FILTERS, Need.EDITS, Need.POWER, Need.PARTICLES, Need.OPEN_TOKEN}
+    return shape.needing(shape.needs | modes | others)
 
 
 def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
@@ -231,33 +198,30 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     configs = [state.now for state in states]
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
-    deciders = frozenset(map(decider_of, configs))
-    together = [one for one in deciders if isinstance(one, VerifyTogether)]
-    if len(together) > 1:  # one for both
-        deciders = deciders.difference(together) | {VerifyTogether(trees=True)}
-    in_turn = math.lcm(*(config.num_chains for config in configs))
-    most = max(config.num_particles for config in configs)
-    return RoundShape(
+    chains = tuple(sorted({config.num_chains for config in configs if config.extends}))
+    most, in_turn = max(config.num_particles for config in configs), math.lcm(*chains)
+    shape = RoundShape(
         budget=states[0].budget,
         num_particles=-(-most // in_turn) * in_turn,  # chains of a particle are consecutive rows
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        deciders=deciders,
-        needs=frozenset().union(*map(needs_of, reqs, configs)),
+        chains=chains,
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
     )
+    return shape.needing(chain.from_iterable(map(_needs_of, reqs, configs)))
 
 
-def decider_of(config: RequestConfig) -> Decider:
-    """Return what decides for a request."""
-    if config.weighs:
-        return VerifyEach(config.num_chains) if config.extends else Weigh()
-    return VerifyTogether(chains=not config.branches, trees=config.branches)
+def _needs_of_mode(config: SMCConfig) -> list[Need]:
+    if not config.weighs:
+        return [Need.VERIFIES]
+    if not config.extends:
+        return [Need.WEIGHS]
+    return [Need.EXTENDS, Need.CHAINS] if config.num_chains > 1 else [Need.EXTENDS]
 
 
-def needs_of(req: Req, config: RequestConfig) -> Iterator[Need]:
-    """Yield what a request needs."""
+def _needs_of(req: Req, config: RequestConfig) -> list[Need]:
+    """Return what a request needs."""
     needs = {
         Need.FILTERS: uses_filters(req),
         Need.GREEDY: is_greedy(req),
@@ -270,7 +234,8 @@ def needs_of(req: Req, config: RequestConfig) -> Iterator[Need]:
         Need.POTENTIALS: has_scorers(req),
         Need.MATCHES: config.uses_matches,
     }
-    return (need for need, is_needed in needs.items() if is_needed)
+    of_mode = [Need.TREES] if config.branches else _needs_of_mode(config)
+    return of_mode + [need for need, is_needed in needs.items() if is_needed]
 
 
 class Tables(NamedTuple):

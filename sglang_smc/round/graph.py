@@ -49,7 +49,6 @@ from sglang_smc.round.batch import (
     shape_of_server,
 )
 from sglang_smc.round.result import Outcome
-from sglang_smc.smc.deciding import Decider, VerifyTogether
 from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
 from sglang_smc.upstream import Arguments
 
@@ -226,7 +225,7 @@ class Recordings:
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """Return the graphs to search, those with the fewest options first."""
         found = self.of_budget.get(OFF if shape.skips_draft else shape.budget, [])
-        return [*self._greedy, *found] if shape.branches and found else found
+        return [*self._greedy, *found] if Need.TREES in shape.needs and found else found
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
         """Return why the graphs do not support a batch; empty if they do."""
@@ -250,17 +249,19 @@ class Kinds(NamedTuple):
         bounds = budgets(Budget(config.num_particles, config.num_steps))
         rungs = bounds if config.adaptive else (None,)
         shapes = [shape_of_server(config, rung) for rung in rungs]
-        chats = [shape.having(Need.FILTERS) for shape in shapes]
+        chats = [shape.needing({*shape.needs, Need.FILTERS}) for shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
-        edited = [shape.having(Need.EDITS)._replace(logprobs=logprobs) for shape in largest]
+        edited = [
+            shape.needing({*shape.needs, Need.EDITS})._replace(logprobs=logprobs)
+            for shape in largest
+        ]
         # Trees of the most steps, at temperature 0.
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]
-        tree: frozenset[Decider] = frozenset({VerifyTogether(chains=False, trees=True)})
-        greedy = [shape._replace(deciders=tree) for shape in trees]
+        greedy = [one.needing(one.needs - {Need.VERIFIES} | {Need.TREES}) for one in trees]
         alone = shape_of_server(without_drafts(config), OFF)
-        off = [] if config.adaptive else [alone.having(Need.FILTERS)]
+        off = [] if config.adaptive else [alone.needing({*alone.needs, Need.FILTERS})]
         return cls(most_used, edited, shape_of_any(config, rungs[0], logprobs), greedy, off)
 
     @property
@@ -279,7 +280,7 @@ def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> 
 
     def of(shape: RoundShape, mixes: bool = False) -> int:
         sizes = shape.num_particles, shape.num_steps, vocab_size
-        return round_bytes(*sizes, verifies=shape.walks, mixes=mixes)
+        return round_bytes(*sizes, verifies=Need.VERIFIES in shape.needs, mixes=mixes)
 
     of_any = of(kinds.any, mixes=True)
     if not records:

@@ -136,7 +136,7 @@ class Steps:
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
-        if batch.shape.many_chains:  # those of one particle are independent
+        if Need.CHAINS in batch.shape.needs:  # those of one particle are independent
             own = settings.of_chain(texts.shape[1])
             same_text = same_text & (own.unsqueeze(1) == own.unsqueeze(2))
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
@@ -144,7 +144,7 @@ class Steps:
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
         is_tree = divisors = paths = None
-        if batch.shape.branches:
+        if Need.TREES in batch.shape.needs:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
             is_tree, divisors = settings.branches, trees.log_divisors(ahead, texts.shape[1])
             greedy = greedy ^ is_tree  # trees draft more than the likeliest token
@@ -182,7 +182,7 @@ class Steps:
             of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = settings.ends(chains, positions)
-        if batch.shape.has_rules:
+        if Need.RULES in batch.shape.needs:
             ends = batch.rules.ends(ends, chains, population)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
@@ -190,7 +190,7 @@ class Steps:
             torch.stack(log_q, dim=2),
             ends,
             up_to_first(ends) & (batch.column < num_columns.unsqueeze(2)),
-            distributions if batch.shape.walks or batch.shape.extends else None,
+            distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
             coins,
             of_held,
         )
@@ -204,7 +204,7 @@ class Steps:
     ) -> TokenDistribution:
         """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
         allowed = None
-        if batch.edits is not None or batch.shape.has_rules:
+        if batch.edits is not None or Need.RULES in batch.shape.needs:
             nothing = batch.output_lengths.new_empty(*batch.output_lengths.shape, 0)  # [G, N, 0]
             chains = torch.stack(drawn, dim=2) if drawn else nothing
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
@@ -265,7 +265,7 @@ class Steps:
         """Edit logits, and return them with the mask of the requests' rules; see `rules.base`."""
         if batch.edits is not None:
             self.ops.edit_logits(logits, batch.edits, chains, first)
-        if not batch.shape.has_rules:
+        if Need.RULES not in batch.shape.needs:
             return logits, None
         return batch.rules.apply(logits, chains, first)
 
@@ -280,10 +280,8 @@ class Steps:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
         if batch.shape.skips_draft:
             return deciding.decide_alone(population, p, batch.settings.weighs)
-        deciders = batch.deciders
-        groups = [batch.groups_of(decider) for decider in deciders[1:]]
         scored = self._scored(batch, population, drafts, p, log_p)
-        return deciding.decide(deciders, groups, scored, self.ops)
+        return deciding.decide(batch.shape.deciders, scored, self.ops)
 
     def _scored(
         self,
@@ -322,8 +320,10 @@ class Steps:
             weighs=settings.weighs,
             powered=Need.POWER in shape.needs,
             accept_uniforms=uniforms(batch.position, Purpose.ACCEPT) if verifies else None,
-            greedy=settings.greedy if shape.branches else None,
-            is_tree=settings.branches if shape.branches and shape.walks else None,
+            extends=settings.extends if shape.chains else None,
+            chains=settings.chains if len(shape.chains) > 1 else None,
+            greedy=settings.greedy if Need.TREES in shape.needs else None,
+            is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= shape.needs else None,
         )
 
     def extend(
@@ -334,7 +334,9 @@ class Steps:
         kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all draft tokens but its last one; nothing where it skips the round.
-        num_kept = decision.num_kept.amax(1) if batch.shape.extends else decision.num_columns
+        num_kept = (
+            decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
+        )
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         self._descend(batch, batch.committed, decision.ancestors)
         extended = population.append(drafts.tokens, decision.num_kept)
@@ -352,14 +354,14 @@ class Steps:
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
         uniforms, _ = self.ops.stratify(own, same_text)
-        if batch.shape.walks or batch.shape.branches:
+        if batch.shape.needs & {Need.VERIFIES, Need.TREES}:
             # After verification all particles are copies of one, and must draw the same token.
             uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
-        if batch.shape.many_chains:
+        if Need.CHAINS in batch.shape.needs:
             uniforms = settings.of_first_chains(uniforms)
         tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
         ends = settings.ends(tokens, positions.unsqueeze(2))
-        if batch.shape.has_rules:
+        if Need.RULES in batch.shape.needs:
             ends = batch.rules.ends(ends, tokens, population)
         extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends.squeeze(2))
@@ -375,7 +377,9 @@ class Steps:
             log_sum = next_tokens.log_masses()
         log_sum = log_sum.double().view_as(population.log_weights)
         counts = weighs & ~population.ended
-        if batch.shape.extends and batch.shape.num_steps:  # `extend_each` has weighed it
+        if (
+            Need.EXTENDS in batch.shape.needs and batch.shape.num_steps
+        ):  # `extend_each` has weighed it
             counts &= ~batch.settings.extends.unsqueeze(1)
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
         return next_tokens, population._replace(
@@ -552,13 +556,15 @@ class Round:
         seeds = self._steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
-        if shape.has_rules:
+        if Need.RULES in shape.needs:
             rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
         edits = None
         if Need.EDITS in shape.needs:
             edits = tables.edits.of(reqs, rows, settings, *before.uncounted)
         # Sampled chains that are verified as one multi-draft must be independent.
-        dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs
+        dependent = (
+            settings.weighs | settings.greedy if Need.TREES in shape.needs else settings.weighs
+        )
         batch = RoundBatch(
             reqs=list(reqs),
             shape=shape,
@@ -630,7 +636,7 @@ class Round:
             emitted = tables.particles.logprobs.emitted(batch.rows, *of_roots)
         settings = batch.settings
         num_weights = settings.num_particles
-        if shape.many_chains:
+        if Need.CHAINS in needs:
             num_weights = num_weights // settings.chains
         counters = tables.counters.add_round(
             batch.rows,

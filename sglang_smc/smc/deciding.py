@@ -6,10 +6,11 @@ a group as one multi-draft (modes exact, mixed and auto); `VerifyEach` verifies 
 chains (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -52,28 +53,30 @@ class Scored(NamedTuple):
     weighs: torch.Tensor  # [G] bool: particles differ between rounds; else all are copies
     powered: bool  # some group samples from a power of p
     accept_uniforms: torch.Tensor | None = None  # [G, N], where some group verifies
+    extends: torch.Tensor | None = None  # [G] bool, where some group has verified proposals
+    chains: torch.Tensor | None = None  # [G] int64 M, where these differ in it
     greedy: torch.Tensor | None = None  # [G] bool: temperature 0, where some group drafts a tree
     is_tree: torch.Tensor | None = None  # [G] bool: drafts one, where others sample their chains
 
 
-class Decider(Protocol):
+class Decider(ABC):
     """A way to decide."""
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """Return, in words, what requests it decides for."""
-        ...
+    weighs = True
+    """Whether particles go on with weights of their own; else all become copies of one."""
 
+    @abstractmethod
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         """Return what all groups keep and draw from; those that decide otherwise are ignored."""
-        ...
+
+    def groups(self, scored: Scored) -> torch.Tensor:
+        """Return the groups that choose it, ``[G]`` bool, in a round with other deciders."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Weigh:
+class Weigh(Decider):
     """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
-
-    kinds = frozenset({"mode smc"})  # see `Decider`
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         """Decide; see `Decider`."""
@@ -82,12 +85,15 @@ class Weigh:
             block = block._replace(log_p=(log_p + p.log_mass.view_as(log_p))[:, :, :-1])
         return _next_rows(scored, ops.reweight_and_resample(block))
 
+    def groups(self, scored: Scored) -> torch.Tensor:
+        """Return those of mode smc without verified proposals; see `Decider`."""
+        extends = scored.extends
+        return scored.weighs if extends is None else scored.weighs & ~extends
+
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Decider):
     """Resample where the ESS is low, in a round without drafts: p draws the next token."""
-
-    kinds = frozenset({"rounds without drafts"})  # see `Decider`
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         """Decide; see `Decider`. Kernels need a column."""
@@ -96,17 +102,10 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class VerifyTogether:
+class VerifyTogether(Decider):
     """Verify the chains of a group as one multi-draft; see `verify`."""
 
-    chains: bool = True  # of some group they are sampled
-    trees: bool = False  # of some group they are a tree of likely tokens
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """Return what it decides for; see `Decider`."""
-        named = ("a mode that verifies", self.chains), ("trees at temperature 0", self.trees)
-        return frozenset(name for name, is_needed in named if is_needed)
+    weighs = False
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         """Decide; see `Decider`."""
@@ -114,42 +113,32 @@ class VerifyTogether:
 
 
 @dataclass(frozen=True)
-class VerifyEach:
+class VerifyEach(Decider):
     """Verify each particle's own chains; see `extend_each`."""
 
     num_chains: int = 1  # M of each particle
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """Return what it decides for; see `Decider`."""
-        return frozenset({f"verified proposals by {self.num_chains} chains"})
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         """Decide; see `Decider`."""
         return extend_each(scored, ops, self.num_chains)
 
+    def groups(self, scored: Scored) -> torch.Tensor:
+        """Return those whose particles have M chains each; see `Decider`."""
+        assert scored.extends is not None, "there where some group has such"
+        chains = scored.chains
+        return scored.extends if chains is None else scored.extends & (chains == self.num_chains)
 
-def decide(
-    deciders: Sequence[Decider], groups: Sequence[torch.Tensor], scored: Scored, ops: Ops
-) -> Decided:
-    """Decide for each group by its decider.
 
-    Args:
-        groups: ``[G]`` bool each: whom the second decides for, and those after it; the first
-            decides for the others.
-    """
+def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:
+    """Decide for each group by the decider that it chooses, or by the first."""
     decided = deciders[0](scored, ops)
-    for decider, where in zip(deciders[1:], groups, strict=True):
-        decided = replace_groups(decided, where, decider(scored, ops))
+    for decider in deciders[1:]:
+        decided = replace_groups(decided, decider.groups(scored), decider(scored, ops))
     return decided
 
 
 def decide_alone(population: Population, p: TokenDistribution, weighs: torch.Tensor) -> Decided:
-    """Return the decision of a round of single particles without drafts.
-
-    Args:
-        weighs: ``[G]`` bool, of `Scored`.
-    """
+    """Return the decision of a round of single particles without drafts; see `Scored`."""
     log_weights = population.log_weights
     none = torch.zeros_like(log_weights[:, 0], dtype=torch.int64)
     no, alone = none.bool(), none.unsqueeze(1)
@@ -260,12 +249,20 @@ def extend_each(scored: Scored, ops: Ops, num_chains: int) -> Decided:
     gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
     lengths = population.lengths[:, each] + num_weighed
     ahead = length_correction(gains, num_weighed, lengths, continues)
-    weigh = Block.of_gains(
-        population.log_weights[:, each] - ahead,
-        gains,
+    zero, one = torch.zeros_like(block.power), torch.ones_like(block.num_steps)
+    weigh = Block(
+        log_weights=population.log_weights[:, each] - ahead,
+        log_p=gains.unsqueeze(2),
+        log_q=torch.zeros_like(gains).unsqueeze(2),
+        up_to_end=torch.ones_like(present).unsqueeze(2),
         present=present,
+        power=torch.ones_like(zero),
+        num_steps=one,
         ess_threshold=block.ess_threshold,
+        resample_each_token=one < 1,
+        evidence_threshold=zero,  # so that the column is kept, whatever its evidence
         scheme=block.scheme,
+        keep_uniforms=zero,
         uniforms=block.uniforms[:, :num_particles],
     )
     decision = ops.reweight_and_resample(weigh)

@@ -175,40 +175,6 @@ class Block(NamedTuple):
     keep_uniforms: torch.Tensor  # [G] float64 uniforms, for the evidence
     uniforms: torch.Tensor  # [G, N] float64 uniforms, for the ancestors
 
-    @classmethod
-    def of_gains(
-        cls,
-        log_weights: torch.Tensor,
-        gains: torch.Tensor,
-        *,
-        present: torch.Tensor,
-        ess_threshold: torch.Tensor,
-        scheme: torch.Tensor,
-        uniforms: torch.Tensor,
-    ) -> "Block":
-        """Return a block of one column, kept whatever its evidence, whose weights gain ``gains``.
-
-        Args:
-            gains: ``[G, N]`` float64. The others are as the fields.
-        """
-        column, zero = gains.unsqueeze(2), torch.zeros_like(ess_threshold)
-        one = torch.ones_like(scheme)
-        return cls(
-            log_weights=log_weights,
-            log_p=column,
-            log_q=torch.zeros_like(column),
-            up_to_end=torch.ones_like(column, dtype=torch.bool),
-            present=present,
-            power=torch.ones_like(ess_threshold),
-            num_steps=one,
-            ess_threshold=ess_threshold,
-            resample_each_token=one < 1,
-            evidence_threshold=zero,
-            scheme=scheme,
-            keep_uniforms=zero,
-            uniforms=uniforms,
-        )
-
 
 def reweight_and_resample(block: Block) -> Decision:
     """Weigh a block of draft tokens, cut it, and `resample` where the ESS is low.

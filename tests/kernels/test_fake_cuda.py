@@ -4,6 +4,7 @@ Rounds that a server may capture are lines of `ROUNDS`; their limits stand besid
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
-from sglang_smc.smc.deciding import VerifyTogether
+from sglang_smc.round.batch import Need, RoundShape, shape_of_any, shape_of_server
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.logprobs import recorded_logprobs
 from sglang_smc.tools.plan.shapes import from_config
 
 FILTERS = {"needs": {Need.FILTERS}}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
-GREEDY = {"deciders": frozenset({VerifyTogether(chains=False, trees=True)})}
+GREEDY = {"needs": {Need.TREES}, "without": {Need.VERIFIES}}
 # One request of a batch asks for log-probabilities, or edits logits.
 EDITS = {"needs": {Need.EDITS}}
 SHOWN = EDITS | {"logprobs": recorded_logprobs(VOCAB_SIZE)}
@@ -50,6 +50,13 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
 }
 
 
+def shape_of(
+    config: SMCConfig, needs: Iterable[Need] = (), without: Iterable[Need] = (), **more: Any
+) -> RoundShape:
+    shape = shape_of_server(config)._replace(**more)
+    return shape.needing(shape.needs.difference(without).union(needs))
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [*((name, 8) for name in ROUNDS), ("anything", 1), ("anything", 48)]
 )
@@ -57,8 +64,7 @@ def test_a_captured_round_asks_little_of_the_device(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
     config, more, launches, moved, peak = ROUNDS[name]
-    shape = shape_of_server(config)
-    shape = shape._replace(**more | {"needs": shape.needs | more.get("needs", set())})
+    shape = shape_of(config, **more)
     found = trace_round(monkeypatch, config, shape, size, kernels)
     assert 100 < len(found.calls) <= launches, Counter(found.calls).most_common()
     assert found.num_bytes / size / 1e6 <= moved

@@ -21,7 +21,6 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.result import Outcome
-from sglang_smc.smc.deciding import VerifyEach, VerifyTogether
 from sglang_smc.state.logprobs import LogprobWidths
 
 SIZES, FIVE = [2, 3, 8], [1, 2, 3, 4, 5]
@@ -212,12 +211,10 @@ def test_a_round_in_slices_is_the_round(name: str) -> None:
 def test_a_recording_covers_less_and_nothing_else() -> None:
     shape = shape_of_server(SMCConfig(num_particles=4, num_steps=3))
     assert not shape.lacks(shape)
-    assert not shape.having(Need.EDITS).lacks(shape)
+    assert not shape.needing({*shape.needs, Need.EDITS}).lacks(shape)
     assert not shape.lacks(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     for need in set(Need) - shape.needs:
-        assert len(shape.lacks(shape.having(need))) == 1, need
-    for decider in (VerifyTogether(), VerifyTogether(chains=False, trees=True), VerifyEach()):
-        assert len(shape.lacks(shape._replace(deciders=shape.deciders | {decider}))) == 1, decider
+        assert len(shape.lacks(shape.needing({*shape.needs, need}))) == 1, need
     more: dict[str, Any] = {"logprobs": LogprobWidths(1, 0, 0)}
     sizes = "num_particles", "num_steps", "max_tail", "max_arena"
     more |= {name: getattr(shape, name) + 1 for name in sizes}

@@ -22,7 +22,6 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Need, RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
-from sglang_smc.smc.deciding import Decider, VerifyTogether
 from sglang_smc.state.logprobs import LogprobTable, recorded_logprobs
 from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
@@ -67,13 +66,12 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
             asked = trees[-1].shape._replace(budget=budget, num_particles=n, num_steps=k)
             assert found.find(asked) is next(one for one in trees if one.shape.num_particles >= n)
         assert found.find(graphs[0].shape) is graphs[0]
-        assert Need.GREEDY in graphs[0].shape.needs and not graphs[0].shape.branches
+        assert Need.GREEDY in graphs[0].shape.needs and Need.TREES not in graphs[0].shape.needs
 
 
 def shape(*needs: Need, **change: Any) -> RoundShape:
-    return (
-        shape_of_server(SMCConfig(num_particles=2, num_steps=2)).having(*needs)._replace(**change)
-    )
+    own = shape_of_server(SMCConfig(num_particles=2, num_steps=2))._replace(**change)
+    return own.needing(own.needs.union(needs))
 
 
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,11 +93,10 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
     for needs, more in (([Need.EDITS], {}), ([], shown), ([Need.EDITS], shown)):
         assert found.find(shape(*needs, **more)) is edited
         assert found.find(shape(*needs, Need.FILTERS, **more)) is edited_chat
-    exact: frozenset[Decider] = frozenset({VerifyTogether()})
-    assert found.find(shape(deciders=exact)) is anything
-    sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
-    for alone in (shape(deciders=exact), shape(Need.FILTERS, Need.GREEDY)):
-        assert found.find(alone._replace(**sizes)) is off, "no drafts"
+    assert found.find(shape(Need.VERIFIES)) is anything
+    for alone in ([Need.VERIFIES], [Need.FILTERS, Need.GREEDY]):
+        sizes = {"num_particles": 1, "num_steps": 0, "max_tail": 1, "max_arena": 2}
+        assert found.find(shape(*alone, **sizes)) is off, "no drafts"
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records
     for _ in range(3):
@@ -154,7 +151,7 @@ class Card:
 
     def bytes_of(self, shape: RoundShape) -> int:
         sizes = shape.num_particles, shape.num_steps, self.vocab_size
-        return round_bytes(*sizes, verifies=shape.walks, mixes=shape.logprobs.own)
+        return round_bytes(*sizes, verifies=Need.VERIFIES in shape.needs, mixes=shape.logprobs.own)
 
     def play(self, inputs: RoundInputs, shape: RoundShape, *_: Any) -> SimpleNamespace:
         self.num_played += 1
