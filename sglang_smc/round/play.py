@@ -43,6 +43,7 @@ from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.round import extend, round_position, up_to_first, weigh_bonus
 from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
@@ -331,25 +332,26 @@ class Steps:
     ) -> Population:
         """Append the kept draft tokens, and make each particle a copy of its ancestor."""
         num_steps = batch.shape.num_steps
-        kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
-        ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all draft tokens but its last one; nothing where it skips the round.
-        num_kept = (
-            decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
-        )
+        num_kept = decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         self._descend(batch, batch.committed, decision.ancestors)
-        extended = population.append(drafts.tokens, decision.num_kept)
-        step = decision.ancestors, decision.log_weights, decision.log_evidence
-        return extended._replace(ended=ended, unread=unread).resample(*step)
+        return extend(population, drafts, decision, batch.column)._replace(unread=unread)
 
     def add_bonus(
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
     ) -> Population:
         """Append one token of ``next_tokens``, drawn after resampling so that copies can differ."""
-        if Need.POWER in batch.shape.needs or next_tokens.log_mass is not None:
-            next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
-        settings, positions = batch.settings, population.output_lengths
+        settings, is_powered = batch.settings, Need.POWER in batch.shape.needs
+        if is_powered or next_tokens.log_mass is not None:
+            next_tokens, population = weigh_bonus(
+                population,
+                next_tokens,
+                power=settings.power if is_powered else None,
+                weighs=settings.weighs,
+                weighed=settings.extends if batch.shape.chains and batch.shape.num_steps else None,
+            )
+        positions = population.output_lengths
         texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
@@ -365,28 +367,6 @@ class Steps:
             ends = batch.rules.ends(ends, tokens, population)
         extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends.squeeze(2))
-
-    def _weigh_bonus(
-        self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
-    ) -> tuple[TokenDistribution, Population]:
-        """Raise the bonus token's distribution to each power, and weigh by its normaliser."""
-        weighs = batch.settings.weighs.unsqueeze(1)
-        if Need.POWER in batch.shape.needs:
-            next_tokens, log_sum = next_tokens.to_power(batch.settings.power)
-        else:
-            log_sum = next_tokens.log_masses()
-        log_sum = log_sum.double().view_as(population.log_weights)
-        counts = weighs & ~population.ended
-        if (
-            Need.EXTENDS in batch.shape.needs and batch.shape.num_steps
-        ):  # `extend_each` has weighed it
-            counts &= ~batch.settings.extends.unsqueeze(1)
-        stuck = (~weighs & (log_sum == -torch.inf)).any(1)
-        return next_tokens, population._replace(
-            log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
-            # Verified sequences have no weights; -inf marks that no token may follow one.
-            log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
-        )
 
     def narrow(
         self, batch: RoundBatch, population: Population
@@ -430,11 +410,6 @@ def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor
     # A group that only waited for potential values has drafted nothing: no cut, no resampling.
     waited = population.ended.all(1)
     return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
-
-
-def up_to_first(ends: torch.Tensor) -> torch.Tensor:
-    """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
-    return ends.cumsum(-1) == ends
 
 
 NO_RULES = TextRules()
@@ -547,8 +522,7 @@ class Round:
             own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=own)
         starts, last_two = before.output_lengths, before.last_two
-        # The shortest particle advances in every round; of verified proposals the longest may go.
-        position = torch.where(before.ended, starts.amax(1, True), starts).amin(1, True)  # [G, 1]
+        position = round_position(before.ended, starts)
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -562,9 +536,8 @@ class Round:
         if Need.EDITS in shape.needs:
             edits = tables.edits.of(reqs, rows, settings, *before.uncounted)
         # Sampled chains that are verified as one multi-draft must be independent.
-        dependent = (
-            settings.weighs | settings.greedy if Need.TREES in shape.needs else settings.weighs
-        )
+        has_trees = Need.TREES in shape.needs
+        dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
         batch = RoundBatch(
             reqs=list(reqs),
             shape=shape,

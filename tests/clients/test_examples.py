@@ -27,6 +27,11 @@ def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> 
     assert len(lines) > last + 1
 
 
+def test_the_library_answers_by_two_models_in_transformers() -> None:
+    text = run("library.py")
+    assert "####" in text and text.rstrip().endswith("<|eos|>")
+
+
 @pytest.mark.nightly  # a minute, most of it imports
 def test_offline_answers_in_each_mode_and_tells_how() -> None:
     streamed, *modes = run("offline.py", SOLVED.question).split("\n--- ")

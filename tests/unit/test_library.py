@@ -1,0 +1,85 @@
+"""Rounds of the library over two plain models are those of a server."""
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from toy_laws import EOS, PAIR, toy
+from toy_request import PROMPT
+from toy_worker import Language
+
+from sglang_smc.smc.deciding import Decider, VerifyEach, VerifyTogether, Weigh
+from sglang_smc.smc.round import Round
+
+LENGTH, SIZE, N = 12, 40, 4
+SERVER: dict[str, Any] = {"num_particles": N, "num_steps": 3, "max_lag": LENGTH + 8}
+VERIFIED = {"proposal": "verified", "power": 2.0}
+CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
+    "smc": (Weigh(), {}, {}),
+    "blocks": (Weigh(), {"evidence_threshold": 0.0}, {"evidence_threshold": 0.0}),
+    "powers": (Weigh(), {"power": 2.0}, {"power": 2.0, "evidence_threshold": 0.0}),
+    "at each token": (
+        Weigh(),
+        {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 0.9},
+        {"resample_each_token": True, "scheme": "multinomial", "ess_threshold": 0.9},
+    ),
+    "exact": (VerifyTogether(), {"mode": "exact"}, {"evidence_threshold": torch.inf}),
+    "mixed": (VerifyTogether(), {"mode": "mixed"}, {}),
+    "verified": (VerifyEach(), VERIFIED, {"power": 2.0, "draft_temperature": 0.5}),
+}
+
+
+class Model(NamedTuple):
+    """A toy language as both protocols have it."""
+
+    language: Language
+
+    def next_logits(self, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.chain_logits(texts, lengths, 1)[:, 0]
+
+    def chain_logits(
+        self, texts: torch.Tensor, lengths: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
+        ends = [lengths - before for before in reversed(range(num_columns))]
+        contexts = [self.language.contexts(texts, end) for end in ends]
+        return self.language.logits[torch.stack(contexts, 1)]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_text_of_the_library_is_the_servers(name: str) -> None:
+    """From its particles after prefill, which have first tokens of their own under a power."""
+    decider, server, options = CASES[name]
+    own = toy(SIZE, limit=LENGTH, **SERVER | server)
+    reqs, rows = own.begin(list(range(1, SIZE + 1))), torch.arange(1, 1 + SIZE)
+    tables = own.worker._tables
+    seeds, begun = tables.requests.gather(rows).seeds, tables.particles.gather(rows, N, LENGTH)
+    rounds = Round(
+        *map(Model, PAIR),
+        decider,
+        num_steps=3,
+        max_new_tokens=LENGTH,
+        stop_tokens=(EOS,),
+        **options,
+    )
+    state = rounds.begin(torch.tensor([*PROMPT, 0]).expand(SIZE, -1), N, num_emitted=1)
+    first = begun.last_emitted
+    state.population.texts[:, :, 1] = first
+    state = state._replace(population=state.population._replace(ended=begun.ended | (first == EOS)))
+    while not state.population.ended.all():
+        state, _ = rounds.step(state, seeds)
+    while running := [req for req in reqs if not own._is_over(req)]:
+        own.step(running)
+    found = state.population
+    lengths, texts = found.lengths[:, 0].tolist(), found.texts[:, 0, 1:].tolist()
+    drawn = [text[: length + 1] for text, length in zip(texts, lengths, strict=True)]
+    assert drawn == [req.output_ids for req in reqs]
+    assert len({tuple(text) for text in drawn}) >= 10
+
+
+def test_the_library_needs_no_sglang() -> None:
+    """And is imported in two seconds of a CPU, torch among them."""
+    told = "import sglang_smc.smc.round, sys, time; print(time.process_time(), *sys.modules)"
+    seconds, *modules = subprocess.check_output([sys.executable, "-c", told], text=True).split()
+    assert "sglang" not in modules and float(seconds) < 2
