@@ -34,7 +34,7 @@ class Active:
     monitor: Monitor | None = None  # in which rounds count; None before the worker is built
     measure: Callable[..., Table] | None = None  # measures the memory, once pools have their sizes
     memory: Table | None = None  # of `log_memory_report`; None before that
-    order_pages: Callable[..., None] | None = None  # `SMCWorker.order_pages`; None for 1 slot
+    order_pages: Callable[..., None] | None = None  # of `Handover`; None: 1 slot a page
     begin_transferred: Callable[..., Any] | None = None  # `SMCWorker.begin_transferred`
     ranks: RankCheck = field(default_factory=RankCheck)
     # The options, behind the arguments that they were read from.

@@ -4,7 +4,6 @@ The algorithm is `round.play.Round.play`. Its state is on the device, in tables 
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +13,27 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
-from sglang_smc.models.recorder import Ranks, Record, cuda_session
+from sglang_smc.models.recorder import Ranks
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, Tables, shape_of
+from sglang_smc.round.capture import Captures, Server
+from sglang_smc.round.handover import Handover
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import RequestStates, find_state, state_of
+from sglang_smc.state.request import RequestStates, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_smc.options.policy import Costs, RoundCosts
 
 
 class SMCWorker(WeightUpdates):
@@ -40,8 +43,7 @@ class SMCWorker(WeightUpdates):
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
 
-    _stream: Any  # of the last batch
-    _most_launched: int | None = None  # most requests of a round without a graph; None: any number
+    _captures = Captures()
 
     def __init__(
         self,
@@ -65,8 +67,6 @@ class SMCWorker(WeightUpdates):
             self.config = msgspec.structs.replace(self.config, round_graph="off")
         self._corpus = drafts.corpus_of(resolved, self.config)
         self._graph_sizes = graph.graph_sizes(resolved)
-        self._recordings: graph.Recordings | None = None
-        self._round_graph_gigabytes = 0.0
         self.monitor = Monitor(resolved.decode_log_interval)
         process.active.monitor = self.monitor
         seed = target_worker.random_seed
@@ -76,7 +76,6 @@ class SMCWorker(WeightUpdates):
         dial = self.monitor.dial
         self._states = RequestStates(self.config, seed, dial, runners, replica)
         process.active.begin_transferred = self.begin_transferred
-        process.active.order_pages = self.order_pages if self.config.page_size > 1 else None
 
     def alloc_memory_pool(
         self,
@@ -118,71 +117,49 @@ class SMCWorker(WeightUpdates):
             tables=self._tables,
             corpus=self._corpus,
         )
+        workers = filter(None, (self._target_worker, self._draft_worker))
+        self._handover = Handover(
+            prefill=self._prefill,
+            table=self._tables.ledger.table,
+            pools=[worker.model_runner.token_to_kv_pool for worker in workers],
+            page_size=self.config.page_size,
+            device=self.device,
+        )
+        if self.config.page_size > 1:
+            process.active.order_pages = self._handover.order_pages
 
     def init_cuda_graphs(self) -> None:
         """Let SGLang's runners capture prefill, then capture whole rounds."""
         if self._steps.draft.has_stock_passes:
             super().init_cuda_graphs()
         if torch.device(self.device).type != "cpu":
-            self._bound_rounds(Ranks.of(get_parallel().tp_group, self.device))
+            server = Server(self._round, self._tables, self.config, self._graph_sizes, self.device)
+            self._captures = server.capture(Ranks.of(get_parallel().tp_group, self.device))
+            if self._captures.recordings is not None:
+                self._additional_graph_memory_usage["smc_round"] = self._captures.gigabytes
+                self._additional_graph_time_usage["smc_round"] = self._captures.seconds
         if self.config.adaptive:
-            self._adapt()
-        workers, graphs = (self._target_worker, self._draft_worker), self._round_graph_gigabytes
-        kept = self._tables, self._steps.draft.state_bytes, graphs
-        process.active.measure = partial(memory_of, self.config, *workers, *kept)
-
-    def _bound_rounds(self, ranks: Ranks) -> None:
-        """Capture rounds, and bound the size of those launched without a graph by memory."""
-        if self.config.round_graph != "off":
-            try:
-                self._record_what_fits(ranks)
-            except Exception as error:
-                graph.explain_failure(error, self.config, ranks, self.device)
-        if self._recordings is None:
-            vocab_size, free = self._tables.requests.vocab_size, ranks.free_bytes
-            room = graph.room_of(self.config, vocab_size, free, records=False)
-            self._most_launched = room.launched
-
-    def _record_what_fits(self, ranks: Ranks) -> None:
-        """Capture rounds; if memory runs out, start again with a smaller part of it.
-
-        With several ranks the error is raised, since the others would wait in the aborted round.
-        """
-        for part in (parts := (1.0, 0.75, 0.5, 0.25, 0.1)):
-            within = ranks._replace(free_bytes=int(part * ranks.free_bytes))
-            try:
-                with cuda_session(self.device) as session:
-                    recordings = self._record(session.record, within)
-                break
-            except torch.OutOfMemoryError:
-                if ranks.count > 1 or part == parts[-1]:
-                    raise
-        gigabytes, seconds = session.usage(recordings.describe(self._graph_sizes))
-        self._recordings, self._most_launched = recordings, recordings.launched
-        self._additional_graph_memory_usage["smc_round"] = gigabytes
-        self._round_graph_gigabytes = gigabytes
-        self._additional_graph_time_usage["smc_round"] = seconds
-
-    def _record(self, record: Record, ranks: Ranks) -> graph.Recordings:
-        """Capture rounds; unused groups of a batch run on SGLang's padding row."""
-        config, tables = self.config, self._tables
-        recordings = graph.record_rounds(
-            self._round.play, config, self._graph_sizes, tables, self.device, record, ranks
+            process.active.adapt(self.config, self._costs())
+        process.active.measure = partial(
+            memory_of,
+            self.config,
+            self._target_worker,
+            self._draft_worker,
+            self._tables,
+            self._steps.draft.state_bytes,
+            self._captures.gigabytes,
         )
-        of_passes = recordings.sizes.of_passes
-        self._steps.record_passes(record, config, of_passes, self.device)
-        return recordings
 
-    def _adapt(self) -> None:
-        """Adapt N and K to the load from now on."""
-        if self._recordings is not None:
-            measure = partial(costs.costs_of_recordings, self._recordings, self.device)
+    def _costs(self) -> "Costs | RoundCosts":
+        """Measure the costs of rounds."""
+        if self._captures.recordings is not None:
+            recordings = self._captures.recordings
+            measure = partial(costs.costs_of_recordings, recordings, self.device)
         else:
             assert self.req_to_token_pool is not None, "pools are built before rounds"
             sizes = self.config, self.req_to_token_pool.size, self.device
             measure = partial(costs.costs_of_launched, self._round.play, *sizes)
-        found = costs.costs_of(measure, get_parallel().tp_group)
-        process.active.adapt(self.config, found)
+        return costs.costs_of(measure, get_parallel().tp_group)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -193,7 +170,7 @@ class SMCWorker(WeightUpdates):
         self, batch: "ScheduleBatch", on_publish: "Callable | None" = None, **_: Any
     ) -> "GenerationBatchResult":
         """Prefill a batch of prompts, or launch one round for all running requests."""
-        self._stream = torch.get_device_module(self.device).current_stream()
+        self._handover.stream = torch.get_device_module(self.device).current_stream()
         if batch.forward_mode.is_extend():
             result = self._prefill.run(batch, process.active.budget)
         else:
@@ -221,15 +198,14 @@ class SMCWorker(WeightUpdates):
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
         resized = self._round.resize(inputs, shape, batch.reqs)
-        recordings = self._recordings
+        recordings, launched, *_ = self._captures
         recorded = None if recordings is None else recordings.find(shape)
         if recorded is not None:
             outcome = recorded.replay(inputs)
-        elif self._most_launched is None or len(batch.reqs) <= self._most_launched:
+        elif launched is None or len(batch.reqs) <= launched:
             outcome = self._round.play(inputs, shape, batch.reqs, resized)
         else:
-            sliced = inputs, shape, batch.reqs, resized, self._most_launched
-            outcome = self._round.play_in_slices(*sliced)
+            outcome = self._round.play_in_slices(inputs, shape, batch.reqs, resized, launched)
         return SMCBatchResult.of(
             outcome,
             can_run_cuda_graph=recorded is not None,
@@ -245,39 +221,5 @@ class SMCWorker(WeightUpdates):
             self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
-        """Have the draft read a finished sequence, and keep its last slot out of the radix cache.
-
-        The draft would read the last token only in a further round. Both models have read all
-        tokens that the cache already owns, in a prefill.
-        """
-        if (state := find_state(req)) is not None and state.num_read is not None:
-            with self._after_rounds():
-                self._prefill.catch_up([req])
-        if len(req.output_ids) > 1:
-            kv = upstream.kv_of(req)
-            kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
-
-    def order_pages(self, req: "Req", *, keeps: bool) -> None:
-        """Put a row that rounds have had into the order of pages, and move its KV if ``keeps``."""
-        kv, page, end = upstream.kv_of(req), self.config.page_size, upstream.allocated(req)
-        start = max(kv.cache_protected_len, len(req.origin_input_ids) // page * page)
-        # Before the first round a row ends with its text, and is in order.
-        if find_state(req) is None or end <= start or end % page:
-            return
-        workers = filter(None, (self._target_worker, self._draft_worker))
-        pools = [worker.model_runner.token_to_kv_pool for worker in workers]
-        with self._after_rounds():
-            row = self._tables.ledger.table[kv.req_pool_idx]
-            num_kept = kv.kv_committed_len - start
-            self._tables.ledger.order(row[start:end], num_kept, pools if keeps else ())
-
-    @contextmanager
-    def _after_rounds(self) -> "Iterator[None]":
-        """Work on the stream of rounds, of which one may run; the current stream waits for it.
-
-        SGLang gives rows to other requests, and writes them, on the current stream.
-        """
-        device = torch.get_device_module(self.device)
-        with device.stream(self._stream):
-            yield
-        device.current_stream().wait_stream(self._stream)
+        """Hand over a finished request's row; see `Handover.finish`."""
+        self._handover.finish(req)

@@ -184,7 +184,6 @@ class ToyWorker:
         # Nothing of `Prefill.run` is called here but `begin`.
         of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1
         worker._prefill = Prefill(nobody, drafts, worker._states, of_torch, width, nobody)
-        worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
 

@@ -17,14 +17,7 @@ A request owns whole pages, but rounds leave their slots in any order. So KV is 
 SGLang takes over a row.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-
-from sglang_smc.kv.sizes import kv_buffers
-
-_MOST_COPIED = 1 << 24  # numbers of 4 bytes in the copy of a part of a layer's KV
 
 
 class Ledger:
@@ -216,21 +209,6 @@ class Ledger:
         self.table[entries] = sorted_arena.int()
         self.rank.index_fill_(0, arena.flatten(), self._free_rank)
 
-    def order(self, row: torch.Tensor, num_kept: int, pools: Iterable[Any]) -> None:
-        """Sort the slots of a part of a row, and move the KV of its first tokens to the new ones.
-
-        Args:
-            row: ``[A]`` int32 of `table`, the slots of whole pages.
-            num_kept: its first tokens; KV in the other slots is overwritten.
-            pools: SGLang's KV pools, of target and draft.
-        """
-        slots = row.long()
-        ordered = slots.sort().values
-        for pool in pools:
-            for buffer in kv_buffers(pool):
-                move(buffer, slots[:num_kept], ordered[:num_kept])
-        row.copy_(ordered)
-
     def _tail_index(
         self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,14 +219,3 @@ class Ledger:
     def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the entries of positions in particles' rows."""
         return positions & (self.tails.shape[1] - 1)
-
-
-def move(buffer: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy KV of ``[slots, ...]`` from ``sources`` ``[n]`` int64 to ``targets``; both may overlap.
-
-    The buffer must be contiguous.
-    """
-    rows = buffer.view(torch.int32).view(len(buffer), -1)
-    # Each part has all tokens: one token's slot may be where another is to be copied from.
-    for part in rows.split(max(1, _MOST_COPIED // max(1, len(sources))), dim=1):
-        part.index_copy_(0, targets, part.index_select(0, sources))

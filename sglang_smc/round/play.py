@@ -419,7 +419,7 @@ NO_RULES = TextRules()
 class Round:
     """Plays rounds on the tables of a server."""
 
-    _steps: Steps  # with the models
+    steps: Steps  # with the models
     _tables: Tables  # state of requests between rounds
     _corpus: Corpus | None = None  # texts of n-gram matches; None without such matches
 
@@ -440,7 +440,7 @@ class Round:
             resized_from: return value of `resize` before this round.
             loaded: the batch and its particles, if they have already been read from the tables.
         """
-        steps = self._steps
+        steps = self.steps
         batch, before = loaded or self._load_round(inputs, shape, reqs)
         slots = steps.reserve(batch, before)
 
@@ -507,7 +507,7 @@ class Round:
         num_particles = max(map(max, sizes))
         as_held = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, held = self._load_round(inputs, as_held, reqs)
-        resized, ancestors = self._steps.resize(batch, held)
+        resized, ancestors = self.steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
         return ancestors
 
@@ -527,7 +527,7 @@ class Round:
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
             settings = settings.bounded(*sizes)
-        seeds = self._steps.ops.round_seeds(settings.seeds, position.squeeze(1))
+        seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if Need.RULES in shape.needs:
@@ -551,7 +551,7 @@ class Round:
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
             rules=rules,
-            ops=self._steps.ops,
+            ops=self.steps.ops,
             edits=edits,
             matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
         )

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_programs import CONFIGS, PoolProgram
 
-from sglang_smc.kv import ledger
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.round import handover
 
 
 def some_budgets(config: SMCConfig, adapts: bool, overlap: bool) -> tuple[Budget | None, ...]:
@@ -87,11 +87,9 @@ def test_a_row_in_the_order_of_pages_keeps_the_kv_of_its_text(
     tensors = [tensor for pool in pools for tensor in (pool.keys, pool.values)]
     before = [tensor.clone() for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "_MOST_COPIED", rng.choice([1, 3 * len(slots), 1 << 24]))
+        patch.setattr(handover, "_MOST_COPIED", rng.choice([1, 3 * len(slots), 1 << 24]))
         row = torch.tensor(slots, dtype=torch.int32)
-        nothing: Any = torch.empty(0)
-        sizes = {"num_particles": 1, "max_tail": 1, "num_slots": 1}
-        ledger.Ledger(nothing, nothing, **sizes).order(row, num_kept, pools)
+        handover.order(row, num_kept, pools)
     ordered = row.long()
     assert sorted(slots) == ordered.sort().values.tolist()
     numbers, places = ordered.view(num_owned, page) // page, ordered % page

@@ -19,6 +19,7 @@ from sglang_smc.models.recorder import Ranks, Record
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, shape_of_server
+from sglang_smc.round.capture import Captures, Server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.result import Outcome
 from sglang_smc.state.logprobs import LogprobWidths
@@ -66,16 +67,15 @@ def serve(
         options: of `toy_laws.toy`.
     """
     given = {"num_particles": 3, "num_steps": 2, "chosen": CHOSEN, **options}
-    own = toy(9, **given)
+    own, recordings = toy(9, **given), None
     if recorded is not None:
-        worker = own.worker
-        worker._graph_sizes = SIZES
-        worker._recordings = worker._record(in_place(recorded), Ranks())
-        of_budget = worker._recordings.of_budget
-        costs = costs_of_recordings(worker._recordings, own.device).rounds
+        server = Server(own.worker._round, own.worker._tables, own.config, SIZES, own.device)
+        recordings = server.record(in_place(recorded), Ranks())
+        of_budget = recordings.of_budget
+        costs = costs_of_recordings(recordings, own.device).rounds
         assert list(costs) == [budget for budget in of_budget if budget is not None]
         recorded.clear()
-    own.worker._most_launched = most_launched
+    own.worker._captures = Captures(recordings, most_launched)
     texts = own.run(rows)
     own.check_owned()
     return texts

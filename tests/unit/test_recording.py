@@ -309,10 +309,9 @@ class Server(SMCWorker):
         self.config, self.device, self.card, self.tp_size = config, "cuda", card, tp_size
         self._tables = tables(card.vocab_size)
         self._states: Any = mock.Mock()
-        self._round: Any = SimpleNamespace(play=card.play)
-        self._graph_sizes, self._recordings = STOCK, None
+        self._round: Any = SimpleNamespace(play=card.play, steps=self._steps)
+        self._graph_sizes = STOCK
         self._target_worker = self._draft_worker = self._corpus = None  # type: ignore[assignment]
-        self._round_graph_gigabytes = 0.0
         self._additional_graph_memory_usage: dict[str, float] = {}
         self._additional_graph_time_usage: dict[str, float] = {}
 
@@ -334,7 +333,8 @@ def test_a_server_records_and_says_what(
     caplog.set_level(logging.INFO)
     server = Server(Card(left_free(CARDS["L40S"]), 128_256), SMCConfig())
     server.start(monkeypatch)
-    assert server._recordings is not None and server._most_launched == server._recordings.launched
+    recordings, launched, *_ = server._captures
+    assert recordings is not None and launched == recordings.launched
     [line] = [one for one in caplog.messages if "round graphs" in one]
     gigabytes = server.card.pool / 2**30
     assert f"{gigabytes:.2f} GB of {server.card.total / 2**30:.2f} GB that were free" in line
@@ -347,9 +347,10 @@ def test_where_memory_runs_short_less_is_recorded(monkeypatch: pytest.MonkeyPatc
     free = left_free(CARDS["H100"])
     server = Server(Card(free, 128_256, short_of=0.6 * free), SMCConfig())
     server.start(monkeypatch)
-    assert server._recordings is not None
-    assert server._recordings.of_budget[None][-1].sizes[-1] in (16, 32)
-    launched = (server._most_launched or 0) * round_bytes(8, 8, 128_256, mixes=True)
+    recordings, most, *_ = server._captures
+    assert recordings is not None
+    assert recordings.of_budget[None][-1].sizes[-1] in (16, 32)
+    launched = (most or 0) * round_bytes(8, 8, 128_256, mixes=True)
     assert server.card.pool + launched <= server.card.total - server.card.short_of
 
 
@@ -366,9 +367,9 @@ def test_a_server_goes_on_without_recordings(
     server = Server(Card(left_free(CARDS["L40S"]), 128_256), SMCConfig())
     server._round.play = mock.Mock(side_effect=FAILURES[name])
     server.start(monkeypatch)
-    assert server._recordings is None
+    assert server._captures.recordings is None
     most = SHARE * server.card.total // round_bytes(8, 8, 128_256, mixes=True)
-    assert server._most_launched == most
+    assert server._captures.launched == most
     [line] = [one for one in caplog.records if one.levelname == "ERROR"]
     assert str(FAILURES[name]) in line.getMessage()
     assert "--speculative-smc-round-graph off" in line.getMessage()

@@ -27,9 +27,9 @@ from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches import decode_memory
 from sglang_smc.round import prefill
+from sglang_smc.round.handover import Handover
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
 from sglang_smc.state.settings import RequestTable
-from sglang_smc.worker import SMCWorker
 
 ROOT = Path(__file__).parents[2]
 ASKED: dict[str, dict[str, Any]] = {
@@ -99,11 +99,11 @@ def test_a_gpu_hands_no_memory_out_that_a_late_copy_reads(kind: str) -> None:
 
 def test_the_next_request_of_a_row_waits_for_the_drafts_last_pass_over_it() -> None:
     """Else it would read, and write, slots that are another request's by then."""
-    worker, device = SMCWorker.__new__(SMCWorker), mock.MagicMock()
-    worker.device, worker._stream, worker._prefill = "cuda", "rounds", device
-    behind = mock.patch("sglang_smc.worker.find_state", return_value=mock.Mock(num_read=3))
+    device = mock.MagicMock()
+    rows = Handover(device, torch.empty(0), [], page_size=1, device="cuda", stream="rounds")
+    behind = mock.patch("sglang_smc.round.handover.find_state", return_value=mock.Mock(num_read=3))
     with behind, mock.patch.object(torch, "get_device_module", return_value=device):
-        worker.prepare_for_kv_cache_release(mock.Mock(output_ids=[1]))
+        rows.finish(mock.Mock(output_ids=[1]))
     _, entered, caught_up, left, _, waited = (name for name, *_ in device.mock_calls)
     assert (entered, left) == ("stream().__enter__", "stream().__exit__")
     assert (caught_up, waited) == ("catch_up", "current_stream().wait_stream")

@@ -1,0 +1,70 @@
+"""Capture a server's rounds when it starts, as far as memory allows."""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.models.recorder import Ranks, Record, cuda_session
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.round import graph
+from sglang_smc.round.batch import Tables
+from sglang_smc.round.play import Round
+
+
+class Captures(NamedTuple):
+    """Captured rounds of a server, and what they take."""
+
+    recordings: graph.Recordings | None = None  # None: all rounds are launched call by call
+    launched: int | None = None  # the most requests of a round without a graph; None: any number
+    gigabytes: float = 0.0  # of 2^30 bytes
+    seconds: float = 0.0
+
+
+class Server(NamedTuple):
+    """What rounds are captured of."""
+
+    round: Round
+    tables: Tables
+    config: SMCConfig
+    sizes: list[int]  # batch sizes to capture, ascending
+    device: str
+
+    def capture(self, ranks: Ranks) -> Captures:
+        """Capture rounds, and bound the size of those launched without a graph by memory."""
+        if self.config.round_graph != "off":
+            try:
+                return self._capture_what_fits(ranks)
+            except Exception as error:
+                graph.explain_failure(error, self.config, ranks, self.device)
+        vocab_size, free = self.tables.requests.vocab_size, ranks.free_bytes
+        room = graph.room_of(self.config, vocab_size, free, records=False)
+        return Captures(launched=room.launched)
+
+    def _capture_what_fits(self, ranks: Ranks) -> Captures:
+        """Capture rounds; if memory runs out, start again with a smaller part of it.
+
+        With several ranks the error is raised, since the others would wait in the aborted round.
+        """
+        for part in (1.0, 0.75, 0.5, 0.25):
+            try:
+                return self._capture_within(part, ranks)
+            except torch.OutOfMemoryError:
+                if ranks.count > 1:
+                    raise
+        return self._capture_within(0.1, ranks)
+
+    def _capture_within(self, part: float, ranks: Ranks) -> Captures:
+        within = ranks._replace(free_bytes=int(part * ranks.free_bytes))
+        with cuda_session(self.device) as session:
+            recordings = self.record(session.record, within)
+        gigabytes, seconds = session.usage(recordings.describe(self.sizes))
+        return Captures(recordings, recordings.launched, gigabytes, seconds)
+
+    def record(self, record: Record, ranks: Ranks) -> graph.Recordings:
+        """Capture rounds; unused groups of a batch run on SGLang's padding row."""
+        play, config, device = self.round.play, self.config, self.device
+        recordings = graph.record_rounds(
+            play, config, self.sizes, self.tables, device, record, ranks
+        )
+        self.round.steps.record_passes(record, config, recordings.sizes.of_passes, device)
+        return recordings
