@@ -8,76 +8,63 @@ import triton.language as tl
 
 from sglang_smc.kernels.reweight import _members
 from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
 
 _TAIL_BLOCK = 64
 _ARENA_BLOCK = 1024
 _CELL_BLOCK = 128
 
 
-class _Tails(NamedTuple):
-    """Ring buffers of slots, a row for each particle that a request may have."""
-
-    slots: torch.Tensor
-    width: int
-    max_particles: int
-
-
-class _Arenas(NamedTuple):
-    """The arenas of a batch, in the requests' rows."""
+class _Rows(NamedTuple):
+    """A ledger's tables: rows of requests, and a ring buffer of slots for each particle."""
 
     table: torch.Tensor
     stride: int
+    tails: torch.Tensor
+    width: int
+    max_particles: int
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> "_Rows":
+        table, tails = ledger.table, ledger.tails
+        return cls(table, table.stride(0), tails, tails.shape[1], ledger.num_particles)
+
+
+class _Moves(NamedTuple):
+    rows: torch.Tensor
+    committed: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class _Commit(NamedTuple):
+    """The arenas of a batch, in the requests' rows, and what is committed."""
+
     rows: torch.Tensor
     committed: torch.Tensor
     allocated: torch.Tensor
+    lengths: torch.Tensor
+    counts: torch.Tensor
     rank: torch.Tensor
     free_rank: int
     in_order: torch.Tensor  # [G, A]: the slots of each, sorted
     max_arena: int
 
 
-def reserve(
-    table: torch.Tensor,
-    tails: torch.Tensor,
-    max_particles: int,
-    rows: torch.Tensor,
-    *,
-    allocated: torch.Tensor,
-    starts: torch.Tensor,
-    idle: torch.Tensor,
-    unread: torch.Tensor,
-    num_particles: torch.Tensor,
-    num_columns: torch.Tensor,
-    width: int,
-) -> torch.Tensor:
+def reserve(ledger: Ledger, wanted: Wanted, width: int) -> torch.Tensor:
     """Assign each particle free slots for its next positions, and return them with the one before.
 
-    Reference: `sglang_smc.kv.ledger.Ledger.reserve`, same arguments after the first three, and the
-    same result.
-
-    Args:
-        table: ``[num_rows, width]`` int32, the requests' rows.
-        tails: ``[num_rows * max_particles, W]`` int32, the particles' rows, written in place; W is
-            a power of two.
-        max_particles: rows of each request's particles.
+    Reference: `sglang_smc.smc.ledger.Ledger.reserve`; rows of particles have powers of two slots.
     """
-    shape = 1 + width, *starts.shape  # columns are contiguous, since each is read by itself
-    slots = torch.empty(shape, dtype=torch.int64, device=table.device).permute(1, 2, 0)
+    shape = 1 + width, *wanted.starts.shape  # columns are contiguous: each is read by itself
+    slots = torch.empty(shape, dtype=torch.int64, device=wanted.rows.device).permute(1, 2, 0)
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
-        table,
-        table.stride(0),
-        _Tails(tails, tails.shape[1], max_particles),
-        *contiguous((rows, allocated, starts, idle, unread, num_particles, num_columns)),
-        slots,
-        *slots.shape,
-        block=_CELL_BLOCK,
+        _Rows.of(ledger), Wanted(*contiguous(wanted)), slots, *slots.shape, block=_CELL_BLOCK
     )
     return slots
 
 
 def descend(
-    tails: torch.Tensor,
-    max_particles: int,
+    ledger: Ledger,
     rows: torch.Tensor,
     *,
     committed: torch.Tensor,
@@ -86,16 +73,13 @@ def descend(
 ) -> None:
     """Copy tails of slots: particle n takes over the tail of ``ancestors[g, n]``. One launch.
 
-    Reference: `sglang_smc.kv.ledger.Ledger.descend`, same arguments after the first two. No two
-    ``rows`` are equal where tails are to move.
-
-    Args:
-        tails, max_particles: as in `reserve`.
+    Reference: `sglang_smc.smc.ledger.Ledger.descend`. No two ``rows`` are equal where tails are to
+    move.
     """
     num_groups, num_particles = ancestors.shape
     _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        _Tails(tails, tails.shape[1], max_particles),
-        *contiguous((rows, committed, ancestors)),
+        _Rows.of(ledger),
+        _Moves(*contiguous((rows, committed, ancestors))),
         num_particles,
         max_tail,
         padded=triton.next_power_of_2(num_particles),
@@ -104,70 +88,41 @@ def descend(
 
 
 def commit(
-    table: torch.Tensor,
-    tails: torch.Tensor,
-    rank: torch.Tensor,
-    free_rank: int,
-    max_particles: int,
-    rows: torch.Tensor,
-    *,
-    committed: torch.Tensor,
-    allocated: torch.Tensor,
+    ledger: Ledger,
+    arenas: Arenas,
     lengths: torch.Tensor,
     counts: torch.Tensor,
+    *,
     max_tail: int,
     max_arena: int,
 ) -> None:
     """Sort each arena: slots of the common lineage by position, then those in use, then free ones.
 
-    Reference: `sglang_smc.kv.ledger.Ledger.commit`, same arguments after the first five. No two
-    ``rows`` are equal where there is an arena; a group without one is skipped. Three launches,
-    since programs of one do not synchronize: mark the slots by their rank, place them in order, and
-    write them back, with the marks removed.
-
-    Args:
-        table, tails, max_particles: as in `reserve`; both are written in place.
-        rank: ``[num_slots]`` int32 of ``free_rank``, restored afterwards.
-        free_rank: at least 1 + ``max_tail``.
+    Reference: `sglang_smc.smc.ledger.Ledger.commit`. No two rows are equal where there is an arena;
+    a group without one is skipped. Three launches, since programs of one do not synchronize: mark
+    the slots by their rank, place them in order, and write them back, with the marks removed.
     """
     num_groups, num_particles = lengths.shape
-    shape = num_groups, max_arena
-    arenas = _Arenas(
-        table,
-        table.stride(0),
-        *contiguous((rows, committed, allocated)),
-        rank,
-        free_rank,
-        in_order=torch.empty(shape, dtype=torch.int32, device=table.device),
-        max_arena=max_arena,
-    )
-    lengths, counts = contiguous((lengths, counts))
+    rows, of_batch = _Rows.of(ledger), contiguous((*arenas, lengths, counts))
+    shape, device = (num_groups, max_arena), lengths.device
+    in_order = torch.empty(shape, dtype=torch.int32, device=device)
+    arena = _Commit(*of_batch, ledger.rank, ledger.free_rank, in_order, max_arena)
     _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        _Tails(tails, tails.shape[1], max_particles),
-        arenas,
-        counts,
-        lengths,
+        rows,
+        arena,
         num_particles,
         max_tail,
         padded=triton.next_power_of_2(num_particles),
         block=_TAIL_BLOCK,
     )
-    _place[(num_groups,)](arenas, counts, block=_ARENA_BLOCK)
-    _write_back[(num_groups, triton.cdiv(max_arena, _ARENA_BLOCK))](arenas, block=_ARENA_BLOCK)
+    _place[(num_groups,)](rows, arena, block=_ARENA_BLOCK)
+    _write_back[(num_groups, triton.cdiv(max_arena, _ARENA_BLOCK))](rows, arena, block=_ARENA_BLOCK)
 
 
 @triton.jit
 def _reserve(
-    table,
-    stride,
-    tails,
-    rows,
-    allocated,
-    starts,
-    idle,
-    unread,
-    num_particles,
-    num_columns,
+    ledger,
+    wanted,
     slots,
     num_groups,
     padded_particles,
@@ -179,20 +134,20 @@ def _reserve(
     own = cell // padded_columns  # of this particle, in [G, N]
     group, particle = own // padded_particles, own % padded_particles
     column = cell % padded_columns - 1  # -1 is the position before the first
-    request = tl.load(rows + group, mask=inside, other=0)
-    start = tl.load(starts + own, mask=inside, other=0)
-    runs = inside & (tl.load(idle + own, mask=inside, other=1) == 0)
-    columns = tl.load(num_columns + group, mask=inside, other=0)
-    first = tl.load(allocated + group, mask=inside, other=0)
-    first -= tl.load(num_particles + group, mask=inside, other=0) * columns
-    in_ring = (start + column) & (tails.width - 1)
-    tail = request * tails.max_particles + particle
-    of_particle = tails.slots + tail * tails.width + in_ring
+    request = tl.load(wanted.rows + group, mask=inside, other=0)
+    start = tl.load(wanted.starts + own, mask=inside, other=0)
+    runs = inside & (tl.load(wanted.idle + own, mask=inside, other=1) == 0)
+    columns = tl.load(wanted.num_columns + group, mask=inside, other=0)
+    first = tl.load(wanted.allocated + group, mask=inside, other=0)
+    first -= tl.load(wanted.num_particles + group, mask=inside, other=0) * columns
+    in_ring = (start + column) & (ledger.width - 1)
+    tail = request * ledger.max_particles + particle
+    of_particle = ledger.tails + tail * ledger.width + in_ring
 
     mine = runs & (column >= 0) & (column < columns)
-    place = table + request * stride + first + particle * columns + column
+    place = ledger.table + request * ledger.stride + first + particle * columns + column
     slot = tl.load(place, mask=mine, other=0)
-    owed = runs & (column < 0) & (tl.load(unread + group, mask=inside, other=0) != 0)
+    owed = runs & (column < 0) & (tl.load(wanted.unread + group, mask=inside, other=0) != 0)
     before = tl.load(of_particle, mask=owed & (start > 0), other=0)
     tl.store(of_particle, slot, mask=inside & (column >= 0))
     at = (column + 1) * num_groups * padded_particles + own
@@ -201,10 +156,8 @@ def _reserve(
 
 @triton.jit
 def _descend(
-    tails,
-    rows,
-    committed,
-    ancestors,
+    ledger,
+    moves,
     num_particles,
     max_tail,
     padded: tl.constexpr,
@@ -212,23 +165,21 @@ def _descend(
 ):
     group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
-    ancestor = tl.load(ancestors + own, mask=here, other=0)
+    ancestor = tl.load(moves.ancestors + own, mask=here, other=0)
     # All rows of these columns, and no others: no other program reads or writes them.
-    in_ring = (tl.load(committed + group) + column) & (tails.width - 1)
-    first = tl.load(rows + group) * tails.max_particles
-    columns = tails.slots + first * tails.width + in_ring[None, :]
-    moves = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
-    slots = tl.load(columns + (ancestor * tails.width)[:, None], mask=moves, other=0)
+    in_ring = (tl.load(moves.committed + group) + column) & (ledger.width - 1)
+    first = tl.load(moves.rows + group) * ledger.max_particles
+    columns = ledger.tails + first * ledger.width + in_ring[None, :]
+    copied = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
+    slots = tl.load(columns + (ancestor * ledger.width)[:, None], mask=copied, other=0)
     tl.debug_barrier()  # a row may be read by one thread and overwritten by another
-    tl.store(columns + (particle.to(tl.int64) * tails.width)[:, None], slots, mask=moves)
+    tl.store(columns + (particle.to(tl.int64) * ledger.width)[:, None], slots, mask=copied)
 
 
 @triton.jit
 def _mark(
-    tails,
+    ledger,
     arenas,
-    counts,
-    lengths,
     num_particles,
     max_tail,
     padded: tl.constexpr,
@@ -238,39 +189,39 @@ def _mark(
     column = tl.program_id(1) * block + tl.arange(0, block)
     begin = tl.load(arenas.committed + group)
     inside = (column < max_tail) & (begin < tl.load(arenas.allocated + group))
-    common = inside & (column < tl.load(counts + group))
-    in_ring = (begin + column) & (tails.width - 1)
-    first = tl.load(arenas.rows + group) * tails.max_particles
-    columns = tails.slots + first * tails.width + in_ring
+    common = inside & (column < tl.load(arenas.counts + group))
+    in_ring = (begin + column) & (ledger.width - 1)
+    first = tl.load(arenas.rows + group) * ledger.max_particles
+    columns = ledger.tails + first * ledger.width + in_ring
 
     # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
     shared = tl.load(columns, mask=common, other=0)
     tl.store(arenas.rank + shared, column, mask=common)
-    rows_of_particles = columns[None, :] + (particle.to(tl.int64) * tails.width)[:, None]
+    rows_of_particles = columns[None, :] + (particle.to(tl.int64) * ledger.width)[:, None]
     others = here[:, None] & (particle > 0)[:, None] & common[None, :]
     tl.store(rows_of_particles, shared[None, :], mask=others)
 
     # No slot is both common and held, since it has one position in every sequence that uses it.
-    length = tl.load(lengths + own, mask=here, other=0)[:, None]
+    length = tl.load(arenas.lengths + own, mask=here, other=0)[:, None]
     held = (column[None, :] < length) & (inside & ~common)[None, :]
     slots = tl.load(rows_of_particles, mask=held, other=0)
     tl.store(arenas.rank + slots, arenas.free_rank - 1, mask=held)
 
 
 @triton.jit
-def _arena(arenas, group):
+def _arena(ledger, arenas, group):
     """Return where a group's arena begins, and how many slots it has."""
     begin = tl.load(arenas.committed + group)
     size = tl.minimum(tl.load(arenas.allocated + group) - begin, arenas.max_arena).to(tl.int32)
-    return arenas.table + tl.load(arenas.rows + group) * arenas.stride + begin, size
+    return ledger.table + tl.load(arenas.rows + group) * ledger.stride + begin, size
 
 
 @triton.jit
-def _place(arenas, counts, block: tl.constexpr):
+def _place(ledger, arenas, block: tl.constexpr):
     group = tl.program_id(0)
-    arena, size = _arena(arenas, group)
+    arena, size = _arena(ledger, arenas, group)
     held_rank = arenas.free_rank - 1
-    next_held = tl.load(counts + group).to(tl.int32)
+    next_held = tl.load(arenas.counts + group).to(tl.int32)
     next_free = next_held
     for start in range(0, size, block):
         place = start + tl.arange(0, block)
@@ -293,9 +244,9 @@ def _place(arenas, counts, block: tl.constexpr):
 
 
 @triton.jit
-def _write_back(arenas, block: tl.constexpr):
+def _write_back(ledger, arenas, block: tl.constexpr):
     group = tl.program_id(0)
-    arena, size = _arena(arenas, group)
+    arena, size = _arena(ledger, arenas, group)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < size
     slots = tl.load(arenas.in_order + group * arenas.max_arena + place, mask=inside, other=0)

@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/unit", "tests/property")
 FILES = (
     "sglang_smc/smc/*.py",
-    "sglang_smc/kv/ledger.py",
     "sglang_smc/kv/report.py",
     "sglang_smc/kv/arena.py",
     "sglang_smc/round/*.py",

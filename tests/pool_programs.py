@@ -172,7 +172,7 @@ class PoolProgram(ToyWorker):
         before, ledger = self.table.clone(), self.worker._tables.ledger
         result = self.play_round(reqs)
         self.check_owned()
-        assert (ledger.rank[1:] == ledger._free_rank).all(), "marks were left behind"
+        assert (ledger.rank[1:] == ledger.free_rank).all(), "marks were left behind"
         for group, req in enumerate(reqs):
             committed, allocated = self.committed[req.row], req.smc_state.arena[1]
             row, was = self.table[req.row], before[req.row]

@@ -170,7 +170,7 @@ class RecurrentParticles(AttentionBackend):
 
 
 class RecurrentForward(ParticleForward):
-    """A `ParticleForward` of a target with linear attention; ``ledger`` is a `kv.ledger.Ledger`."""
+    """A `ParticleForward` of a target with linear attention; ``ledger`` a `smc.ledger.Ledger`."""
 
     def __init__(
         self,

@@ -2,10 +2,9 @@
 
 import os
 
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.smc.ops import Kind, Ops
 
-TORCH = Ops(ledger=Ledger)
+TORCH = Ops()
 
 
 def kind_of(kernels: str, device: str) -> Kind:

@@ -17,6 +17,7 @@ from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared
 from sglang_smc.smc import filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
+from sglang_smc.smc.ledger import Arenas, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
@@ -289,22 +290,22 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     ledger = ops.ledger(table, tails, **sizes)
     rows = torch.arange(1, size + 1, device=of.device)
     committed = torch.full((size,), text, device=of.device)
-    bounds = {"committed": committed, "allocated": committed + arena}
-    slots = ledger.reserve(
-        rows,
-        allocated=bounds["allocated"],
+    arenas = Arenas(rows, committed, committed + arena)
+    wanted = Wanted(
+        rows=rows,
+        allocated=arenas.allocated,
         starts=committed.unsqueeze(1).repeat(1, num_particles),
         idle=of.flags(0.1, size, num_particles),
         unread=of.flags(0.5, size),
         num_particles=torch.full_like(committed, num_particles),
         num_columns=torch.full_like(committed, columns),
-        width=columns,
     )
+    slots = ledger.reserve(wanted, columns)
     ancestors = of.whole(0, num_particles, size, num_particles)
     ledger.descend(rows, committed=committed, ancestors=ancestors, max_tail=columns)
     lengths, counts = of.whole(1, columns + 1, size, num_particles), of.whole(0, 2, size)
     room: dict[str, Any] = {"max_tail": columns, "max_arena": arena}
-    ledger.commit(rows, **bounds, lengths=lengths, counts=counts, **room)
+    ledger.commit(arenas, lengths, counts, **room)
     return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 

@@ -11,30 +11,22 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
 from sglang_smc.kernels.verify import verify
 from sglang_smc.kernels.watch import keep_column, watch
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 
 
 class KernelLedger(Ledger):
     """Ledger with kernels for three of its methods, of one to three launches each."""
 
-    def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return lineage.reserve(self.table, self.tails, self._num_particles, rows, **arguments)
+    def reserve(self, *arguments: Any) -> torch.Tensor:
+        return lineage.reserve(self, *arguments)
 
-    def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
-        lineage.descend(self.tails, self._num_particles, rows, **arguments)
+    def descend(self, *arguments: Any, **more: Any) -> None:
+        lineage.descend(self, *arguments, **more)
 
-    def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
-        lineage.commit(
-            self.table,
-            self.tails,
-            self.rank,
-            self._free_rank,
-            self._num_particles,
-            rows,
-            **arguments,
-        )
+    def commit(self, *arguments: Any, **more: Any) -> None:
+        lineage.commit(self, *arguments, **more)
 
 
 class KernelDistribution(TokenDistribution):

@@ -10,7 +10,6 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
@@ -24,6 +23,7 @@ from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
+from sglang_smc.smc.ledger import Ledger
 from sglang_smc.upstream import Arguments
 
 # Methods of SGLang's target class that a head needs; the first makes it capture hidden states.

@@ -27,7 +27,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
@@ -36,6 +35,7 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots, spread
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
+from sglang_smc.smc.ledger import Ledger
 
 
 class EagleForward(ParticleForward):

@@ -11,7 +11,6 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.kv import arena
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import (
@@ -26,6 +25,7 @@ from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, VerifyTogether, Weigh
 from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths

@@ -25,7 +25,6 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv import arena
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
@@ -40,6 +39,7 @@ from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, trees, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
@@ -79,16 +79,16 @@ class Steps:
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
         starts = batch.committed.unsqueeze(1) + population.lengths
-        slots = self.ledger.reserve(
-            batch.rows,
+        wanted = Wanted(
+            rows=batch.rows,
             allocated=batch.allocated,
             starts=starts,
             idle=population.ended,
             unread=population.unread,
             num_particles=batch.settings.num_particles,
             num_columns=batch.settings.num_steps + 1,
-            width=batch.shape.num_steps + 1,
         )
+        slots = self.ledger.reserve(wanted, batch.shape.num_steps + 1)
         locations = KVLocations(
             rows=batch.rows,
             committed=batch.committed,
@@ -589,11 +589,9 @@ class Round:
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.ancestors, continued.present)  # [G]
         tables.ledger.commit(
-            batch.rows,
-            committed=batch.committed,
-            allocated=batch.allocated,
-            lengths=narrowed.lengths,
-            counts=counts,
+            Arenas(batch.rows, batch.committed, batch.allocated),
+            narrowed.lengths,
+            counts,
             max_tail=shape.max_tail,
             max_arena=shape.max_arena,
         )

@@ -6,12 +6,13 @@ calls would take as long as a model's forward pass.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.verification import Kept, Verified
 
 Kind = Literal["torch", "triton"]
@@ -66,5 +67,5 @@ class Ops(NamedTuple):
     keep: Callable[..., Kept] = verification.keep
     keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
     watch: Callable[..., torch.Tensor] = fidelity.watch
-    ledger: Any = None  # class `kv.ledger.Ledger`, or one with kernels; None: rounds without KV
+    ledger: type[Ledger] = Ledger
     distribution: type[TokenDistribution] = TokenDistribution

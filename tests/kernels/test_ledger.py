@@ -14,8 +14,8 @@ from drawn import copied
 from pool_programs import CONFIGS, PoolProgram
 
 from sglang_smc.kernels import lineage
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.ops import TORCH
+from sglang_smc.smc.ledger import Arenas, Ledger
 from sglang_smc.smc.ops import Ops
 
 
@@ -29,23 +29,24 @@ class Compared(Ledger):
         super().__init__(*tables, **sizes)
         self._sizes = sizes
 
-    def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return self._compare("reserve", rows, arguments)
+    def reserve(self, *arguments: Any) -> torch.Tensor:
+        return self._compare("reserve", *arguments)
 
-    def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
-        self._compare("descend", rows, arguments)
+    def descend(self, *arguments: Any, **more: Any) -> None:
+        self._compare("descend", *arguments, **more)
 
-    def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
-        self._compare("commit", rows, arguments)
+    def commit(self, *arguments: Any, **more: Any) -> None:
+        self._compare("commit", *arguments, **more)
 
-    def _compare(self, name: str, rows: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    def _compare(self, name: str, *arguments: Any, **more: Any) -> Any:
         copies = copied([self.table, self.tails], self.device)
         other = self.kernels(*copies, **self._sizes)
-        found = getattr(other, name)(rows.to(self.device), **copied(arguments, self.device))
-        expected = getattr(super(), name)(rows, **arguments)
+        there = copied([arguments, more], self.device)
+        found = getattr(other, name)(*there[0], **there[1])
+        expected = getattr(super(), name)(*arguments, **more)
         for table, one in zip(copies, (self.table, self.tails), strict=True):
             assert torch.equal(table.cpu(), one)
-        assert (other.rank == other._free_rank).all(), "marks were left behind"
+        assert (other.rank == other.free_rank).all(), "marks were left behind"
         assert expected is None or torch.equal(found.cpu(), expected)
         return expected
 
@@ -71,13 +72,10 @@ def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
     """A captured graph plays with more groups than there are: these name SGLang's padding row."""
     table = torch.arange(3 * 12, dtype=torch.int32, device=device).view(3, 12)
     tails = torch.arange(36, 36 + 6 * 16, dtype=torch.int32, device=device).view(6, 16)
-    rank = torch.full((200,), 7, dtype=torch.int32, device=device)
+    ledger = Ledger(table, tails, num_particles=2, max_tail=5, num_slots=200)
     before = table.clone(), tails.clone()
     none = torch.zeros(2, dtype=torch.int64, device=device)
-    lengths, bounds = torch.full((2, 2), 4, device=device), {"committed": none, "allocated": none}
-    room = {"max_tail": 5, "max_arena": 9}
-    lineage.commit(
-        table, tails, rank, 7, 2, none, lengths=lengths, counts=none + 3, **bounds, **room
-    )
+    lengths, arenas = torch.full((2, 2), 4, device=device), Arenas(none, none, none)
+    lineage.commit(ledger, arenas, lengths, none + 3, max_tail=5, max_arena=9)
     assert torch.equal(table, before[0]) and torch.equal(tails, before[1])
-    assert (rank == 7).all()
+    assert (ledger.rank == ledger.free_rank).all()

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import sglang_smc
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import TORCH, check
 from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 from sglang_smc.tools.command import doctor
 
@@ -98,8 +98,8 @@ def test_a_distribution_that_lies_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["reserve", "descend", "commit"])
 def test_a_ledger_that_does_nothing_is_found(method: str) -> None:
-    def nothing(self: Ledger, rows: torch.Tensor, **arguments: Any) -> Any:
-        return torch.zeros(*arguments["starts"].shape, 4).long() if method == "reserve" else None
+    def nothing(self: Ledger, wanted: Any, *_: Any, **__: Any) -> Any:
+        return torch.zeros(*wanted.starts.shape, 4).long() if method == "reserve" else None
 
     idle = type("Idle", (Ledger,), {method: nothing})
     assert failing(TORCH._replace(ledger=idle), "ledger") == ["ledger"]

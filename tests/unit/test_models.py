@@ -12,7 +12,6 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from transformers import LlamaConfig, Qwen3Config
 
-from sglang_smc.kv.ledger import Ledger
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
 from sglang_smc.models.supported import check_layers
@@ -26,6 +25,7 @@ from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.round.play import Steps
+from sglang_smc.smc.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PARTIAL = SMCConfig(drafts_all=False)

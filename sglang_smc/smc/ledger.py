@@ -17,7 +17,29 @@ A request owns whole pages, but rounds leave their slots in any order. So KV is 
 SGLang takes over a row.
 """
 
+from typing import NamedTuple
+
 import torch
+
+
+class Wanted(NamedTuple):
+    """The slots that a round needs. Places without a particle or column get the padding slot 0."""
+
+    rows: torch.Tensor  # [G] int64 requests
+    allocated: torch.Tensor  # [G] int64 arena ends; the last num_particles * num_columns are free
+    starts: torch.Tensor  # [G, N] int64 first position to fill
+    idle: torch.Tensor  # [G, N] bool: particles that get the padding slot
+    unread: torch.Tensor  # [G] bool: the draft has yet to write the position before
+    num_particles: torch.Tensor  # [G] int64, of N
+    num_columns: torch.Tensor  # [G] int64
+
+
+class Arenas(NamedTuple):
+    """The arenas of a batch."""
+
+    rows: torch.Tensor  # [G] int64 requests
+    committed: torch.Tensor  # [G] int64: where each begins
+    allocated: torch.Tensor  # [G] int64: where it ends
 
 
 class Ledger:
@@ -45,11 +67,11 @@ class Ledger:
         device = req_to_token.device
         self.table = req_to_token
         self.tails = tails
-        self._num_particles = num_particles
+        self.num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
         self._first_rows = torch.arange(num_particles, device=device)  # of request 0
-        self._held_rank, self._free_rank = max_tail, max_tail + 1
-        self.rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
+        self._held_rank, self.free_rank = max_tail, max_tail + 1
+        self.rank = torch.full((num_slots,), self.free_rank, dtype=torch.int32, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -59,37 +81,19 @@ class Ledger:
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
         """Return the rows of `tails` of requests' particles: ``[G]`` to ``[G, num_particles]``."""
         first = self._first_rows[:num_particles]
-        return torch.add(first, rows.unsqueeze(1), alpha=self._num_particles)
+        return torch.add(first, rows.unsqueeze(1), alpha=self.num_particles)
 
-    def reserve(
-        self,
-        rows: torch.Tensor,
-        *,
-        allocated: torch.Tensor,
-        starts: torch.Tensor,
-        idle: torch.Tensor,
-        unread: torch.Tensor,
-        num_particles: torch.Tensor,
-        num_columns: torch.Tensor,
-        width: int,
-    ) -> torch.Tensor:
+    def reserve(self, wanted: Wanted, width: int) -> torch.Tensor:
         """Assign each particle free slots for its next positions.
 
         Args:
-            rows: ``[G]`` int64 requests.
-            allocated: ``[G]`` int64 where each arena ends; its last num_particles * num_columns
-                slots are free.
-            starts: ``[G, N]`` int64 first position to fill.
-            idle: ``[G, N]`` bool, particles that get the padding slot 0 instead.
-            unread: ``[G]`` bool, groups in which the draft has not yet written the position before.
-            num_particles, num_columns: ``[G]`` int64 numbers of each group's particles, of N, and
-                columns, of ``width``; the others get the padding slot, too.
             width: the most columns of any group.
 
         Returns:
             Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
             ``unread``, else the padding slot; the others are also written to the particles' rows.
         """
+        rows, allocated, starts, idle, unread, num_particles, num_columns = wanted
         particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
         column = torch.arange(width, device=rows.device)
         per_particle = num_columns.view(-1, 1, 1)
@@ -168,25 +172,23 @@ class Ledger:
 
     def commit(
         self,
-        rows: torch.Tensor,
-        *,
-        committed: torch.Tensor,
-        allocated: torch.Tensor,
+        arenas: Arenas,
         lengths: torch.Tensor,
         counts: torch.Tensor,
+        *,
         max_tail: int,
         max_arena: int,
     ) -> None:
         """Sort each arena stably: committed slots by position, then slots in use, then free ones.
 
         Args:
-            rows: ``[G]`` int64 requests.
-            committed, allocated: ``[G]`` int64 bounds of each arena before the commit.
+            arenas: before the commit.
             lengths: ``[G, N]`` int64 tail lengths before the commit.
             counts: ``[G]`` int64 leading tail tokens to commit, which must be common to all tails.
             max_tail: the longest tail.
             max_arena: the largest arena of the batch, in slots.
         """
+        rows, committed, allocated = arenas
         where = self._tail_index(rows, committed, lengths.shape[1], max_tail)
         tails = self.tails[where].long()  # [G, N, T]; stale past a tail's length
         column = self._tail[:max_tail]
@@ -204,10 +206,10 @@ class Ledger:
         # `index_fill_`: a GPU waits for a number of the host's that is assigned by index.
         self.rank.index_fill_(0, torch.where(held, tails, 0).flatten(), self._held_rank)
         self.rank[torch.where(common.squeeze(1), tails[:, 0], 0)] = column.int()
-        rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
+        rank = torch.where(inside, self.rank[arena], self.free_rank + 1)
         sorted_arena = torch.where(inside, arena.gather(1, rank.argsort(stable=True)), arena)
         self.table[entries] = sorted_arena.int()
-        self.rank.index_fill_(0, arena.flatten(), self._free_rank)
+        self.rank.index_fill_(0, arena.flatten(), self.free_rank)
 
     def _tail_index(
         self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
