@@ -13,12 +13,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
-from sglang_smc.models.recorder import Ranks
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.proposers import assembly as drafts
-from sglang_smc.round import costs, graph
+from sglang_smc.round import costs
 from sglang_smc.round.batch import RoundInputs, Tables, shape_of
-from sglang_smc.round.capture import Captures, Server
+from sglang_smc.round.capture import Captures, Server, graph_sizes
 from sglang_smc.round.handover import Handover
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
-
-    from sglang_smc.options.policy import Costs, RoundCosts
 
 
 class SMCWorker(WeightUpdates):
@@ -66,7 +63,7 @@ class SMCWorker(WeightUpdates):
         if self._ops.kind == "torch":  # attention that reads lengths on the host
             self.config = msgspec.structs.replace(self.config, round_graph="off")
         self._corpus = drafts.corpus_of(resolved, self.config)
-        self._graph_sizes = graph.graph_sizes(resolved)
+        self._graph_sizes = graph_sizes(resolved)
         self.monitor = Monitor(resolved.decode_log_interval)
         process.active.monitor = self.monitor
         seed = target_worker.random_seed
@@ -134,12 +131,21 @@ class SMCWorker(WeightUpdates):
             super().init_cuda_graphs()
         if torch.device(self.device).type != "cpu":
             server = Server(self._round, self._tables, self.config, self._graph_sizes, self.device)
-            self._captures = server.capture(Ranks.of(get_parallel().tp_group, self.device))
+            self._captures = server.capture(get_parallel().tp_group)
             if self._captures.recordings is not None:
                 self._additional_graph_memory_usage["smc_round"] = self._captures.gigabytes
                 self._additional_graph_time_usage["smc_round"] = self._captures.seconds
         if self.config.adaptive:
-            process.active.adapt(self.config, self._costs())
+            assert self.req_to_token_pool is not None, "pools are built before rounds"
+            measured = costs.costs_of_server(
+                self._captures.recordings,
+                self._round.play,
+                self.config,
+                most_requests=self.req_to_token_pool.size,
+                device=self.device,
+                group=get_parallel().tp_group,
+            )
+            process.active.adapt(self.config, measured)
         process.active.measure = partial(
             memory_of,
             self.config,
@@ -149,17 +155,6 @@ class SMCWorker(WeightUpdates):
             self._steps.draft.state_bytes,
             self._captures.gigabytes,
         )
-
-    def _costs(self) -> "Costs | RoundCosts":
-        """Measure the costs of rounds."""
-        if self._captures.recordings is not None:
-            recordings = self._captures.recordings
-            measure = partial(costs.costs_of_recordings, recordings, self.device)
-        else:
-            assert self.req_to_token_pool is not None, "pools are built before rounds"
-            sizes = self.config, self.req_to_token_pool.size, self.device
-            measure = partial(costs.costs_of_launched, self._round.play, *sizes)
-        return costs.costs_of(measure, get_parallel().tp_group)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

@@ -65,7 +65,8 @@ class RoundShape(NamedTuple):
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
     chains: tuple[int, ...]  # M of requests whose rounds verify each particle's own chains
     needs: frozenset[Need] = frozenset()
-    deciders: tuple[Decider, ...] = ()  # of these: the first is for the groups of no other
+    # Of these, the first for the groups of no other; none for single particles without drafts.
+    deciders: tuple[Decider, ...] = ()
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
 
     def needing(self, needs: Iterable[Need]) -> "RoundShape":
@@ -74,7 +75,7 @@ class RoundShape(NamedTuple):
         together = [VerifyTogether()] if needs & {Need.VERIFIES, Need.TREES} else []
         deciders = (*together, *each, *([Weigh()] if Need.WEIGHS in needs else []))
         if self.num_steps == 0:  # the target draws the next token, in every mode
-            deciders = (Plain(),)
+            deciders = () if self.num_particles == 1 else (Plain(),)
         return self._replace(needs=needs, deciders=deciders)
 
     @property

@@ -3,12 +3,14 @@
 from typing import NamedTuple
 
 import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.play import Round
+from sglang_smc.upstream import Arguments
 
 
 class Captures(NamedTuple):
@@ -29,8 +31,12 @@ class Server(NamedTuple):
     sizes: list[int]  # batch sizes to capture, ascending
     device: str
 
-    def capture(self, ranks: Ranks) -> Captures:
-        """Capture rounds, and bound the size of those launched without a graph by memory."""
+    def capture(self, group: GroupCoordinator) -> Captures:
+        """Capture rounds, and bound the size of those launched without a graph by memory.
+
+        Every rank of ``group``, which shares the models, must call it.
+        """
+        ranks = Ranks.of(group, self.device)
         if self.config.round_graph != "off":
             try:
                 return self._capture_what_fits(ranks)
@@ -68,3 +74,11 @@ class Server(NamedTuple):
         )
         self.round.steps.record_passes(record, config, recordings.sizes.of_passes, device)
         return recordings
+
+
+def graph_sizes(server_args: Arguments) -> list[int]:
+    """Return the batch sizes to capture: SGLang's own, up to the most requests that can run."""
+    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
+    assert graphs is not None and largest is not None
+    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
+    return sorted({min(size, largest) for size in sizes})

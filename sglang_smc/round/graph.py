@@ -50,7 +50,6 @@ from sglang_smc.round.batch import (
 )
 from sglang_smc.round.result import Outcome
 from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
-from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -382,11 +381,3 @@ def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: s
     if config.round_graph == "on" or ranks.count > 1 or not works:
         raise ValueError(told) from error
     logger.error("%s This server goes on without them: its rounds take longer.", told)
-
-
-def graph_sizes(server_args: Arguments) -> list[int]:
-    """Return the batch sizes to capture: SGLang's own, up to the most requests that can run."""
-    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
-    assert graphs is not None and largest is not None
-    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
-    return sorted({min(size, largest) for size in sizes})

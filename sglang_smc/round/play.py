@@ -43,7 +43,7 @@ from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.round import extend, round_position, up_to_first, weigh_bonus
+from sglang_smc.smc.round import weigh_bonus
 from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
@@ -279,7 +279,7 @@ class Steps:
         log_p: torch.Tensor,
     ) -> Decided:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
-        if batch.shape.skips_draft:
+        if not batch.shape.deciders:
             return deciding.decide_alone(population, p, batch.settings.weighs)
         scored = self._scored(batch, population, drafts, p, log_p)
         return deciding.decide(batch.shape.deciders, scored, self.ops)
@@ -336,7 +336,8 @@ class Steps:
         num_kept = decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         self._descend(batch, batch.committed, decision.ancestors)
-        return extend(population, drafts, decision, batch.column)._replace(unread=unread)
+        extended = population.extend(drafts.tokens, drafts.ends, decision, batch.column)
+        return extended._replace(unread=unread)
 
     def add_bonus(
         self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
@@ -410,6 +411,11 @@ def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor
     # A group that only waited for potential values has drafted nothing: no cut, no resampling.
     waited = population.ended.all(1)
     return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
+
+
+def up_to_first(ends: torch.Tensor) -> torch.Tensor:
+    """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
+    return ends.cumsum(-1) == ends
 
 
 NO_RULES = TextRules()
@@ -522,7 +528,7 @@ class Round:
             own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=own)
         starts, last_two = before.output_lengths, before.last_two
-        position = round_position(before.ended, starts)
+        position = before.round_position(starts)  # [G, 1]
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:

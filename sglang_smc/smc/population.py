@@ -144,6 +144,32 @@ class Population(NamedTuple):
             log_weights=log_weights, log_evidence=self.log_evidence + log_evidence
         )
 
+    def extend(
+        self,
+        tokens: torch.Tensor,
+        ends: torch.Tensor,
+        decision: weighing.Decision,
+        column: torch.Tensor,
+    ) -> "Population":
+        """Append the kept draft tokens, and make each particle a copy of its ancestor.
+
+        Args:
+            tokens, ends: ``[G, N, K]`` of the drafts; the sequence ends with a token.
+            column: ``[K]`` int64: 0, 1, ..., K - 1.
+        """
+        kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
+        ended = self.ended | (ends & kept).any(2)
+        extended = self.append(tokens, decision.num_kept)._replace(ended=ended)
+        return extended.resample(decision.ancestors, decision.log_weights, decision.log_evidence)
+
+    def round_position(self, output_lengths: torch.Tensor) -> torch.Tensor:
+        """Return the output position that keys a round's uniforms, ``[G, 1]``; lengths ``[G, N]``.
+
+        The shortest particle advances in every round; of verified proposals the longest may go.
+        """
+        longest = output_lengths.amax(1, True)
+        return torch.where(self.ended, longest, output_lengths).amin(1, True)
+
     def is_finished(self) -> torch.Tensor:
         """Return which groups' answers may be drawn, ``[G]`` bool: all ended, with final values."""
         ended = self.ended.all(1)

@@ -117,7 +117,7 @@ class Round:
             seeds: ``[G]`` int64 of the requests, the same in all rounds.
         """
         before, decider = state.population, self.decider if self.num_steps else Plain()
-        position = round_position(before.ended, before.output_lengths).expand_as(before.lengths)
+        position = before.round_position(before.output_lengths).expand_as(before.lengths)
         draw = partial(self.ops.uniforms, self.ops.round_seeds(seeds, position[:, 0]))
         weighs = torch.full_like(seeds, decider.weighs, dtype=torch.bool)
         siblings = before.present & weighs.unsqueeze(1)
@@ -138,7 +138,7 @@ class Round:
         )
         decision, next_tokens = decider(scored, self.ops)
         column = torch.arange(self.num_steps, device=seeds.device)
-        extended = extend(before, drafts, decision, column)
+        extended = before.extend(drafts.tokens, drafts.ends, decision, column)
         if scored.powered:
             next_tokens, extended = weigh_bonus(
                 extended,
@@ -175,7 +175,7 @@ class Round:
             each_q.append(q)
         chains = torch.stack(drawn, 2)
         ends = self._ends(chains, positions)
-        up_to_end = up_to_first(ends) & ~population.ended.unsqueeze(2)
+        up_to_end = (ends.cumsum(2) == ends) & ~population.ended.unsqueeze(2)
         return Drafts(chains, torch.stack(log_q, 2), ends, up_to_end, each_q), state
 
     def _block(
@@ -248,33 +248,6 @@ class Round:
         """Return whether a text ends with each token, in their shape, bool."""
         stops = torch.tensor(self.stop_tokens, dtype=torch.int64, device=tokens.device)
         return torch.isin(tokens, stops) | (positions >= self.max_new_tokens - 1)
-
-
-def round_position(ended: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the output position that keys a round's uniforms, ``[G, 1]``; both are ``[G, N]``.
-
-    The shortest particle advances in every round; of verified proposals the longest may go.
-    """
-    return torch.where(ended, lengths.amax(1, True), lengths).amin(1, True)
-
-
-def up_to_first(ends: torch.Tensor) -> torch.Tensor:
-    """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
-    return ends.cumsum(-1) == ends
-
-
-def extend(
-    population: Population, drafts: Drafts, decision: Decision, column: torch.Tensor
-) -> Population:
-    """Append the kept draft tokens, and make each particle a copy of its ancestor.
-
-    Args:
-        column: ``[K]`` int64: 0, 1, ..., K - 1.
-    """
-    kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
-    ended = population.ended | (drafts.ends & kept).any(2)
-    extended = population.append(drafts.tokens, decision.num_kept)._replace(ended=ended)
-    return extended.resample(decision.ancestors, decision.log_weights, decision.log_evidence)
 
 
 def weigh_bonus(
