@@ -99,6 +99,26 @@ def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class _Before(NamedTuple):
+    """The arguments of `narrow` but its texts."""
+
+    log_weights: torch.Tensor
+    lengths: torch.Tensor
+    counts: torch.Tensor
+    present: torch.Tensor
+    uniforms: torch.Tensor
+    heaviest: torch.Tensor
+
+
+class _Narrowed(NamedTuple):
+    """Its results."""
+
+    ancestors: torch.Tensor
+    log_weights: torch.Tensor
+    log_mean: torch.Tensor
+    drops: torch.Tensor
+
+
 def narrow(
     log_weights: torch.Tensor,
     texts: torch.Tensor,
@@ -119,13 +139,9 @@ def narrow(
     )
     drops = torch.empty_like(heaviest, memory_format=torch.contiguous_format)
     _narrow[(num_groups,)](
-        log_weights.contiguous(),
         _texts(texts),
-        *contiguous((lengths, counts, present, uniforms, heaviest)),
-        ancestors,
-        narrowed,
-        log_mean,
-        drops,
+        _Before(*contiguous((log_weights, lengths, counts, present, uniforms, heaviest))),
+        _Narrowed(ancestors, narrowed, log_mean, drops),
         padded=triton.next_power_of_2(num_particles),
     )
     return ancestors, narrowed, log_mean, drops
@@ -249,42 +265,29 @@ def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
 
 
 @triton.jit
-def _narrow(
-    log_weights,
-    texts,
-    lengths,
-    counts,
-    present,
-    uniforms,
-    heaviest,
-    ancestors,
-    narrowed,
-    log_mean,
-    drops,
-    padded: tl.constexpr,
-):
+def _narrow(texts, before, found, padded: tl.constexpr):
     group, particle, own, here = _members(texts.num_particles, padded)
-    weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(present + own, mask=here, other=0) != 0
+    weight = tl.load(before.log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(before.present + own, mask=here, other=0) != 0
     relative, total = _log_sum(weight)
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    tl.store(log_mean + group, total - tl.log(size))
-    point = tl.load(uniforms + group) + tl.zeros([padded], dtype=tl.float64)
+    tl.store(found.log_mean + group, total - tl.log(size))
+    point = tl.load(before.uniforms + group) + tl.zeros([padded], dtype=tl.float64)
     by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
     first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
-    drawn = tl.where(tl.load(heaviest + group) != 0, first_heaviest, by_weight)
+    drawn = tl.where(tl.load(before.heaviest + group) != 0, first_heaviest, by_weight)
 
-    count = tl.load(counts + group)
-    length = tl.load(lengths + own, mask=here, other=0)
+    count = tl.load(before.counts + group)
+    length = tl.load(before.lengths + own, mask=here, other=0)
     alike = _begins_alike(texts, length, count, particle, drawn, here)
     stays = alike & is_present
     leaves = is_present & (alike == 0)
     num_free = tl.sum(leaves.to(tl.int32), 0)
-    tl.store(drops + group, num_free > 0)
+    tl.store(found.drops + group, num_free > 0)
     ancestor, share = _split(weight, stays, leaves, num_free, particle, padded)
     _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
     raised = tl.where(total == -float("inf"), 0.0, total - kept)
     from_it = ancestor[:, None] == particle[None, :]
     split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    tl.store(ancestors + own, ancestor.to(tl.int64), mask=here)
-    tl.store(narrowed + own, tl.where(is_present, split, weight), mask=here)
+    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
+    tl.store(found.log_weights + own, tl.where(is_present, split, weight), mask=here)

@@ -38,9 +38,7 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     drafts, lengths = contiguous((drafts, edits.lengths))
     _edit[(num_groups * num_particles * num_columns, num_tiles)](
         rows,
-        texts,
-        *texts.stride(),
-        lengths,
+        _Texts(texts, *texts.stride(), lengths),
         drafts,
         drafts.shape[2],
         first,
@@ -67,6 +65,15 @@ class _Rows(NamedTuple):
     starts: torch.Tensor
 
 
+class _Texts(NamedTuple):
+    """Sequences, and their lengths."""
+
+    tokens: torch.Tensor
+    stride: int
+    token_stride: int
+    lengths: torch.Tensor
+
+
 def count_tokens(
     columns: EditColumns, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
 ) -> None:
@@ -78,9 +85,7 @@ def count_tokens(
     _count[(len(rows),)](
         columns,
         rows.contiguous(),
-        tokens,
-        *tokens.stride(),
-        lengths.contiguous(),
+        _Texts(tokens, *tokens.stride(), lengths.contiguous()),
         columns.counts.shape[1],
         block=_BLOCK,
         num_warps=1,
@@ -114,9 +119,6 @@ def _penalized(values, counts, rates):
 def _edit(
     rows,
     texts,
-    text_stride,
-    token_stride,
-    lengths,
     drafts,
     num_drafted,
     first,
@@ -143,9 +145,9 @@ def _edit(
         values = tl.load(logits + tokens, mask=inside, other=0.0).to(tl.float32)
         if is_penalized:
             found = tl.load(rows.columns.counts + at, mask=inside, other=0)
-            length = tl.load(lengths + own).to(tl.int32)
-            text = texts + own * text_stride
-            found = _counted(found, tokens, text, token_stride, length, lowest, tile, block)
+            length = tl.load(texts.lengths + own).to(tl.int32)
+            text, stride = texts.tokens + own * texts.stride, texts.token_stride
+            found = _counted(found, tokens, text, stride, length, lowest, tile, block)
             draft = drafts + own * num_drafted
             found = _counted(found, tokens, draft, 1, place, lowest, tile, block)
             values = _penalized(values, found, rows.columns.rates + row * 3)
@@ -159,15 +161,14 @@ def _edit(
 
 
 @triton.jit
-def _count(
-    columns, rows, tokens, group_stride, token_stride, lengths, vocab_size, block: tl.constexpr
-):
+def _count(columns, rows, texts, vocab_size, block: tl.constexpr):
     group = tl.program_id(0)
     row = tl.load(rows + group)
     if tl.load(columns.penalizes + row) != 0:
-        length = tl.load(lengths + group).to(tl.int32)
+        length = tl.load(texts.lengths + group).to(tl.int32)
         for start in range(0, length, block):
             place = start + tl.arange(0, block)
             inside = place < length
-            token = tl.load(tokens + group * group_stride + place * token_stride, mask=inside)
+            text = texts.tokens + group * texts.stride
+            token = tl.load(text + place * texts.token_stride, mask=inside)
             tl.atomic_add(columns.counts + row * vocab_size + token, 1, mask=inside, sem="relaxed")

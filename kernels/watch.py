@@ -16,6 +16,7 @@ from sglang_smc.kernels.sample import _relative
 from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits of each distribution that a program reads
@@ -55,16 +56,7 @@ def keep_column(
 
 
 def watch(
-    sums: torch.Tensor,
-    coins: torch.Tensor,
-    num_steps: torch.Tensor,
-    measured: torch.Tensor,
-    ancestors: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    tails: torch.Tensor,
-    p: TokenDistribution,
-    q: TokenDistribution,
+    sums: torch.Tensor, path: Path, p: TokenDistribution, q: TokenDistribution
 ) -> torch.Tensor:
     """Add a round's measurements, in three launches.
 
@@ -72,9 +64,9 @@ def watch(
     """
     size, num_particles, _ = sums.shape
     at = _At(
-        *contiguous((coins, num_steps, measured, ancestors, starts, lengths)),
-        tails,
-        *tails.stride(),
+        *contiguous(path[:-1]),
+        path.tails,
+        *path.tails.stride(),
         num_particles,
         len(p.scores) // len(q.scores),
     )

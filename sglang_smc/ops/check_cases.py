@@ -14,7 +14,7 @@ import torch
 from sglang_smc.models.chains import KVLocations
 from sglang_smc.models.gated_delta import Columns, gated_delta
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
-from sglang_smc.smc import filters, verification
+from sglang_smc.smc import fidelity, filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, Wanted
@@ -270,13 +270,21 @@ def _watch(ops: Ops, of: Inputs) -> Any:
     starts = of.whole(0, num_steps, size, num_particles)
     lengths = starts + of.whole(0, num_steps + 2, size, num_particles)
     tails = of.whole(0, VOCAB, size, num_particles, 2 * num_steps + 4)
-    path = of.whole(0, num_particles, size, num_particles), starts, lengths, tails
+    ancestors = of.whole(0, num_particles, size, num_particles)
     temperature = torch.ones(size, device=of.device)
     p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), temperature)
     q = TokenDistribution(of.logits(size * num_particles), temperature)
     measured = torch.arange(size, device=of.device) < 2
-    of_groups = of.uniforms(size), of.whole(1, num_steps + 1, size), measured
-    return ops.watch(of.uniforms(size, num_particles, 4), *of_groups, *path, p, q)
+    path = fidelity.Path(
+        coins=of.uniforms(size),
+        num_steps=of.whole(1, num_steps + 1, size),
+        measured=measured,
+        ancestors=ancestors,
+        starts=starts,
+        lengths=lengths,
+        tails=tails,
+    )
+    return ops.watch(of.uniforms(size, num_particles, 4), path, p, q)
 
 
 def _ledger(ops: Ops, of: Inputs) -> Any:

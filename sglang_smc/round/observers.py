@@ -18,6 +18,7 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.smc.deciding import Drafts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
@@ -131,10 +132,10 @@ class Traced(NamedTuple):
         return "dead" if bool(decision.all_zero[group]) else "evidence"
 
 
-def trace_of(batch: RoundBatch, drafts: Drafts, *others: Any) -> Traced:
-    """Return the trace of a round, on the device; arguments as the fields of `Traced`."""
+def trace_of(batch: RoundBatch, drafts: Drafts, **others: Any) -> Traced:
+    """Return the trace of a round, on the device; other arguments as the fields of `Traced`."""
     begins = [state_of(req).take_start() for req in batch.reqs]
-    return Traced(begins, drafts._replace(q=None, held=None), *others)
+    return Traced(begins, drafts._replace(q=None, held=None), **others)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:
@@ -158,6 +159,13 @@ def measure(
     """Add the measurements of a round to the sums of its particles; see `smc.fidelity.watch`."""
     if drafts.coins is None or drafts.held is None:  # K = 0
         return after
-    column = drafts.coins, batch.settings.num_steps, batch.settings.measured
-    path = ancestors, before.lengths, after.lengths, after.tokens
-    return after._replace(fidelity=batch.ops.watch(after.fidelity, *column, *path, p, drafts.held))
+    path = Path(
+        coins=drafts.coins,
+        num_steps=batch.settings.num_steps,
+        measured=batch.settings.measured,
+        ancestors=ancestors,
+        starts=before.lengths,
+        lengths=after.lengths,
+        tails=after.tokens,
+    )
+    return after._replace(fidelity=batch.ops.watch(after.fidelity, path, p, drafts.held))

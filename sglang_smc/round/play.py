@@ -20,6 +20,7 @@ The host waits for the device only where some request's rules read its sequences
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -48,6 +49,15 @@ from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
 from sglang_smc.state.request import state_of
+
+
+class Narrowed(NamedTuple):
+    """Particles at the end of a round."""
+
+    population: Population
+    ancestors: torch.Tensor  # [G, N] int64, in the last step
+    dropped: torch.Tensor  # [G] bool: the lag bound dropped particles
+    log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
 
 
 @dataclass(eq=False)
@@ -369,15 +379,8 @@ class Steps:
         extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends.squeeze(2))
 
-    def narrow(
-        self, batch: RoundBatch, population: Population
-    ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Resample the tokens beyond the lag, and the whole tails of finished groups.
-
-        Returns:
-            The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
-            particles ``[G]`` bool, and log Z-hat ``[G]`` including the current mean weight.
-        """
+    def narrow(self, batch: RoundBatch, population: Population) -> Narrowed:
+        """Resample the tokens beyond the lag, and the whole tails of finished groups."""
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
         # A particle may have no token but its own first one: that is drawn, too.
@@ -395,7 +398,8 @@ class Steps:
         )
         self._descend(batch, batch.committed, ancestors)
         narrowed = population.descend(ancestors)._replace(log_weights=log_weights)
-        return narrowed, ancestors, drops & ~finished, population.log_evidence + log_mean
+        evidence = population.log_evidence + log_mean
+        return Narrowed(narrowed, ancestors, drops & ~finished, evidence)
 
     def _descend(self, batch: RoundBatch, start: torch.Tensor, ancestors: torch.Tensor) -> None:
         """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
@@ -468,14 +472,26 @@ class Round:
             continued = score_tails(before, continued, ancestors, shown, listed)
         continued = continued.stop(failure > 0)
         continued = measure(batch, before, continued, ancestors, p, drafts)
-        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, continued)
-        outcome = self._commit(batch, continued, narrowed, decision, failure, by_lag, log_evidence)
+        narrowed = steps.narrow(batch, continued)
+        outcome = self._commit(batch, continued, narrowed, decision, failure)
         if steps.routed is not None:
             outcome = outcome._replace(experts=steps.experts(slots))
         if Need.TRACE not in shape.needs:
             return outcome
-        made = begun, before, decision, failure, extended, continued, narrowed, narrowed_to
-        return outcome._replace(trace=trace_of(batch, drafts, resized_from, *made))
+        trace = trace_of(
+            batch,
+            drafts,
+            resized_from=resized_from,
+            begun=begun,
+            before=before,
+            decision=decision,
+            failure=failure,
+            extended=extended,
+            continued=continued,
+            narrowed=narrowed.population,
+            narrowed_to=narrowed.ancestors,
+        )
+        return outcome._replace(trace=trace)
 
     def play_in_slices(
         self,
@@ -572,21 +588,19 @@ class Round:
         self,
         batch: RoundBatch,
         continued: Population,
-        narrowed: Population,
+        end: Narrowed,
         decision: Decision,
         failure: torch.Tensor,
-        by_lag: torch.Tensor,
-        log_evidence: torch.Tensor,
     ) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round.
 
         Args:
             continued: population before `Steps.narrow`.
-            narrowed, by_lag, log_evidence: results of it.
+            end: result of it.
             decision: of `Steps.decide`.
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
         """
-        tables, shape, ops = self._tables, batch.shape, batch.ops
+        tables, shape, ops, narrowed = self._tables, batch.shape, batch.ops, end.population
         needs = shape.needs
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
@@ -619,7 +633,7 @@ class Round:
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
             resample_ct=decision.resampled,
-            narrow_ct=by_lag,
+            narrow_ct=end.dropped,
             all_zero_ct=decision.all_zero,
             nan_ct=failure > 0,
             exact_ct=decision.verified,
@@ -628,7 +642,7 @@ class Round:
             particles_sum=num_weights,
             steps_sum=settings.num_steps,
             ancestors=num_roots,
-            log_evidence=log_evidence,
+            log_evidence=end.log_evidence,
         )
         return Outcome(
             tokens=tokens,

@@ -17,6 +17,8 @@ Column K is the bonus token that the target draws after a whole block, where the
 enters with its expectation: zero for the two sums, and for the information that of column K - 1.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from sglang_smc.smc.distribution import TokenDistribution
@@ -73,30 +75,30 @@ def keep_column(
     return torch.where(here, *grouped).flatten(0, 1)
 
 
+class Path(NamedTuple):
+    """What a round has appended, and where it is measured."""
+
+    coins: torch.Tensor  # [G] float64 uniforms, of `columns`
+    num_steps: torch.Tensor  # [G] int64 K of each group; without drafts nothing is measured
+    measured: torch.Tensor  # [G] bool: which groups are
+    ancestors: torch.Tensor  # [G, N] int64: the particle before the round that each continues
+    starts: torch.Tensor  # [G, N] int64 lengths of tails before the round
+    lengths: torch.Tensor  # [G, N] int64 after it
+    tails: torch.Tensor  # [G, N, T] int64 after it
+
+
 def watch(
-    sums: torch.Tensor,
-    coins: torch.Tensor,
-    num_steps: torch.Tensor,
-    measured: torch.Tensor,
-    ancestors: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    tails: torch.Tensor,
-    p: TokenDistribution,
-    q: TokenDistribution,
+    sums: torch.Tensor, path: Path, p: TokenDistribution, q: TokenDistribution
 ) -> torch.Tensor:
     """Add a round's measurements to ``sums`` ``[G, N, 4]`` float64, by `NAMES`.
 
     Args:
         sums: of each particle after resampling.
-        coins, num_steps: ``[G]`` of `columns`; without drafts nothing is measured.
-        measured: ``[G]`` bool: which groups are.
-        ancestors: ``[G, N]`` int64: the particle before the round that each continues.
-        starts, lengths: ``[G, N]`` int64 lengths of tails before and after the round.
-        tails: ``[G, N, T]`` int64 after it.
+        path: of the round.
         p: of ``G * N * (K + 1)`` rows; that of column k follows a chain's first k tokens.
         q: of ``G * N`` rows, those that `keep_column` returned.
     """
+    coins, num_steps, measured, ancestors, starts, lengths, tails = path
     size, num_particles, _ = sums.shape
     column = columns(coins, num_steps).unsqueeze(1)  # [G, 1]
     place = starts.gather(1, ancestors) + column  # [G, N] in the tails

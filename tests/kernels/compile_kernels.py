@@ -38,7 +38,7 @@ from sglang_smc.kernels.attention.particle_attention import New, particle_attent
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import shape_of_any, shape_of_server
+from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
 from sglang_smc.state.logprobs import recorded_logprobs
 
 
@@ -48,8 +48,9 @@ def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:
     config = SMCConfig(**n_and_k, max_lag=sizes.max_lag)
     logprobs = recorded_logprobs(sizes.vocab)
     plain, every = shape_of_server(config), shape_of_any(config, None, logprobs)
-    kinds = (False, False), (True, False), (True, True)
-    of_kinds = (every._replace(filtered=filtered, greedy=greedy) for filtered, greedy in kinds)
+    beside = every.needs - {Need.FILTERS, Need.GREEDY}
+    kinds = set(), {Need.FILTERS}, {Need.FILTERS, Need.GREEDY}
+    of_kinds = (every.needing(beside | needs) for needs in kinds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_cuda, "VOCAB_SIZE", sizes.vocab)
         for shape in (plain, *of_kinds):

@@ -8,6 +8,7 @@ from drawn import Case, copied, drawn
 from sglang_smc.kernels import watch as kernel
 from sglang_smc.ops import TORCH
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.fidelity import Path
 
 
 def case(c: Case) -> tuple[Any, ...]:
@@ -44,7 +45,7 @@ def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
     for step, scores in enumerate(steps):
         held = ops.keep_column(held, scores, *of[:2], step)
     q = TokenDistribution.of(held.unflatten(0, (len(sums), -1)), *q_rules)
-    return ops.watch(sums, *of, *path, p, q)
+    return ops.watch(sums, Path(*of, *path), p, q)
 
 
 @drawn(
