@@ -160,7 +160,7 @@ def assemble(
         num_columns: K + 1.
     """
     of_target = target.model_runner
-    over: tuple[torch.Tensor, Implementation, int] = ledger.tails, kernels, num_columns
+    tails = ledger.tails
     kind = "model" if draft is None else kinds.kind_of(draft.model_runner.model_config)
     passes: Any  # of the target; they hand its states to a head
     if upstream.is_gated_delta(of_target.model_config):
@@ -168,7 +168,8 @@ def assemble(
         sizes = {"num_particles": num_particles, "max_columns": num_columns}
         passes = recurrent(of_target, ledger, kernels, **sizes)
     else:
-        passes = (ParticleForward if kind == "model" else ReadTarget)(of_target, *over)
+        forward_of = ParticleForward if kind == "model" else ReadTarget
+        passes = forward_of(of_target, tails, kernels, num_columns)
     vocab_size = of_target.model_config.vocab_size
     if draft is None:
         return passes, UniformDraft(passes.attn_backend, vocab_size)
@@ -176,11 +177,11 @@ def assemble(
     model: Any = runner.model
     if kind == "model":
         num_missing, hot = vocabulary.num_missing(target, draft), vars(model).get("hot_token_id")
-        forward = ParticleForward(runner, *over)
+        forward = ParticleForward(runner, tails, kernels, num_columns)
         leave_rotations(model, forward.attn_backend)
         return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
-        forward = BlockForward(runner, *over, of_target.model)
+        forward = BlockForward(runner, tails, kernels, num_columns, of_target.model)
         config = runner.model_config
         own = {
             "first": 1 - kinds.drafts_from_anchor(config),
@@ -189,7 +190,7 @@ def assemble(
         passes.reader = BlockHead(forward, kinds.mask_token(config), **own)
         return passes, passes.reader
     width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
-    forward = EagleForward(runner, *over)
+    forward = EagleForward(runner, tails, kernels, num_columns)
     leave_rotations(model, forward.attn_backend)
     passes.reader = EagleHead(
         forward,

@@ -145,7 +145,7 @@ class LanguageModel(DraftProposer):
         if self._hot is None and not self._missing:
             return logits
         width = self._runner.model_config.vocab_size + self._missing
-        return spread(logits, self._hot, width).contiguous()  # for the kernels
+        return to_full_vocabulary(logits, self._hot, width).contiguous()  # for the kernels
 
     def _readable(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._missing <= 0:
@@ -181,7 +181,9 @@ class LanguageModel(DraftProposer):
         return output.next_token_logits
 
 
-def spread(logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+def to_full_vocabulary(
+    logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
     """Return logits ``[..., V]`` of a draft's ``[..., H]``, cut or with -inf for tokens it lacks.
 
     Args:

@@ -32,7 +32,7 @@ from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, KVLocations, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer, DraftSlots, spread
+from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.smc.ledger import Ledger
@@ -120,7 +120,7 @@ class EagleForward(ParticleForward):
 class EagleHead(DraftProposer):
     """A draft by an EAGLE head, with chains that are sampled token by token.
 
-    ``hot`` and ``vocab_size`` are as in `spread`.
+    ``hot`` and ``vocab_size`` are as in `to_full_vocabulary`.
     """
 
     wants_states = True
@@ -163,7 +163,7 @@ class EagleHead(DraftProposer):
 
     def _logits(self, chains: Chains, states: torch.Tensor) -> torch.Tensor:
         logits, self._own = self._forward.pair_logits(chains, states)
-        return spread(logits, self._hot, self._vocab_size)
+        return to_full_vocabulary(logits, self._hot, self._vocab_size)
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Run the head over chains but their first pair; see `StatesReader.read_chains`."""

@@ -556,7 +556,7 @@ class Round:
             rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
         edits = None
         if Need.EDITS in shape.needs:
-            edits = tables.edits.of(reqs, rows, settings, *before.uncounted)
+            edits = tables.edits.of(reqs, rows, settings, *before.for_edits)
         # Sampled chains that are verified as one multi-draft must be independent.
         has_trees = Need.TREES in shape.needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs

@@ -297,15 +297,15 @@ def _of_chains(decision: Decision, num_chains: int, winner: torch.Tensor) -> Dec
         winner: ``[G, P]`` int64: the place of the chain that a particle goes on with, among N.
     """
 
-    def spread(of_particles: torch.Tensor) -> torch.Tensor:
+    def to_chains(of_particles: torch.Tensor) -> torch.Tensor:
         return of_particles.unsqueeze(2).expand(-1, -1, num_chains).flatten(1)
 
-    none = spread(torch.zeros_like(decision.num_kept))
+    none = to_chains(torch.zeros_like(decision.num_kept))
     return decision._replace(
         num_kept=none.scatter(1, winner, decision.num_kept),
-        weighed=spread(decision.weighed),
-        ancestors=spread(winner.gather(1, decision.ancestors)),
-        log_weights=spread(decision.log_weights),
+        weighed=to_chains(decision.weighed),
+        ancestors=to_chains(winner.gather(1, decision.ancestors)),
+        log_weights=to_chains(decision.log_weights),
     )
 
 

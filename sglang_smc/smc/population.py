@@ -109,7 +109,7 @@ class Population(NamedTuple):
         return self.num_emitted.unsqueeze(1) + self.lengths
 
     @property
-    def uncounted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def for_edits(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return starts, texts and lengths of `smc.edits.Edits`.
 
         The last emitted token is not in the counts: particles may differ in a first token.

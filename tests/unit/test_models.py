@@ -20,7 +20,7 @@ from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import connect
-from sglang_smc.proposers.base import DraftSlots, LanguageModel, spread
+from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
@@ -196,10 +196,10 @@ def test_weights_alone_are_refused_beside_a_part_of_the_vocabulary(
 
 def test_hot_tokens_get_their_places_and_others_nothing() -> None:
     logits = torch.tensor([[[1.0, 2.0]]])
-    found = spread(logits, torch.tensor([3, 0]), 4)
+    found = to_full_vocabulary(logits, torch.tensor([3, 0]), 4)
     assert found.tolist() == [[[2.0, -torch.inf, -torch.inf, 1.0]]]
-    assert spread(logits, None, 3).tolist() == [[[1.0, 2.0, -torch.inf]]]
-    assert spread(logits, None, 2) is logits
+    assert to_full_vocabulary(logits, None, 3).tolist() == [[[1.0, 2.0, -torch.inf]]]
+    assert to_full_vocabulary(logits, None, 2) is logits
 
 
 def test_new_weights_go_where_captured_rounds_read_them() -> None:
