@@ -179,13 +179,16 @@ def _begin(
 
 
 def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher) -> list[int]:
-    """Return the ``count`` most frequent tokens of the texts' answers, ascending."""
+    """Return the ``count`` most frequent tokens of the texts' answers, ascending.
+
+    Of equal ones the first: a tokenizer's merges have those of frequent tokens first.
+    """
     vocab_size = teacher.model.get_output_embeddings().weight.shape[0]
     if count > vocab_size:
         raise ValueError(f"--hot-tokens is {count}; allowed: 1 to {vocab_size}, the vocabulary.")
     answers = torch.tensor([token for text in texts() for token in text.ids[text.prompt :]])
     times = torch.bincount(answers, minlength=vocab_size)
-    return times.topk(count).indices.sort().values.tolist()
+    return times.argsort(descending=True, stable=True)[:count].sort().values.tolist()
 
 
 def _course(arguments: argparse.Namespace, draft: Draft) -> Course:

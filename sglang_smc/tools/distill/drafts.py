@@ -121,7 +121,7 @@ class Blocks(NamedTuple):
     counted: torch.Tensor  # [B, A, depth] bool: the token belongs to the answer
 
     def on_hot(self, hot: torch.Tensor | None) -> Blocks:
-        """Return blocks for training: p restricted to the tokens ``hot`` of q, renormalized."""
+        """Return blocks with p restricted to the tokens ``hot`` of q, renormalized."""
         if hot is None:
             return self
         return self._replace(log_p=self.log_p[..., hot].log_softmax(-1))

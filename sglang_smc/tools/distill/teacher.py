@@ -99,9 +99,7 @@ def collate(texts: Sequence[Text], device: torch.device) -> Batch:
     return Batch(ids.to(device), prompts.to(device), lengths.to(device))
 
 
-def batches(
-    texts: Sequence[Text], size: int, device: torch.device, rng: torch.Generator
-) -> Iterator[Batch]:
+def batches(texts: Sequence[Text], size: int, rng: torch.Generator) -> Iterator[list[Text]]:
     """Yield endless batches of ``size`` texts of similar lengths, which reduces padding."""
     by_length = sorted(texts, key=lambda text: len(text.ids))
     while True:
@@ -110,7 +108,7 @@ def batches(
         turned = by_length[shift:] + by_length[:shift]
         chunks = [turned[start : start + size] for start in range(0, len(turned), size)]
         for index in torch.randperm(len(chunks), generator=rng).tolist():
-            yield collate(chunks[index], device)
+            yield chunks[index]
 
 
 # --- The target
@@ -120,7 +118,7 @@ class Lesson(NamedTuple):
     """The target's outputs on a batch."""
 
     batch: Batch
-    log_p: torch.Tensor  # [B, L, V] float32: of the next token at each position
+    log_p: torch.Tensor  # [B, L, tokens asked for] float32: of the next token at each position
     features: torch.Tensor  # [B, L, layers * D]: hidden states of ``layer_ids``
 
 
@@ -131,12 +129,18 @@ class Teacher:
         self.model, self.temperature = model.eval().requires_grad_(False), temperature
 
     @torch.no_grad()
-    def teach(self, batch: Batch, layer_ids: tuple[int, ...]) -> Lesson:
-        """Run the target on ``batch``; features are hidden states of ``layer_ids``, from 0 on."""
+    def teach(
+        self, batch: Batch, layer_ids: tuple[int, ...], hot: torch.Tensor | None = None
+    ) -> Lesson:
+        """Run the target on ``batch``; features are hidden states of ``layer_ids``, from 0 on.
+
+        With ``hot``, ids of tokens, its law is restricted to them and renormalized.
+        """
         found = self.model(
             input_ids=batch.ids, output_hidden_states=bool(layer_ids), use_cache=False
         )
-        log_p = (found.logits.float() / self.temperature).log_softmax(-1)
+        logits = found.logits if hot is None else found.logits[..., hot]
+        log_p = (logits.float() / self.temperature).log_softmax(-1)
         # hidden_states[0] is the embedding.
         states = [found.hidden_states[layer + 1].float() for layer in layer_ids]
         none = log_p.new_zeros(*batch.ids.shape, 0)
@@ -149,6 +153,54 @@ class Teacher:
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[..., V]`` of normed states ``[..., D]``; gradients flow through."""
         return self.model.get_output_embeddings()(states.to(self.model.dtype))
+
+
+class Lessons:
+    """The target's outputs on texts, computed once where ``room`` holds them.
+
+    Args:
+        layer_ids, hot: as for `Teacher.teach`.
+        device: of the target.
+        room: bytes. Logarithms of probabilities are stored in float16, features as they come.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        layer_ids: tuple[int, ...],
+        hot: torch.Tensor | None,
+        device: torch.device,
+        room: int = 2 << 30,
+    ) -> None:
+        self._teacher, self._layer_ids, self._hot = teacher, layer_ids, hot
+        self._device, self._room = device, room
+        self._stored: dict[int, list[torch.Tensor]] = {}  # by the id of a text
+
+    def of(self, texts: Sequence[Text]) -> Lesson:
+        """Return the lesson of a batch of texts; the caller holds on to them."""
+        found = self._taught([text for text in texts if id(text) not in self._stored])
+        for text, parts in found.items():
+            size = sum(part.nbytes for part in parts)
+            if size <= self._room:
+                self._room -= size
+                self._stored[text] = parts
+        both = [(found.get(id(text)) or self._stored[id(text)]) for text in texts]
+        log_p, features = (
+            pad_sequence(list(parts), batch_first=True).float() for parts in zip(*both, strict=True)
+        )
+        return Lesson(collate(texts, self._device), log_p, features)
+
+    def _taught(self, texts: Sequence[Text]) -> dict[int, list[torch.Tensor]]:
+        if not texts:
+            return {}
+        _, log_p, features = self._teacher.teach(
+            collate(texts, self._device), self._layer_ids, self._hot
+        )
+        parts = (log_p.half(), features.to(self._teacher.model.dtype))
+        return {
+            id(text): [part[row, : len(text.ids)].clone() for part in parts]
+            for row, text in enumerate(texts)
+        }
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:

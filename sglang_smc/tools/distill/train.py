@@ -13,7 +13,18 @@ from tqdm import tqdm
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.distill.drafts import Blocks, Draft, compare
 from sglang_smc.tools.distill.losses import Loss, chi2, forward_kl, rejection, rejection_of_all
-from sglang_smc.tools.distill.teacher import Batch, Teacher, Text, batches, collate
+from sglang_smc.tools.distill.teacher import (
+    Batch,
+    Lesson,
+    Lessons,
+    Teacher,
+    Text,
+    batches,
+    collate,
+)
+
+#: Of a batch that is measured, by which several numbers in memory are as many.
+MOST_PROBABILITIES = 1 << 25
 
 
 class Course(msgspec.Struct, frozen=True):
@@ -34,7 +45,8 @@ def train(
     """Train ``draft`` on ``texts``; return the loss of each step."""
     rng = torch.Generator().manual_seed(course.seed)
     device = next(draft.module.parameters()).device
-    supply = batches(texts, course.batch, device, rng)
+    supply = batches(texts, course.batch, rng)
+    lessons = Lessons(teacher, draft.layer_ids, draft.hot, device)
     steppers = optimizers(draft.module.train(), course.learning_rate)
     found = []
     warmup = max(1, course.steps // 20)
@@ -43,7 +55,7 @@ def train(
         for stepper in steppers:
             rate = min(1.0, (step + 1) / warmup, left)
             stepper.param_groups[0]["lr"] = course.learning_rate * rate
-        value = _loss(draft, teacher, next(supply), loss, course, rng)
+        value = _loss(draft, teacher, lessons.of(next(supply)), loss, course, rng)
         value.backward()
         nn.utils.clip_grad_norm_(draft.module.parameters(), 1.0)
         for stepper in steppers:
@@ -58,7 +70,7 @@ def train(
 def _loss(
     draft: Draft,
     teacher: Teacher,
-    batch: Batch,
+    lesson: Lesson,
     loss: Loss,
     course: Course,
     rng: torch.Generator,
@@ -67,7 +79,7 @@ def _loss(
 
     A draft model trains at all positions that have a next token.
     """
-    lesson = teacher.teach(batch, draft.layer_ids)
+    batch = lesson.batch
     if draft.layer_ids:
         anchors = draw_anchors(batch, course.anchors, rng)
     else:
@@ -75,7 +87,7 @@ def _loss(
         anchors = places.expand(len(batch.ids), -1)
     products = products_of(batch.ids.device)
     with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
-        blocks = compare(draft, teacher, lesson, anchors, course.depth).on_hot(draft.hot)
+        blocks = compare(draft, teacher, lesson, anchors, course.depth)
     values = loss(blocks.log_p, blocks.log_q).where(blocks.counted, 0.0)  # [B, A, depth]
     columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
     weights = course.decay ** torch.arange(course.depth, device=columns.device)
@@ -195,6 +207,8 @@ def validate(
     device = next(draft.module.parameters()).device
     sums = torch.zeros(4, depth, dtype=torch.float64)
     means: list[float] = []  # accepted tokens per block, for each text
+    vocab_size = teacher.model.get_output_embeddings().weight.shape[0]
+    batch = max(1, min(batch, MOST_PROBABILITIES // (anchors * depth * vocab_size)))
     starts = range(0, len(texts), batch)
     for start in tqdm(starts, desc="validating", unit="batch", mininterval=2):
         ids = collate(texts[start : start + batch], device)
