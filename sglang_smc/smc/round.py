@@ -85,8 +85,18 @@ class Round:
     scheme: str = "systematic"  # of `SCHEMES`
     ops: Ops = field(default_factory=Ops)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a temperature or a scheme that there is not."""
+        if min(self.temperature, self.draft_temperature or 1.0) <= 0:
+            raise ValueError(
+                "A temperature is 0 or less; allowed: above 0. For the target's own "
+                "likeliest text use a small one, as 0.01."
+            )
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"scheme is {self.scheme!r}; allowed: {', '.join(SCHEMES)}.")
+
     def begin(self, prompts: torch.Tensor, num_particles: int, num_emitted: int = 0) -> State:
-        """Return N equal particles of each prompt, ``[G, P]`` int64, P at least 2.
+        """Return N equal particles of each prompt, ``[G, P]`` int64.
 
         Args:
             num_emitted: tokens at the end of the prompts that count as output.
@@ -168,7 +178,7 @@ class Round:
             logits = self.proposer.next_logits(*state.texts()).unflatten(0, siblings.shape)
             q = self._distribution(logits, self.draft_temperature or self.temperature)
             tokens, scored = q.sample(stratified)
-            grown = state.population.append(tokens.unsqueeze(2), siblings | True)
+            grown = state.population.append(tokens.unsqueeze(2), torch.ones_like(siblings))
             state = state._replace(population=grown)
             drawn.append(tokens)
             log_q.append(scored)
@@ -235,9 +245,10 @@ class Round:
             draw((population.num_emitted + longest).unsqueeze(1), Purpose.SELECT)[:, 0],
             torch.zeros_like(finished),
         )
-        drawn = population.descend(ancestors)
-        evidence = population.log_evidence + torch.where(finished, log_mean, 0.0)
-        return drawn._replace(log_weights=log_weights, log_evidence=evidence)
+        return population.descend(ancestors)._replace(
+            log_weights=torch.where(finished.unsqueeze(1), 0.0, log_weights),
+            log_evidence=population.log_evidence + torch.where(finished, log_mean, 0.0),
+        )
 
     def _distribution(self, logits: torch.Tensor, temperature: float) -> TokenDistribution:
         """Return the distributions of rows of logits ``[G, M, V]``."""

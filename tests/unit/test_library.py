@@ -66,7 +66,9 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     state = rounds.begin(torch.tensor([*PROMPT, 0]).expand(SIZE, -1), N, num_emitted=1)
     first = begun.last_emitted
     state.population.texts[:, :, 1] = first
-    state = state._replace(population=state.population._replace(ended=begun.ended | (first == EOS)))
+    ended, evidence = begun.ended | (first == EOS), begun.log_evidence
+    begins = state.population._replace(ended=ended, log_evidence=evidence)
+    state = state._replace(population=begins)
     while not state.population.ended.all():
         state, _ = rounds.step(state, seeds)
     while running := [req for req in reqs if not own._is_over(req)]:
@@ -75,7 +77,16 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     lengths, texts = found.lengths[:, 0].tolist(), found.texts[:, 0, 1:].tolist()
     drawn = [text[: length + 1] for text, length in zip(texts, lengths, strict=True)]
     assert drawn == [req.output_ids for req in reqs]
+    if decider.weighs:  # the others have no weights
+        counters = own.tensor([req.smc_state.counters for req in reqs], torch.float64)
+        torch.testing.assert_close(found.log_evidence, counters[:, -1])
     assert len({tuple(text) for text in drawn}) >= 10
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"scheme": "residual"}])
+def test_a_mistake_names_what_is_allowed(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="allowed: "):
+        Round(*map(Model, PAIR), **wrong)
 
 
 def test_the_library_needs_no_sglang() -> None:
