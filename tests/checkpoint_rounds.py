@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import Draft, PairDraft
+from head_laws import DFLASH, Draft, PairDraft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -34,6 +34,8 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.proposers.base import DraftSlots, LanguageModel
+from sglang_smc.proposers.dflash import BlockHead
+from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.ngram import Corpus, UniformDraft
 from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
@@ -136,7 +138,7 @@ class HeadSlots(CheckpointSlots):
 class HeadDrafts(LanguageModel):
     """Drafts by a head, through the calls that a language model gets."""
 
-    least_temperature = 0.0
+    least_temperature = EagleHead.least_temperature
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         slots: Any = self.forward
@@ -203,7 +205,10 @@ class CheckpointRounds(ToyWorker):
         elif isinstance(draft, Draft | PairDraft):
             own.head = draft
             nobody: Any = None
-            worker._steps = Steps(steps.target, HeadDrafts(own, nobody), steps.ledger, self.ops)
+            drafts = HeadDrafts(own, nobody)
+            if isinstance(draft, Draft) and draft.kind == DFLASH:
+                drafts.least_temperature = BlockHead.least_temperature
+            worker._steps = Steps(steps.target, drafts, steps.ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables

@@ -47,7 +47,10 @@ class DraftProposer(ABC):
     """Whether it reads the tokens of rounds without drafts later, in `catch_up`."""
 
     least_temperature = 0.0
-    """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N."""
+    """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N.
+
+    A draft may be sure of other tokens than the target: nearly equal chains would miss all of these.
+    """
 
     attn_backend: ParticleAttention
 
@@ -119,8 +122,7 @@ class LanguageModel(DraftProposer):
     """
 
     has_stock_passes = lags = True
-    # It may be sure of other tokens than the target: nearly equal chains would miss all of these.
-    least_temperature = 0.8
+    least_temperature = 1.14
 
     def __init__(
         self,

@@ -124,6 +124,7 @@ class EagleHead(DraftProposer):
     """
 
     wants_states = True
+    least_temperature = 0.8
 
     def __init__(
         self,
