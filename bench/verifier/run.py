@@ -239,14 +239,21 @@ def measure(cell: Cell, log: Log, count: int) -> list[dict[str, float]]:
     return log.read()
 
 
+NOTE = (
+    "Expected tokens of a round with {} contexts a cell and 95 % intervals; `q1`: drawn at draft "
+    "temperature 1; `fixed`: one of the N chains is the draft's likeliest text.\n\n"
+)
+
+
 def markdown(measured: dict[Cell, list[dict[str, float]]]) -> str:
     """Return a table with a line for each cell."""
-    names = list(next(iter(measured.values()))[0])
+    first = next(iter(measured.values()))
+    names = list(first[0])
     columns = {"": lambda row: f"`{row[0].slug}`"} | {
         name: lambda row, name=name: interval_cell(mean_of([one[name] for one in row[1]]), ".2f")
         for name in names
     }
-    return table(columns, list(measured.items())) + "\n"
+    return NOTE.format(len(first)) + table(columns, list(measured.items())) + "\n"
 
 
 def main() -> None:

@@ -109,15 +109,15 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
     "round_lines": 1437,
-    "file_changes": 69,
-    "types": 15,
+    "file_changes": 71,
+    "types": 24,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 27_550,
-    "core_lines": 18_060,
-    "kernel_and_hook_lines": 6_056,
-    "bench_lines": 8_270,
-    "test_lines": 34_935,
+    "package_lines": 28_175,
+    "core_lines": 18_615,
+    "kernel_and_hook_lines": 6_030,
+    "bench_lines": 8_275,
+    "test_lines": 35_080,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
