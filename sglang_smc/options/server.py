@@ -210,8 +210,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             # float32.
             numbers(1e-6),
             "Temperature of the draft model",
-            "from 1e-6, default: the request's own, but in mode exact at least 1.14 (1 - 1 / N) for a "
-            "draft model, and 0.8 (1 - 1 / N) for EAGLE heads and MTP layers",
+            "from 1e-6, default: the request's own, but in mode exact at least 1.14 (1 - 1 / N) "
+            "for a draft model, and 0.8 (1 - 1 / N) for EAGLE heads and MTP layers",
         ),
     ] = None
     ngram_weight: Annotated[

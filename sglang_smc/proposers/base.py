@@ -49,7 +49,7 @@ class DraftProposer(ABC):
     least_temperature = 0.0
     """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N.
 
-    A draft may be sure of other tokens than the target: nearly equal chains would miss all of these.
+    A draft may be sure of other tokens than the target, which nearly equal chains would all miss.
     """
 
     attn_backend: ParticleAttention
