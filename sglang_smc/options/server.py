@@ -346,7 +346,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_exact(self) -> bool:
         """Return whether rounds verify every draft token."""
-        return self.mode == "exact"
+        return self.mode == "exact" or (self.mode == "auto" and self.tilt == 0)
 
     @property
     def keeps_texts(self) -> bool:
