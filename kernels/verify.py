@@ -56,7 +56,7 @@ class _Column(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What tiles of a column's nodes hand to `_share_out`."""
+    """Hold what tiles of a column's nodes hand to `_share_out`."""
 
     masses: torch.Tensor  # [G, N, tiles, 2, B] float32 of p and of q
     log_p: torch.Tensor  # [G, N] float32 of each chain's token

@@ -15,6 +15,7 @@ import argparse
 import copy
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,10 +42,9 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 ANSWER_TOKENS = 96  # of which a context has a part
 NUM_TEXTS = 8  # of the target, for the bound
 
-RULE = "shares by bins"
 #: Constants of `smc.verification` that a rule changes.
 RULES: dict[str, dict[str, Any]] = {
-    RULE: {},
+    "shares by bins": {},
     "a quarter of the bins": {"NUM_BINS": 16, "BINS_PER_NAT": 2},
     "first rates": {"NUM_STEPS": 0},
     "ten steps": {"NUM_STEPS": 10, "SPEED": 0.8},
@@ -156,7 +156,7 @@ class Texts:
         """Return texts of K tokens that a model draws, ``[count, K]``."""
         texts = self.context.new_empty(count, 0)
         for _ in range(cell.num_steps):
-            log_q = (self.logits(name, texts)[:, -1] / temperature).log_softmax(-1)
+            log_q = log_probs(self.logits(name, texts)[:, -1], temperature)
             tokens = torch.multinomial(log_q.exp(), 1)
             if cell.fixed and name == "draft":
                 tokens[0] = log_q[0].argmax()
@@ -165,7 +165,7 @@ class Texts:
 
 
 def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities ``[R, C, V]`` of logits of that shape."""
+    """Return log-probabilities of logits ``[..., V]``, in their shape."""
     return (logits / temperature).log_softmax(-1)
 
 
@@ -176,7 +176,7 @@ def expected(texts: Texts, cell: Cell) -> dict[str, float]:
     log_q = log_probs(texts.logits("draft", chains)[:, :k], cell.draft_temperature)
     log_p = log_probs(texts.logits("target", chains), cell.temperature)
     ends = chains == texts.models.tokenizer.eos_token_id
-    lengths = (ends.long().cumsum(1) - ends.long() == 0).sum(1)  # [N]
+    lengths = (ends.cumsum(1) == ends).sum(1)  # [N]
     fixed = torch.zeros_like(ends)
     fixed[0] = cell.fixed
 
@@ -188,7 +188,7 @@ def expected(texts: Texts, cell: Cell) -> dict[str, float]:
 
     found = {"one chain": tokens(1)}
     for name, constants in RULES.items():
-        with mock.patch.multiple(verification, **constants) if constants else mock.MagicMock():
+        with mock.patch.multiple(verification, **constants) if constants else nullcontext():
             found[name] = tokens(n)
     nodes = {tuple(chain[:j]) for chain in chains.tolist() for j in range(1, k + 1)}
     return found | {"bound": bound(texts, cell), "nodes": 1.0 + len(nodes)}

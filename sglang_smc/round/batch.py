@@ -36,7 +36,7 @@ from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, 
 
 
 class Need(str, Enum):
-    """What some request of a batch needs of a round beside sizes, in words."""
+    """Name what some request of a batch needs of a round beside sizes, in words."""
 
     WEIGHS = "mode smc"
     VERIFIES = "a mode that verifies"

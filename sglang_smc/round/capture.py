@@ -23,7 +23,7 @@ class Captures(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What rounds are captured of."""
+    """Hold what rounds are captured of."""
 
     round: Round
     tables: Tables

@@ -76,7 +76,7 @@ def keep_column(
 
 
 class Path(NamedTuple):
-    """What a round has appended, and where it is measured."""
+    """Hold what a round has appended, and where it is measured."""
 
     coins: torch.Tensor  # [G] float64 uniforms, of `columns`
     num_steps: torch.Tensor  # [G] int64 K of each group; without drafts nothing is measured

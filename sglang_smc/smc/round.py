@@ -28,7 +28,7 @@ Draw = Callable[[torch.Tensor, Purpose], torch.Tensor]
 
 
 class Proposer(Protocol):
-    """What drafts are sampled from: logits of q."""
+    """Provide logits of q, from which drafts are sampled."""
 
     def next_logits(self, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[R, V]`` of the token that follows each text.
@@ -40,7 +40,7 @@ class Proposer(Protocol):
 
 
 class Target(Protocol):
-    """What answers should be samples of: logits of p."""
+    """Provide logits of p, of which answers should be samples."""
 
     def chain_logits(
         self, texts: torch.Tensor, lengths: torch.Tensor, num_columns: int
