@@ -93,7 +93,7 @@ class Cell:
 
     @property
     def slug(self) -> str:
-        """Return the name for files and patterns: ``mixed-c1-t0.7``."""
+        """Return the name for files and patterns: ``auto-c1-t0.7``."""
         return f"{study.slug_of(self.label)}-t{self.temperature:g}"
 
 

@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("questions", nargs="*", help="without any: read from the terminal")
     parser.add_argument("--url", default="http://localhost:30000/v1")
     parser.add_argument("--api-key", default="none")
-    parser.add_argument("--mode", default="smc", choices=("smc", "exact", "mixed", "auto"))
+    parser.add_argument("--mode", default="smc", choices=("smc", "exact", "auto"))
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=256)
     return parser.parse_args()

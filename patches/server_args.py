@@ -38,7 +38,6 @@ def _declared(name: str) -> Any:
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
     flag = Arg(
         help=f"SMC only. {setting.help} ({note}).",
-        choices=list(allowed.choices) if allowed.choices else None,
         **several,
     )
     kind: Any = list[str] if allowed.kind is list else allowed.kind

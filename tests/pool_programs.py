@@ -115,7 +115,7 @@ class PoolProgram(ToyWorker):
             smc["num_steps"] = rng.randint(0, self.config.num_steps)
         kind = rng.random()
         if kind < 0.2:
-            smc["mode"] = rng.choice(["exact", "mixed"])
+            smc["mode"] = rng.choice(["exact", "auto"])
         else:
             smc["ess_threshold"] = 1.0
         if 0.2 < kind < 0.5:

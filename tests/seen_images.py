@@ -22,7 +22,7 @@ MISTRAL = "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<unused>"
 WORDS = {"gemma3": (GEMMA, "<start_of_image>"), "mistral3": (MISTRAL, "[IMG]")}
 OF_QWEN = QWEN, "<|vision_start|><|image_pad|><|vision_end|>"
 SPECIAL = ("60", "61", "62", "63")  # which transformers would take for images in an answer
-MODES = ("smc", "exact", "mixed", "auto")
+MODES = ("smc", "exact", "auto")
 
 
 def add_processor(path: str, family: str) -> None:

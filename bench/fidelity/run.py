@@ -51,10 +51,10 @@ from sglang_smc.options.server import (
 # --- Cells: each mode, and plain decoding, at each temperature
 
 AR_TARGET, AR_DRAFT, EXACT = "AR target", "AR draft", "exact"
-MIXED, AUTO, SMC, DEFAULT = "mixed", "auto", "smc", "smc default"
+AUTO, SMC, DEFAULT = "auto", "smc", "smc default"
 LATE = f"smc lag {LONG_LAG}"  # the default with a longer lag
 #: Evidence thresholds besides those of `auto` and of the default; 0 is the paper's algorithm.
-MIXED_THRESHOLDS = (4.0, 1.0, 0.5)
+AUTO_THRESHOLDS = (4.0, 1.0, 0.5)
 SMC_THRESHOLDS = (1.0, 0.0)
 #: N and K are the server's defaults throughout.
 SIZES = {"num_particles": DEFAULTS.num_particles, "num_steps": DEFAULTS.num_steps}
@@ -88,14 +88,14 @@ def _cells(temperature: float) -> list[Cell]:
         return Cell(label, "smc", temperature, {**SIZES, **asked}, 1, family, c)
 
     # `auto` and the default have thresholds too, and are measured under these names.
-    mixed = [c for c in MIXED_THRESHOLDS if c != AUTO_EVIDENCE_THRESHOLD]
+    verified = [c for c in AUTO_THRESHOLDS if c != AUTO_EVIDENCE_THRESHOLD]
     weighed = [c for c in SMC_THRESHOLDS if c != EVIDENCE_THRESHOLD]
     block = {"mode": "smc", "resample_at": "block"}
     return [
         Cell(AR_TARGET, "target", temperature, family=AR_TARGET),
         Cell(AR_DRAFT, "draft", temperature, family=AR_DRAFT),
         smc(EXACT, mode="exact"),
-        *(smc(MIXED, mode="mixed", evidence_threshold=c) for c in mixed),
+        *(smc(AUTO, mode="auto", evidence_threshold=c) for c in verified),
         *(smc(SMC, **block, evidence_threshold=c) for c in weighed),
         smc(AUTO, AUTO_EVIDENCE_THRESHOLD, mode="auto"),
         smc(DEFAULT, EVIDENCE_THRESHOLD),
@@ -213,8 +213,8 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-VERIFIED, WEIGHED = "verified: exact, mixed, auto", "weighed: smc"
-SERIES = dict.fromkeys((EXACT, MIXED, AUTO), VERIFIED) | dict.fromkeys((SMC, DEFAULT), WEIGHED)
+VERIFIED, WEIGHED = "verified: exact, auto", "weighed: smc"
+SERIES = dict.fromkeys((EXACT, AUTO), VERIFIED) | dict.fromkeys((SMC, DEFAULT), WEIGHED)
 STYLES = {VERIFIED: (COLOURS[0], "o"), WEIGHED: (COLOURS[1], "D")}
 
 

@@ -24,7 +24,7 @@ SMC: tuple[dict[str, Any], ...] = (
     {"num_particles": 3, "num_steps": 1},
     {"num_particles": 1, "evidence_threshold": 0},
     {"mode": "exact"},
-    {"mode": "mixed", "num_particles": 3},
+    {"mode": "auto", "num_particles": 3},
     {"mode": "auto"},
     {"power": 2.0},
     {"power": 4.0, "num_particles": 2},

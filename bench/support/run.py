@@ -32,7 +32,7 @@ from sglang_smc.tools.demo.serving import Launch
 
 # --- One family: random weights, an engine, and the texts of transformers
 
-MODES = ("smc", "exact", "mixed", "auto")
+MODES = ("smc", "exact", "auto")
 LENGTHS = (1, 7, 16, 45)
 NEW_TOKENS = 25  # one from prefill, and rounds of K + 1
 PATIENCE = 300.0  # seconds per engine

@@ -22,7 +22,7 @@ FEW = 8
 SHORT_LAG = 32
 """Recommended lag bound for powers of p where memory is short: `LAG` would bias them."""
 
-_VERIFIES = "exact, mixed, auto"
+_VERIFIES = "exact, auto"
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ def round_bytes(
         num_particles: N.
         num_steps: K.
         vocab_size: V.
-        verifies: the round verifies, in modes exact, mixed and auto; else it weighs.
+        verifies: the round verifies, in modes exact and auto; else it weighs.
         mixes: the round supports all options that need no host: different modes in one batch, and
             log-probabilities of the likeliest tokens.
     """

@@ -3,8 +3,8 @@
 *N and K* (`Policy`). A round of B requests yields B (1 + E[kept]) tokens. Its seconds are measured
 when the server starts, the kept tokens while it runs.
 
-*The evidence threshold* (`Dial`; docs/fidelity.md, "One dial"). In modes that verify the tilt is
-about s / (1 + c), with s the scale of a pair of models, a temperature, N and K. It is fitted to the
+*The evidence threshold* (`Dial`; docs/fidelity.md, "One dial"). In mode auto the tilt is about
+s / (1 + c), with s the scale of a pair of models, a temperature, N and K. It is fitted to the
 answers that have ended by weighted least squares: with g = 1 / (1 + c) the expected tilt is g s, so
 s is the sum of g times the tilt's numerator over the sum of g^2 times its information. Answers of
 infinite c contain no information on s, and are not used.
@@ -268,9 +268,6 @@ PRIOR_INFORMATION = 30.0
 
 WINDOW_INFORMATION = 800.0
 """Most information that is kept: s within 0.035, and the pair's last 2,400 answers at c = 2."""
-
-DIALED = ("mixed", "auto")
-"""Modes in which the tilt follows this formula, at any c."""
 
 
 class Dial:

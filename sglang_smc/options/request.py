@@ -26,7 +26,7 @@ from sglang_smc.options.server import (
     numbers,
     one_of,
     settings_of,
-    with_mode,
+    with_implied,
 )
 from sglang_smc.potentials.spec import PotentialSpec, parse_specs
 
@@ -107,21 +107,17 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def effective_evidence_threshold(self) -> float:
-        """Return the evidence threshold in force; infinite where all is verified, 0 for trees.
-
-        Only this property resolves `auto`.
-        """
+        """Return the evidence threshold in force; infinite where all is verified, 0 for trees."""
         if self.branches:
             return 0.0
         if self.is_exact or self.extends:
             return float("inf")
-        if self.mode == "auto":
-            own = self.threshold_in_force
-            return AUTO_EVIDENCE_THRESHOLD if own is None else own
+        if self.threshold_in_force is not None:
+            return self.threshold_in_force
         if not self.is_normalized:
             return 0.0
         if self.evidence_threshold is None:
-            return EVIDENCE_THRESHOLD
+            return EVIDENCE_THRESHOLD if self.weighs else AUTO_EVIDENCE_THRESHOLD
         return self.evidence_threshold
 
 
@@ -151,7 +147,7 @@ def request_config(
 
 
 def _configured(server: SMCConfig, chosen: dict[str, Any], constrained: bool) -> RequestConfig:
-    own = {**asdict(server), **with_mode(chosen)}
+    own = {**asdict(server), **with_implied(chosen)}
     if POTENTIALS_KEY in chosen:
         own[POTENTIALS_KEY] = parse_specs(chosen[POTENTIALS_KEY])
     config = RequestConfig(**own, constrained=constrained)
@@ -262,7 +258,7 @@ def check_support(config: RequestConfig) -> str | None:
     return (
         f"mode 'smc' with {why}, beside a draft that knows a part of the vocabulary alone: no "
         "number of particles would ever reach the other tokens where they are drafted; allowed: "
-        "proposal 'verified', an evidence_threshold above 0, or modes 'exact', 'mixed' and 'auto'."
+        "proposal 'verified', an evidence_threshold above 0, or modes 'exact' and 'auto'."
     )
 
 
@@ -282,7 +278,7 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
         found.append(
             f"has evidence_threshold={config.evidence_threshold!r} beside {beside}; allowed: "
             "evidence_threshold 0, since only p itself has a known normaliser. Leave it out"
-            + (", or add mode='mixed'." if config.constrained else ".")
+            + (", or add mode='auto'." if config.constrained else ".")
         )
     for names, allowed in config.conflicts(chosen):
         if names != ("mode", "power") or "power" not in chosen:  # else it is told above

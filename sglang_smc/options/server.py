@@ -21,7 +21,8 @@ CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
-MODES = ("smc", "exact", "mixed", "auto")
+MODES = ("smc", "exact", "auto")
+INSTEAD_OF_MIXED = " (instead of 'mixed': 'auto' with an evidence_threshold, by default 0.5)"
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial")
 PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
@@ -33,7 +34,7 @@ EVIDENCE_THRESHOLD = 0.5
 """Default threshold. Chosen by bench/fidelity, as the next."""
 
 AUTO_EVIDENCE_THRESHOLD = 2.0
-"""Mode `auto` is `mixed` with this threshold, independent of the server's own."""
+"""Default threshold of mode `auto`, which has neither a threshold nor a tilt."""
 
 LAG = 4
 """Default lag bound. Chosen by measurement: docs/fidelity.md."""
@@ -83,9 +84,10 @@ def numbers(low: float, high: float = MAX_FLOAT, *, above: bool = False, words: 
     return Range(float, words, bounds, low, high, above)
 
 
-def one_of(values: tuple[Any, ...]) -> Range:
-    """Return the range of some words, or some integers."""
-    return Range(type(values[0]), "one of " + ", ".join(map(str, values)), choices=values)
+def one_of(values: tuple[Any, ...], remark: str = "") -> Range:
+    """Return the range of some words, or some integers; errors end with the ``remark``."""
+    listed = ", ".join(map(str, values))
+    return Range(type(values[0]), f"one of {listed}{remark}", listed, choices=values)
 
 
 class Setting(NamedTuple):
@@ -109,11 +111,11 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: Annotated[
         str,
         Setting(
-            one_of(MODES),
+            one_of(MODES, INSTEAD_OF_MIXED),
             "'smc' weighs and resamples particles: approximate, and keeps the most drafted tokens. "
-            "'exact' verifies them as one multi-draft: the output follows the target. 'mixed' "
-            "keeps a block where its evidence is high and verifies it elsewhere. 'auto' is 'mixed' "
-            "with a threshold near the target's own distribution, or by the tilt that is asked for",
+            "'exact' verifies them as one multi-draft: the output follows the target. 'auto' keeps "
+            "a block where its evidence exceeds a threshold, which may follow a tilt, and verifies "
+            "it elsewhere",
         ),
     ] = "smc"
     num_particles: Annotated[  # N
@@ -180,16 +182,16 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             modes=_SMC,
         ),
     ] = 1.0
-    # c. None: `EVIDENCE_THRESHOLD`, but 0 for a power of p, which has an unknown normaliser.
+    # c. None: the mode's default, but 0 for a power of p, which has an unknown normaliser.
     evidence_threshold: Annotated[
         float | None,
         Setting(
             numbers(0),
-            "In modes 'smc' and 'mixed', a round keeps drafted columns while their evidence (mean "
+            "In modes 'smc' and 'auto', a round keeps drafted columns while their evidence (mean "
             "weight) exceeds the threshold times a uniform. 0 keeps all, as the paper does; large "
             "values verify nearly all",
-            f"at least 0, default {EVIDENCE_THRESHOLD:g}",
-            modes=("smc", "mixed"),
+            f"at least 0, default {EVIDENCE_THRESHOLD:g}, {AUTO_EVIDENCE_THRESHOLD:g} in 'auto'",
+            modes=("smc", "auto"),
         ),
     ] = None
     # c is set by it and the server's measurements (`options.policy`).
@@ -199,7 +201,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             numbers(0),
             "How far answers may lean from the target to the draft, as the server measures it: 0 "
             "is exact. Implies mode 'auto', whose evidence threshold follows it",
-            f"at least 0, default: that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
             modes=("auto",),
         ),
     ] = None
@@ -383,7 +384,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
         """Read the flags, fill in the defaults of those not given, and validate."""
         values = {name: getattr(server_args, attr) for name, attr in SERVER_ARGS_FIELDS.items()}
-        config = cls(**with_mode({k: v for k, v in values.items() if v is not None}))
+        config = cls(**with_implied({k: v for k, v in values.items() if v is not None}))
         config.validate()
         return config
 
@@ -414,6 +415,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         elif self.power != 1.0 and self.evidence_threshold:
             told = "evidence_threshold 0, since only p itself has a known normaliser"
             yield ("power", "evidence_threshold"), told
+        if self.mode == "auto" and None not in (self.tilt, self.evidence_threshold):
+            yield ("tilt", "evidence_threshold"), "one of the two, since each sets the other"
         weighs_drafts = bool(self.evidence_threshold) and "evidence_threshold" in chosen
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
@@ -430,7 +433,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             yield ("draft_temperature", "ngram_weight"), told
         if self.weighs and not self.extends and self.has_no_draft:
             told = (
-                "proposal 'verified', or mode 'exact', 'mixed' or 'auto', which draw from the "
+                "proposal 'verified', or mode 'exact' or 'auto', which draw from the "
                 "target what no match proposes, or a smaller weight with a draft model"
             )
             yield ("mode", "ngram_weight"), told
@@ -467,9 +470,13 @@ SERVER_FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.
 """Settings that a request cannot set."""
 
 
-def with_mode(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the options ``chosen``, with the mode that a tilt implies."""
-    implied = {"mode": "auto"} if chosen.get("tilt") is not None else {}
+def with_implied(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the options ``chosen``, with those implied: a tilt or a threshold replaces both."""
+    implied: dict[str, Any] = {}
+    if chosen.get("tilt") is not None:
+        implied = {"mode": "auto", "evidence_threshold": None}
+    elif chosen.get("evidence_threshold") is not None:
+        implied = {"tilt": None}
     return {**implied, **chosen}
 
 

@@ -2,7 +2,7 @@
 
 A *decider* is one way to do so: it takes a scored round, and returns a `Decision` and the next
 token's distribution for each particle. `Weigh` is mode smc; `VerifyTogether` verifies the chains of
-a group as one multi-draft (modes exact, mixed and auto); `VerifyEach` verifies each particle's own
+a group as one multi-draft (modes exact and auto); `VerifyEach` verifies each particle's own
 chains (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
 """
 

@@ -26,7 +26,7 @@ Shares are trimmed to F <= w_v p, so any rates are exact. They are equal within 
 near importance weights: `race`. With one chain this is block verification (Sun et al. 2025, arXiv
 2403.10444).
 
-*Verification by evidence* (`keep`), of modes mixed and auto, keeps as many columns as the block's
+*Verification by evidence* (`keep`), of mode auto, keeps as many columns as the block's
 evidence covers, and draws one chain there by weight; or as many as exact verification accepts, if
 those are more.
 """

@@ -18,7 +18,7 @@ import torch
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-from sglang_smc.options.policy import DIALED, Dial
+from sglang_smc.options.policy import Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
@@ -391,7 +391,7 @@ class Monitor:
     def end_answer(self, answer: AnswerFidelity) -> None:
         """Add the measurements of an answer that has ended."""
         warning = self._watched.add(answer)
-        if answer.mode in DIALED:
+        if answer.mode == "auto":  # whose tilt follows the dial's formula, at any c
             self.dial.learn(answer.evidence_threshold, answer.tilt_sum, answer.tilt_information)
         self._prometheus.show(self._watched.all)
         if warning is not None and not self._is_silent:

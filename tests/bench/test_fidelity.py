@@ -27,11 +27,9 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
         if cell.smc:
             config = request_config(server, {"smc": cell.smc})
             assert cell.evidence_threshold in (None, config.effective_evidence_threshold)
-            mode = "mixed" if config.mode == "auto" else config.mode
             sizes = (config.num_particles, config.num_steps)
-            seen.add(
-                (mode, *sizes, config.resample_at, config.effective_evidence_threshold, config.lag)
-            )
+            threshold = config.effective_evidence_threshold
+            seen.add((config.mode, *sizes, config.resample_at, threshold, config.lag))
     assert len(seen) == sum(cell.engine == "smc" for cell in every)
 
 
@@ -58,8 +56,8 @@ def test_problems_of_a_table_are_below_all_others() -> None:
 
 
 N = 100
-TILTS = {"AR target": 0.0, "AR draft": 0.9, "exact": 0.0, "mixed c=4": 0.1}
-LOST = {"AR target": 0, "AR draft": 50, "exact": 1, "mixed c=4": 2}
+TILTS = {"AR target": 0.0, "AR draft": 0.9, "exact": 0.0, "auto c=4": 0.1}
+LOST = {"AR target": 0, "AR draft": 50, "exact": 1, "auto c=4": 2}
 
 
 def test_paired_interval_by_hand() -> None:
@@ -83,8 +81,8 @@ def canned(cell: Cell, lost: int, tilt: float) -> list[Scored]:
     info: dict[str, Any] = {"completion_tokens": 41}
     mode, passes = (cell.smc or {}).get("mode"), 20 - lost
     if cell.smc:
-        # As the server says it: nothing in the modes that mix.
-        evidence = None if mode in ("mixed", "auto") else -1.5
+        # As the server says it: nothing in the mode auto.
+        evidence = None if mode == "auto" else -1.5
         info |= {
             "spec_verify_ct": passes,
             "spec_smc_num_particles": 8,
@@ -122,7 +120,7 @@ def rows() -> dict[str, CellRow]:
 
 
 def test_rows(rows: dict[str, CellRow]) -> None:
-    target, exact, mixed = (rows[slug] for slug in ("ar-target-t0.7", "exact-t0.7", "mixed-c4-t1"))
+    target, exact, auto = (rows[slug] for slug in ("ar-target-t0.7", "exact-t0.7", "auto-c4-t1"))
     assert (target.accuracy.mean, target.difference, target.tokens_per_pass) == (0.9, None, 1.0)
     assert (target.log_p_difference, target.kl_at_least.mean) == (None, 0)
     assert rows["ar-draft-t1"].tokens_per_pass is None
@@ -132,14 +130,14 @@ def test_rows(rows: dict[str, CellRow]) -> None:
     assert exact.server_tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
     smc = rows["smc-c0-t1"]
     assert (smc.ess_share, smc.resample_rate) == (0.5, 0.5)
-    assert (mixed.ess_share, mixed.resample_rate) == (None, None)
+    assert (auto.ess_share, auto.resample_rate) == (None, None)
     half = Z95 * math.sqrt(N / (N - 1) / N) / 10  # the tilts of answers are 1 apart, either way
-    assert mixed.tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
-    assert mixed.server_tilt is None
-    assert mixed.innovation.mean == pytest.approx(0.1 / 41)
-    assert mixed.kl_at_least.mean == pytest.approx(41 * math.log(1 + 0.98 * math.expm1(0.1)))
-    assert mixed.log_p_difference is not None
-    assert mixed.log_p_difference.mean == pytest.approx(-1 / 41)
+    assert auto.tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert auto.server_tilt is None
+    assert auto.innovation.mean == pytest.approx(0.1 / 41)
+    assert auto.kl_at_least.mean == pytest.approx(41 * math.log(1 + 0.98 * math.expm1(0.1)))
+    assert auto.log_p_difference is not None
+    assert auto.log_p_difference.mean == pytest.approx(-1 / 41)
 
 
 def test_the_evidence_bounds_pure_smc_only(rows: dict[str, CellRow]) -> None:

@@ -21,7 +21,7 @@ LOAD |= {"num_used_tokens": 250, "max_total_num_tokens": 1000}
 REQUEST = {
     "rid": "0123456789abcdef",
     "output_tokens": 42,
-    "mode": "mixed",
+    "mode": "auto",
     "num_particles": 3,
     "num_steps": 2,
     "rounds": 14,
@@ -63,8 +63,8 @@ def test_requests_that_run_stand_below_their_replica() -> None:
     pair = [snapshot(10, BEFORE)] * 2, [snapshot(12, AFTER, REQUEST), snapshot(12, AFTER, SILENT)]
     found = lines_of(*pair)
     assert found[2:4] == ["", REQUEST_HEADER]
-    assert found[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
-    assert found[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
+    assert found[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "auto", "3", "2"]
+    assert found[5].split() == ["1", "b", "42", "-", "-", "-", "auto", "3", "2"]
     assert found[6].split() == ["and", "4", "more"], "each replica has three"
     assert len(lines(BEFORE, AFTER)) == 1
 

@@ -170,7 +170,7 @@ def test_every_flag_has_a_row_with_its_default() -> None:
     defaults = {name: getattr(server.DEFAULTS, name) for name in server.SETTINGS}
     as_text = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in defaults.items()}
     in_words = {
-        "evidence_threshold": f"{server.EVIDENCE_THRESHOLD:g}",
+        "evidence_threshold": f"{server.EVIDENCE_THRESHOLD:g} ({server.AUTO_EVIDENCE_THRESHOLD:g})",
         "proposal": "draft (verified)",
         "draft_temperature": "the request's; [more](drafts.md#beside-sglangs-trees) in `exact`",
         "max_lag": f"{server.LAG} ({server.LONG_LAG})",

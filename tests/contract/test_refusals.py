@@ -41,7 +41,7 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "resampling_method": (", ".join(RESAMPLING_METHODS), ("killing",), RESAMPLING_METHODS),
     "resample_at": ("block, token", ("round",), ("block", "token")),
     "selection": ("sample, argmax", ("best",), ("sample", "argmax")),
-    "mode": (", ".join(MODES), ("fast", None), MODES),
+    "mode": (", ".join(MODES), ("fast", "mixed", None), MODES),
     "power": ("a finite number > 0", (0, -1.0, INF, 10**400, NAN, True, "2"), (1e-3, 100)),
     "evidence_threshold": ("a finite number >= 0", (-0.1, INF, NAN, False), (0, 1e9, None)),
     "tilt": ("a finite number >= 0", (-0.1, NAN), ()),
@@ -53,13 +53,14 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 
 #: Settings that do not go together, and what is said of it.
 TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    *(
-        ({"mode": mode, "tilt": 0.1}, ("--speculative-smc-tilt is 0.1 and", repr(mode), "'auto'"))
-        for mode in ("smc", "mixed")
-    ),
+    ({"mode": "smc", "tilt": 0.1}, ("--speculative-smc-tilt is 0.1 and", "'smc'", "'auto'")),
     *(
         ({"mode": mode, "power": 2.0}, ("power is 2.0; allowed: mode 'smc'", "-mode", repr(mode)))
-        for mode in ("exact", "mixed", "auto")
+        for mode in ("exact", "auto")
+    ),
+    (
+        {"mode": "auto", "tilt": 0.1, "evidence_threshold": 0.25},
+        ("--speculative-smc-tilt is 0.1 and --speculative-smc-evidence-threshold is 0.25",),
     ),
     (
         {"power": 0.5, "evidence_threshold": 0.25},
@@ -73,8 +74,9 @@ TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"mode": "auto", "tilt": 0.0},
+    {"mode": "auto", "evidence_threshold": 0.0},
     *({"mode": mode, "power": 1.0} for mode in MODES),
-    *({"mode": mode, "ngram_weight": 1} for mode in ("exact", "mixed", "auto")),
+    *({"mode": mode, "ngram_weight": 1} for mode in ("exact", "auto")),
     *({"power": 2.0, "evidence_threshold": threshold} for threshold in (None, 0, 0.0)),
     {"power": 1.0, "evidence_threshold": 0.5},
 ]

@@ -25,7 +25,7 @@ from sglang_smc.smc.weighing import (
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "algorithm.md").read_text()
 EXAMPLE = PAGE.partition("\n## One round in numbers\n")[2].partition("\n## ")[0]
-VERIFICATION = PAGE.partition("\n### Verification: exact and mixed\n")[2].partition("\n## ")[0]
+VERIFICATION = PAGE.partition("\n### Verification: exact and auto\n")[2].partition("\n## ")[0]
 P = torch.tensor([[0.25, 0.8, 0.2], [0.4, 0.5, 0.35]], dtype=torch.float64)
 Q = torch.tensor([[0.5, 0.8, 0.5], [0.2, 0.5, 0.5]], dtype=torch.float64)
 THRESHOLD, KEEP_ALL = 0.75, 0.5

@@ -31,7 +31,7 @@ from sglang.test.kits import pd_parity_kit
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 VOCAB, EOS, NEAR, NUM_STEPS = 64, 1, 2e-4, 3
-MODES = ("exact", "smc", "mixed", "auto")
+MODES = ("exact", "smc", "auto")
 EDITS: list[dict[str, Any]] = [
     {},
     {"frequency_penalty": 1.0, "logit_bias": {"5": 2.0}},
@@ -111,7 +111,7 @@ def asked(index: int) -> dict[str, Any]:
         "max_new_tokens": 24 + 3 * index if index else 1,
         "ignore_eos": index % 5 != 4,
         "sampling_seed": index,
-        "custom_params": {"smc": {"mode": MODES[index // 2 % 4]}},
+        "custom_params": {"smc": {"mode": MODES[index // 2 % 3]}},
         **EDITS[index // 8 % 4],
     }
     prompt = [draw.randrange(2, VOCAB) for _ in range(draw.randrange(2, 40))]

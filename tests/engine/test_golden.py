@@ -47,15 +47,14 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"mode": "exact"}, {}),
     ({"mode": "exact", "num_particles": 1}, {"temperature": 1.7, "top_k": 5}),
     ({"mode": "exact", "num_particles": 3, "num_steps": 2}, {"temperature": 0.3}),
-    ({"mode": "mixed"}, {}),
-    ({"mode": "mixed", "evidence_threshold": 0.9}, {"frequency_penalty": 0.7}),
+    ({"mode": "auto", "evidence_threshold": 0.9}, {"frequency_penalty": 0.7}),
     ({"mode": "auto"}, {"logit_bias": {"9": 3.0}, "min_new_tokens": 8}),
     ({"mode": "auto", "num_particles": 2}, {"temperature": 1.7}),
     ({"num_steps": 0}, {"temperature": 1.7}),
 ]
 #: Of next turns; at temperature 0 no draft changes a text or its evidence.
 NEXT: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"mode": mode}, {"temperature": 0}) for mode in ("smc", "exact", "mixed", "auto")),
+    *(({"mode": mode}, {"temperature": 0}) for mode in ("smc", "exact", "auto")),
     ({"mode": "exact"}, {}),
     ({}, {}),
 ]

@@ -30,12 +30,12 @@ BESIDE: list[Asked] = [
     ({"ngram_weight": 0.9, "mode": "auto"}, {"temperature": 0}),
     ({"ngram_weight": 1, **EXACT}, {"temperature": 0.1}),
     ({"ngram_weight": 0.9, "num_particles": 1}, {"logit_bias": {"9": 3.0}}),
-    ({"ngram_weight": 0.7, "mode": "mixed"}, {"top_k": 9, "stop": ["t63 t63"]}),
+    ({"ngram_weight": 0.7, "mode": "auto"}, {"top_k": 9, "stop": ["t63 t63"]}),
 ]
 ALONE: list[Asked] = [
     ({}, {"temperature": 0.1}),
     ({"mode": "auto"}, {"temperature": 0}),
-    ({"mode": "mixed", "num_steps": 2}, {"top_k": 9, "stop": ["t63 t63"]}),
+    ({"mode": "auto", "num_steps": 2}, {"top_k": 9, "stop": ["t63 t63"]}),
 ]
 
 

@@ -27,7 +27,7 @@ SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16}
 KINDS: list[dict[str, Any]] = [
     {},
     {"mode": "exact"},
-    {"mode": "mixed"},
+    {"mode": "auto"},
     {"mode": "exact", "num_particles": 2},
     {"num_particles": 3, "resampling_method": "multinomial", "resample_at": "token"},
     {"power": 2.0},

@@ -29,7 +29,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "power": ({"power": 2.0}, {}),
     "exact": ({"mode": "exact"}, {}),
     "exact of two": ({"mode": "exact", "num_particles": 2, "num_steps": 2}, {}),
-    "mixed": ({"mode": "mixed"}, {}),
+    "auto": ({"mode": "auto", "evidence_threshold": 0.5}, {}),
     "filters": ({"mode": "exact"}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}),
     "top-k": ({"evidence_threshold": 0}, {"top_k": 4, "temperature": 1.7}),
     "edits": ({}, {"frequency_penalty": 0.4, "logit_bias": {"9": 2.0}, "min_new_tokens": 8}),

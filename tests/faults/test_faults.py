@@ -31,7 +31,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"num_particles": 2, "num_steps": 1},
     {"mode": "exact"},
-    {"mode": "mixed", "num_particles": 3},
+    {"mode": "auto", "num_particles": 3},
     {"power": 2.0},
     {"resample_at": "token", "ess_threshold": 1.0, "resampling_method": "stratified"},
 )

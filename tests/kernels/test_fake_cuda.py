@@ -28,7 +28,7 @@ GREEDY = {"needs": {Need.TREES}, "without": {Need.VERIFIES}}
 EDITS = {"needs": {Need.EDITS}}
 SHOWN = EDITS | {"logprobs": recorded_logprobs(VOCAB_SIZE)}
 SHOWN_FILTERED = SHOWN | {"needs": {Need.EDITS, Need.FILTERS}}
-EXACT, MIXED = SMCConfig(mode="exact"), SMCConfig(mode="mixed")
+EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
 #: Rounds that a server captures, or might: its configuration, fields of the shape beside those of
 #: what it captures now, and the most that a round may take at N = K = 8 and V = 128,256, beside the
 #: models: launches (calls of torch that are more than views, and kernels), MB a group that calls of
@@ -36,7 +36,7 @@ EXACT, MIXED = SMCConfig(mode="exact"), SMCConfig(mode="mixed")
 ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "smc": (SMCConfig(), {}, 189, 1, 61),
     "exact": (EXACT, {}, 254, 5.5, 94),
-    "mixed": (MIXED, {}, 254, 5.5, 94),
+    "auto": (AUTO, {}, 254, 5.5, 94),
     "smc, filtered": (SMCConfig(), FILTERS, 239, 1, 61),
     "exact, filtered": (EXACT, FILTERS, 304, 5.5, 94),
     "powered": (SMCConfig(power=2.0), {}, 213, 1, 61),
@@ -75,7 +75,7 @@ def test_a_captured_round_asks_little_of_the_device(
 
 @pytest.mark.parametrize(
     ("mode", "num_particles", "num_steps"),
-    [("smc", 8, 8), ("exact", 16, 4), ("mixed", 4, 1), ("smc", 1, 12), ("exact", 8, 8)],
+    [("smc", 8, 8), ("exact", 16, 4), ("auto", 4, 1), ("smc", 1, 12), ("exact", 8, 8)],
 )
 def test_memory_is_what_the_arithmetic_says(
     mode: str, num_particles: int, num_steps: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops

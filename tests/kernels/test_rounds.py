@@ -37,7 +37,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], ...], Any, tuple[dict[str, Any], ..
         AS_ASKED,
         ({},),
     ),
-    "verified": (({"mode": "exact"}, {"mode": "mixed"}), CHANGING, ASKED),
+    "verified": (({"mode": "exact"}, {"mode": "auto"}), CHANGING, ASKED),
     "each particle verified": ((VERIFIED, {"mode": "exact"}, {}, IN_TURN), AS_ASKED, ({},)),
     "powered": ((POWERED,), CHANGING, ({},)),
     "powered and filtered": ((POWERED,), AS_ASKED, ({"top_k": 2, "min_p": 0.3},)),

@@ -97,13 +97,13 @@ def test_texts_are_properly_weighted(max_lag: int) -> None:
     ("name", "mode"),
     [
         *((name, "exact") for name in EDITS | FILTERS),
-        ("processor too", "mixed"),
-        ("top-p", "mixed"),
+        ("processor too", "auto"),
+        ("top-p", "auto"),
     ],
 )
 def test_verified_rounds_follow_the_edited_target(name: str, mode: str) -> None:
     """Error probability 1e-4 each; evidence never suffices; at T = 0.4 q is that of 0.53."""
-    chosen = {"mode": mode, **({"evidence_threshold": 1e9} if mode == "mixed" else {})}
+    chosen = {"mode": mode, **({"evidence_threshold": 1e9} if mode == "auto" else {})}
     outcome = run(3, name, chosen=(chosen,))
     assert p_value(outcome, edited_law(name)) > 1e-4
 

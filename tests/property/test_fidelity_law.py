@@ -20,7 +20,7 @@ NUM_STEPS = 3
 FILTERED = {"top_k": 2}
 MODES: dict[str, dict[str, Any]] = {
     "exact": {"mode": "exact"},
-    "mixed": {"mode": "mixed", "evidence_threshold": 0.5},
+    "auto": {"mode": "auto", "evidence_threshold": 0.5},
     "smc": {},
     "smc, the paper's": {"evidence_threshold": 0.0},
     "smc, token": {"resample_at": "token"},

@@ -14,7 +14,7 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed": ({},),
     "of unlike sizes": ({}, {"num_particles": 2, "num_steps": 1}),
     "at tokens, often resampled": ({"resample_at": "token", "ess_threshold": 1.0},),
-    "verified": ({"mode": "exact"}, {"mode": "mixed"}),
+    "verified": ({"mode": "exact"}, {"mode": "auto"}),
     "weighed beside verified": ({}, {"mode": "exact"}),
     "powered, with first tokens of their own": ({"power": 2.0}, {}),
 }

@@ -73,7 +73,7 @@ def test_texts_are_properly_weighted(num_particles: int, num_steps: int, weight:
 
 @pytest.mark.parametrize(
     ("num_particles", "num_steps", "weight", "mode"),
-    [(1, 4, 0.3, "exact"), (3, 2, 1.0, "exact"), (8, 3, 0.3, "exact"), (4, 3, 1.0, "mixed")],
+    [(1, 4, 0.3, "exact"), (3, 2, 1.0, "exact"), (8, 3, 0.3, "exact"), (4, 3, 1.0, "auto")],
 )
 def test_verification_follows_the_target(
     num_particles: int, num_steps: int, weight: float, mode: str

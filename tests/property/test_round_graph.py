@@ -97,7 +97,7 @@ def replayed(rounding: float = 0.0, **case: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "size"), [("smc", 1), ("smc", 5), ("exact", 2), ("exact", 8), ("mixed", 5)]
+    ("mode", "size"), [("smc", 1), ("smc", 5), ("exact", 2), ("exact", 8), ("auto", 5)]
 )
 def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
     recorded = replayed(mode=mode, rows=list(range(1, size + 1)))
@@ -190,7 +190,7 @@ def test_a_batch_that_no_recording_holds_is_replayed_in_slices(
 
 LAUNCHED: dict[str, dict[str, Any]] = {
     **ORDINARY,
-    **{mode: {"chosen": ({"mode": mode},)} for mode in ("smc", "exact", "mixed", "auto")},
+    **{mode: {"chosen": ({"mode": mode},)} for mode in ("smc", "exact", "auto")},
     "a grammar": {"grammar": maker("(ab|b)*a?")},
     "traces": {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"}, {})},
     "potentials": {

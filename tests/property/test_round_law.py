@@ -194,8 +194,8 @@ def test_resized_with_a_draft_equal_to_the_target_stays_exact(script: str, max_l
         ("smc", (OFF,)),
         ("smc", (Budget(1, 2),)),
         ("smc", (OFF, Budget(1, 2), Budget(1, 1))),
-        ("mixed", (OFF,)),
-        ("mixed", (Budget(1, 2),)),
+        ("auto", (OFF,)),
+        ("auto", (Budget(1, 2),)),
         ("exact", (OFF, Budget(1, 2), Budget(1, 1))),
         *(("exact", SCRIPTS[script]) for script in SCRIPTS),
     ],
@@ -359,7 +359,7 @@ def distance(outcome: Outcome) -> float:
 def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> None:
     """A coin on the wrong side, or a threshold that divides where it multiplies, turns it round."""
     choices: list[dict[str, Any]] = [
-        *({"mode": "mixed", "evidence_threshold": threshold} for threshold in (0.0, 0.25, 1.0)),
+        *({"mode": "auto", "evidence_threshold": threshold} for threshold in (0.0, 0.25, 1.0)),
         {"mode": "exact"},
     ]
     sizes = {"num_particles": num_particles, "num_steps": LENGTH - 2}
@@ -384,7 +384,7 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
     expected = sum(mass for text, mass in law(pair[0]).items() if EOS in text[1:4])
     sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1, "num_runs": 3000}
     error = math.sqrt(expected * (1 - expected) / 3000)
-    for mode, margin in (("exact", 5 * error), ("mixed", 0.045)):
+    for mode, margin in (("exact", 5 * error), ("auto", 0.045)):
         outcome = run(pair, **sizes, mode=mode, evidence_threshold=1.0)
         found = (outcome.outputs[:, 1:4] == EOS).any(1).double().mean()
         assert abs(float(found) - expected) < margin

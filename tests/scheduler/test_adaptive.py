@@ -26,7 +26,7 @@ SMC: list[dict[str, Any]] = [
     {},
     {"num_particles": 3, "num_steps": 1, "resampling_method": "stratified"},
     {"mode": "exact"},
-    {"mode": "mixed", "num_particles": 2},
+    {"mode": "auto", "num_particles": 2},
     {"num_particles": 1},
     {"power": 2.0, "num_particles": 2},
     {"return_particles": True},

@@ -26,7 +26,7 @@ LIMITS = (1, 2, 5, 17, 30)
 SMC: list[dict[str, Any]] = [
     {"max_lag": 4},
     {"mode": "exact"},
-    {"mode": "mixed", "num_particles": 3},
+    {"mode": "auto", "num_particles": 3},
     {"mode": "auto", "trace": True},
     {"power": 2.0},
     {"resample_at": "token", "ess_threshold": 1.0},

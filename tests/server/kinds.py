@@ -12,8 +12,8 @@ from spelling import GRAMMARS
 
 EOS = 1
 PROMPT = [40, 70, 80]
-MODES = ("smc", "exact", "mixed", "auto")
-# Settings of SMC. `auto` names its threshold: a server learns it from what it has answered.
+MODES = ("smc", "exact", "auto")
+# A tilt above 0 has a threshold that the server learns from what it has answered: none here.
 CHOICES: list[dict[str, Any]] = [
     {},
     {"num_particles": 1},
@@ -22,7 +22,7 @@ CHOICES: list[dict[str, Any]] = [
     {"resampling_method": "stratified", "selection": "argmax"},
     {"mode": "exact"},
     {"mode": "exact", "num_particles": 1, "num_steps": 2},
-    {"mode": "mixed", "evidence_threshold": 0.1},
+    {"mode": "auto", "evidence_threshold": 0.1},
     {"mode": "auto", "num_particles": 2, "tilt": 0},
     {"power": 2.0},
     {"draft_temperature": 1.5, "num_steps": 3},
@@ -84,13 +84,12 @@ def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"trace {index}", asked({**choice, "trace": True})
         yield f"logprobs {index}", asked(choice, LOGPROBS)
     for index, name in enumerate(EDITS):
-        mode = ("smc", "exact", "mixed")[index % 3]
+        mode = MODES[index % 3]
         yield f"edits {name}", edited(name, {"mode": mode})
         yield f"scored {name}", edited(name, {"mode": mode}, top_p=0.8) | LOGPROBS
     for kind in GRAMMARS:
         for seed, mode in enumerate(MODES):
-            smc = {"mode": mode} | ({"evidence_threshold": 0.5} if mode == "mixed" else {})
-            smc |= {"tilt": 0} if mode == "auto" else {}
+            smc = {"mode": mode} | ({"evidence_threshold": 0.5} if mode == "auto" else {})
             hot = {"temperature": 1.5, "top_p": 0.95} if seed % 2 else {}
             yield f"{kind} in mode {mode}", constrained(kind, smc, sampling_seed=seed, **hot)
     for name, potential in POTENTIALS.items():

@@ -93,5 +93,5 @@ def test_settings_that_mean_the_same_give_the_same_text(server: Server) -> None:
     assert none["meta_info"]["spec_smc_exact_ct"] == none["meta_info"]["spec_smc_rounds_ct"] > 0
     threshold = tilted["meta_info"]["spec_smc_evidence_threshold"]
     assert tilted["meta_info"]["spec_smc_mode"] == "auto" and threshold >= 0
-    (again,) = server.generate([asked({"mode": "mixed", "evidence_threshold": threshold})])
+    (again,) = server.generate([asked({"mode": "auto", "evidence_threshold": threshold})])
     assert again["output_ids"] == tilted["output_ids"]

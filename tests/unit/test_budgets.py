@@ -222,7 +222,7 @@ ASKED = [
         {"num_particles": 3, "num_steps": 2},
         {"mode": "exact"},
         {"mode": "exact", "draft_temperature": 0.2},
-        {"mode": "mixed", "num_particles": 2},
+        {"mode": "auto", "num_particles": 2},
         {"mode": "auto", "num_particles": 1},
         {"power": 2.0},
     )
@@ -239,10 +239,10 @@ RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
         # A request that loses all particles but one is verified; one that had one keeps its mode.
         *(
             (RequestConfig(num_particles=4, mode=mode), budget, 1, budget.num_steps, "exact")
-            for mode in ("smc", "exact", "mixed", "auto")
+            for mode in ("smc", "exact", "auto")
             for budget in (OFF, Budget(1, 4))
         ),
-        (RequestConfig(num_particles=4, mode="mixed"), Budget(2, 0), 2, 0, "mixed"),
+        (RequestConfig(num_particles=4, mode="auto"), Budget(2, 0), 2, 0, "auto"),
         (ASKED[1], OFF, 1, 0, "smc"),
         # A power of p cannot be verified, and keeps its particles.
         (ASKED[-1], OFF, 8, 0, "smc"),
@@ -340,4 +340,4 @@ def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:
     assert threshold(tilt=0) == math.inf
     assert threshold(mode="auto") == 2.0
     assert threshold(SMCConfig(mode="auto", tilt=SCALE / 5)) == pytest.approx(4.0)
-    assert threshold(SMCConfig(mode="auto", tilt=0.1), mode="mixed") == 0.5
+    assert threshold(SMCConfig(mode="auto", tilt=0.1), evidence_threshold=0.5) == 0.5

@@ -86,7 +86,7 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     {"resample_at": "token", "ess_threshold": 1.0},
     {"resampling_method": "stratified"},
     VERIFIED,
-    {"mode": "mixed"},
+    {"mode": "auto"},
     POWERED,
     {**POWERED, "proposal": "verified", "chains_per_particle": 3},
     {"return_particles": True},

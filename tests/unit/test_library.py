@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
         {"resample_each_token": True, "scheme": "multinomial", "ess_threshold": 0.9},
     ),
     "exact": (VerifyTogether(), {"mode": "exact"}, {"evidence_threshold": torch.inf}),
-    "mixed": (VerifyTogether(), {"mode": "mixed"}, {}),
+    "auto": (VerifyTogether(), {"mode": "auto", "evidence_threshold": 0.5}, {}),
     "verified": (VerifyEach(), VERIFIED, {"power": 2.0, "draft_temperature": 0.5}),
 }
 

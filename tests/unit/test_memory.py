@@ -36,7 +36,7 @@ quick = settings(max_examples=200)
 
 
 @quick
-@given(configs, st.integers(-5, 1000), st.sampled_from(["smc", "exact", "mixed", "auto"]))
+@given(configs, st.integers(-5, 1000), st.sampled_from(["smc", "exact", "auto"]))
 def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
     config: SMCConfig, remaining: int, mode: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_the_arena_follows_what_a_request_chose_and_has_emitted() -> None:
         (req(50, num_particles=2, num_steps=1), 2 * (50 + 1) + 2),
         (req(50, num_steps=0), 2),
         # K + 1 tokens each, from no tail
-        *((req(50, mode=mode), 4 * (1 + 3) + 4) for mode in ("exact", "mixed", "auto")),
+        *((req(50, mode=mode), 4 * (1 + 3) + 4) for mode in ("exact", "auto")),
     ):
         assert arena.arena_of(server, asked) == expected
 
@@ -181,7 +181,7 @@ def test_a_small_pool_is_told_with_the_flags_that_mend_it() -> None:
     table = Table.of(SMCConfig(max_lag=256), SMALL)
     assert {name: (m.slots, m.fits) for name, m in table.modes.items()} == {
         "smc": (2121, 1),
-        "exact, mixed, auto": (81, 4),
+        "exact, auto": (81, 4),
     }
     assert table.plain == 17
     assert table.advice is not None

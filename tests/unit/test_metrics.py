@@ -51,7 +51,7 @@ OF_REQUEST = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.
         (RequestConfig(greedy=True, num_particles=1), -0.75, 0.5, 0),
         (RequestConfig(greedy=True), -0.75, None, 0),
         (RequestConfig(mode="exact"), -0.75, None, 3),
-        (RequestConfig(mode="mixed"), None, 0.5, 3),
+        (RequestConfig(mode="auto", evidence_threshold=0.5), None, 0.5, 3),
         (RequestConfig(mode="auto"), None, 2.0, 3),
     ],
 )
@@ -342,10 +342,10 @@ def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> 
     found.end_answer(answer(tilt=0.5, count=3))
     shown = samples(registry)
     assert [shown[gauge.name] for gauge in metrics.GAUGES] == [0.5, 0.5, 0.25]
-    found.end_answer(answer("mixed", tilt=-0.5, count=3))
+    found.end_answer(answer("auto", tilt=-0.5, count=3))
     assert samples(registry)["tilt"] == 0.0
     tilts = {name: of["tilt"] for name, of in found.fidelity().items()}
-    assert tilts == {"all": 0.0, "smc": 0.5, "mixed": -0.5}
+    assert tilts == {"all": 0.0, "smc": 0.5, "auto": -0.5}
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_tilts_are_told_where_they_are_surely_wrong(
 def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
     clock = [0.0]
     watched = FidelityWindows(lambda: clock[0], lambda: Window(information=8.0))
-    far, fine = answer(tilt=3.0), answer("mixed", tilt=0.0)
+    far, fine = answer(tilt=3.0), answer("auto", tilt=0.0)
 
     def told() -> list[bool]:
         return [watched.add(one) is not None for one in (far, fine, far, fine)]
@@ -504,8 +504,8 @@ def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
     clock[0] += fidelity.WARNING_SECONDS
     assert told() == [False, False, True, False]
     found = watched.as_dict()
-    assert set(found) == {ALL, "smc", "mixed"}
-    assert found["mixed"]["tilt"] == 0.0
+    assert set(found) == {ALL, "smc", "auto"}
+    assert found["auto"]["tilt"] == 0.0
     assert found["smc"]["tilt"] == 3.0
     assert {found[ALL]["tilt"], found[ALL]["answers"]} != {None, 0}
 

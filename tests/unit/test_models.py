@@ -179,7 +179,7 @@ WEIGHED = "knows a part of the vocabulary alone"
         ({"evidence_threshold": 0, "num_particles": 1}, False, WEIGHED),
         ({"proposal": "draft"}, True, "with a grammar, which keeps whole blocks"),
         ({}, True, None),
-        ({"mode": "mixed"}, True, None),
+        ({"mode": "auto"}, True, None),
         ({}, False, None),
         ({"evidence_threshold": 0.1}, False, None),
         ({"mode": "exact"}, False, None),

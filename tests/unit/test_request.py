@@ -130,7 +130,7 @@ def test_a_grammar_is_weighed_with_all_columns_or_verified(grammar: str) -> None
 
     for chosen in ({}, {"evidence_threshold": 0}, {"mode": "exact"}, {"power": 2.0}):
         ask(**chosen)
-    ask(mode="mixed", evidence_threshold=0.5)
+    ask(mode="auto", evidence_threshold=0.5)
     with pytest.raises(ValueError, match=r"evidence_threshold=0.5 beside a grammar; allowed: "):
         ask(evidence_threshold=0.5)
 

@@ -21,6 +21,7 @@ from sglang_smc.options.server import (
     EVIDENCE_THRESHOLD,
     LAG,
     LONG_LAG,
+    MODES,
     SERVER_ARGS_FIELDS,
     SERVER_FIELDS,
     SMCConfig,
@@ -82,7 +83,7 @@ def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None
     "given", [None, {}, {"smc": None}, {"smc": {}}, {"other": {"num_steps": 99}}, "text"]
 )
 def test_who_chooses_nothing_gets_the_servers_settings(given: Any) -> None:
-    server = SMCConfig(num_particles=3, mode="mixed", max_lag=7, draft_temperature=0.3)
+    server = SMCConfig(num_particles=3, mode="auto", max_lag=7, draft_temperature=0.3)
     found = request_config(server, given)
     assert not found.return_particles and not found.trace
     for name in SERVER_ARGS_FIELDS:
@@ -107,6 +108,7 @@ POSITIVE, WORDS = "a finite number > 0", "one of "
 BAD = [
     *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
     *(("num_steps", value, INTEGER_5) for value in (-1, 6, False, "4", math.nan, {})),
+    ("mode", "mixed", "instead of 'mixed': 'auto' with an evidence_threshold"),
     *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
@@ -137,16 +139,16 @@ WEIGHING = (
     "return_particles power"
 )
 WITHOUT_EFFECT = [
-    *((mode, name) for mode in ("exact", "mixed", "auto") for name in WEIGHING.split()),
-    *((mode, "evidence_threshold") for mode in ("exact", "auto")),
-    *((mode, "tilt") for mode in ("smc", "exact", "mixed")),
+    *((mode, name) for mode in ("exact", "auto") for name in WEIGHING.split()),
+    ("exact", "evidence_threshold"),
+    *((mode, "tilt") for mode in ("smc", "exact")),
 ]
 
 
 @pytest.mark.parametrize(("mode", "name"), WITHOUT_EFFECT)
 def test_a_key_without_effect_is_refused_with_the_modes_that_know_it(mode: str, name: str) -> None:
     """The mode may be the request's own or the server's, though a tilt implies one."""
-    knows = {"tilt": "'auto'", "evidence_threshold": "'smc' or 'mixed'"}.get(name, "'smc'")
+    knows = {"tilt": "'auto'", "evidence_threshold": "'smc' or 'auto'"}.get(name, "'smc'")
     asked, both = {name: CHOICES[name]}, {name: CHOICES[name], "mode": mode}
     for message in (
         refusal(**both),
@@ -154,10 +156,10 @@ def test_a_key_without_effect_is_refused_with_the_modes_that_know_it(mode: str, 
     ):
         assert f"has {name}={CHOICES[name]!r}, which has" in message
         assert f"no effect in mode {mode!r}; allowed: mode {knows}" in message
-        assert ("or 'mixed'" in message) == (name == "evidence_threshold")
+        assert ("or 'auto'" in message) == (name == "evidence_threshold")
 
 
-@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+@pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
     """What is so anyway may be said; all that has no effect is told at once."""
     assert choose(mode=mode, power=1, return_particles=False, trace=True).mode == mode
@@ -174,7 +176,7 @@ def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
     assert choose(server, mode=mode, power=1).power == 1
 
 
-@pytest.mark.parametrize("mode", [None, "smc", "exact", "mixed", "auto"])
+@pytest.mark.parametrize("mode", [None, "smc", "exact", "auto"])
 def test_without_drafts_a_request_is_one_particle_of_the_target_in_any_mode(
     mode: str | None,
 ) -> None:
@@ -254,15 +256,15 @@ def test_a_power_of_p_has_no_evidence_to_measure() -> None:
     [
         ({}, {"mode": "exact"}, math.inf),
         ({}, {"mode": "auto"}, AUTO_EVIDENCE_THRESHOLD),
-        *(({}, {"mode": mode}, EVIDENCE_THRESHOLD) for mode in ("mixed", "smc")),
-        *(({}, {"mode": "mixed", "evidence_threshold": own}, own) for own in (0.0, 3)),
+        ({}, {"mode": "smc"}, EVIDENCE_THRESHOLD),
+        *(({}, {"mode": "auto", "evidence_threshold": own}, own) for own in (0.0, 3)),
         *(({}, {"mode": "smc", "evidence_threshold": own}, own) for own in (0, 0.25)),
         ({}, {"mode": "smc", "power": 2.0}, 0.0),
         ({}, {"mode": "smc", "power": 1.0}, EVIDENCE_THRESHOLD),
         ({"evidence_threshold": 0.5}, {"power": 2.0, "evidence_threshold": 0}, 0.0),
         ({"evidence_threshold": 0.125}, {"mode": "exact"}, math.inf),
-        ({"evidence_threshold": 0.125}, {"mode": "auto"}, AUTO_EVIDENCE_THRESHOLD),
-        ({"evidence_threshold": 0.125}, {"mode": "mixed"}, 0.125),
+        ({"evidence_threshold": 0.125}, {"mode": "auto"}, 0.125),
+        ({"mode": "auto", "tilt": 0.0}, {"evidence_threshold": 3}, 3),
     ],
 )
 def test_the_evidence_threshold_in_force(server: dict, chosen: dict, expected: float) -> None:
@@ -295,7 +297,7 @@ def test_the_lag_in_force(server: dict[str, Any], chosen: dict[str, Any], expect
 
 def test_a_text_under_a_grammar_is_settled_late_where_it_is_weighed() -> None:
     """Its first tokens' law depends on all that may follow; verification's does not."""
-    for mode, expected in (("smc", LONG_LAG), ("mixed", 1)):
+    for mode, expected in (("smc", LONG_LAG), ("auto", 1)):
         found = request_config(SERVER, {"smc": {"mode": mode}}, constrained=True)
         assert found.lag == expected
 
@@ -307,8 +309,9 @@ def test_no_request_lags_further_than_the_tables_reach() -> None:
 
 
 def test_a_tilt_implies_the_mode_that_has_one() -> None:
-    for mode in ("smc", "exact", "mixed", "auto"):
-        assert choose(SMCConfig(mode=mode), tilt=0.1).mode == "auto"
+    for mode in MODES:
+        assert choose(SMCConfig(mode=mode, evidence_threshold=1.0), tilt=0.1).mode == "auto"
+    assert "has tilt=0.1 beside evidence_threshold=2" in refusal(tilt=0.1, evidence_threshold=2)
     assert choose(tilt=0.1, mode="auto").tilt == 0.1
 
 

@@ -50,7 +50,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[st
     "at each token": ({}, ({"resample_at": "token", "ess_threshold": 0.9},), (NEVER,)),
     "powers": ({}, ({"power": 2.0}, {"power": 0.5, "return_particles": True}), (NEVER,)),
     "exact": ({"mode": "exact"}, ({}, {"num_particles": 1}, {"num_steps": 2}), (NEVER,)),
-    "mixed": ({"mode": "mixed"}, ({}, {"evidence_threshold": 0.8}, {"mode": "smc"}), (NEVER,)),
+    "by evidence": (
+        {"mode": "auto", "evidence_threshold": 0.5},
+        ({}, {"evidence_threshold": 0.8}, {"mode": "smc"}),
+        (NEVER,),
+    ),
     "auto": ({"mode": "auto"}, ({}, {"tilt": 0.1}), (NEVER,)),
     "filters": (
         {},

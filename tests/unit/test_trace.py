@@ -50,8 +50,7 @@ CHOICES: list[dict[str, Any]] = [
     {"resampling_method": "multinomial", "ess_threshold": 1.0},
     {"mode": "exact"},
     {"mode": "exact", "num_particles": 1},
-    {"mode": "mixed", "num_particles": 3},
-    {"mode": "auto"},
+    {"mode": "auto", "num_particles": 3},
 ]
 TRACED = [{**choice, "trace": True} for choice in CHOICES]
 

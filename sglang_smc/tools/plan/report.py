@@ -255,7 +255,7 @@ def _models(target: str, drafts: Mapping[str, ModelShape], largest: Scenario) ->
         line += (
             _model_line(draft)
             if draft.num_layers
-            else ("where drafts are verified: exact, mixed, auto, or proposal 'verified'")
+            else ("where drafts are verified: exact, auto, or proposal 'verified'")
         )
         if draft.kind == DFLASH:
             line += "; a pass reads the target's LM head, too"
