@@ -121,13 +121,7 @@ def commit(
 
 @triton.jit
 def _reserve(
-    ledger,
-    wanted,
-    slots,
-    num_groups,
-    padded_particles,
-    padded_columns,
-    block: tl.constexpr,
+    ledger, wanted, slots, num_groups, padded_particles, padded_columns, block: tl.constexpr
 ):
     cell = tl.program_id(0) * block + tl.arange(0, block)
     inside = cell < num_groups * padded_particles * padded_columns
@@ -155,14 +149,7 @@ def _reserve(
 
 
 @triton.jit
-def _descend(
-    ledger,
-    moves,
-    num_particles,
-    max_tail,
-    padded: tl.constexpr,
-    block: tl.constexpr,
-):
+def _descend(ledger, moves, num_particles, max_tail, padded: tl.constexpr, block: tl.constexpr):
     group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
     ancestor = tl.load(moves.ancestors + own, mask=here, other=0)
@@ -177,14 +164,7 @@ def _descend(
 
 
 @triton.jit
-def _mark(
-    ledger,
-    arenas,
-    num_particles,
-    max_tail,
-    padded: tl.constexpr,
-    block: tl.constexpr,
-):
+def _mark(ledger, arenas, num_particles, max_tail, padded: tl.constexpr, block: tl.constexpr):
     group, particle, own, here = _members(num_particles, padded)
     column = tl.program_id(1) * block + tl.arange(0, block)
     begin = tl.load(arenas.committed + group)

@@ -394,12 +394,7 @@ def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _add_up_residual(
-    tree,
-    layers,
-    at,
-    padded_chains: tl.constexpr,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
+    tree, layers, at, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
 ):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
     node = tl.program_id(0)

@@ -36,10 +36,7 @@ def _declared(name: str) -> Any:
     note = setting.note or ", ".join(filter(None, (allowed.bounds, "default {default}")))
     note = note.format(default="none" if shown is None else shown)
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
-    flag = Arg(
-        help=f"SMC only. {setting.help} ({note}).",
-        **several,
-    )
+    flag = Arg(help=f"SMC only. {setting.help} ({note}).", **several)
     kind: Any = list[str] if allowed.kind is list else allowed.kind
     return Annotated[kind | None, flag, NS("spec")]
 

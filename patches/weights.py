@@ -11,9 +11,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.weight_updater import (
-    SchedulerWeightUpdaterManager,
-)
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_server_args
 

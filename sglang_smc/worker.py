@@ -43,10 +43,7 @@ class SMCWorker(WeightUpdates):
     _captures = Captures()
 
     def __init__(
-        self,
-        server_args: "ServerArgs",
-        target_worker: "TpModelWorker",
-        **placement: Any,
+        self, server_args: "ServerArgs", target_worker: "TpModelWorker", **placement: Any
     ) -> None:
         super().__init__()
         resolved = upstream.resolved(server_args)
@@ -87,10 +84,7 @@ class SMCWorker(WeightUpdates):
         num_rows, longest = pool.req_to_token.shape
         # Attention backends take the tensor when they are built, which is after this.
         pool.req_to_token = torch.zeros(
-            num_rows,
-            arena.row_width(config, longest),
-            dtype=torch.int32,
-            device=self.device,
+            num_rows, arena.row_width(config, longest), dtype=torch.int32, device=self.device
         )
         upstream.refresh_tables(self._target_worker.model_runner)
         super().alloc_memory_pool(memory_pool_config, pool, token_to_kv_pool_allocator)

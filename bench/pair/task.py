@@ -211,10 +211,7 @@ def _compare(rng: random.Random) -> Story:
     relation = {"+": "more than", "-": "fewer than", "x": "times as many as"}[op]
     steps = [Step(op, have, by, unit)]
     steps.append(Step("+", have, steps[0].result, unit))
-    sentences = [
-        f"{who['name']} has {have} {unit}.",
-        f"{other} has {by} {relation} {who['name']}.",
-    ]
+    sentences = [f"{who['name']} has {have} {unit}.", f"{other} has {by} {relation} {who['name']}."]
     if rng.random() < 0.5:
         gone = rng.randint(3, min(60, steps[-1].result - 2))
         sentences.append(_ask("They [lose|sell|give away] {n}.", rng, n=gone))

@@ -253,11 +253,7 @@ _IMAGES = [
     *_rows(
         IMAGES,
         ("Qwen3.5, dense, as published", "qwen3_5", _qwen({**_QWEN3, **DELTA}, _DEEP)),
-        (
-            "Qwen3.5 MoE, as published",
-            "qwen3_5_moe",
-            _qwen({**_QWEN3, **_DELTA_EXPERTS}, _DEEP),
-        ),
+        ("Qwen3.5 MoE, as published", "qwen3_5_moe", _qwen({**_QWEN3, **_DELTA_EXPERTS}, _DEEP)),
         flags=NO_CACHE,
         **_IMAGE_HEAD,
     ),

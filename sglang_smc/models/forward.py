@@ -36,11 +36,7 @@ class ParticleForward:
     _first_key, _blocks, _captured = 0, False, CaptureHiddenMode.NULL
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        tails: torch.Tensor,
-        attention: Implementation,
-        max_columns: int,
+        self, runner: ModelRunner, tails: torch.Tensor, attention: Implementation, max_columns: int
     ) -> None:
         self._runner = runner
         self._lora = upstream.lora_manager(runner)

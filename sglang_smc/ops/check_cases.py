@@ -435,12 +435,10 @@ CHECKS = {
         lambda ops, of: ops.uniforms(of.seeds(), of.whole(0, 4000, *of.shape), Purpose.DRAFT),
     ),
     "round_seeds": Check(
-        ("round_seeds",),
-        lambda ops, of: ops.round_seeds(of.seeds(), of.whole(0, 4000, NUM_GROUPS)),
+        ("round_seeds",), lambda ops, of: ops.round_seeds(of.seeds(), of.whole(0, 4000, NUM_GROUPS))
     ),
     "same_text": Check(
-        ("same_text",),
-        lambda ops, of: ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2])),
+        ("same_text",), lambda ops, of: ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2]))
     ),
     "stratify": Check(("stratify",), _stratify),
     "edit_logits": Check(("edit_logits",), _edit_logits),

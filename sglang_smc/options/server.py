@@ -119,8 +119,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "smc"
     num_particles: Annotated[  # N
-        int,
-        Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request"),
+        int, Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request")
     ] = 8
     # None: `verified` where p is not all of a request's target, powers excepted, else `draft`.
     proposal: Annotated[

@@ -13,13 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_smc.kv import arena
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
-from sglang_smc.options.request import (
-    Budget,
-    RequestConfig,
-    apply_budget,
-    request_config,
-    union,
-)
+from sglang_smc.options.request import Budget, RequestConfig, apply_budget, request_config, union
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import Matches
 from sglang_smc.rules.registry import TextRules, has_rules, has_scorers

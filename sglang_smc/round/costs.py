@@ -70,10 +70,7 @@ def rehearse(steps: Steps) -> None:
             "--speculative-draft-model-path",
             lambda: law(steps.draft.next_logits(1, slots[0], at)).sample(zero.double()),
         ),
-        (
-            "--model-path",
-            lambda: law(steps.target.chain_logits(at.chains(one, 0))).score(zero),
-        ),
+        ("--model-path", lambda: law(steps.target.chain_logits(at.chains(one, 0))).score(zero)),
     ):
         try:
             with torch.no_grad():

@@ -338,11 +338,7 @@ def replace_groups(base: Decided, where: torch.Tensor, other: Decided) -> Decide
 
 
 def _verified(
-    scored: Scored,
-    ops: Ops,
-    p: TokenDistribution,
-    shape: Sequence[int],
-    num_steps: torch.Tensor,
+    scored: Scored, ops: Ops, p: TokenDistribution, shape: Sequence[int], num_steps: torch.Tensor
 ) -> verification.Verified:
     """Verify the drafted chains, as the groups, chains and columns of ``shape``.
 

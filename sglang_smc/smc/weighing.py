@@ -41,10 +41,7 @@ SCHEMES = ("systematic", "stratified", "multinomial")
 
 
 def ancestors_of(
-    weights: torch.Tensor,
-    uniforms: torch.Tensor,
-    scheme: torch.Tensor,
-    num_particles: torch.Tensor,
+    weights: torch.Tensor, uniforms: torch.Tensor, scheme: torch.Tensor, num_particles: torch.Tensor
 ) -> torch.Tensor:
     """Return the particle that each of N becomes a copy of, ``[G, S]`` int64.
 

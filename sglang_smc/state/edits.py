@@ -71,11 +71,7 @@ class EditTable:
                 bias[row].zero_().index_copy_(0, on_device(self._device, list(each)), biases)
 
     def of(
-        self,
-        reqs: Sequence[Req],
-        rows: torch.Tensor,
-        settings: Settings,
-        *of_texts: torch.Tensor,
+        self, reqs: Sequence[Req], rows: torch.Tensor, settings: Settings, *of_texts: torch.Tensor
     ) -> Edits:
         """Return the edits of a batch; without requests, of any request in ``rows`` ``[G]``.
 

@@ -83,11 +83,7 @@ def test_results_of_other_calls_are_carried_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"hardware": "H100"},
-        {"gpu": {"driver_version": "590"}},
-        {"versions": {"sglang": "0.5.23"}},
-    ],
+    [{"hardware": "H100"}, {"gpu": {"driver_version": "590"}}, {"versions": {"sglang": "0.5.23"}}],
 )
 def test_results_of_two_cards_drivers_or_releases_are_never_mixed(
     tmp_path: Path, other: dict[str, Any]

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 from http_server import HANGS
-from operator_client import (
-    LONG,
-    MODES,
-    Fresh,
-    Operator,
-    queries_of_dashboard,
-    queries_of_page,
-)
+from operator_client import LONG, MODES, Fresh, Operator, queries_of_dashboard, queries_of_page
 
 from sglang_smc import upstream
 from sglang_smc.state.metrics import PREFIX

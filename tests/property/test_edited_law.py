@@ -95,11 +95,7 @@ def test_texts_are_properly_weighted(max_lag: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        *((name, "exact") for name in EDITS | FILTERS),
-        ("processor too", "auto"),
-        ("top-p", "auto"),
-    ],
+    [*((name, "exact") for name in EDITS | FILTERS), ("processor too", "auto"), ("top-p", "auto")],
 )
 def test_verified_rounds_follow_the_edited_target(name: str, mode: str) -> None:
     """Error probability 1e-4 each; evidence never suffices; at T = 0.4 q is that of 0.53."""

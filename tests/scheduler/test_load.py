@@ -152,11 +152,7 @@ def test_a_text_that_is_read_on_is_found_in_whole_pages(roomy: Server, alone: Al
     ("overlap", "page_size"), [(False, 16), (True, 1)], ids=["in turn", "one round late"]
 )
 def test_a_full_pool_changes_no_text_before_a_retraction(
-    alone: Alone,
-    start: Callable[..., Server],
-    pair: tuple[str, str],
-    overlap: bool,
-    page_size: int,
+    alone: Alone, start: Callable[..., Server], pair: tuple[str, str], overlap: bool, page_size: int
 ) -> None:
     own = {**SMALL, "chunked_prefill_size": 24, "page_size": page_size}
     server = start(**smc_arguments(*pair, **own), overlap=overlap)

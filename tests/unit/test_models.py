@@ -268,8 +268,7 @@ def test_what_a_head_lacks_is_the_targets_and_stays_so(
 
 
 @pytest.mark.parametrize(
-    ("config", "rows"),
-    [(dflash(), 3), (dspark(), 2), (dspark(sample_from_anchor=False), 3)],
+    ("config", "rows"), [(dflash(), 3), (dspark(), 2), (dspark(sample_from_anchor=False), 3)]
 )
 def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: int) -> None:
     """With K = 2; what follows a token is added to the block's logits, which are its numbers."""

@@ -121,9 +121,7 @@ def test_kv_in_use_is_not_flushed_and_other_algorithms_are_left_alone() -> None:
     assert manager.found == [("the draft", True)]
 
 
-def test_what_tensors_raise_is_an_answer_and_no_rank_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_tensors_raise_is_an_answer_and_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Any] = []
     monkeypatch.setattr(weights.torch.distributed, "barrier", lambda group: met.append(group))
     sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]

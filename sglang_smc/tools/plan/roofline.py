@@ -40,8 +40,7 @@ class Pass(NamedTuple):
     def with_weights(self, parameters: int, num_bytes: float, rows: int) -> Pass:
         """Return the pass with a further matrix of ``num_bytes`` a weight, for ``rows`` rows."""
         return self._replace(
-            weights=self.weights + parameters * num_bytes,
-            flops=self.flops + 2 * parameters * rows,
+            weights=self.weights + parameters * num_bytes, flops=self.flops + 2 * parameters * rows
         )
 
     @property
