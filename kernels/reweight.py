@@ -1,6 +1,7 @@
 """Compute weights, cuts, ancestors, kept blocks and totals, each in one launch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ def reweight_and_resample(block: Block) -> Decision:
     Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
     rounding of its threshold.
     """
-    size, num_particles, num_drafted = block.log_p.shape
+    size, num_particles, _ = block.log_p.shape
 
     def room(dtype: torch.dtype, *more: int) -> torch.Tensor:
         return torch.empty(size, *more, dtype=dtype, device=block.log_p.device)
@@ -38,56 +39,44 @@ def reweight_and_resample(block: Block) -> Decision:
         log_evidence=room(torch.float64),
         verified=room(torch.bool),
     )
-    _reweight[(size,)](
-        Block(*contiguous(block)),
-        found,
+    _launch(_reweight, block, found)
+    return found
+
+
+def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:
+    """Keep the columns that the evidence covers, or that exact verification accepts, in one launch.
+
+    Reference: `sglang_smc.smc.verification.keep`, same arguments.
+    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
+    rounding of its threshold.
+    """
+    kept = Kept(
+        num_columns=torch.empty_like(verified.num_columns),
+        winner=torch.empty_like(verified.winner),
+        by_block=torch.empty_like(verified.rejects),
+        rejects=torch.empty_like(verified.rejects),
+        row=torch.empty_like(verified.winner),
+        ess=torch.empty_like(verified.winner, dtype=torch.float64),
+    )
+    _launch(_keep, block, verified, ends.contiguous(), kept)
+    return kept
+
+
+def _launch(kernel: Any, block: Block, *others: Any) -> None:
+    """Launch a kernel over the groups of a block, whose log p is read in place if it can be."""
+    size, num_particles, num_drafted = block.log_q.shape
+    log_p, p_stride = block.log_p, block.log_p.stride(1)
+    if log_p.stride() != (num_particles * p_stride, p_stride, 1):
+        log_p, p_stride = log_p.contiguous(), num_drafted
+    kernel[(size,)](
+        Block(block.log_weights.contiguous(), log_p, *contiguous(block[2:])),
+        *others,
+        p_stride,
         num_particles,
         num_drafted,
         padded_particles=triton.next_power_of_2(num_particles),
         padded_columns=triton.next_power_of_2(num_drafted + 1),
     )
-    return found
-
-
-def keep(
-    found: Verified,
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    ends: torch.Tensor,
-    present: torch.Tensor,
-    num_steps: torch.Tensor,
-    evidence_threshold: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> Kept:
-    """Keep the columns that the evidence covers, or that exact verification accepts, in one launch.
-
-    Reference: `sglang_smc.smc.verification.keep`, same arguments, the uniforms of any stride.
-    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
-    rounding of its threshold.
-    """
-    kept = Kept(
-        num_columns=torch.empty_like(found.num_columns),
-        winner=torch.empty_like(found.winner),
-        by_block=torch.empty_like(found.rejects),
-        rejects=torch.empty_like(found.rejects),
-        row=torch.empty_like(found.winner),
-        ess=torch.empty_like(found.winner, dtype=torch.float64),
-    )
-    _keep[(len(log_p),)](
-        *contiguous((log_p, log_q, up_to_end, ends, present, num_steps, evidence_threshold)),
-        keep_uniforms,
-        uniforms,
-        keep_uniforms.stride(0),
-        uniforms.stride(0),
-        found,
-        kept,
-        *log_q.shape[1:],
-        padded_particles=triton.next_power_of_2(log_q.shape[1]),
-        padded_columns=triton.next_power_of_2(log_q.shape[2] + 1),
-    )
-    return kept
 
 
 def tally(
@@ -125,14 +114,17 @@ def _members(num_particles, padded: tl.constexpr):
 
 
 @triton.jit
-def _weighed(log_p, log_q, up_to_end, alpha, start, p_at, at, drafted, column):
+def _weighed(block, alpha, start, p_stride, num_drafted, own, here, column):
     """Return log-weights after each column, and which columns are open.
 
     Open columns add ``alpha log p - log q``, of which NaN and +inf are -inf.
     """
-    is_open = tl.load(up_to_end + at, mask=drafted, other=0) != 0
-    steps = tl.load(log_p + p_at, mask=is_open, other=0.0).to(tl.float64) * alpha
-    steps -= tl.load(log_q + at, mask=is_open, other=0.0).to(tl.float64)
+    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
+    at = own[None, :] * num_drafted + column[:, None] - 1
+    p_at = own[None, :] * p_stride + column[:, None] - 1
+    is_open = tl.load(block.up_to_end + at, mask=drafted, other=0) != 0
+    steps = tl.load(block.log_p + p_at, mask=is_open, other=0.0).to(tl.float64) * alpha
+    steps -= tl.load(block.log_q + at, mask=is_open, other=0.0).to(tl.float64)
     steps = tl.where((steps != steps) | (steps == float("inf")), -float("inf"), steps)
     return tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0), is_open
 
@@ -194,6 +186,7 @@ def _normalized(unnormalized):
 def _reweight(
     block,
     found,
+    p_stride,
     num_particles,
     num_drafted,
     padded_particles: tl.constexpr,
@@ -206,12 +199,8 @@ def _reweight(
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
     own_steps = tl.load(block.num_steps + group).to(tl.int32)
 
-    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
-    at = own[None, :] * num_drafted + column[:, None] - 1
     alpha = tl.load(block.power + group)
-    running, is_open = _weighed(
-        block.log_p, block.log_q, block.up_to_end, alpha, start, at, at, drafted, column
-    )
+    running, is_open = _weighed(block, alpha, start, p_stride, num_drafted, own, here, column)
     relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
 
@@ -251,19 +240,11 @@ def _reweight(
 
 @triton.jit
 def _keep(
-    log_p,
-    log_q,
-    up_to_end,
-    ends,
-    present,
-    num_steps,
-    evidence_threshold,
-    keep_uniforms,
-    uniforms,
-    keep_stride,
-    stride,
+    block,
     found,
+    ends,
     kept,
+    p_stride,
     num_particles,
     num_drafted,
     padded_particles: tl.constexpr,
@@ -271,23 +252,20 @@ def _keep(
 ):
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
-    is_present = tl.load(present + own, mask=here, other=0) != 0
-    own_steps = tl.load(num_steps + group).to(tl.int32)
+    is_present = tl.load(block.present + own, mask=here, other=0) != 0
+    own_steps = tl.load(block.num_steps + group).to(tl.int32)
 
-    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
-    before = column[:, None] - 1
-    at = own[None, :] * num_drafted + before
-    p_at = own[None, :] * (num_drafted + 1) + before
     start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
-    running, is_open = _weighed(log_p, log_q, up_to_end, 1.0, start, p_at, at, drafted, column)
+    running, is_open = _weighed(block, 1.0, start, p_stride, num_drafted, own, here, column)
     relative, _, total, _ = _summed(running)
-    threshold = tl.load(evidence_threshold + group)
-    log_coin = tl.log(tl.load(keep_uniforms + group * keep_stride)) + tl.log(threshold)
+    threshold = tl.load(block.evidence_threshold + group)
+    log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
     weighed = tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0)
     sums, squares = tl.sum(weighed, 0), tl.sum(weighed * weighed, 0)
     ess = sums * sums / tl.where(squares > 0, squares, 1.0)
-    point = tl.load(uniforms + group * stride) + tl.zeros([padded_particles], dtype=tl.float64)
+    point = tl.load(block.uniforms + group * num_particles)
+    point += tl.zeros([padded_particles], dtype=tl.float64)
     drawn = tl.max(_ancestors(_normalized(weighed), point, particle), 0)
 
     # A sequence that has ended counts as reaching all columns.

@@ -173,18 +173,14 @@ def _log_probs(ops: Ops, of: Inputs) -> Any:
     return law._replace(rows=of.whole(0, law.num_draws, law.num_draws)).log_probs()
 
 
-def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return log p, log q, ends, columns up to them, present particles, and K of each group."""
+def _block(of: Inputs) -> tuple[Block, torch.Tensor]:
+    """Return a block of drafts, and which tokens end a sequence."""
     log_q = of.normal(*of.shape) - 2
     ends = of.flags(0.1, *of.shape)
     present, num_steps = of.present(), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
     within = torch.arange(of.shape[2], device=of.device) < num_steps.view(-1, 1, 1)
     up_to_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
-    return log_q + 0.3 * of.normal(*of.shape), log_q, ends, up_to_end, present, num_steps
-
-
-def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
-    log_p, log_q, _, up_to_end, present, num_steps = _drafts(of)
+    log_p = log_q + 0.3 * of.normal(*of.shape)
     group = torch.arange(NUM_GROUPS, device=of.device)
     log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
     block = Block(
@@ -202,22 +198,22 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
         keep_uniforms=of.uniforms(NUM_GROUPS),
         uniforms=of.uniforms(*of.shape[:2]),
     )
+    return block, ends
+
+
+def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
+    block, _ = _block(of)
     return ops.reweight_and_resample(block)
 
 
 def _keep(ops: Ops, of: Inputs) -> Any:
-    log_p, log_q, ends, up_to_end, present, num_steps = _drafts(of)
-    winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(num_steps)
+    block, ends = _block(of)
+    winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(block.num_steps)
+    residuals = block.log_p.new_zeros(NUM_GROUPS, 1)
     rejects = of.flags(0.5, NUM_GROUPS)
-    found = verification.Verified(
-        num_steps // 2, winner, rejects, none, log_p.new_zeros(NUM_GROUPS, 1)
-    )
-    wider = torch.cat([log_p, log_p[..., :1]], 2)  # [G, N, K + 1]
-    thresholds = of.numbers(0.5, 0.0, torch.inf)
-    return ops.keep(
-        *(found, wider, log_q, up_to_end, ends, present, num_steps, thresholds),
-        *(of.uniforms(NUM_GROUPS), of.uniforms(NUM_GROUPS)),
-    )
+    verified = verification.Verified(block.num_steps // 2, winner, rejects, none, residuals)
+    block = block._replace(evidence_threshold=of.numbers(0.5, 0.0, torch.inf))
+    return ops.keep(verified, block, ends)
 
 
 def _narrow(ops: Ops, of: Inputs) -> Any:

@@ -183,18 +183,7 @@ def verify(scored: Scored, ops: Ops) -> Decided:
         if scored.is_tree is not None:  # what their chains' evidence covers is exact
             drafted = drafted.masked_fill(scored.is_tree.unsqueeze(1), 0)
         found = _verified(scored, ops, p, drafts.tokens.shape, drafted)
-    kept = ops.keep(
-        found,
-        log_p,
-        drafts.log_q,
-        drafts.up_to_end,
-        drafts.ends,
-        population.present,
-        block.num_steps,
-        block.evidence_threshold,
-        block.keep_uniforms,
-        block.uniforms[:, 0],
-    )
+    kept = ops.keep(found, block, drafts.ends)
     of_particles = partial(of_each_draw, num_draws=population.lengths.numel())
     next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
     if p.log_mass is not None:

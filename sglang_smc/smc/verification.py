@@ -39,6 +39,7 @@ import torch
 
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.weighing import (
+    Block,
     accumulate,
     column_of,
     covered_columns,
@@ -441,52 +442,38 @@ class Kept(NamedTuple):
     ess: torch.Tensor  # [G] float64 effective sample size of the block; N where none may be kept
 
 
-def keep(
-    found: Verified,
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    ends: torch.Tensor,
-    present: torch.Tensor,
-    num_steps: torch.Tensor,
-    evidence_threshold: torch.Tensor,
-    keep_uniforms: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> Kept:
+def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:
     """Keep the columns that the block's evidence covers, or those accepted, if they are more.
 
     One chain is drawn by weight in the last column that the evidence covers.
 
     Args:
-        found: the prefix that exact verification accepts.
-        log_p: ``[G, N, K + 1]`` of the draft tokens, and one more column of arbitrary values.
-        log_q: ``[G, N, K]`` of the draft tokens.
-        up_to_end, ends: ``[G, N, K]`` bool: up to each chain's end, and only at its last token.
-        present: ``[G, N]`` bool.
-        num_steps: ``[G]`` K of each group.
-        evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep no column.
-        keep_uniforms, uniforms: ``[G]`` float64 in [0, 1), for the columns and for the chain.
+        verified: the prefix that exact verification accepts.
+        block: of the drafts, whose chains have equal weights before it, and power 1.
+        ends: ``[G, N, K]`` bool: the sequence ends with this token.
     """
-    start = torch.where(present, 0.0, -torch.inf).double()
-    gained = torch.where(up_to_end, log_p[:, :, :-1].double() - log_q, 0.0)
+    num_steps = block.num_steps
+    start = torch.where(block.present, 0.0, -torch.inf).double()
+    gained = torch.where(block.up_to_end, block.log_p.double() - block.log_q, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
-    covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
+    threshold = block.evidence_threshold
+    covered = covered_columns(running, threshold, num_steps, block.keep_uniforms)
     weighed = column_of(running, covered)  # equal weights where nothing is kept by evidence
-    drawn = draw(normalized(weighed), uniforms)
+    drawn = draw(normalized(weighed), block.uniforms[:, 0])
     group = torch.arange(len(drawn), device=running.device)
     column = torch.arange(ends.shape[2], device=running.device)
     # A sequence that has ended counts as reaching through all columns: counting its tokens instead
     # would disfavour sequences that end early.
-    has_ended = (ends[group, found.winner] & (column < found.num_columns.unsqueeze(1))).any(1)
-    by_block = covered > torch.where(has_ended, num_steps, found.num_columns)
-    of_block = torch.minimum(covered, up_to_end[group, drawn].sum(1))
-    num_columns = torch.where(by_block, of_block, found.num_columns)
-    winner = torch.where(by_block, drawn, found.winner)
+    has_ended = (ends[group, verified.winner] & (column < verified.num_columns.unsqueeze(1))).any(1)
+    by_block = covered > torch.where(has_ended, num_steps, verified.num_columns)
+    of_block = torch.minimum(covered, block.up_to_end[group, drawn].sum(1))
+    num_columns = torch.where(by_block, of_block, verified.num_columns)
+    winner = torch.where(by_block, drawn, verified.winner)
     return Kept(
         num_columns=num_columns,
         winner=winner,
         by_block=by_block,
-        rejects=found.rejects & ~by_block,
-        row=(group * log_p.shape[1] + winner) * log_p.shape[2] + num_columns,
+        rejects=verified.rejects & ~by_block,
+        row=(group * ends.shape[1] + winner) * (ends.shape[2] + 1) + num_columns,
         ess=effective_sample_size(weighed),
     )

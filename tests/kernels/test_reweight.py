@@ -16,6 +16,21 @@ def any_of(c: Case, values: list[float], *shape: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)[c.whole(0, len(values), *shape)]
 
 
+def block_of(c: Case, steps: torch.Tensor, **others: torch.Tensor) -> weighing.Block:
+    """A block with rules of every kind; others are its fields of particles."""
+    size = len(steps)
+    return weighing.Block(
+        power=any_of(c, [1.0, 1.0, 2.0, 0.5], size),
+        num_steps=steps,
+        ess_threshold=any_of(c, [0.0, 0.37, 0.71, 1.0, INF], size),
+        resample_each_token=c.flags(0.5, size),
+        evidence_threshold=any_of(c, [0.0, 0.3, 1.0, INF], size),
+        scheme=torch.arange(size) % len(SCHEMES),
+        keep_uniforms=c.uniforms(size),
+        **others,
+    )
+
+
 @drawn(
     24,
     num_groups=[1, 2, 3, 4, 5],
@@ -41,24 +56,18 @@ def test_random_groups(c: Case, device: str) -> None:
     log_p, log_q = (c.normal(*shape) * spread - 2 for _ in range(2))
     killers = any_of(c, [-INF, -INF, INF, math.nan], *shape).float()
     noise = c.uniforms(*shape[:2])
-    schemes = torch.arange(size) % len(SCHEMES)
-    if c.scheme in SCHEMES:
-        schemes.fill_(SCHEMES.index(c.scheme))
-    block = weighing.Block(
+    block = block_of(
+        c,
+        steps,
         log_weights=(c.normal(*shape[:2]).double() * spread).masked_fill(~present, -INF),
         log_p=torch.where(c.flags(c.p_dead, *shape), killers, log_p),
         log_q=torch.where(c.flags(c.p_dead / 4, *shape), killers, log_q),
         up_to_end=(torch.arange(num_steps) < drafted.unsqueeze(2)) & present.unsqueeze(2),
         present=present,
-        power=any_of(c, [1.0, 1.0, 2.0, 0.5], size),
-        num_steps=steps,
-        ess_threshold=any_of(c, [0.0, 0.37, 0.71, 1.0, INF], size),
-        resample_each_token=c.flags(0.5, size),
-        evidence_threshold=any_of(c, [0.0, 0.3, 1.0, INF], size),
-        scheme=schemes,
-        keep_uniforms=c.uniforms(size),
         uniforms=noise if c.noise is None else torch.full_like(noise, c.noise),
     )
+    if c.scheme in SCHEMES:
+        block.scheme.fill_(SCHEMES.index(c.scheme))
     run = kernel.reweight_and_resample, weighing.reweight_and_resample
     assert_same(*run, [block], device, rounding=1e-12)
 
@@ -67,7 +76,7 @@ def test_random_groups(c: Case, device: str) -> None:
 def test_what_is_kept(c: Case, device: str) -> None:
     """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity.
 
-    Uniforms are one number of each group's row, without a copy.
+    Log p is read in the place of K + 1 columns.
     """
     shape = size, num_chains, max_steps = 8, c.num_chains, c.max_steps
     log_q = c.normal(*shape) - 2
@@ -86,8 +95,15 @@ def test_what_is_kept(c: Case, device: str) -> None:
         left=torch.zeros(size, dtype=torch.int64),
         residuals=torch.zeros(size, 1),
     )
-    arguments = [
-        *(found, log_p, log_q, up_to_end, ends, present, num_steps),
-        *(any_of(c, [0.0, 0.2, 1.0, INF], size), *c.uniforms(2, size, 3)[..., 0]),
-    ]
+    block = block_of(
+        c,
+        num_steps,
+        log_weights=c.normal(*shape[:2]).double(),
+        log_p=log_p[..., :-1],
+        log_q=log_q,
+        up_to_end=up_to_end,
+        present=present,
+        uniforms=c.uniforms(*shape[:2]),
+    )
+    arguments = [found, block, ends]
     assert_same(kernel.keep, verification.keep, arguments, device, rounding=1e-12)
