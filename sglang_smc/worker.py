@@ -182,7 +182,7 @@ class SMCWorker(WeightUpdates):
         """Launch a round; the host reads its result after the device has finished it."""
         shape = shape_of(batch.reqs, batch.return_logprob)
         inputs = RoundInputs.of(batch, self.device)
-        if shape.skips_draft and self._steps.draft.lags:
+        if shape.skips_draft and self._steps.draft.defers_reading:
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)

@@ -321,7 +321,8 @@ class Budget(NamedTuple):
 
     def within(self, bound: "Budget") -> "Budget":
         """Return the minimum of this and ``bound``, in N and in K."""
-        return Budget(*map(min, self, bound))
+        num_particles = min(self.num_particles, bound.num_particles)
+        return Budget(num_particles, min(self.num_steps, bound.num_steps))
 
 
 OFF = Budget(1, 0)
@@ -329,8 +330,8 @@ OFF = Budget(1, 0)
 
 def budgets(top: Budget) -> tuple[Budget, ...]:
     """Return the budgets from ``top`` down: N and K halved in all combinations, and `OFF`."""
-    sizes = [(n, k) for n in _halved(top.num_particles) for k in _halved(top.num_steps)]
-    return *(Budget(*size) for size in sizes), OFF
+    steps = _halved(top.num_steps)
+    return *(Budget(n, k) for n in _halved(top.num_particles) for k in steps), OFF
 
 
 def apply_budget(asked: _Config, budget: Budget | None) -> _Config:

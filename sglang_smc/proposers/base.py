@@ -43,8 +43,8 @@ class DraftProposer(ABC):
     wants_states = False
     """Whether `read_prompts` takes the target's hidden states."""
 
-    lags = False
-    """Whether it reads the tokens of rounds without drafts later, in `catch_up`."""
+    defers_reading = False
+    """Whether it reads the tokens of rounds of single chains without drafts in `catch_up`."""
 
     least_temperature = 0.0
     """Least temperature at which N chains of one multi-draft are drawn, over 1 - 1 / N.
@@ -73,12 +73,12 @@ class DraftProposer(ABC):
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return the logits ``[G, N, V]`` after the tokens ``[G, N]`` sampled at ``step - 1``."""
 
-    def follow(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        """Keep up in a round without drafts; arguments as in `first_logits`."""
+    def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
+        """Read the last tokens in a round without drafts; arguments as in `first_logits`."""
         return None
 
     def catch_up(self, chains: Chains) -> None:
-        """Read committed tokens of rounds without drafts, if the proposer `lags`."""
+        """Read committed tokens of rounds without drafts, if the proposer `defers_reading`."""
         return None
 
     def recorded(self, recording: PassRecording) -> "DraftProposer":
@@ -121,7 +121,7 @@ class LanguageModel(DraftProposer):
         hot: ``[H]`` int64 the only tokens that its LM head has rows of; None for all.
     """
 
-    has_stock_passes = lags = True
+    has_stock_passes = defers_reading = True
     least_temperature = 1.14
 
     def __init__(
@@ -141,6 +141,10 @@ class LanguageModel(DraftProposer):
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
         return self._logits(tokens.unsqueeze(2), at, step + 1)
+
+    def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
+        """Run the first pass; see `DraftProposer.read_without_logits`."""
+        self.first_logits(last_two, at)
 
     def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
         logits = self.forward.next_logits(at.chains(self._readable(tokens), first))

@@ -157,8 +157,8 @@ class EagleHead(DraftProposer):
         """Run draft tokens with the head's own states; see `DraftProposer.next_logits`."""
         return self._logits(at.chains(tokens.unsqueeze(2), step + 1), self._own)
 
-    def follow(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        """Write the last token's key; see `DraftProposer.follow`."""
+    def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
+        """Write the last token's key; see `DraftProposer.read_without_logits`."""
         states = self._table.before(at.positions[1], at.locations.particle_rows)
         self._forward.read(at.chains(last_two[:, :, 1:], 1), states.unsqueeze(2))
 

@@ -74,7 +74,7 @@ class RoundShape(NamedTuple):
 
     @property
     def skips_draft(self) -> bool:
-        """Return whether a draft that `lags` reads the tokens of this round later."""
+        """Return whether a draft that `defers_reading` reads this round's tokens later."""
         return self.num_steps == 0 and self.num_particles == 1
 
     def lacks(self, other: "RoundShape") -> list[str]:
@@ -194,10 +194,11 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
     chains = tuple(sorted({config.num_chains for config in configs if config.extends}))
-    most, in_turn = max(config.num_particles for config in configs), math.lcm(*chains)
+    most, multiple = max(config.num_particles for config in configs), math.lcm(*chains)
     shape = RoundShape(
         budget=states[0].budget,
-        num_particles=-(-most // in_turn) * in_turn,  # chains of a particle are consecutive rows
+        # Chains of a particle are consecutive rows.
+        num_particles=math.ceil(most / multiple) * multiple,
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),

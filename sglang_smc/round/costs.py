@@ -137,7 +137,7 @@ def costs_of_launched(
         return play(inputs, shape_of_server(config, budget))
 
     points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    runs = {point: partial(launch, *point) for point in points}
+    runs = {(budget, size): partial(launch, budget, size) for budget, size in points}
     with torch.no_grad():
         found = _seconds_of(runs, device)
 

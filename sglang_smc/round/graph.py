@@ -278,8 +278,10 @@ def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> 
     kinds = Kinds.of(config, recorded_logprobs(vocab_size))
 
     def of(shape: RoundShape, mixes: bool = False) -> int:
-        sizes = shape.num_particles, shape.num_steps, vocab_size
-        return round_bytes(*sizes, verifies=Need.VERIFIES in shape.needs, mixes=mixes)
+        verifies, num_steps = Need.VERIFIES in shape.needs, shape.num_steps
+        return round_bytes(
+            shape.num_particles, num_steps, vocab_size, verifies=verifies, mixes=mixes
+        )
 
     of_any = of(kinds.any, mixes=True)
     if not records:

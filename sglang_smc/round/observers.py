@@ -5,7 +5,7 @@ A trace: the round's tensors are kept on the device and copied with its result; 
 
 The distance (`smc.fidelity` has the statistics) is measured at one position of each request and
 round. The draft distribution of a step exists when the step is drafted, p's row only after the
-target's pass, so the draft's scores of that column are held until then. That takes the memory of
+target's pass, so the draft's scores of that column are kept until then. That takes the memory of
 one draft step, and reads one of the K + 1 columns twice more: by estimate under 1 % of a round
 on a GPU.
 """
@@ -32,7 +32,7 @@ class Traced(NamedTuple):
     begins: list[bool]  # of each request: whether this is its first round after a prefill
     drafts: Drafts  # without distributions
     resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
-    begun: Population  # at the start
+    start: Population  # at the start
     before: Population  # at the start, with the latest potential values
     decision: Decision
     failure: torch.Tensor  # [G] int64 `Failure`
@@ -60,7 +60,7 @@ class Traced(NamedTuple):
         begins = of(self.before.last_emitted).tolist() if self.begins[group] else None
         ancestors, narrowed_to = of(self.decision.ancestors).tolist(), of(self.narrowed_to).tolist()
         weighed, potentials = of(self.decision.weighed), None
-        before = base = of(self.begun.log_weights)
+        before = base = of(self.start.log_weights)
         if self.before.scores is not None and state.potentials:
             base = of(self.before.log_weights)
             potentials = torch.where(before > -torch.inf, base - before, 0.0)
@@ -135,7 +135,7 @@ class Traced(NamedTuple):
 def trace_of(batch: RoundBatch, drafts: Drafts, **others: Any) -> Traced:
     """Return the trace of a round, on the device; other arguments as the fields of `Traced`."""
     begins = [state_of(req).take_start() for req in batch.reqs]
-    return Traced(begins, drafts._replace(q=None, held=None), **others)
+    return Traced(begins, drafts._replace(q=None, measured_q=None), **others)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:
@@ -157,7 +157,7 @@ def measure(
     drafts: Drafts,
 ) -> Population:
     """Add the measurements of a round to the sums of its particles; see `smc.fidelity.watch`."""
-    if drafts.coins is None or drafts.held is None:  # K = 0
+    if drafts.coins is None or drafts.measured_q is None:  # K = 0
         return after
     path = Path(
         coins=drafts.coins,
@@ -168,4 +168,4 @@ def measure(
         lengths=after.lengths,
         tails=after.tokens,
     )
-    return after._replace(fidelity=batch.ops.watch(after.fidelity, path, p, drafts.held))
+    return after._replace(fidelity=batch.ops.watch(after.fidelity, path, p, drafts.measured_q))

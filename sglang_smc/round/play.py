@@ -117,7 +117,7 @@ class Steps:
         """
         settings, present = batch.settings, population.present
         place = torch.arange(present.shape[1], device=present.device)
-        step = weighing.resample(
+        ancestors, log_weights, log_evidence = weighing.resample(
             population.log_weights,
             present.sum(1) != settings.num_particles,
             present,
@@ -125,10 +125,10 @@ class Steps:
             settings.scheme,
             after=place < settings.num_particles.unsqueeze(1),
         )
-        ancestors, *_ = step
         # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
         self._descend(batch, batch.committed - 1, ancestors)
-        return population.resample(*step).resize(settings.num_particles), ancestors
+        resampled = population.resample(ancestors, log_weights, log_evidence)
+        return resampled.resize(settings.num_particles), ancestors
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
@@ -140,8 +140,8 @@ class Steps:
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if num_steps == 0:
-            reads = self.draft.lags and not batch.shape.skips_draft
-            (self.draft.first_logits if reads else self.draft.follow)(batch.last_two, slots)
+            if not (batch.shape.skips_draft and self.draft.defers_reading):
+                self.draft.read_without_logits(batch.last_two, slots)
             return no_drafts(population)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
@@ -159,7 +159,7 @@ class Steps:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
             is_tree, divisors = settings.branches, trees.log_divisors(ahead, texts.shape[1])
             greedy = greedy ^ is_tree  # trees draft more than the likeliest token
-        held = tokens = None
+        measured = tokens = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
@@ -176,21 +176,22 @@ class Steps:
                 tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
                 scored = q.score(tokens)
                 if equal is not None and self.target.merges:
-                    mine = is_tree.unsqueeze(1) & ~population.ended
-                    tokens, scored, paths, equal = trees.prune(tokens, scored, paths, equal, mine)
+                    in_tree = is_tree.unsqueeze(1) & ~population.ended
+                    pruned = trees.prune(tokens, scored, paths, equal, in_tree)
+                    tokens, scored, paths, equal = pruned
             if equal is not None:
-                where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
-                equal = self.ledger.share(*where, equal, tokens)
+                place = slots.positions[step + 2]
+                equal = self.ledger.share(batch.rows, place, slots.slots[step + 2], equal, tokens)
             drawn.append(tokens)
             log_q.append(scored)
             distributions.append(q)
-            held = self.ops.keep_column(held, q.scores, coins, settings.num_steps, step)
-        assert held is not None
+            measured = self.ops.keep_column(measured, q.scores, coins, settings.num_steps, step)
+        assert measured is not None
         if matches is None:
-            held = held.unflatten(0, batch.output_lengths.shape)
-            of_held = self._law(batch, held, settings.draft_temperature, greedy)
+            logits = measured.unflatten(0, batch.output_lengths.shape)
+            measured_q = self._distribution(batch, logits, settings.draft_temperature, greedy)
         else:  # these scores are log q itself
-            of_held = self.ops.distribution.of_log_probs(held, num_groups=len(batch.rows))
+            measured_q = self.ops.distribution.of_log_probs(measured, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = settings.ends(chains, positions)
         if Need.RULES in batch.shape.needs:
@@ -203,7 +204,7 @@ class Steps:
             up_to_first(ends) & (batch.column < num_columns.unsqueeze(2)),
             distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
             coins,
-            of_held,
+            measured_q,
         )
 
     def _q(
@@ -221,9 +222,10 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        return self._law(batch, logits, batch.settings.draft_temperature, greedy, allowed).summed()
+        temperature = batch.settings.draft_temperature
+        return self._distribution(batch, logits, temperature, greedy, allowed).summed()
 
-    def _law(
+    def _distribution(
         self,
         batch: RoundBatch,
         logits: torch.Tensor,
@@ -251,12 +253,13 @@ class Steps:
         # Tokens after an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
         read = torch.where(drafts.up_to_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
-        where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
-        logits = self.target.chain_logits(Chains(chain, *where, batch.reqs))
+        written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
+        chains = Chains(chain, slots.positions[1], written, slots.locations, batch.reqs)
+        logits = self.target.chain_logits(chains)
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits, temperature = logits.flatten(1, 2), batch.settings.temperature
-        p = self._law(batch, logits, temperature, batch.settings.greedy, allowed).summed()
+        p = self._distribution(batch, logits, temperature, batch.settings.greedy, allowed).summed()
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:
@@ -451,27 +454,25 @@ class Round:
             loaded: the batch and its particles, if they have already been read from the tables.
         """
         steps = self.steps
-        batch, before = loaded or self._load_round(inputs, shape, reqs)
-        slots = steps.reserve(batch, before)
+        batch, start = loaded or self._load_round(inputs, shape, reqs)
+        slots = steps.reserve(batch, start)
 
-        drafts = steps.propose(batch, before, slots)
+        drafts = steps.propose(batch, start, slots)
         p, log_p, shown = steps.score(batch, drafts, slots)
-        begun = before
+        before = start
         if Need.POTENTIALS in shape.needs:
             # Potentials ran in parallel; what is missing is waited for.
-            before = before.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
-        live, ends = ~before.ended, drafts.ends
-        failure = failure_of_round(log_p, drafts.log_q, drafts.up_to_end, ends, live)
+            before = start.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
+        failure = failure_of_round(log_p, drafts, ~before.ended)
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens)
-        ancestors = decision.ancestors
         if shown is not None:
             table = self._tables.particles.logprobs
             listed = table.listed_ids(batch.rows, shape.logprobs.listed)
-            continued = score_tails(before, continued, ancestors, shown, listed)
+            continued = score_tails(before, continued, decision.ancestors, shown, listed)
         continued = continued.stop(failure > 0)
-        continued = measure(batch, before, continued, ancestors, p, drafts)
+        continued = measure(batch, before, continued, decision.ancestors, p, drafts)
         narrowed = steps.narrow(batch, continued)
         outcome = self._commit(batch, continued, narrowed, decision, failure)
         if steps.routed is not None:
@@ -482,7 +483,7 @@ class Round:
             batch,
             drafts,
             resized_from=resized_from,
-            begun=begun,
+            start=start,
             before=before,
             decision=decision,
             failure=failure,
@@ -506,12 +507,13 @@ class Round:
         All slices are loaded first, so that the host's rules for the last slice run while the
         first one plays. Arguments and return value are those of `play`.
         """
-        parts = inputs.split(most)
-        of = [list(reqs[start : start + most]) for start in range(0, len(reqs), most)]
-        whence = [None] * len(parts) if resized_from is None else resized_from.split(most)
-        loaded = [self._load_round(part, shape, of[i]) for i, part in enumerate(parts)]
+        slices = inputs.split(most)
+        reqs_of = [list(reqs[start : start + most]) for start in range(0, len(reqs), most)]
+        resized_of = [None] * len(slices) if resized_from is None else resized_from.split(most)
+        loaded = [self._load_round(one, shape, reqs_of[i]) for i, one in enumerate(slices)]
+        each = enumerate(slices)
         return joined(
-            [self.play(part, shape, of[i], whence[i], loaded[i]) for i, part in enumerate(parts)]
+            [self.play(one, shape, reqs_of[i], resized_of[i], loaded[i]) for i, one in each]
         )
 
     def resize(
@@ -527,9 +529,9 @@ class Round:
         if all(before == after for before, after in sizes):
             return None
         num_particles = max(map(max, sizes))
-        as_held = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
-        batch, held = self._load_round(inputs, as_held, reqs)
-        resized, ancestors = self.steps.resize(batch, held)
+        wider = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
+        batch, population = self._load_round(inputs, wider, reqs)
+        resized, ancestors = self.steps.resize(batch, population)
         self._tables.particles.scatter(batch.rows, resized)
         return ancestors
 
@@ -538,17 +540,19 @@ class Round:
     ) -> tuple[RoundBatch, Population]:
         """Read the batch and its particles from the tables."""
         tables, rows = self._tables, inputs.rows
-        widest = shape.num_particles, shape.max_tail
-        before = tables.particles.gather(rows, *widest, scored=Need.POTENTIALS in shape.needs)
+        num_particles, max_tail = shape.num_particles, shape.max_tail
+        is_scored = Need.POTENTIALS in shape.needs
+        before = tables.particles.gather(rows, num_particles, max_tail, scored=is_scored)
         if shape.logprobs.own:
-            own = tables.particles.logprobs.gather(rows, *widest, shape.logprobs)
-            before = before._replace(logprobs=own)
+            table = tables.particles.logprobs
+            logprobs = table.gather(rows, num_particles, max_tail, shape.logprobs)
+            before = before._replace(logprobs=logprobs)
         starts, last_two = before.output_lengths, before.last_two
         position = before.round_position(starts)  # [G, 1]
         settings = tables.requests.gather(rows)
-        allocated, *sizes = inputs.known.unbind()
+        allocated, own_particles, own_steps, is_exact = inputs.known.unbind()
         if shape.budget is not None:
-            settings = settings.bounded(*sizes)
+            settings = settings.bounded(own_particles, own_steps, is_exact)
         seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
@@ -556,7 +560,11 @@ class Round:
             rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
         edits = None
         if Need.EDITS in shape.needs:
-            edits = tables.edits.of(reqs, rows, settings, *before.for_edits)
+            # The last emitted token is not in the counts: particles may differ in a first token.
+            texts, lengths = before.texts[:, :, 1:], before.lengths + 1
+            edits = tables.edits.of(
+                reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
+            )
         # Sampled chains that are verified as one multi-draft must be independent.
         has_trees = Need.TREES in shape.needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
@@ -623,8 +631,8 @@ class Round:
         tables.particles.scatter(batch.rows, after)
         emitted = None
         if narrowed.logprobs is not None:
-            of_roots = narrowed.logprobs, narrowed.roots[:, 0]
-            emitted = tables.particles.logprobs.emitted(batch.rows, *of_roots)
+            table, roots = tables.particles.logprobs, narrowed.roots[:, 0]
+            emitted = table.emitted(batch.rows, narrowed.logprobs, roots)
         settings = batch.settings
         num_weights = settings.num_particles
         if Need.CHAINS in needs:

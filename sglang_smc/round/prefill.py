@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -63,6 +63,15 @@ def chunks(
         yield spans
 
 
+class Backlog(NamedTuple):
+    """Tokens of a request that the draft has yet to read."""
+
+    group: int  # the request's index in the batch
+    row: int | None  # in `req_to_token`
+    start: int  # position of the first token
+    tokens: list[int]
+
+
 @dataclass(eq=False)
 class Prefill:
     """Prefill of prompts with the target and the proposer."""
@@ -118,16 +127,18 @@ class Prefill:
             committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
         """
         # One that ended as the result before this round was read has given its row back.
-        held = ((i, r) for i, r in enumerate(reqs) if holds_kv(r))
-        unread = ((i, r) for i, r in held if state_of(r).num_read is not None)
-        known = [(i, kv_of(req).req_pool_idx, *take_unread(req)) for i, req in unread]
-        behind = [each for each in known if each[3]]
+        backlogs: list[Backlog] = []
+        for group, req in enumerate(reqs):
+            if holds_kv(req) and state_of(req).num_read is not None:
+                start, tokens = take_unread(req)
+                if tokens:
+                    backlogs.append(Backlog(group, kv_of(req).req_pool_idx, start, tokens))
         ledger = self._tables.ledger
-        for part in (behind[i : i + _AT_ONCE] for i in range(0, len(behind), _AT_ONCE)):
-            which, rows, starts = on_device(ledger.device, [each[:3] for each in part]).unbind(1)
-            self._read_committed(rows, starts, [tokens for *_, tokens in part])
+        for part in (backlogs[i : i + _AT_ONCE] for i in range(0, len(backlogs), _AT_ONCE)):
+            groups, rows, starts = on_device(ledger.device, [one[:3] for one in part]).unbind(1)
+            self._read_committed(rows, starts, [one.tokens for one in part])
             if committed is not None:
-                ledger.reenter(rows, committed[which] - 1, torch.ones_like(rows), 1)
+                ledger.reenter(rows, committed[groups] - 1, torch.ones_like(rows), 1)
 
     def _read_committed(
         self, rows: torch.Tensor, starts: torch.Tensor, tokens: list[list[int]]
@@ -142,9 +153,9 @@ class Prefill:
             first = starts + done
             slots = ledger.reenter(rows, first, lengths - done, some.shape[1])
             locations = KVLocations(rows, first, particle_rows, max_tail=width)
-            chains = some.unsqueeze(1), first.unsqueeze(1), slots.unsqueeze(1), locations
+            chains = Chains(some.unsqueeze(1), first.unsqueeze(1), slots.unsqueeze(1), locations)
             with torch.no_grad():
-                self._draft.catch_up(Chains(*chains))
+                self._draft.catch_up(chains)
 
     def begin(
         self,
@@ -166,9 +177,10 @@ class Prefill:
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edits = None
         if any(map(has_edits, reqs)):
-            none = torch.zeros_like(num_emitted).unsqueeze(1)  # [G, 1]: all are in the counts
-            texts = none.unsqueeze(2)[:, :, :0], none
-            edits = tables.edits.of(reqs, rows, settings, num_emitted.unsqueeze(1), *texts)
+            starts = num_emitted.unsqueeze(1)
+            none = torch.zeros_like(starts)  # [G, 1]: all tokens are in the counts
+            texts = none.unsqueeze(2)[:, :, :0]
+            edits = tables.edits.of(reqs, rows, settings, starts=starts, texts=texts, lengths=none)
         last, allowed = self._edited(edits, rules, logits)
         greedy = settings.greedy if any(map(is_greedy, reqs)) else None
         filters = settings.filters if any(map(uses_filters, reqs)) else None
@@ -250,7 +262,8 @@ class Prefill:
         settings = tables.requests.gather(rows)
         if budget is not None:
             sizes = [state_of(req).now.round_sizes for req in reqs]
-            settings = settings.bounded(*on_device(device, sizes).unbind(1))
+            num_particles, num_steps, is_exact = on_device(device, sizes).unbind(1)
+            settings = settings.bounded(num_particles, num_steps, is_exact)
         return settings, num_emitted, carried
 
     def _place(

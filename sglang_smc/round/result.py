@@ -189,8 +189,8 @@ class SMCBatchResult(GenerationBatchResult):
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
         config, replayed = state.config, self.can_run_cuda_graph
-        kinds = config.weighs, num_kept, len(emitted), replayed, config.greedy
-        self.monitor.add(Played(gains, *kinds))
+        played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
+        self.monitor.add(played)
         if self.policy is not None:
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)

@@ -33,7 +33,7 @@ class Drafts(NamedTuple):
     up_to_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
     coins: torch.Tensor | None = None  # [G] uniforms for the columns where fidelity is measured
-    held: TokenDistribution | None = None  # q of G * N rows in these columns
+    measured_q: TokenDistribution | None = None  # of G * N rows, in these columns
 
 
 def no_drafts(population: Population) -> Drafts:
@@ -70,8 +70,8 @@ class Decider(ABC):
         """Return what all groups keep and draw from; those that decide otherwise are ignored."""
 
     def groups(self, scored: Scored) -> torch.Tensor:
-        """Return the groups that choose it, ``[G]`` bool, in a round with other deciders."""
-        raise NotImplementedError
+        """Return the groups that it decides for, ``[G]`` bool, unless a later decider does; all."""
+        return torch.ones_like(scored.weighs)
 
 
 @dataclass(frozen=True)

@@ -202,8 +202,8 @@ class TokenDistribution(NamedTuple):
 
         def either(yes: torch.Tensor | None, no: torch.Tensor | None) -> torch.Tensor:
             assert yes is not None and no is not None
-            both = (of_draws.view(len(mine), -1) for of_draws in (yes, no))
-            return torch.where(mine.unsqueeze(1), *both).flatten()
+            where = mine.unsqueeze(1)
+            return torch.where(where, yes.view(len(mine), -1), no.view(len(mine), -1)).flatten()
 
         masses, rejects, left = self.log_mass, self.rejects, self.left
         if masses is not None and other.log_mass is not None:

@@ -71,8 +71,8 @@ def keep_column(
     if held is None:
         return scores
     here = (_drafted(coins, num_steps) == step).view(-1, 1, 1)  # [G, 1, 1]
-    grouped = (rows.unflatten(0, (len(coins), -1)) for rows in (scores, held))
-    return torch.where(here, *grouped).flatten(0, 1)
+    shape = len(coins), -1
+    return torch.where(here, scores.unflatten(0, shape), held.unflatten(0, shape)).flatten(0, 1)
 
 
 class Path(NamedTuple):

@@ -108,14 +108,6 @@ class Population(NamedTuple):
         """Return the output length of each particle, emitted tokens included, ``[G, N]``."""
         return self.num_emitted.unsqueeze(1) + self.lengths
 
-    @property
-    def for_edits(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return starts, texts and lengths of `smc.edits.Edits`.
-
-        The last emitted token is not in the counts: particles may differ in a first token.
-        """
-        return self.output_lengths, self.texts[:, :, 1:], self.lengths + 1
-
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
         """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``.
 

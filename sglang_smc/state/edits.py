@@ -71,17 +71,33 @@ class EditTable:
                 bias[row].zero_().index_copy_(0, on_device(self._device, list(each)), biases)
 
     def of(
-        self, reqs: Sequence[Req], rows: torch.Tensor, settings: Settings, *of_texts: torch.Tensor
+        self,
+        reqs: Sequence[Req],
+        rows: torch.Tensor,
+        settings: Settings,
+        *,
+        starts: torch.Tensor,
+        texts: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> Edits:
         """Return the edits of a batch; without requests, of any request in ``rows`` ``[G]``.
 
-        Args:
-            of_texts: `Edits.starts`, `Edits.texts` and `Edits.lengths`.
+        ``starts``, ``texts`` and ``lengths`` are as in `Edits`.
         """
         groups = range(len(rows))
-        columns = EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
+        counts, biases = self.make_room()
+        columns = EditColumns(self._penalizes, self._biases, self._rates, counts, biases)
         edited = [group for group in groups if has_edits(reqs[group])] if reqs else groups
-        return Edits(columns, edited, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
+        return Edits(
+            columns=columns,
+            groups=edited,
+            rows=rows,
+            min_new_tokens=settings.min_new_tokens,
+            stop_mask=settings.stop_mask,
+            starts=starts,
+            texts=texts,
+            lengths=lengths,
+        )
 
 
 def _rates(req: Req) -> tuple[float, float, float]:

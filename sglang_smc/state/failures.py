@@ -14,6 +14,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_smc.printable import printable
+from sglang_smc.smc.deciding import Drafts
 from sglang_smc.state.settings import stop_tokens
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ def _forbids_all(req: Req) -> bool:
     if not params.min_new_tokens:
         return False
     assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
-    given = params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
-    return len(stop_tokens(*given)) >= req.vocab_size
+    stops = stop_tokens(params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size)
+    return len(stops) >= req.vocab_size
 
 
 def mark_first(tokens: torch.Tensor, failure: torch.Tensor) -> torch.Tensor:
@@ -105,27 +106,20 @@ def failure_of_first(target: torch.Tensor, draft: torch.Tensor | None) -> torch.
     return _codes(is_broken, ~draft.float().logsumexp(1).isfinite())
 
 
-def failure_of_round(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    up_to_end: torch.Tensor,
-    ends: torch.Tensor,
-    live: torch.Tensor,
-) -> torch.Tensor:
+def failure_of_round(log_p: torch.Tensor, drafts: Drafts, live: torch.Tensor) -> torch.Tensor:
     """Return the failure codes ``[G]`` of a round in which logits gave no distribution.
 
     Args:
-        target: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
+        log_p: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
             give no distribution, since its normaliser is NaN then.
-        draft: ``[G, N, K]`` log-probabilities of the draft tokens, NaN likewise.
-        up_to_end: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
-        ends: ``[G, N, K]`` bool: the sequence ends with this token.
+        drafts: whose log-probabilities are NaN likewise.
         live: ``[G, N]`` bool: present, and not ended.
     """
     # The target's distribution is needed after each column, unless the sequence ends there.
-    asked = torch.cat([live.unsqueeze(2), up_to_end & ~ends], dim=2)  # [G, N, K + 1]
-    is_broken = (target.isnan() & asked).flatten(1).any(1)
-    return _codes(is_broken, (draft.isnan() & up_to_end).flatten(1).any(1))
+    continues = drafts.up_to_end & ~drafts.ends
+    needed = torch.cat([live.unsqueeze(2), continues], dim=2)  # [G, N, K + 1]
+    is_broken = (log_p.isnan() & needed).flatten(1).any(1)
+    return _codes(is_broken, (drafts.log_q.isnan() & drafts.up_to_end).flatten(1).any(1))
 
 
 def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:

@@ -150,8 +150,8 @@ class LogprobTable:
         """Return the part of the table with these sizes."""
         assert self.columns is not None
         own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self.columns)
-        tops = top[..., :num_top], top_ids[..., :num_top]
-        return TailLogprobs(own, *tops, listed[..., :num_listed])
+        top, top_ids = top[..., :num_top], top_ids[..., :num_top]
+        return TailLogprobs(own, top, top_ids, listed[..., :num_listed])
 
     def make_room(self, widths: LogprobWidths) -> None:
         """Widen the table; graphs captured before write to the old `columns`, which none reads."""

@@ -393,8 +393,8 @@ def shared_ids(req: Req) -> list[int]:
 def skip_draft(req: Req) -> int:
     """Note that the draft does not read the token of a round; return how many it has skipped.
 
-    In a round before it may have left the last two tokens unread. A policy keeps a budget for some
-    rounds: when drafting resumes, the host knows all others, though it may be a round behind.
+    A round before may have left the last two tokens unread. Those before them are on the host when
+    drafting resumes, possibly one round late.
     """
     state, prompt = state_of(req), len(req.origin_input_ids)
     place = state.open_token.place

@@ -15,6 +15,7 @@ from toy_request import begun
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.registry import TextRules
+from sglang_smc.smc.deciding import Drafts
 from sglang_smc.state import failures
 from sglang_smc.state.failures import Failure
 from sglang_smc.state.metrics import Monitor
@@ -95,7 +96,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
-        return int(failures.failure_of_round(log_p, log_q, up_to_end, ends, live))
+        drafts = Drafts(up_to_end.long(), log_q, ends, up_to_end, None)
+        return int(failures.failure_of_round(log_p, drafts, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -103,8 +105,9 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     drafted = {place for place in every if place[1] < 2 and code(None, place)}
     assert drafted == {(0, 0), (1, 0), (1, 1)}
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
-    lost, closed, nobody = torch.full((1, 2, 3), NAN), up_to_end & False, live & False
-    assert int(failures.failure_of_round(lost, lost[:, :, :2], closed, ends, nobody)) == 0
+    lost, closed = torch.full((1, 2, 3), NAN), up_to_end & False
+    drafts = Drafts(up_to_end.long(), lost[:, :, :2], ends, closed, None)
+    assert int(failures.failure_of_round(lost, drafts, live & False)) == 0
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
