@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.chains import Chains, KVLocations, MergedRows
+from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
+from sglang_smc.smc.ledger import AttentionContext, KVLocations
 
 NUM_SLOTS = 1024
 SCALING = 0.3
@@ -186,24 +187,20 @@ def make_case(
     )
 
 
-def locations_of(case: Case) -> KVLocations:
-    return KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
+def context_of(case: Case) -> AttentionContext:
+    locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
+    sight = case.window, case.sees_block, case.first_key
+    return AttentionContext(case.req_to_token, case.tails, locations, case.starts, *sight)
 
 
 def plan_of(case: Case, merged: MergedRows | None = None) -> SharedPrefixPlan:
     """The plan of the torch reference."""
     return plan_shared_prefix(
-        case.req_to_token,
-        case.tails,
-        locations_of(case),
-        case.starts,
+        context_of(case),
         num_columns=case.query.shape[2],
         group=case.query.shape[3] // case.keys.shape[1],
         dtype=case.query.dtype,
         cache=case.keys,
-        window=case.window,
-        sees_block=case.sees_block,
-        first_key=case.first_key,
         merged=merged,
     )
 
@@ -254,5 +251,5 @@ def backend_of(
     runner = runner_of(case.req_to_token, kv_pool, case.query.dtype, of_model, latents=latents)
     backend = ParticleAttention(runner, case.tails, implementation, **needs)
     tokens = case.query[..., 0, 0].long()
-    backend.plan(Chains(tokens, case.starts, tokens, locations_of(case)))
+    backend.plan(Chains(tokens, case.starts, tokens, context_of(case).locations))
     return backend

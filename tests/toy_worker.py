@@ -16,7 +16,7 @@ from toy_request import PROMPT, ToyRequest
 
 from sglang_smc import upstream
 from sglang_smc.kv import arena
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
@@ -27,6 +27,7 @@ from sglang_smc.round.batch import Tables
 from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
+from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.metrics import Counters, Monitor, fidelity_of
 from sglang_smc.state.request import RequestStates, has_open_token, particles_of, state_of

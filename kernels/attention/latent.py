@@ -24,6 +24,7 @@ from sglang_smc.kernels.attention.spans import (
     store,
 )
 from sglang_smc.kernels.attention.work import Blocks, Chip, WorkSplit, cut
+from sglang_smc.smc.ledger import AttentionContext
 
 BLOCK_KEYS = 32
 MAX_ROWS, FEW_ROWS = 64, 32  # of a block of queries; the latter on a small chip
@@ -35,37 +36,31 @@ NUM_STAGES = 2
 def latent_attention(
     query: torch.Tensor,
     latents: torch.Tensor,
+    context: AttentionContext,
     *,
     rank: int,
-    req_to_token: torch.Tensor,
-    tails: torch.Tensor,
-    rows: torch.Tensor,
-    committed: torch.Tensor,
-    particle_rows: torch.Tensor,
-    starts: torch.Tensor,
     max_prefix: int,
-    max_tail: int,
     scaling: float,
-    first_key: int = 0,
 ) -> torch.Tensor:
     """Compute causal softmax attention of particles over latents; never waits for the device.
 
     Reference: `sglang_smc.models.softmax.shared_prefix_attention` without values, up to ``rank``;
-    places as in `particle_attention`. Queries are read in place if their tokens have one stride.
+    arguments as in `particle_attention`. Queries are read in place if their tokens have one stride.
 
     Raises ValueError for float32, or wider latents than 512 + 64: their blocks do not fit on the
     chip.
     """
     rope = query.shape[4] - rank
     check_sizes(query.dtype, rank, rope)
-    split = cut_work(query.shape, rank, max_prefix, max_tail, work.chip_of(query.device))
+    max_tail, chip = context.locations.max_tail, work.chip_of(query.device)
+    split = cut_work(query.shape, rank, max_prefix, max_tail, chip)
     block_rope = max(16, triton.next_power_of_2(rope))
     return attend(
         _attend_latents,
         query,
         (latents, latents.stride(0)),
-        Slots.of(req_to_token, tails, rows, committed, particle_rows, starts),
-        (scaling * LOG2_E, first_key),
+        Slots.of(context),
+        (scaling * LOG2_E, context.first_key),
         split,
         Layer.of(query, 1, rank, split, rope=rope, block_rope=block_rope),
     )

@@ -21,6 +21,7 @@ from sglang_smc.kernels.attention.spans import (
 )
 from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
 from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.smc.ledger import AttentionContext
 
 
 class New(NamedTuple):
@@ -60,36 +61,25 @@ def particle_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    context: AttentionContext,
     *,
-    req_to_token: torch.Tensor,
-    tails: torch.Tensor,
-    rows: torch.Tensor,
-    committed: torch.Tensor,
-    particle_rows: torch.Tensor,
-    starts: torch.Tensor,
     max_prefix: int,
-    max_tail: int,
     scaling: float,
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
-    window: int | None = None,
-    sees_block: bool = False,
-    first_key: int = 0,
     new: New | None = None,
 ) -> torch.Tensor:
     """Compute softmax attention of particles over prefix and tails, causal except in blocks.
 
-    Reference: `sglang_smc.models.softmax.shared_prefix_attention`, with its plan's arguments. It
-    never waits for the device.
+    Reference: `sglang_smc.models.softmax.shared_prefix_attention`. It never waits for the device.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent. Read in
             place if its tokens have one stride, as in a slice of a wider matrix.
         keys, values: ``[slots, kv_heads, head_dim]`` of one layer, the new tokens' included unless
             ``new`` has them; of the queries' dtype, or 8-bit.
-        req_to_token, tails, starts, window, sees_block, first_key: as in `plan_shared_prefix`.
-        rows, committed, particle_rows, max_tail: as in `KVLocations`.
+        context: the keys that are attended to.
         max_prefix: upper bound of the prefix length.
         scaling, cap, sinks, value_scale: as in `Softmax`.
         new: what the layer has not rotated and written yet, except in blocks. The result is that of
@@ -104,20 +94,21 @@ def particle_attention(
     head_dim = query.shape[4]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
+    window, sees_block = context.window, context.sees_block
     assert not sees_block or (window is None and new is None), "checked with the layers"
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)
     chip = work.chip_of(query.device)
-    sizes = query.shape, kv_heads, query.element_size(), max_prefix, max_tail
-    split = cut_work(*sizes, chip, new is not None)
+    max_tail, item = context.locations.max_tail, query.element_size()
+    split = cut_work(query.shape, kv_heads, item, max_prefix, max_tail, chip, new is not None)
     flags = {"has_window": window is not None, "has_cap": cap > 0, "sees_block": sees_block}
     return attend(
         _attend_spans,
         query,
         _Cache(keys, *keys.stride()[:2], values, *values.stride()[:2], new),
-        Slots.of(req_to_token, tails, rows, committed, particle_rows, starts),
-        (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, first_key),
+        Slots.of(context),
+        (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, context.first_key),
         split,
         Layer.of(query, kv_heads, head_dim, split, **flags),
         sinks,

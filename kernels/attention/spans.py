@@ -22,6 +22,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.attention.work import MAX_SPANS, WorkSplit
 from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.smc.ledger import AttentionContext
 
 LOG2_E = 1.4426950408889634
 NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
@@ -40,10 +41,11 @@ class Slots(NamedTuple):
     starts: torch.Tensor
 
     @classmethod
-    def of(cls, req_to_token: torch.Tensor, tails: torch.Tensor, *places: torch.Tensor) -> "Slots":
-        """Return the slots, with the places, its last fields, made contiguous."""
-        strides = req_to_token.stride(0), tails.shape[1]
-        return cls(req_to_token, strides[0], tails, strides[1], *contiguous(places))
+    def of(cls, context: AttentionContext) -> "Slots":
+        """Return the slots of a context, with the tensors of G requests made contiguous."""
+        table, tails, locations, starts, *_ = context
+        places = contiguous((*locations[:3], starts))
+        return cls(table, table.stride(0), tails, tails.shape[1], *places)
 
 
 class Queries(NamedTuple):

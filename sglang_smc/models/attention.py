@@ -30,6 +30,7 @@ from sglang_smc.models.supported import (
     sees_block,
     window_of,
 )
+from sglang_smc.smc.ledger import AttentionContext
 from sglang_smc.upstream import kv_layers
 
 Attend = Callable[..., torch.Tensor]  # of query, keys, values (None: of latents) and `Softmax`
@@ -198,8 +199,21 @@ class ParticleAttention(PoolAttention):
         """
         self._shape = chains.slots.shape
         self._merged = merged
-        # Layers of one kind share their plan.
-        self._attend_over = cache(partial(self._plan, chains))
+
+        def attend_over(window: int | None, sees_block: bool) -> Attend:
+            return self._plan(
+                AttentionContext(
+                    req_to_token=self.req_to_token_pool.req_to_token,
+                    tails=self.tails,
+                    locations=chains.locations,
+                    starts=chains.starts,
+                    window=window,
+                    sees_block=sees_block,
+                    first_key=self._first_key,
+                )
+            )
+
+        self._attend_over = cache(attend_over)  # layers of one kind share their plan
 
     def write(
         self, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -233,44 +247,30 @@ class ParticleAttention(PoolAttention):
             return output
         return output.flatten(0, 2)[self._merged.kept]
 
-    def _plan_torch(self, chains: Chains, window: int | None, block: bool) -> "Attend":
+    def _plan_torch(self, context: AttentionContext) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
-            self.req_to_token_pool.req_to_token,
-            self.tails,
-            chains.locations,
-            chains.starts,
-            num_columns=chains.slots.shape[2],
+            context,
+            num_columns=self._shape[2],
             group=self.group,
             dtype=self.dtype,
             cache=pool.get_key_buffer(kv_layers(pool)[0]),
-            window=window,
-            sees_block=block,
-            first_key=self._first_key,
             merged=self._merged,
         )
         return partial(shared_prefix_attention, plan=plan)
 
-    def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
-        places = {
-            "req_to_token": self.req_to_token_pool.req_to_token,
-            "tails": self.tails,
-            "starts": chains.starts,
-            "max_prefix": self._max_prefix,
-            **chains.locations._asdict(),
-        }
-        if self.rank is not None:
+    def _plan_triton(self, context: AttentionContext) -> "Attend":
+        longest, rank = self._max_prefix, self.rank
+        if rank is not None:
             from sglang_smc.kernels.attention.latent import latent_attention
 
-            own = {"rank": self.rank, "first_key": self._first_key}
             return lambda query, latents, _, softmax: latent_attention(
-                query, latents, scaling=softmax.scaling, **own, **places
+                query, latents, context, rank=rank, max_prefix=longest, scaling=softmax.scaling
             )
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
-        sight = {"window": window, "sees_block": block, "first_key": self._first_key}
         return lambda query, keys, values, softmax, **new: particle_attention(
-            query, keys, values, **sight, **places, **softmax._asdict(), **new
+            query, keys, values, context, max_prefix=longest, **softmax._asdict(), **new
         )
 
 

@@ -10,21 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang_smc.smc.ledger import KVLocations
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-
-class KVLocations(NamedTuple):
-    """KV cache locations of the particles of a batch.
-
-    Positions before ``committed`` are in the request's own row, the others in the particle's.
-    """
-
-    rows: torch.Tensor  # [G] int64 rows of `req_to_token`: the shared prefixes
-    committed: torch.Tensor  # [G] int64 lengths of the shared prefixes, at least 1
-    particle_rows: torch.Tensor  # [G, N] int64 rows of `Ledger.tails`
-    # Upper bound, on the host, of a particle's keys after `committed`, the new ones included.
-    max_tail: int
 
 
 class Chains(NamedTuple):

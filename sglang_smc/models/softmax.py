@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_smc.models.chains import KVLocations, MergedRows
+from sglang_smc.models.chains import MergedRows
+from sglang_smc.smc.ledger import AttentionContext
 
 #: Keys of a prefix that are worth the calls by which rows or requests share them.
 _LONG = 256
@@ -156,14 +157,14 @@ class Siblings(NamedTuple):
     slots: torch.Tensor  # [S] of the keys that they share, from the first position with one
 
 
-def find_siblings(
-    req_to_token: torch.Tensor, rows: torch.Tensor, committed: torch.Tensor, first_key: int
-) -> list[Siblings]:
+def find_siblings(context: AttentionContext) -> list[Siblings]:
     """Return the runs of requests that share at least half of their prefixes, if there are any.
 
     Other requests are then runs of one, so that their length pads no others. The last committed
-    token is not shared: each request has a key of its own. Arguments as for `plan_shared_prefix`.
+    token is not shared: each request has a key of its own.
     """
+    req_to_token, first_key = context.req_to_token, context.first_key
+    rows, committed, *_ = context.locations
     fewest = first_key + _LONG
     there = req_to_token[:, :fewest][rows, -1]  # where nobody shares that far, no more is read
     if committed.max() <= fewest or not (there[1:] == there[:-1]).any():
@@ -223,18 +224,12 @@ class SharedPrefixPlan(NamedTuple):
 
 
 def plan_shared_prefix(
-    req_to_token: torch.Tensor,
-    tails: torch.Tensor,
-    locations: KVLocations,
-    starts: torch.Tensor,
+    context: AttentionContext,
     *,
     num_columns: int,
     group: int,
     dtype: torch.dtype,
     cache: torch.Tensor,
-    window: int | None = None,
-    sees_block: bool = False,
-    first_key: int = 0,
     merged: MergedRows | None = None,
 ) -> SharedPrefixPlan:
     """Plan a forward over C tokens of each of N particles of each of G requests.
@@ -242,29 +237,22 @@ def plan_shared_prefix(
     Reads lengths on the host, which waits for the device, and cuts all tensors to them.
 
     Args:
-        req_to_token: ``[rows, width]`` slots by row and position.
-        tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
-        locations: of the prefixes, and of the tails after them.
-        starts: ``[G, N]`` position of each particle's first token, at least ``committed - 1``.
+        context: the keys that are attended to.
         num_columns: C.
         group: query heads per key head.
         dtype: of the queries.
         cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
-        window: the number of keys before its own that a query attends to; None for all.
-        sees_block: whether a query attends to all new tokens of its particle that have slots of
-            their own, also those ahead of it. Not with a window.
-        first_key: the first position that has a key; those before it are not attended. The output
-            of queries before it is undefined.
         merged: the rows whose results are used; None for all.
     """
+    req_to_token, tails, locations, starts, window, sees_block, first_key = context
     assert window is None or not sees_block, "checked with the layers"
     rows, committed, particle_rows, _ = locations
     begin = torch.full_like(committed, first_key)  # [G] of a prefix, without what siblings share
-    siblings = find_siblings(req_to_token, rows, committed, first_key) if window is None else []
+    siblings = find_siblings(context) if window is None else []
     for one in siblings:
         begin[one.first : one.last] += len(one.slots)
     if starts.shape[1] == 1 and window is None and not sees_block:
-        whole, hidden = _whole_sequences(req_to_token, tails, locations, starts, num_columns, begin)
+        whole, hidden = _whole_sequences(context, num_columns, begin)
         masks = _of_heads(hidden, group, dtype), None
         return SharedPrefixPlan.of(cache, whole, siblings, rows[:0], masks)
     column = torch.arange(num_columns, device=rows.device)
@@ -315,17 +303,13 @@ def plan_shared_prefix(
 
 
 def _whole_sequences(
-    req_to_token: torch.Tensor,
-    tails: torch.Tensor,
-    locations: KVLocations,
-    starts: torch.Tensor,
-    num_columns: int,
-    begin: torch.Tensor,
+    context: AttentionContext, num_columns: int, begin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return slots ``[G, L]`` of requests of one particle, and the hidden keys ``[G, C, L]``.
 
     Arguments as for `plan_shared_prefix`; sequences are those from ``begin`` ``[G]`` on.
     """
+    req_to_token, tails, locations, starts, *_ = context
     rows, committed, particle_rows, _ = locations
     end = starts + num_columns  # [G, 1]
     longest = max(int((end - begin.unsqueeze(1)).max()), 1)

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.models.chains import KVLocations
 from sglang_smc.models.gated_delta import Columns, gated_delta
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.smc import fidelity, filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
-from sglang_smc.smc.ledger import Arenas, Wanted
+from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
@@ -333,25 +332,22 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int, rotates: bool 
     particle_rows = torch.arange(size * num_particles, device=of.device).view(size, -1)
     rows = torch.arange(size, device=of.device)
     locations = KVLocations(rows, committed, particle_rows, max_tail=num_columns + 4)
-    places: dict[str, Any] = {
-        "req_to_token": table.view(size, PREFIX),
-        "tails": tails.view(-1, width),
-        "starts": committed.unsqueeze(1) + of.whole(-1, 4, size, num_particles),
-    }
+    starts = committed.unsqueeze(1) + of.whole(-1, 4, size, num_particles)
+    context = AttentionContext(table.view(size, PREFIX), tails.view(-1, width), locations, starts)
     shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
     of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
     query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
     run = _attend_by_kernel if ops.kind == "triton" else _attend_by_torch
     if not rotates:
-        return run((query, keys, values), heads, locations, places)
+        return run((query, keys, values), heads, context)
     # Those in prefixes are written already.
-    position = places["starts"].unsqueeze(2) + torch.arange(num_columns, device=of.device)
-    slots = places["tails"][particle_rows.unsqueeze(2), position % width].long()
+    position = starts.unsqueeze(2) + torch.arange(num_columns, device=of.device)
+    slots = context.tails[particle_rows.unsqueeze(2), position % width].long()
     slots = slots.where(position >= committed.view(-1, 1, 1), 0).flatten()
     new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
     angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    output = run((query, keys, values), heads, locations, places, (*new, slots, position, cos_sin))
+    output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
     written = slots[slots > 0]
     return output, keys[written], values[written]
 
@@ -360,24 +356,23 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 def _attend_by_kernel(
-    qkv: _Tensors, heads: Heads, locations: KVLocations, places: dict[str, Any], new: _Tensors = ()
+    qkv: _Tensors, heads: Heads, context: AttentionContext, new: _Tensors = ()
 ) -> torch.Tensor:
     from sglang_smc.kernels.attention import latent
     from sglang_smc.kernels.attention.particle_attention import New, particle_attention
 
     query, keys, values = qkv
-    scaling = heads.head_dim**-0.5
-    places = {**places, **locations._asdict(), "max_prefix": PREFIX, "scaling": scaling}
+    sizes: dict[str, Any] = {"max_prefix": PREFIX, "scaling": heads.head_dim**-0.5}
     if heads.rank:
-        return latent.latent_attention(query, keys, rank=heads.rank, **places)
+        return latent.latent_attention(query, keys, context, rank=heads.rank, **sizes)
     if new:
         arrivals = torch.zeros(len(query) * heads.kv_heads, dtype=torch.int32, device=query.device)
-        places["new"] = New.of(*new, arrivals)
-    return particle_attention(query, keys, values, **places)
+        sizes["new"] = New.of(*new, arrivals)
+    return particle_attention(query, keys, values, context, **sizes)
 
 
 def _attend_by_torch(
-    qkv: _Tensors, heads: Heads, locations: KVLocations, places: dict[str, Any], new: _Tensors = ()
+    qkv: _Tensors, heads: Heads, context: AttentionContext, new: _Tensors = ()
 ) -> torch.Tensor:
     query, keys, values = qkv
     if new:
@@ -386,8 +381,7 @@ def _attend_by_torch(
         query = _rotated(query.flatten(0, 2), turn).view(query.shape)
         keys[slots], values[slots] = _rotated(key, turn), value
     plan = plan_shared_prefix(
-        **places,
-        locations=locations,
+        context,
         num_columns=query.shape[2],
         group=heads.q_heads // heads.kv_heads,
         dtype=heads.dtype,

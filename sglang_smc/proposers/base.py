@@ -16,9 +16,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
+from sglang_smc.smc.ledger import KVLocations
 
 
 class DraftSlots(NamedTuple):

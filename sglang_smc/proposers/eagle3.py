@@ -30,12 +30,12 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
-from sglang_smc.models.chains import Chains, KVLocations, MergedRows, merge_rows
+from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
-from sglang_smc.smc.ledger import Ledger
+from sglang_smc.smc.ledger import KVLocations, Ledger
 
 
 class EagleForward(ParticleForward):

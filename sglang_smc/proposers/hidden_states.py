@@ -12,10 +12,10 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from sglang_smc.models.attention import seed_tail, slots_before
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
-from sglang_smc.smc.ledger import Ledger
+from sglang_smc.smc.ledger import KVLocations, Ledger
 
 
 class StatesReader(Protocol):

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang_smc.models.chains import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
@@ -23,6 +22,7 @@ from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.play import Steps
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.ledger import KVLocations
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv import arena
 from sglang_smc.kv.transfer import joined
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.options.server import SMCConfig
@@ -40,7 +40,7 @@ from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, trees, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.ledger import Arenas, Ledger, Wanted
+from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_smc.kv.transfer import on_device
-from sglang_smc.models.chains import Chains, KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.base import DraftProposer
 from sglang_smc.round.batch import Tables
@@ -26,6 +26,7 @@ from sglang_smc.round.result import SMCDraftInput, as_eagle
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first

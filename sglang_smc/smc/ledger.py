@@ -42,6 +42,33 @@ class Arenas(NamedTuple):
     allocated: torch.Tensor  # [G] int64: where it ends
 
 
+class KVLocations(NamedTuple):
+    """KV cache locations of the particles of a batch.
+
+    Positions before ``committed`` are in the request's own row, the others in the particle's.
+    """
+
+    rows: torch.Tensor  # [G] int64 rows of `req_to_token`: the shared prefixes
+    committed: torch.Tensor  # [G] int64 lengths of the shared prefixes, at least 1
+    particle_rows: torch.Tensor  # [G, N] int64 rows of `Ledger.tails`
+    # Upper bound, on the host, of a particle's keys after `committed`, the new ones included.
+    max_tail: int
+
+
+class AttentionContext(NamedTuple):
+    """The keys that C new tokens of each of N particles of each of G requests attend to."""
+
+    req_to_token: torch.Tensor  # [rows, width] slots by row and position
+    tails: torch.Tensor  # [rows, W] slots by row and position modulo W, a power of two
+    locations: KVLocations  # of the prefixes, and of the tails after them
+    starts: torch.Tensor  # [G, N] position of each first new token, at least `committed` - 1
+    window: int | None = None  # keys before its own that a query attends to; None for all
+    # Whether a query attends to all new tokens of its particle that have slots of their own, also
+    # those ahead of it. Not with a window.
+    sees_block: bool = False
+    first_key: int = 0  # first position with a key; the output of queries before it is undefined
+
+
 class Ledger:
     """Assigns KV slots to particles.
 

@@ -39,6 +39,7 @@ from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
+from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.state.logprobs import recorded_logprobs
 
 
@@ -68,20 +69,18 @@ class Address(MockTensor):
         return self._offset
 
 
-def _texts(sizes: Sizes) -> dict[str, Any]:
+def _texts(sizes: Sizes, **layer: Any) -> dict[str, Any]:
     """What every attention reads beside keys."""
     cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
-    return {
-        "req_to_token": torch.zeros(100, 4096, dtype=torch.int32),
-        "tails": torch.zeros(100, 512, dtype=torch.int32),
-        "rows": cells[:, 0],
-        "committed": cells[:, 0],
-        "particle_rows": cells,
-        "starts": cells,
-        "max_prefix": sizes.context,
-        "max_tail": sizes.max_lag + sizes.steps + 1,
-        "scaling": 0.1,
-    }
+    longest = sizes.max_lag + sizes.steps + 1
+    context = AttentionContext(
+        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
+        tails=torch.zeros(100, 512, dtype=torch.int32),
+        locations=KVLocations(cells[:, 0], cells[:, 0], cells, longest),
+        starts=cells,
+        **layer,
+    )
+    return {"context": context, "max_prefix": sizes.context, "scaling": 0.1}
 
 
 def _attention(sizes: Sizes) -> None:
@@ -119,11 +118,9 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False)
         rows[:, :width].view(shape),
         cache,
         cache,
-        **_texts(sizes),
+        **_texts(sizes, window=layer.window, sees_block=layer.sees_block),
         cap=layer.cap,
         sinks=torch.zeros(heads.q) if layer.sinks else None,
-        window=layer.window,
-        sees_block=layer.sees_block,
         **late,
     )
 

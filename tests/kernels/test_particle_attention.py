@@ -13,7 +13,7 @@ import triton
 import triton.runtime.interpreter as interpreter
 from compile_sizes import CHIPS
 from fake_cuda import Account
-from particle_cases import SCALING, Case, backend_of, make_case, plan_of
+from particle_cases import SCALING, Case, backend_of, context_of, make_case, plan_of
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -112,18 +112,14 @@ def on_device(case: Case) -> Case:
 
 def arguments_of(case: Case) -> dict[str, Any]:
     """With queries as a GPU has them: rotated in place, in the rows of a wider matrix."""
-    c: dict[str, Any] = on_device(case)._asdict()
+    c = on_device(case)
     rows = case.query.flatten(0, 2).flatten(1)
     wide = torch.cat([rows, rows.new_full((len(rows), 64), float("nan"))], 1).to(DEVICE)
-    names = "req_to_token tails rows committed particle_rows starts max_tail first_key"
-    given = {name: c[name] for name in names.split()} | {
-        "max_prefix": int(case.committed.max()) + 7
-    }
+    given: dict[str, Any] = {"context": context_of(c), "max_prefix": int(case.committed.max()) + 7}
     given["query"] = wide[:, : rows.shape[1]].view(case.query.shape)
     if case.rank is not None:
-        return given | {"latents": c["keys"], "rank": case.rank, "scaling": SCALING}
-    layer = {name: c[name] for name in ("keys", "values", "window", "sees_block")}
-    return given | layer | c["softmax"]._asdict()
+        return given | {"latents": c.keys, "rank": case.rank, "scaling": SCALING}
+    return given | {"keys": c.keys, "values": c.values} | c.softmax._asdict()
 
 
 def launch(case: Case, **others: Any) -> torch.Tensor:
@@ -391,7 +387,8 @@ def test_arguments_may_be_views(name: str) -> None:
     case = on_device(case_of(name))
     columns = {one: getattr(case, one).t().contiguous().t() for one in ("starts", "particle_rows")}
     query = case.query.transpose(0, 3).contiguous().transpose(0, 3)
-    case_of(name).assert_close(launch(case, query=query, **columns))
+    context = context_of(case._replace(**columns))
+    case_of(name).assert_close(launch(case, query=query, context=context))
 
 
 @pytest.mark.parametrize(

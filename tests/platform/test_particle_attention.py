@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from fake_cuda import Account
-from particle_cases import NUM_SLOTS, SCALING, Case, locations_of, make_case, runner_of
+from particle_cases import NUM_SLOTS, SCALING, Case, context_of, make_case, runner_of
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -82,7 +82,7 @@ class Harness:
         return getattr(self.forward, name)(self.chains(self.slots))
 
     def chains(self, slots: torch.Tensor) -> Chains:
-        return Chains(self.tokens, self.case.starts, slots, locations_of(self.case))
+        return Chains(self.tokens, self.case.starts, slots, context_of(self.case).locations)
 
 
 def case(num_columns: int = 5, **shape: Any) -> Case:
