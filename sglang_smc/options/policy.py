@@ -1,7 +1,8 @@
 """Choose N and K by the load, and the evidence threshold by a given tilt, without SGLang.
 
 *N and K* (`Policy`). A round of B requests yields B (1 + E[kept]) tokens. Its seconds are measured
-when the server starts, the kept tokens while it runs.
+when the server starts, the kept tokens while it runs. Where no drafts pay, the target decodes
+plainly, and a hundredth of the time goes into trials, which last as long as they pay.
 
 *The evidence threshold* (`Dial`; docs/fidelity.md, "One dial"). In mode auto the tilt is about
 s / (1 + c), with s the scale of a pair of models, a temperature, N and K. It is fitted to the
@@ -15,12 +16,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from sglang_smc.options.request import Budget, RequestConfig, budgets
+from sglang_smc.options.request import OFF, Budget, RequestConfig, budgets
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +31,13 @@ COSTS_ENV = "SGLANG_SMC_ADAPTIVE_COSTS"
 
 _PERIOD = 8  # rounds for which a budget stays before another is considered
 _TAKEN = 0.98  # share of the best rate: of budgets with at least this, that of most particles wins
-_LEFT = 1 / 1.05  # share of the new rate above which a budget stays, unless particles are gained
+# Share of the new rate above which a budget stays, unless particles are gained or none pays.
+_LEFT = 1 / 1.05
 _PRIOR = 0.8  # prior probability that a draft token is kept by one particle
 _FEWER = 0.8  # factor of rejections for twice the particles, in modes that verify (docs/drafts.md)
-_PRIOR_TOKENS = 32.0  # weight of the prior, in tokens
-_MEMORY = 0.98  # decay of counts per round
+_PRIOR_WEIGHT = 8.0  # of what is expected without counts, in tokens tried and in rounds
+_MEMORY = 0.98  # decay of counts per round that drafts
+_TRIALS = 0.01  # share of the time of plain decoding that trials of drafts may cost
 
 
 class Curve(NamedTuple):
@@ -129,39 +133,46 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Kept:
-    """Estimate of the draft tokens that rounds keep, as a probability per token, for each N.
+    """Estimate of the draft tokens that rounds keep: the mean of recent rounds of the same N and K.
 
-    The probability that a token is not kept falls by `_FEWER` with each doubling of N: what is
-    counted at one N is the prior of the others. Old counts decay towards `_PRIOR`: a server that
-    has stopped drafting tries again.
+    Its prior is a probability per token for each N. The probability that a token is not kept falls
+    by `_FEWER` with each doubling of N: what is counted at one N is the prior of the others.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[float, float]] = {}  # N -> tokens kept, tried
+        # Rounds of a request, their tokens kept, and those tried.
+        self._counts: dict[Budget, tuple[float, float, float]] = {}
 
     def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; tokens behind the first rejected one do not count as tried."""
-        kept, tried = self._counts.get(budget.num_particles, (0.0, 0.0))
+        rounds, kept, tried = self._counts.get(budget, (0.0, 0.0, 0.0))
         tried += min(num_kept + 1, budget.num_steps)
-        self._counts[budget.num_particles] = kept + num_kept, tried
+        self._counts[budget] = rounds + 1, kept + num_kept, tried
 
     def fade(self) -> None:
-        """Decay the counts, once per round."""
-        self._counts = {n: (k * _MEMORY, t * _MEMORY) for n, (k, t) in self._counts.items()}
+        """Decay the counts, once per round that drafts."""
+        self._counts = {
+            of: (_MEMORY * rounds, _MEMORY * kept, _MEMORY * tried)
+            for of, (rounds, kept, tried) in self._counts.items()
+        }
 
     def tokens(self, budget: Budget) -> float:
         """Return the expected tokens of a round, the target's own included."""
         chance = self._chance(budget.num_particles)
-        return (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance)
+        expected = (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance) - 1.0
+        rounds, kept, _ = self._counts.get(budget, (0.0, 0.0, 0.0))
+        return 1.0 + (kept + _PRIOR_WEIGHT * expected) / (rounds + _PRIOR_WEIGHT)
 
     def _chance(self, num_particles: int) -> float:
         """Return the probability that a token is kept by rounds of N particles."""
-        lost, tried = _PRIOR_TOKENS * (1.0 - _PRIOR), _PRIOR_TOKENS
-        for n, (kept, of) in self._counts.items():
+        lost, tried = _PRIOR_WEIGHT * (1.0 - _PRIOR), _PRIOR_WEIGHT
+        own_kept, own_tried = 0.0, 0.0
+        for (n, _), (_, kept, of) in self._counts.items():
             lost, tried = lost + (of - kept) / _fewer(n), tried + of
+            if n == num_particles:
+                own_kept, own_tried = own_kept + kept, own_tried + of
         prior = 1.0 - min(lost / tried * _fewer(num_particles), 1.0)
-        kept, tried = self._counts.get(num_particles, (0.0, 0.0))
-        return (kept + _PRIOR_TOKENS * prior) / (tried + _PRIOR_TOKENS)
+        return (own_kept + _PRIOR_WEIGHT * prior) / (own_tried + _PRIOR_WEIGHT)
 
 
 def _fewer(num_particles: int) -> float:
@@ -174,26 +185,30 @@ class Policy:
     All ranks of a server must make the same calls with the same costs, to set the same budget.
 
     Args:
-        top: the server's N and K; the first budget in force.
+        top: the server's N and K.
         costs: of rounds.
     """
 
     def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:
-        self.budget = top
         self.costs = costs
         self._budgets = budgets(top)
         self._kept = Kept()
+        self.budget = self.best(1, top)
         self._num_rounds = 0
+        self._num_off = 0  # rounds without drafts, since the last with some
         self._considered = 0  # running requests when a budget was last considered
+        self._drafted: list[int] = []  # tokens kept by rounds that drafted since then
 
     def learn(self, budget: Budget, num_kept: int) -> None:
         """Count the draft tokens that one request's round kept, with N and K of ``budget``."""
         if budget.num_steps:
             self._kept.add(budget, num_kept)
+            self._drafted.append(num_kept)
 
     def end_round(self) -> None:
         """End a round, after `learn` for all its requests."""
-        self._kept.fade()
+        if self.budget != OFF:
+            self._kept.fade()
 
     def choose(
         self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
@@ -208,19 +223,41 @@ class Policy:
             fits: returns whether there is memory for a budget.
         """
         self._num_rounds += 1
+        self._num_off = self._num_off + 1 if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
         self._considered = batch_size
-        best, now = self.best(batch_size, widest), self.budget
-        rates = self._rates((best, now), batch_size, widest)
-        stays = best.num_particles <= now.num_particles and rates[now] >= _LEFT * rates[best]
-        if best == now or stays or not fits(best):
+        best, now = self._wanted(batch_size, widest), self.budget
+        self._drafted.clear()
+        if best == now or not fits(best):
             return
         logger.info(
             "SMC adapts to %d running requests: particles %d -> %d, steps %d -> %d",
             *(batch_size, now.num_particles, best.num_particles, now.num_steps, best.num_steps),
         )
         self.budget = best
+
+    def _wanted(self, batch_size: int, widest: Budget) -> Budget:
+        """Return the best budget, where it gains enough over the one in force, else that."""
+        best, now = self.best(batch_size, widest), self.budget
+        if best != OFF:
+            rate, most = (self._rate(of, batch_size, widest) for of in (now, best))
+            gives = now != OFF and best.num_particles > now.num_particles
+            best = best if gives or rate < _LEFT * most else now
+        return self._trial(batch_size, widest) if best == OFF else best
+
+    def _trial(self, batch_size: int, widest: Budget) -> Budget:
+        """Return the cheapest drafts, where plain decoding has saved for them or they pay; or OFF.
+
+        A trial ends with the first `_PERIOD` rounds that yield less than plain decoding.
+        """
+        cheapest = min(self._budgets[:-1], key=lambda of: self.costs.round(batch_size, of, widest))
+        plain = self.costs.round(batch_size, OFF, widest)
+        more = self.costs.round(batch_size, cheapest, widest) / plain - 1.0
+        earned = self._num_off * _TRIALS / _PERIOD
+        if self.budget == cheapest and self._drafted:
+            earned = fmean(self._drafted)
+        return cheapest if earned >= more else OFF
 
     def best(self, batch_size: int, widest: Budget) -> Budget:
         """Return the budget of most tokens per second; of near ties, that of most particles.
@@ -229,21 +266,18 @@ class Policy:
         steps of a quarter of a power of two.
         """
         best, allowed = self._budgets[0], list(self._budgets)
+        tokens = {of: self._kept.tokens(of.within(widest)) for of in allowed}
         for size in _sizes(batch_size):
-            rates = self._rates(allowed, size, widest)
-            enough = _TAKEN * max(rates.values())
+            rates = {of: tokens[of] / self.costs.round(size, of, widest) for of in allowed}
+            enough = max(_TAKEN * max(rates.values()), rates[OFF])
             best = max((b for b in allowed if rates[b] >= enough), key=lambda b: (b[0], rates[b]))
             allowed = [b for b in allowed if _work(b, widest) <= _work(best, widest)]
         return best
 
-    def _rates(self, of: Iterable[Budget], batch_size: int, widest: Budget) -> dict[Budget, float]:
-        """Return the tokens per second of each budget."""
-        return {
-            budget: batch_size
-            * self._kept.tokens(budget.within(widest))
-            / self.costs.round(batch_size, budget, widest)
-            for budget in of
-        }
+    def _rate(self, budget: Budget, batch_size: int, widest: Budget) -> float:
+        """Return the tokens per second of each request."""
+        tokens = self._kept.tokens(budget.within(widest))
+        return tokens / self.costs.round(batch_size, budget, widest)
 
 
 def _work(budget: Budget, widest: Budget) -> int:
