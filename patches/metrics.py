@@ -86,6 +86,7 @@ def _state(scheduler: Scheduler) -> dict[str, Any]:
         "fidelity": monitor.fidelity(),
         "memory": None if table is None else table.as_dict(),
         "costs": None if active.policy is None else active.policy.costs.as_dict(),
+        "reason": None if active.policy is None else active.policy.reason,
         "running": _running(scheduler),
     }
 

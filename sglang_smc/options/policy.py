@@ -197,6 +197,7 @@ class Policy:
         self._num_rounds = 0
         self._num_off = 0  # rounds without drafts, since the last with some
         self._considered = 0  # running requests when a budget was last considered
+        self._widest = top  # of them
         self._drafted: list[int] = []  # tokens kept by rounds that drafted since then
 
     def learn(self, budget: Budget, num_kept: int) -> None:
@@ -226,16 +227,28 @@ class Policy:
         self._num_off = self._num_off + 1 if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
-        self._considered = batch_size
+        self._considered, self._widest = batch_size, widest
         best, now = self._wanted(batch_size, widest), self.budget
         self._drafted.clear()
         if best == now or not fits(best):
             return
-        logger.info(
-            "SMC adapts to %d running requests: particles %d -> %d, steps %d -> %d",
-            *(batch_size, now.num_particles, best.num_particles, now.num_steps, best.num_steps),
-        )
         self.budget = best
+        logger.info("SMC adapts N and K from %s to %s: %s", tuple(now), tuple(best), self.reason)
+
+    @property
+    def reason(self) -> str:
+        """Return why the budget is in force, for the log and /server_info."""
+        size, widest, now = max(self._considered, 1), self._widest, self.budget
+        of, verb = now, "decodes"
+        if now == OFF:
+            of = max(self._budgets[:-1], key=lambda of: self._rate(of, size, widest))
+            verb = "would decode"
+        times = self._rate(of, size, widest) / self._rate(OFF, size, widest)
+        (n, k), (most, steps) = of.within(widest), now.within(widest)
+        return (
+            f"rows a request {most * (steps + 1)}, running {size}: N = {n}, K = {k} {verb} "
+            f"{times:.2f} times as fast as plain decoding"
+        )
 
     def _wanted(self, batch_size: int, widest: Budget) -> Budget:
         """Return the best budget, where it gains enough over the one in force, else that."""

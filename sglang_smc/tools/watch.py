@@ -134,6 +134,8 @@ def lines_of(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> list[str]:
     """
     rows = [rates(*both) for both in zip(before, now, strict=False)]
     replicas = [_line(_REPLICA, REPLICA, {"rank": n, **row}) for n, row in enumerate(rows)]
+    reasons = ((n, replica.smc.get("reason")) for n, replica in enumerate(now))
+    replicas += [printable(f"{n:>4}  {reason}") for n, reason in reasons if reason]
     requests = [
         {
             "rank": rank,

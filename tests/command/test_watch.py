@@ -69,6 +69,13 @@ def test_requests_that_run_stand_below_their_replica() -> None:
     assert len(lines(BEFORE, AFTER)) == 1
 
 
+def test_an_adaptive_replica_says_why_below_all() -> None:
+    """Which has no reason where N and K stay."""
+    known = [snapshot(10, AFTER)] * 2
+    why = known[1]._replace(smc={**known[1].smc, "reason": "1 row a request"})
+    assert lines_of(known, [known[0], why])[2:] == ["   1  1 row a request"]
+
+
 def test_text_of_clients_is_shown_in_escapes() -> None:
     """Whatever field has it, and in its own column."""
     hostile = {**REQUEST, "rid": HOSTILE, "mode": HOSTILE, "output_tokens": HOSTILE}

@@ -146,7 +146,9 @@ def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]
     """And /server_info has them, as JSON."""
     server = adaptive(num_free=None)
     assert server.generate(**asked(40)).meta["spec_smc_rounds_ct"] > 0
-    costs = server.ask(GetInternalStateReq()).internal_state["smc"]["costs"]
+    told = server.ask(GetInternalStateReq()).internal_state["smc"]
+    costs = told["costs"]
+    assert ", running 1: N = " in told["reason"]
     assert set(costs) >= {"N=4 K=3", "N=1 K=0"}
     assert all(seconds > 0 for points in costs.values() for _, seconds in points)
     assert orjson.loads(orjson.dumps(costs)).keys() == costs.keys()

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +169,16 @@ def test_no_particles_are_taken_that_plain_decoding_beats() -> None:
     seconds = {Budget(2, 1): 1.85, Budget(1, 1): 3.0, OFF: 1.0}  # for 1.84, 1.8 and 1 tokens
     costs = RoundCosts({of: Curve(((1, each),)) for of, each in seconds.items()})
     assert Policy(Budget(2, 1), costs).best(1, TOP) == OFF
+
+
+def test_a_policy_says_why() -> None:
+    """By what is expected now: 1.8 tokens in 1.1 times the time, and then 1."""
+    policy = Policy(Budget(1, 1), matches(0.1))
+    policy.choose(1, TOP)
+    assert policy.reason.startswith("rows a request 2, running 1: N = 1, K = 1 decodes 1.64 times")
+    race(policy, 4, 0.0, 200)
+    said = r"rows a request [12], running 4: N = 1, K = 1 (would )?decodes? 0\.[67]"
+    assert re.match(said, policy.reason)
 
 
 def test_a_budget_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
