@@ -12,12 +12,13 @@ from zipfile import ZipFile
 
 import gguf
 import pytest
-import real.convert as converter
 import torch
-from real import models
-from real.models import MODELS, ORIGIN
-from real.proof import Proof, perplexity_of
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import sglang_smc.tools.real.convert as converter
+from sglang_smc.tools.real import models
+from sglang_smc.tools.real.models import MODELS, ORIGIN
+from sglang_smc.tools.real.proof import Proof, perplexity_of
 
 TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", " ", *"abcdefghijklmnopqrstuvwxyz", "th")
 BOS, EOS = 2, 1

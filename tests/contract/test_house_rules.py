@@ -15,8 +15,8 @@ LEVELS = (
 # Tools that import nothing of the server but settings, arithmetic and records; the commands alone
 # import them.
 APART = (
-    *("tools.commands", "tools.demo", "tools.distill", "tools.plan", "tools.testing"),
-    *("tools.view", "tools.watch"),
+    *("tools.commands", "tools.demo", "tools.distill", "tools.plan", "tools.real"),
+    *("tools.testing", "tools.view", "tools.watch"),
 )
 COMMANDS = ("tools.command",)
 PAIR = "pair"  # data, and the task that goes with them

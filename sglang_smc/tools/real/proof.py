@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from study import BenchError
+from sglang_smc.tools.commands import ScriptError
 
 #: bfloat16 differs by this much, relatively, between processors; the least fault by far more.
 TOLERANCE = 0.02
@@ -25,7 +25,7 @@ class Proof(NamedTuple):
 
 
 def prove(folder: Path, proof: Proof) -> str:
-    """Return what was measured; raise BenchError where it is not what was recorded."""
+    """Return what was measured; raise ScriptError where it is not what was recorded."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +37,7 @@ def prove(folder: Path, proof: Proof) -> str:
     told = f"perplexity {perplexity:.3f}, answer {answer!r}"
     near = math.isclose(perplexity, proof.perplexity, rel_tol=TOLERANCE)
     if not near or answer != proof.answer:
-        raise BenchError(
+        raise ScriptError(
             f"{folder} is not the model that its file holds: {told}; recorded are "
             f"{proof.perplexity:.3f} and {proof.answer!r}. Another release of transformers or gguf "
             "may read the file otherwise; pyproject.toml names those that are tried."

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
-from study import BenchError
+
+from sglang_smc.tools.commands import ScriptError
 
 #: Names of a GGUF's tensors, and those of transformers.
 OUTER = {
@@ -94,11 +95,11 @@ ARCHITECTURES = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the checkpoint of a GGUF file, in bfloat16; raise BenchError for another kind."""
+    """Write the checkpoint of a GGUF file, in bfloat16; raise ScriptError for another kind."""
     reader = GGUFReader(source)
     kind = _value(reader, "general.architecture")
     if kind not in ARCHITECTURES:
-        raise BenchError(f"{source} is of {kind}; those converted: {', '.join(ARCHITECTURES)}.")
+        raise ScriptError(f"{source} is of {kind}; those converted: {', '.join(ARCHITECTURES)}.")
     folder.mkdir(parents=True)
     config, weights = config_of(reader), weights_of(reader)
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
@@ -111,11 +112,11 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _value(reader: GGUFReader, key: str, default: Any = None) -> Any:
-    """Return a field's content; raise BenchError where it is missing and there is no default."""
+    """Return a field's content; raise ScriptError where it is missing and there is no default."""
     if key in reader.fields:
         return reader.fields[key].contents()
     if default is None:
-        raise BenchError(f"The GGUF file has no field {key}.")
+        raise ScriptError(f"The GGUF file has no field {key}.")
     return default
 
 

