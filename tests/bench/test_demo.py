@@ -1,5 +1,6 @@
 """The servers of the demo and of the soak: their flags, their answers, and that all end."""
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ import pytest
 from pair.task import held_out
 
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
-from sglang_smc.tools.demo import cli, serving
+from sglang_smc.tools.demo import chat, cli, serving
 from sglang_smc.tools.demo.serving import Launch, ServerError, flags_of, running, smc_arguments
 
 
@@ -76,6 +77,56 @@ def test_an_answer_is_streamed_and_checked(launch_of: LaunchOf) -> None:
     assert answer.right and pieces == ["It", f" is\n#### {item.number}"]
     assert 0 < answer.seconds_to_first < answer.seconds
     assert answer.info["asked"]["custom_params"] == {"smc": {"mode": "auto"}}
+
+
+CHAT = SERVER.replace(
+    SERVER[
+        SERVER.index("        asked =") : SERVER.index('        self.wfile.write(b"data: [DONE]')
+    ],
+    """
+        for text in ("Yes", f"Yes, {len(body['input_ids'])}"):
+            told = {"text": text, "meta_info": {"completion_tokens": 9, "spec_verify_ct": 4}}
+            self.wfile.write(f"data: {json.dumps(told)}\\n\\n".encode())
+""",
+)
+
+
+def test_a_chat_reads_all_turns_and_shows_what_they_took(
+    launch_of: LaunchOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = iter(["Is it?", "Surely?", ""])
+    launch_of(CHAT)
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    monkeypatch.setattr(chat, "is_current", lambda *_: True)
+    monkeypatch.setattr(chat, "install", lambda *_: cli.PAIR / "target")
+    assert cli.main(["--real"]) == 0
+    said = capsys.readouterr().out
+    first, second = (int(told) for told in re.findall(r"Yes, (\d+)\n", said))
+    assert second > first + 3 and "Yes, " in said and "YesYes" not in said
+    assert len(re.findall(r"\(9 tokens in .* a second, 2\.00 a target pass\)", said)) == 2
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def __call__(self, text: str, **_: bool) -> dict[str, list[str]]:
+        return {"input_ids": list(text)}
+
+
+def test_a_long_chat_forgets_its_oldest_turns() -> None:
+    room = chat.TEXT_TOKENS - chat.MAX_TOKENS
+    messages = [{"content": letter * (room // 2)} for letter in "abcde"]
+    assert chat.read(messages, Letters()) == list("e" * (room // 2))
+    assert len(messages) == 1
+    assert len(chat.read([{"content": "f" * 2 * room}], Letters())) == room
+
+
+def test_a_chat_takes_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--real", "--problems", "3", "--quick"]) == 2
+    assert "--problems, --quick does not go with --real" in capsys.readouterr().err
 
 
 def is_alive(pid: int) -> bool:

