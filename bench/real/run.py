@@ -48,11 +48,11 @@ MAX_TOKENS = 96
 #: Settings of all engines. The models are in bfloat16, as are most that are served.
 COMMON: dict[str, Any] = answers.COMMON | {
     "dtype": "bfloat16",
-    "max_running_requests": 7,  # one of each kind
+    "max_running_requests": 14,  # two of each kind
     "context_length": 1024,
-    "max_total_tokens": 16_384,
+    "max_total_tokens": 24_576,
 }
-SMC, MATCHES, MIXED = "SMC", "n-grams", "model and n-grams"
+SMC, PLAIN, MATCHES, MIXED = "SMC", "plain decoding", "n-grams", "model and n-grams"
 NUM_PARTICLES, MOST_STEPS = 8, 23
 WEIGHT = "speculative_smc_ngram_weight"
 #: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
@@ -138,6 +138,8 @@ def settings(engine: str) -> dict[str, Any]:
             "speculative_num_steps": steps,
             "speculative_num_draft_tokens": tokens,
         }
+    if name == PLAIN:
+        return COMMON
     if name == NGRAM:
         return COMMON | {
             "speculative_algorithm": "NGRAM",
@@ -174,6 +176,7 @@ class Yielded:
 
     index: int  # of the prompt in `real.prompts`
     info: dict[str, Any]
+    output_ids: list[int]  # including EOS
     sample: int = 0
 
 
@@ -322,7 +325,7 @@ class Real(Study[Cell, Yielded]):
         """Return the models of an engine, the draft where it has one."""
         name, _, kind = engine.partition(" ")
         target, draft = PAIRS[name]
-        return Pair(target, None if kind in (NGRAM, MATCHES) else draft)
+        return Pair(target, None if kind in (PLAIN, NGRAM, MATCHES) else draft)
 
     def models(self, name: str) -> tuple[str, str | None]:
         target, draft = self.pair(name)
@@ -345,7 +348,8 @@ class Real(Study[Cell, Yielded]):
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Yielded:
         info = kept_of(reply.meta_info)
-        return Yielded(reply.index, {key: info[key] for key in KEPT if key in info}, sample)
+        counters = {key: info[key] for key in KEPT if key in info}
+        return Yielded(reply.index, counters, reply.output_ids, sample)
 
     def rows(self) -> list[Row]:
         return rows_of(self.complete(), self.plugin)
@@ -357,16 +361,23 @@ class Real(Study[Cell, Yielded]):
         copy((self.options.output_dir / "answers").glob("*.jsonl"), folder / "answers")
 
     def settings(self) -> dict[str, Any]:
-        used = dict.fromkeys(name for pair in PAIRS.values() for name in pair if name)
+        pairs = (self.pair(cell.engine) for cell in self.cells)
+        used = dict.fromkeys(name for pair in pairs for name in pair if name)
         return super().settings() | {"models": list(map(provenance, used))}
+
+
+@lru_cache
+def tokenizer(target: str) -> Any:
+    """Return a target's tokenizer."""
+    from transformers import AutoTokenizer  # slow to import
+
+    return AutoTokenizer.from_pretrained(checkpoint(target))
 
 
 @lru_cache
 def _prompts(target: str, path: Path, count: int) -> list[list[int]]:
     """Return the prompts in a target's chat template."""
-    from transformers import AutoTokenizer  # slow to import
-
-    return prompts(path, AutoTokenizer.from_pretrained(checkpoint(target)), count)
+    return prompts(path, tokenizer(target), count)
 
 
 main = Real.main

@@ -1,0 +1,198 @@
+"""Measure accuracy on GSM8K, of plain decoding and of each mode, on the same problems.
+
+    make gsm8k                                             # everything, resumable at any point
+    .venv/bin/python bench/gsm8k --list                    # lists the cells
+    .venv/bin/python bench/gsm8k --problems 60 --publish   # what is complete there
+
+Models and engines are those of `bench/real`. A few hundred problems show no small loss; the tilt
+to the draft does (docs/fidelity.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from answers import Reply
+from intervals import Interval, paired_difference, watched_tilt, wilson
+from real.run import COMMON, PAIRS, PLAIN, SMC, USUAL, Cell, Real, Yielded, infos, tokenizer
+from results import Report, interval_cell, table, tokens_a_pass
+from study import BenchError
+
+from sglang_smc.tools.real.models import CACHE
+
+SHA256 = "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
+SOURCE = "grade_school_math/data/test.jsonl of github.com/openai/grade-school-math"
+ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
+TEMPERATURE, MAX_TOKENS = 0.7, 320
+PAIR = "coder"
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+# --- The problems
+
+
+@lru_cache
+def problems(path: Path) -> list[dict[str, str]]:
+    """Return GSM8K's test problems; raise BenchError unless the file is the published one."""
+    content = path.read_bytes() if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        raise BenchError(
+            f"{path} is not there, or not GSM8K's test.jsonl with SHA-256 {SHA256}. Get {SOURCE}, "
+            "and name it by --gsm8k."
+        )
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def is_right(text: str, problem: Mapping[str, str]) -> bool:
+    """Return whether the boxed number of an answer, or else its last, is the problem's."""
+    boxed = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else ""
+    numbers = NUMBER.findall(boxed)[:1] or NUMBER.findall(text)[-1:]
+    wanted = NUMBER.findall(problem["answer"])[-1]
+    return any(_value(number) == _value(wanted) for number in numbers)
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+# --- Cells and rows
+
+
+def cells() -> list[Cell]:
+    """Return plain decoding, and each mode at N = K = 8."""
+    n, k = USUAL
+
+    def cell(label: str, engine: str, **asked: Any) -> Cell:
+        smc = {"num_particles": n, "num_steps": k, **asked} if engine == SMC else None
+        return Cell(label, f"{PAIR} {engine}", TEMPERATURE, smc, pair=PAIR)
+
+    return [
+        cell("plain decoding", PLAIN),
+        cell("exact", SMC, mode="exact"),
+        cell("auto", SMC, mode="auto"),
+        cell("default", SMC),
+        cell("paper", SMC, mode="smc", resample_at="block", evidence_threshold=0.0),
+    ]
+
+
+@dataclass(frozen=True)
+class Graded(Yielded):
+    """An answer's counters, and whether it is right."""
+
+    right: bool = False
+
+
+Answered: TypeAlias = Sequence[Graded]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table; None where a number does not apply."""
+
+    label: str
+    accuracy: Interval
+    difference: Interval | None  # minus plain decoding's, on the same problems
+    tokens_per_pass: Interval
+    server_tilt: Interval | None
+    plugin: str  # fingerprint of the code that answered
+
+
+def _row(cell: Cell, found: Answered, plain: Answered | None, plugin: str) -> Row:
+    compared = cell.smc and plain
+    return Row(
+        label=cell.label,
+        accuracy=wilson(sum(one.right for one in found), len(found)),
+        difference=paired_difference(_right(found), _right(plain)) if compared else None,
+        tokens_per_pass=tokens_a_pass(infos(found)),
+        server_tilt=watched_tilt(infos(found)),
+        plugin=plugin,
+    )
+
+
+def _right(found: Answered) -> dict[int, bool]:
+    return {one.index: one.right for one in found}
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.label,
+    "accuracy, %": lambda row: interval_cell(row.accuracy, ".1f", scale=100),
+    "points from plain decoding": lambda row: interval_cell(row.difference, "+.1f", scale=100),
+    "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
+    "the server's own tilt": lambda row: interval_cell(row.server_tilt, "+.3f"),
+}
+
+
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """Return a table for each temperature."""
+    return f"{note}\n\n**Temperature {TEMPERATURE:g}**\n\n{table(COLUMNS, rows)}\n"
+
+
+def note(origin: Mapping[str, Any]) -> str:
+    """Return the text above the table."""
+    told = origin["settings"]
+    models = "; ".join(f"{one['model']} ({one['quantisation']})" for one in told["models"])
+    return (
+        f"{models}; dequantized to bfloat16, N = K = 8. The first {told['problems']} problems of "
+        f"GSM8K's test set, at most {told['max_new_tokens']} tokens an answer; one that is cut off "
+        f"is wrong. On {origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals: "
+        "Wilson's, Bonett and Price's of differences on the same problems. The server's own tilt "
+        "is 0 for the target's distribution and about 1 for the draft's."
+    )
+
+
+# --- The study
+
+
+class Gsm8k(Real):
+    """The study, on models and engines of `Real`."""
+
+    name = "gsm8k"
+    about = "Accuracy on GSM8K of plain decoding and of each mode, and each mode's tilt."
+    problems = 150
+    max_tokens = MAX_TOKENS
+    kind = Graded
+    report = Report("gsm8k", Row, markdown)
+    note = staticmethod(note)
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        made = super().parser()
+        file = CACHE / "gsm8k_test.jsonl"
+        made.add_argument("--gsm8k", type=Path, default=file, help="GSM8K's test.jsonl")
+        return made
+
+    def grid(self) -> list[Cell]:
+        return cells()
+
+    def engine(self, name: str) -> dict[str, Any]:
+        return super().engine(name) | {"max_total_tokens": 2 * COMMON["max_total_tokens"]}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | {"prompts": SHA256}
+
+    def prompt(self, cell: Cell, index: int) -> list[int]:
+        question = problems(self.options.gsm8k)[index]["question"]
+        chat = [{"role": "user", "content": f"{question}\n\n{ASKED}"}]
+        template = tokenizer(PAIRS[PAIR].target).apply_chat_template
+        return template(chat, add_generation_prompt=True)["input_ids"]
+
+    def stored(self, cell: Cell, reply: Reply, sample: int) -> Graded:
+        done = reply.meta_info["finish_reason"]["type"] == "stop"
+        right = done and is_right(reply.text, problems(self.options.gsm8k)[reply.index])
+        return Graded(**asdict(super().stored(cell, reply, sample)), right=right)
+
+    def rows(self) -> list[Row]:
+        complete = self.complete()
+        plain = complete.get(self.cells[0])
+        return [_row(cell, some, plain, self.plugin(cell)) for cell, some in complete.items()]
+
+
+main = Gsm8k.main
