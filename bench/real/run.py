@@ -25,7 +25,15 @@ import numpy as np
 from answers import Reply, Study, kept_of
 from intervals import Interval, paired_ratio_of_ratios, watched_tilt
 from real.prompts import NAMES, SHA256, kind_of, prompts
-from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
+from results import (
+    Report,
+    by_temperature,
+    interval_cell,
+    markdown_table,
+    number_cell,
+    table,
+    tokens_a_pass,
+)
 from study import PAIR, PUBLISHED, code_fingerprint, copy
 
 from sglang_smc.tools.real.models import CACHE, checkpoint, origin
@@ -263,12 +271,22 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def markdown(rows: Sequence[Row], note: str) -> str:
-    """Return a table for each pair and temperature."""
+    """Return a table for each pair, and for each of its temperatures."""
     parts = [note]
     for pair in dict.fromkeys(row.pair for row in rows):
-        for title, here in by_temperature(row for row in rows if row.pair == pair).items():
+        at = by_temperature(row for row in rows if row.pair == pair)
+        parts.append(f"**{pair}, tokens a target pass**\n\n{_summary(at)}")
+        for title, here in at.items():
             parts.append(f"**{pair}, {title.lower()}**\n\n{table(COLUMNS, here)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _summary(at: Mapping[str, Sequence[Row]]) -> str:
+    """Return a table with a line for each setting, and a column for each temperature."""
+    labels = dict.fromkeys(row.label for here in at.values() for row in here)
+    tokens = [{row.label: row.tokens_per_pass.mean for row in here} for here in at.values()]
+    lines = [[name, *(number_cell(of.get(name), ".2f") for of in tokens)] for name in labels]
+    return markdown_table(["", *at], lines)
 
 
 def note(origin: Mapping[str, Any]) -> str:

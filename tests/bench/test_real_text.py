@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def test_what_is_complete_is_published_and_the_study_goes_on_from_there(
     page = (tmp_path / "published" / "real" / "real.md").read_text()
     assert "coder-1.5b (Q4_K_M, SHA-256 cc324af070c2)" in page
     assert "**coder, temperature 0.7**" in page
+    assert re.search(r"^\| SGLang tree 8 / 8 / 72 \| 1\.08 \|$", page, re.M)
     asked = len(bench.asked)
     # Another folder, such as another machine's, begins with what is published.
     assert bench("--output-dir", str(tmp_path / "other"), "--problems", "21") == 0
