@@ -27,6 +27,7 @@ from sglang_smc.tools.distill.teacher import (
     read_prompts,
     sample_answers,
     sample_with_engine,
+    spread,
     write_texts,
 )
 from sglang_smc.tools.distill.train import (
@@ -138,6 +139,13 @@ def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list
             torch.testing.assert_close(found.log_p[row, : len(wanted)], wanted, atol=0.01, rtol=0)
             torch.testing.assert_close(found.features[row, : len(wanted)], alone.features[0])
     assert taught == ([3, 1] if room else [3, 3])
+
+
+def test_others_than_the_likeliest_tokens_share_what_these_leave() -> None:
+    log_p = torch.tensor([[0.5, 0.1, 0.3, 0.06, 0.04], [1.0, 0.0, 0.0, 0.0, 0.0]]).log()
+    found = spread(*log_p.topk(2), 5).exp()
+    assert found[0].tolist() == pytest.approx([0.5, 0.2 / 3, 0.3, 0.2 / 3, 0.2 / 3])
+    assert found[1, 0] == 1 and 0 < found[1, 2:].sum() < 1e-5
 
 
 def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_path: Path) -> None:

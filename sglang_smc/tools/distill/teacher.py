@@ -114,6 +114,10 @@ def batches(texts: Sequence[Text], size: int, rng: torch.Generator) -> Iterator[
 # --- The target
 
 
+LIKELIEST = 128  # tokens
+LEAST = 1e-6  # mass of all others together, for rounding may leave none
+
+
 class Lesson(NamedTuple):
     """The target's outputs on a batch."""
 
@@ -158,6 +162,8 @@ class Teacher:
 class Lessons:
     """The target's outputs on texts, computed once where ``room`` holds them.
 
+    Probabilities of the `LIKELIEST` tokens are stored; others share what they leave evenly.
+
     Args:
         layer_ids, hot: as for `Teacher.teach`.
         device: of the target.
@@ -175,6 +181,7 @@ class Lessons:
         self._teacher, self._layer_ids, self._hot = teacher, layer_ids, hot
         self._device, self._room = device, room
         self._stored: dict[int, list[torch.Tensor]] = {}  # by the id of a text
+        self._num_tokens = 0  # of a distribution
 
     def of(self, texts: Sequence[Text]) -> Lesson:
         """Return the lesson of a batch of texts; the caller holds on to them."""
@@ -184,11 +191,12 @@ class Lessons:
             if size <= self._room:
                 self._room -= size
                 self._stored[text] = parts
-        both = [(found.get(id(text)) or self._stored[id(text)]) for text in texts]
-        log_p, features = (
-            pad_sequence(list(parts), batch_first=True).float() for parts in zip(*both, strict=True)
+        all_parts = [(found.get(id(text)) or self._stored[id(text)]) for text in texts]
+        likely, tokens, features = (
+            pad_sequence(list(parts), batch_first=True) for parts in zip(*all_parts, strict=True)
         )
-        return Lesson(collate(texts, self._device), log_p, features)
+        log_p = spread(likely.float(), tokens.long(), self._num_tokens)
+        return Lesson(collate(texts, self._device), log_p, features.float())
 
     def _taught(self, texts: Sequence[Text]) -> dict[int, list[torch.Tensor]]:
         if not texts:
@@ -196,11 +204,20 @@ class Lessons:
         _, log_p, features = self._teacher.teach(
             collate(texts, self._device), self._layer_ids, self._hot
         )
-        parts = (log_p.half(), features.to(self._teacher.model.dtype))
+        self._num_tokens = log_p.shape[-1]
+        likely, tokens = log_p.topk(min(LIKELIEST, self._num_tokens))
+        parts = (likely.half(), tokens.int(), features.to(self._teacher.model.dtype))
         return {
             id(text): [part[row, : len(text.ids)].clone() for part in parts]
             for row, text in enumerate(texts)
         }
+
+
+def spread(likely: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return log-probabilities ``[..., num_tokens]`` from those of some tokens, ``[..., k]``."""
+    num_others = num_tokens - tokens.shape[-1]
+    left = (1 - likely.exp().sum(-1, keepdim=True)).clamp_min(LEAST) / max(num_others, 1)
+    return left.log().expand(*tokens.shape[:-1], num_tokens).scatter(-1, tokens, likely)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:
