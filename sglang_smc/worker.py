@@ -146,8 +146,10 @@ class SMCWorker(WeightUpdates):
             self._target_worker,
             self._draft_worker,
             self._tables,
-            self._steps.draft.state_bytes,
-            self._captures.gigabytes,
+            {
+                "states of the target": self._steps.draft.state_bytes,
+                "round graphs": round(self._captures.gigabytes * 2**30),
+            },
         )
 
     @property

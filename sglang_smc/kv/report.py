@@ -25,7 +25,7 @@ SHORT_LAG = 32
 _VERIFIES = "exact, auto"
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class MemorySizes(msgspec.Struct, frozen=True, kw_only=True):
     """Memory and limits of a server, on each tensor-parallel rank."""
 
     num_slots: int  # of the KV pool
@@ -60,7 +60,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     advice: str | None  # recommended changes if the pool is small, else None
 
     @classmethod
-    def of(cls, config: SMCConfig, sizes: Sizes) -> "Table":
+    def of(cls, config: SMCConfig, sizes: MemorySizes) -> "Table":
         """Return the table of a server with these options."""
         limit = min(sizes.context_length, sizes.num_slots) - 1
         longest = max(arena.longest(config, sizes.num_slots, limit), 0)
@@ -114,11 +114,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(["SMC memory", *(f"  {line}" for line in self.lines())])
 
 
-def _fits(config: SMCConfig, sizes: Sizes, prompt: int, answer: int) -> int:
+def _fits(config: SMCConfig, sizes: MemorySizes, prompt: int, answer: int) -> int:
     return min(arena.fits(config, sizes.num_slots, prompt, answer), sizes.most_running)
 
 
-def _advice(config: SMCConfig, sizes: Sizes, prompt: int, answer: int, plain: int) -> str | None:
+def _advice(
+    config: SMCConfig, sizes: MemorySizes, prompt: int, answer: int, plain: int
+) -> str | None:
     """Return recommended changes if arenas let few requests fit, else None."""
     now = _fits(config, sizes, prompt, answer)
     if now >= min(FEW, plain):

@@ -132,7 +132,7 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
     overhead: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
-class Kept:
+class Acceptance:
     """Estimate of the draft tokens that rounds keep: the mean of recent rounds of the same N and K.
 
     Its prior is a probability per token for each N. The probability that a token is not kept falls
@@ -192,7 +192,7 @@ class Policy:
     def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:
         self.costs = costs
         self._budgets = budgets(top)
-        self._kept = Kept()
+        self._acceptance = Acceptance()
         self.budget = self.best(1, top)
         self._num_rounds = 0
         self._num_off = 0  # rounds without drafts, since the last with some
@@ -203,13 +203,13 @@ class Policy:
     def learn(self, budget: Budget, num_kept: int) -> None:
         """Count the draft tokens that one request's round kept, with N and K of ``budget``."""
         if budget.num_steps:
-            self._kept.add(budget, num_kept)
+            self._acceptance.add(budget, num_kept)
             self._drafted.append(num_kept)
 
     def end_round(self) -> None:
         """End a round, after `learn` for all its requests."""
         if self.budget != OFF:
-            self._kept.fade()
+            self._acceptance.fade()
 
     def choose(
         self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
@@ -279,7 +279,7 @@ class Policy:
         steps of a quarter of a power of two.
         """
         best, allowed = self._budgets[0], list(self._budgets)
-        tokens = {of: self._kept.tokens(of.within(widest)) for of in allowed}
+        tokens = {of: self._acceptance.tokens(of.within(widest)) for of in allowed}
         for size in _sizes(batch_size):
             rates = {of: tokens[of] / self.costs.round(size, of, widest) for of in allowed}
             enough = max(_TAKEN * max(rates.values()), rates[OFF])
@@ -289,7 +289,7 @@ class Policy:
 
     def _rate(self, budget: Budget, batch_size: int, widest: Budget) -> float:
         """Return the tokens per second of each request."""
-        tokens = self._kept.tokens(budget.within(widest))
+        tokens = self._acceptance.tokens(budget.within(widest))
         return tokens / self.costs.round(batch_size, budget, widest)
 
 

@@ -69,7 +69,7 @@ _PASSES = (
 )
 
 
-class Sizes(NamedTuple):
+class CapturedSizes(NamedTuple):
     """Batch sizes to capture, ascending."""
 
     of_rounds: tuple[int, ...]  # of the kinds that most requests use
@@ -85,25 +85,25 @@ class Sizes(NamedTuple):
 
 def plan_sizes(
     wanted: Sequence[int], num_kinds: int, num_edited: int, room: Room = UNBOUNDED
-) -> Sizes:
+) -> CapturedSizes:
     """Return the sizes to capture, of those ``wanted``; none if not even the smallest fits.
 
     Args:
         wanted: ascending.
-        num_kinds: kinds of rounds that are captured at `Sizes.of_rounds`: variants, or where N and
-            K adapt, budgets.
-        num_edited: kinds that are captured at `Sizes.of_edited`.
+        num_kinds: kinds of rounds that are captured at `CapturedSizes.of_rounds`: variants, or
+            where N and K adapt, budgets.
+        num_edited: kinds that are captured at `CapturedSizes.of_edited`.
         room: numbers of requests that fit in memory.
     """
     of_rounds, of_any = ([s for s in wanted if s <= most] for most in room[1:])
     if not of_rounds or not of_any:
-        return Sizes((), (), (), ())
+        return CapturedSizes((), (), (), ())
     is_few = num_kinds <= FEWEST
     powers = [s for s in of_any if s in (of_any[0], of_any[-1]) or s & (s - 1) == 0]
     few = thinned(powers, FEWEST if is_few else 2)
     alone = [size for size in powers if size <= room.launched] or powers[:1]
     of_passes = thinned(alone, FEWEST if is_few else 2)
-    beside = Sizes((), tuple(powers) if is_few else few, few, of_passes)
+    beside = CapturedSizes((), tuple(powers) if is_few else few, few, of_passes)
     rest = MOST - beside.count(num_kinds, num_edited)
     return beside._replace(of_rounds=thinned(of_rounds, max(FEWEST, rest // num_kinds)))
 
@@ -176,7 +176,7 @@ class Recordings:
     # By the budget that bounds the rounds, None where nothing adapts; the fewest options first.
     of_budget: dict[Budget | None, list[RoundGraphs]]
     _greedy: list[RoundGraphs]  # of trees by N, the fewest first; for any budget
-    sizes: Sizes  # captured batch sizes
+    sizes: CapturedSizes  # captured batch sizes
     _logprobs: LogprobTable  # which graphs write
     launched: int = MOST_LAUNCHED  # the most requests of a round that is launched without a graph
 

@@ -3,7 +3,7 @@
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 
-from sglang_smc.kv.report import Sizes, Table
+from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
@@ -96,29 +96,26 @@ def memory_of(
     target: TpModelWorker,
     draft: TpModelWorker | None,
     tables: Tables,
-    state_bytes: int,
-    graph_gigabytes: float,
+    others: dict[str, int],
     *,
     num_slots: int,
     most_running: int,
 ) -> Table:
-    """Return the memory table of a server on this rank; see `Sizes`.
+    """Return the memory table of a server on this rank; see `MemorySizes`.
 
     Args:
-        state_bytes: bytes that the draft keeps beside its KV cache.
-        graph_gigabytes: of captured rounds, in units of 2^30 bytes.
+        others: bytes beside tables and KV caches, by purpose; of 0, nothing is said.
     """
-    states = {"states of the target": state_bytes} if state_bytes else {}
     of_target = slot_bytes(target.model_runner.token_to_kv_pool)
     of_draft = 0 if draft is None else slot_bytes(draft.model_runner.token_to_kv_pool)
     weights = () if draft is None else draft.model_runner.model.parameters()
-    sizes = Sizes(
+    sizes = MemorySizes(
         num_slots=num_slots,
         slot_bytes=of_target + of_draft,
         target_slot_bytes=of_target,
         draft_weight_bytes=sum(map(tensor_bytes, weights)),
         most_running=most_running,
         context_length=target.model_runner.model_config.context_len,
-        beside={**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)},
+        beside={**tables.sizes(), **{name: size for name, size in others.items() if size}},
     )
     return Table.of(config, sizes)

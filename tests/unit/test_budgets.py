@@ -19,10 +19,10 @@ from sglang_smc.options.policy import (
     PRIOR_INFORMATION,
     SCALE,
     WINDOW_INFORMATION,
+    Acceptance,
     Costs,
     Curve,
     Dial,
-    Kept,
     Policy,
     RoundCosts,
 )
@@ -224,7 +224,7 @@ def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
 
 
 def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
-    kept = Kept()
+    kept = Acceptance()
     assert kept.tokens(Budget(1, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
     for _ in range(400):
         kept.add(Budget(4, 4), 1)  # 1 of 2 tokens tried

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import process, upstream
 from sglang_smc.kv import arena
-from sglang_smc.kv.report import Sizes, Table
+from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
@@ -166,7 +166,7 @@ def test_the_translator_reads_the_workers_table(monkeypatch: pytest.MonkeyPatch)
 # --- What a server tells
 
 # Llama 3.1 8B and 3.2 1B on a card of 24 GB.
-SMALL = Sizes(
+SMALL = MemorySizes(
     num_slots=6600,
     slot_bytes=160 << 10,
     target_slot_bytes=128 << 10,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_smc.kv.report import Sizes, Table
+from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.shapes import ModelShape
 
@@ -55,7 +55,7 @@ def memory_table(
     num_slots = kv_slots(target, draft, num_bytes, config, MOST_RUNNING)
     if num_slots < 1:
         return None
-    sizes = Sizes(
+    sizes = MemorySizes(
         num_slots=num_slots,
         slot_bytes=int(target.kv_bytes_per_token + draft.kv_bytes_per_token),
         target_slot_bytes=int(target.kv_bytes_per_token),
