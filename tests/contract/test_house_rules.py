@@ -108,17 +108,17 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1437,
+    "round_lines": 1434,
     "file_changes": 71,
     "types": 24,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 28_175,
-    "core_lines": 18_615,
-    "kernel_and_hook_lines": 6_030,
-    "bench_lines": 8_275,
-    "test_lines": 35_080,
-    "page_words": 27_000,
+    "package_lines": 28_140,
+    "core_lines": 18_582,
+    "kernel_and_hook_lines": 5_964,
+    "bench_lines": 8_267,
+    "test_lines": 35_070,
+    "page_words": 26_990,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }

@@ -175,6 +175,7 @@ def stock_args(**keywords: Any) -> ServerArgs:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_num_draft_tokens": 8}, r"--speculative-num-draft-tokens is 8; allowed: .* = 9"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
+    ({"speculative_smc_mode": "mixed"}, r"-mode is 'mixed'; .*instead of 'mixed': 'auto' with"),
     (  # all reasons are given at once
         {
             "speculative_draft_model_path": None,
