@@ -233,7 +233,8 @@ class Policy:
         if best == now or not fits(best):
             return
         self.budget = best
-        logger.info("SMC adapts N and K from %s to %s: %s", tuple(now), tuple(best), self.reason)
+        n, k = best
+        logger.info("SMC adapts to N = %d, K = %d: %s", n, k, self.reason)
 
     @property
     def reason(self) -> str:

@@ -143,6 +143,7 @@ OWN_TEXTS: Listed = {
     "server/arguments.py": {"config"},
     "models/vocabulary.py": {"error"},  # a draft's tokenizer cannot be read
     "process.py": {"memory.as_text()", "memory.advice"},
+    "options/policy.py": {"self.reason"},  # numbers
     "round/costs.py": {"found.as_dict()"},
     "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
