@@ -125,12 +125,10 @@ class ByRequest:
         return seconds, np.minimum(self._shapes[budget].keep(chances, self._draw), steps)
 
     def _find(self, chances: tuple[float, ...]) -> tuple[float, Budget, np.ndarray]:
-        size, found = len(chances), []
+        size = len(chances)
         plain = self._shapes[OFF].seconds.at(size)
-        found.append((size / plain, plain, OFF, np.zeros(size, dtype=int)))
-        for budget, shape in self._shapes.items():
-            if budget == OFF:
-                continue
+        found = [(size / plain, plain, OFF, np.zeros(size, dtype=int))]
+        for budget, shape in [*self._shapes.items()][:-1]:  # all but OFF
             each = shape.chances(np.array(chances))
             survive = each[:, None] ** np.arange(1, budget.num_steps + 1)
             order = np.sort(survive.ravel())[::-1]
@@ -185,16 +183,9 @@ def _bursts(users: int, alone: float, draw: random.Random) -> Iterator[float]:
 
 TRACES = {
     "steady": Trace("each user asks again at once, 8 times", _all(8, AT_ONCE), 0.5, True),
-    "poisson": Trace(
-        "requests arrive at random, so often that plain decoding would answer as many as there "
-        "are users at a time",
-        *(_poisson, 0.5, False),
-    ),
+    "poisson": Trace("as many users on average, with plain decoding", _poisson, 0.5, False),
     "bursts": Trace("all users ask at once, four times", _bursts, 0.5, False),
-    "rollouts": Trace(
-        "four answers a user, with a long tail of lengths; the batch ends with its slowest",
-        *(_all(4, 0.0), 1.0, True),
-    ),
+    "rollouts": Trace("four answers a user, of long-tailed lengths", _all(4, 0.0), 1.0, True),
 }
 
 
@@ -309,9 +300,8 @@ class Measured:
         # Beyond the last batch that was measured, seconds go on linearly.
         found = {PLAIN: Shape(self._curve(SHAPES[PLAIN], (1, 8, 32, 64)))}
         for name, depth in TREES.items():
-            found[name] = Shape(
-                self._curve(SHAPES[name], (1, 8, 32)), depth, self._loss(name, depth)
-            )
+            curve = self._curve(SHAPES[name], (1, 8, 32))
+            found[name] = Shape(curve, depth, self._loss(name, depth))
         return found | {HEAD.format(*budget): self._ours(budget) for budget in EXACT}
 
     def budgets(self) -> dict[Budget, Shape]:
@@ -368,28 +358,22 @@ def rows_of(measured: Measured, chances: Sequence[float], users: Iterable[int]) 
             most = count if trace.is_limited else MOST_RUNNING
             play(make(seed), measured.prefill(system), requests, most)
             runs.append(numbers_of(requests))
-        speed, first, slowest = (fmean(of) for of in zip(*runs, strict=True))
+        mean = {name: fmean(one[name] for one in runs) for name in runs[0]}
+        speed = mean["simulated_tokens_per_second"]
         plain = speed if system == PLAIN else plain
-        found.append(
-            Row(
-                trace=name,
-                system=system,
-                users=count,
-                simulated_tokens_per_second=speed,
-                simulated_to_plain=speed / plain,
-                simulated_first_ms=1000 * first,
-                simulated_slowest_s=slowest,
-            )
-        )
+        row = {"trace": name, "system": system, "users": count, "simulated_to_plain": speed / plain}
+        found.append(Row(**row, **mean))
     return found
 
 
-def numbers_of(requests: Sequence[Request]) -> tuple[float, float, float]:
-    """Return tokens a second, and the seconds to the mean first token and of the slowest."""
+def numbers_of(requests: Sequence[Request]) -> dict[str, float]:
+    """Return what a trace that has been played adds to a `Row`."""
     span = max(one.ends for one in requests) - min(one.arrives for one in requests)
-    first = fmean(one.first - one.arrives for one in requests)
-    slowest = max(one.ends - one.arrives for one in requests)
-    return sum(one.length for one in requests) / span, first, slowest
+    return {
+        "simulated_tokens_per_second": sum(one.length for one in requests) / span,
+        "simulated_first_ms": 1000 * fmean(one.first - one.arrives for one in requests),
+        "simulated_slowest_s": max(one.ends - one.arrives for one in requests),
+    }
 
 
 CELLS: dict[str, Callable[[Row], str]] = {
