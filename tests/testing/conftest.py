@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 
-from sglang_smc.tools.testing import Model
+from sglang_smc.tools.testing import Model, client
 from sglang_smc.tools.testing.client import Client, RefusedError
 
 Table = list[list[float]]  # last token -> law of the next
 Tables = tuple[Table, Table]
 VOCAB = 8
+URL = "http://audited:30000"
+Handler = Callable[[httpx.Request], httpx.Response]
+Serve = Callable[[Handler], None]
 SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": False}
 
 
@@ -156,3 +160,17 @@ def model(tables: Tables) -> Callable[..., Model]:
 def draft(tables: Tables) -> Model:
     """A plain server of the draft."""
     return Model(Toy(tables[1], tables[1]), {})
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Let a handler answer at `URL`."""
+
+    def at(handler: Handler) -> None:
+        def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
+            return httpx.Client(base_url=url, transport=httpx.MockTransport(handler))
+
+        monkeypatch.setattr(client, "client_of", client_of)
+        monkeypatch.setattr("sglang_smc.tools.commands.client_of", client_of)
+
+    return at

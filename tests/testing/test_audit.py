@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,25 +22,24 @@ from hypothesis import strategies as st
 from sglang_smc.tools.testing import audit_cli, client, endpoint
 from sglang_smc.tools.testing.audit import (
     CHECKS,
+    LEVEL,
     Audit,
     Check,
     Rules,
     audit,
-    check_repeats,
     compared,
     limited,
     result_of,
 )
+from sglang_smc.tools.testing.audit_texts import check_repeats
+from sglang_smc.tools.testing.copies import Copy, copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc.tools.testing.model import Position
 from sglang_smc.tools.testing.report import Verdict
 from sglang_smc.tools.testing.statistics import Text
-from tests.testing.conftest import VOCAB, Table, random_table
+from tests.testing.conftest import URL, VOCAB, Handler, Serve, Table, random_table
 
-URL = "http://audited:30000"
 WIDE = 20  # tokens, so that top_k 10 leaves some out
-Handler = Callable[[httpx.Request], httpx.Response]
-Serve = Callable[[Handler], None]
 
 
 @cache
@@ -54,7 +54,7 @@ class Server:
     draw: Callable[[list[float], dict[str, Any], random.Random], int]
     tells: str = "ids"  # `ids` as SGLang and vLLM do, `texts` as others
     penalizes: float = 1.0  # times as much as asked for
-    alone: Callable[[int], int] = lambda token: token  # of an answer that is asked for alone
+    shifts: Callable[[list[str], int], bool] = lambda prompts, index: False  # an answer's tokens
     streams: Callable[[str], str] = lambda text: text
     bonus: bool = False  # whether a round of four likeliest tokens ends with another
     table: Table = field(default_factory=lambda: wide_table(1))
@@ -100,7 +100,7 @@ class Server:
 
     def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         source = random.Random(body["seed"]) if "seed" in body else self.source
-        is_alone = isinstance(body["prompt"], list) and len(body["prompt"]) == 1
+        is_shifted = self.shifts(body["prompt"], index)
         tokens, tops, sizes, last = [], [], [0], 1
         for _ in range(body["max_tokens"]):
             law = lowered(
@@ -112,7 +112,7 @@ class Server:
             if last != likeliest or sizes[-1] == 5:
                 sizes.append(0)
             tops.append(self.table[tokens[-1] if tokens else 1])
-            tokens.append(self.alone(last) if is_alone else last)
+            tokens.append((last + 1) % WIDE if is_shifted else last)
         text = "".join(map(chr, (ord("a") + token for token in tokens)))
         found: dict[str, Any] = {"index": index, "text": text, "sizes": sizes}
         if self.tells == "ids":
@@ -254,26 +254,18 @@ def second(row: list[float], body: dict[str, Any], source: random.Random) -> int
     return rightly(row, body, source)
 
 
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Let a handler answer at `URL`."""
-
-    def at(handler: Handler) -> None:
-        def client_of(url: str, api_key: str | None, timeout: float) -> httpx.Client:
-            return httpx.Client(base_url=url, transport=httpx.MockTransport(handler))
-
-        monkeypatch.setattr(client, "client_of", client_of)
-        monkeypatch.setattr("sglang_smc.tools.commands.client_of", client_of)
-
-    return at
-
-
-def audited(serve: Serve, server: Server, num_answers: int = 400, chat: bool = False) -> Audit:
+def audited(
+    serve: Serve,
+    server: Server,
+    num_answers: int = 400,
+    chat: bool = False,
+    copies: Sequence[Copy] = (),
+) -> Audit:
     serve(server)
     found = open_endpoint(URL, chat=chat)
     if server.tells == "ids":
         found.score = server.score
-    return audit(found, ["one", "two", "three", "four"], num_answers=num_answers)
+    return audit(found, ["one", "two", "three", "four"], copies, num_answers=num_answers)
 
 
 def failed(found: Audit) -> set[str]:
@@ -290,9 +282,9 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Serve) -> None:
 
 @pytest.mark.parametrize(("tells", "chat"), [("ids", False), ("ids", True), ("texts", True)])
 def test_a_correct_server_passes(serve: Serve, tells: str, chat: bool) -> None:
-    found = audited(serve, Server(rightly, tells), chat=chat)
+    found = audited(serve, Server(rightly, tells), chat=chat, copies=copies_of(20, 8))
     verdicts = [result.verdict for result in found.results]
-    assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED]
+    assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED] + [Verdict.PASS] * 3
     assert sum(result.alpha or 0 for result in found.results) == pytest.approx(0.01)
     assert all(len(found.ranks[check.name]) > 500 for check in CHECKS)
 
@@ -308,7 +300,9 @@ FAULTS: dict[str, tuple[Server, set[str]]] = {
     "min-p": (Server(without("min_p")), {"min-p"}),
     "penalty": (Server(rightly, penalizes=0.0), {"penalty"}),
     "not the likeliest": (Server(second), {"greedy"}),
-    "alone": (Server(rightly, alone=lambda token: (token + 1) % WIDE), {"repeats"}),
+    "alone": (Server(rightly, shifts=lambda prompts, _: len(prompts) == 1), {"repeats"}),
+    "last of 32": (Server(rightly, shifts=lambda _, index: index == 31), {"repeats"}),
+    "order": (Server(rightly, shifts=lambda prompts, _: prompts[0] == "four"), {"repeats"}),
     "streamed": (Server(rightly, streams=str.upper), {"repeats"}),
     "bonus": (Server(rightly, bonus=True), {"together"}),
     "bonus, by texts": (Server(rightly, "texts", bonus=True), {"together"}),
@@ -347,9 +341,9 @@ def test_rounding_is_told_from_a_fault(
     class Rounded(Endpoint):
         def sample(self, prompts: Sequence[str], length: int, **how: Any) -> list[Sample]:
             token = 1 if how.get("chunk") == 1 else 0
+            moved = dict(zip("abcdefgh", gaps, strict=False))
             return [
-                self.answer(prompt, token if index < len(gaps) else 0, [*gaps, *[0.0] * 8][index])
-                for index, prompt in enumerate(prompts)
+                self.answer(one, token * (one in moved), moved.get(one, 0.0)) for one in prompts
             ]
 
         def answer(self, prompt: str, last: int, gap: float) -> Sample:
@@ -357,7 +351,7 @@ def test_rounding_is_told_from_a_fault(
             positions = [Position(token, top[token], top) for token in (*[0] * 20, last)]
             return Sample(prompt, str(last), positions, [21])
 
-    found = check_repeats(Rounded(client.Client(URL), rounding=rounding), list("abcdefgh"))
+    found = check_repeats(Rounded(client.Client(URL), rounding=rounding), list("abcdefgh"), LEVEL)
     assert (found.verdict, found.estimate) == (verdict, pytest.approx(max(gaps)))
 
 
@@ -462,12 +456,12 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
     asked = ["--answers", "200", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
-    assert "sampled" in capsys.readouterr().out
+    assert re.search("^At most 6.. answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
     told = json.loads(numbers.read_text())
     assert not told["passed"] and told["model"] == "toy"
     text = page.read_text()
     assert text.count("<article") == len(told["results"])
-    assert text.count("<svg") == len(CHECKS)
+    assert text.count("<svg") == len(CHECKS) + 3
 
 
 def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
@@ -479,7 +473,7 @@ def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
     def takes(seconds: float) -> None:
         clock[0] += seconds
 
-    for module in (audit_cli, endpoint):
+    for module in (audit_cli, endpoint, client):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     started = contextlib.nullcontext
     monkeypatch.setattr(audit_cli, "_reference", lambda *_: started(takes(120)))

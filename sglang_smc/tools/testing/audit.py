@@ -18,24 +18,20 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sglang_smc.tools.testing import statistics
+from sglang_smc.tools.testing import audit_texts, statistics
+from sglang_smc.tools.testing.audit_texts import FEWEST, LENGTH, STRAY, p_value_of_tails, too_few
 from sglang_smc.tools.testing.checks import repeated
+from sglang_smc.tools.testing.copies import Copy
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample
 from sglang_smc.tools.testing.model import Position
 from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Top
 
 ALPHA = 0.01  # the probability that a correct server fails any of the checks
-LENGTH = 64  # tokens of an answer
-STRAY = 0.002  # the share of tokens that rounding may put on the other side of a limit
-_BOTH = 2.0  # roundings by which two log-probabilities move apart
-_NEVER = 8.0  # roundings by which they do not
 _UNCERTAIN = 1e-3  # mass of a distribution that may be unknown
-_FEWEST = 200  # tokens below which a check is inconclusive
 _POWER = 1.28  # standard normal quantile of 9 in 10
 
 
@@ -69,7 +65,8 @@ CHECKS = (
 )
 TOGETHER = Check("together", Rules(), 0.0, "the tokens of all these checks follow the target")
 _GREEDY_SHARE = 0.05
-_TESTS = 4 * (len(CHECKS) + 1) + 2  # p-values of all checks
+NUM_SEEDS = 10  # answers with a seed, the first two with one
+LEVEL = ALPHA / (4 * (len(CHECKS) + 1) + audit_texts.NUM_TESTS)  # of one p-value
 
 
 class Compared(NamedTuple):
@@ -90,20 +87,31 @@ class Audit(NamedTuple):
 
 
 def audit(
-    endpoint: Endpoint, prompts: Sequence[str], *, num_answers: int = 400, seed: int = 0
+    endpoint: Endpoint,
+    prompts: Sequence[str],
+    copies: Sequence[Copy] = (),
+    *,
+    num_answers: int = 400,
+    seed: int = 0,
 ) -> Audit:
-    """Run all checks on about ``num_answers`` answers in all.
+    """Run all checks on about ``num_answers`` answers in all, besides those to copies.
 
     Args:
+        copies: asked by each of `audit_texts.WIDTHS` at once; none leaves these checks out.
         seed: of the test's own randomness; the server's seeds are its own.
 
     Raises ValueError where the server fails, or does not tell what the checks need.
     """
     greedy = repeated(prompts, round(_GREEDY_SHARE * num_answers))
     # Of few answers, so they come first: the deadline leaves out others.
-    few = [check_greedy(endpoint, greedy), check_repeats(endpoint, prompts)]
+    few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
+    few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
     few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
+    if copies:  # before the samples, which show what load has left behind
+        results, ranks = audit_texts.check_copies(endpoint, copies, LEVEL, seed)
+        few += results
+        found.ranks.update(ranks)
     all_samples, all_tokens = list[Sample](), list[Compared | None]()
     for check in CHECKS:
         asked = repeated(prompts, round(check.share * num_answers))
@@ -155,15 +163,15 @@ def result_of(
     inside = [token for token in tokens if token]
     total, outside = len(tokens), len(tokens) - len(inside)
     result = Result(check.name, check.proves, num_answers=len(samples))
-    if total < _FEWEST or len(inside) < 2:
-        return _too_few(result, total, samples)
+    if total < FEWEST or len(inside) < 2:
+        return too_few(result, total, samples)
     innovations = [token.innovation for token in inside]
     estimate, error = statistics.mean_of(innovations)
     by_place = p_values_of_places(inside)
     p_values = {
         "ranks": float(kstest([token.rank for token in inside], "uniform").pvalue),
         "innovation": statistics.p_value_of_mean(innovations, 0.0),
-        "outside": _p_value_of_strays(outside, total),
+        "outside": p_value_of_tails(outside, total, STRAY),
         "place": min(1.0, len(by_place) * min(by_place.values())),
     }
     worst = min(p_values, key=p_values.__getitem__)
@@ -173,10 +181,10 @@ def result_of(
         expected=0.0,
         standard_error=error,
         p_value=min(1.0, len(p_values) * p_values[worst]),
-        alpha=len(p_values) * ALPHA / _TESTS,
+        alpha=len(p_values) * LEVEL,
     )
     if not result.is_rejected:
-        found = (float(norm.isf(ALPHA / _TESTS / 2)) + _POWER) * error
+        found = (float(norm.isf(LEVEL / 2)) + _POWER) * error
         note = f"{total} tokens; 9 of 10 audits like this find a shift of {found:.3f} nats."
         return result._replace(verdict=Verdict.PASS, note=note)
     if worst == "outside":
@@ -207,16 +215,6 @@ def p_values_of_places(tokens: Sequence[Compared]) -> dict[int, float]:
         )
         for place, some in by_place.items()
     }
-
-
-def _too_few(result: Result, total: int, samples: Sequence[Sample]) -> Result:
-    told = max((len(position.top) for one in samples for position in one.positions), default=0)
-    note = (
-        f"{total} tokens of {len(samples)} answers could be compared, with {told} "
-        f"log-probabilities each; needed: {_FEWEST}. Ask for more --answers or --minutes, or let "
-        "the server tell more."
-    )
-    return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
 
 
 def _places(sample: Sample) -> Iterator[tuple[Position, Counter[Any], int]]:
@@ -302,105 +300,16 @@ def _normalized(values: Top, rest: float = 0.0) -> dict[Any, float]:
     return {token: value - total for token, value in values.items()}
 
 
-# --- Temperature 0, repetitions, seeds
-
-
-def check_greedy(endpoint: Endpoint, prompts: Sequence[str]) -> Result:
-    """Check that tokens at temperature 0 are the target's likeliest, up to rounding."""
-    samples = endpoint.sample(prompts, LENGTH, temperature=0.0)
-    gaps = [_gap(position) for one in samples for position in one.positions]
-    result = Result("greedy", "temperature 0 takes the target's likeliest token", Verdict.PASS)
-    result = result._replace(num_answers=len(samples))
-    if len(gaps) < _FEWEST:
-        return _too_few(result, len(gaps), samples)
-    limit = _BOTH * endpoint.rounding
-    wrong = sum(gap > limit for gap in gaps)
-    result = result._replace(
-        statistic="largest log p below the likeliest",
-        estimate=max(gaps),
-        expected=0.0,
-        p_value=_p_value_of_strays(wrong, len(gaps)),
-        alpha=ALPHA / _TESTS,
-        note=f"{sum(0 < gap <= limit for gap in gaps)} of {len(gaps)} tokens within the {limit:g} "
-        "nats that rounding moves.",
-    )
-    if not result.is_rejected:
-        return result
-    note = f"{wrong / len(gaps):.1%} of the tokens are not the likeliest: no rounding explains it."
-    return result._replace(verdict=Verdict.FAIL, note=note)
-
-
-def _p_value_of_strays(count: int, total: int) -> float:
-    """Return the p-value of so many tokens on the other side of a limit."""
-    from scipy.stats import binomtest
-
-    return float(binomtest(count, total, STRAY, alternative="greater").pvalue)
-
-
-def _gap(position: Position) -> float:
-    """Return how far a token's log-probability is below that of the likeliest."""
-    return max(position.top.values(), default=position.logprob) - position.logprob
-
-
-def check_repeats(endpoint: Endpoint, prompts: Sequence[str]) -> Result:
-    """Check that greedy answers do not depend on batch, prefix cache or streaming.
-
-    In a pass of another shape rounding lets another token win where two are nearly as likely. The
-    gap of such tokens may be what moves both of them; a few gaps may be wider, and none much wider.
-    """
-    result = Result(
-        "repeats",
-        "greedy answers are equal among others, alone, from the prefix cache and streamed",
-        Verdict.PASS,
-        num_answers=4 * len(prompts),
-    )
-    ask = partial(endpoint.sample, prompts, LENGTH, temperature=0.0)
-    batch, *others = ask(), ask(chunk=1), ask(chunk=1), ask(chunk=1, streamed=True)
-    if any(len(some) < len(prompts) for some in (batch, *others)):
-        return _too_few(result, 0, batch)
-    firsts = dict[str, tuple[int, float]]()
-    for one, *rest in zip(batch, *others, strict=True):
-        if any(other.text != one.text for other in rest if other.tokens == one.tokens):
-            return _differs(result, one.prompt, "has another text when it is streamed")
-        firsts[one.prompt] = _first_gap(one, rest)
-    worst = max(firsts, key=lambda prompt: firsts[prompt][1])
-    places, gaps = zip(*firsts.values(), strict=True)
-    wrong = sum(gap > _BOTH * endpoint.rounding for gap in gaps)
-    result = result._replace(
-        statistic="largest gap of tokens that differ",
-        estimate=gap if math.isfinite(gap := max(gaps)) else None,
-        expected=0.0,
-        p_value=_p_value_of_strays(wrong, sum(places)),
-        alpha=ALPHA / _TESTS,
-    )
-    if result.is_rejected or gap > _NEVER * endpoint.rounding:
-        return _differs(result, worst, f"differs when it is sent alone, by {gap:.2g} nats")
-    note = f"{sum(gap > 0 for gap in gaps)} differ, first where two tokens are nearly as likely."
-    return result._replace(note=note)
-
-
-def _differs(result: Result, prompt: str, how: str) -> Result:
-    note = f"The answer to {prompt[:40]!r} {how}. A cache or a batch changes the model's output."
-    return result._replace(verdict=Verdict.FAIL, note=note)
-
-
-def _first_gap(one: Sample, others: Sequence[Sample]) -> tuple[int, float]:
-    """Return how many tokens are compared, and by how much the likelihood of the last differs."""
-    columns = zip(*(each.tokens for each in (one, *others)), strict=False)
-    for place, tokens in enumerate(columns):
-        if len({*tokens}) > 1:
-            own, *rest = (one.positions[place].top.get(token, -math.inf) for token in tokens)
-            return place + 1, max(abs(own - value) for value in rest)
-    return len(one.tokens), 0.0
+# --- Seeds
 
 
 def check_seeds(endpoint: Endpoint, prompt: str) -> Result:
     """Measure whether a seed repeats an answer, and another seed gives another one."""
     result = Result("seeds", "answers with one seed are equal, with others different")
-    seeds = (1, 1, *range(2, 10))
+    seeds = (1, *range(1, NUM_SEEDS))
     found = [endpoint.sample([prompt], LENGTH, seed=seed, temperature=1.0) for seed in seeds]
     if not all(found):
-        return _too_few(result, 0, [])
+        return too_few(result, 0, [])
     texts = [one[0].tokens for one in found]
     repeats = "repeat" if texts[0] == texts[1] else "do not repeat"
     others = len(set(texts[1:]))

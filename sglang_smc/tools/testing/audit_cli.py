@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 
 from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
 from sglang_smc.tools.testing import report
-from sglang_smc.tools.testing.audit import LENGTH, audit
+from sglang_smc.tools.testing.audit import NUM_SEEDS, audit
 from sglang_smc.tools.testing.audit_page import page_of
-from sglang_smc.tools.testing.checks import PROMPTS
+from sglang_smc.tools.testing.audit_texts import LENGTH, WIDTHS, num_copies, num_repeats
+from sglang_smc.tools.testing.checks import MOST_OF_EVIDENCE, PROMPTS
 from sglang_smc.tools.testing.cli import run
+from sglang_smc.tools.testing.copies import LENGTH as COPY_LENGTH
+from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
 from sglang_smc.tools.testing.model import Pair, check_folder, launched
 
@@ -24,8 +28,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sglang-smc audit",
         description="Audits a server from outside: are its answers samples of the target, whatever "
-        "it speculates with? For SGLang, vLLM, and any server with OpenAI's completions route and "
-        "log-probabilities. Exit status: 0 if no check failed, 1 if one did, 2 without an audit.",
+        "it speculates with, and does load leave them as they are? For SGLang, vLLM, and any "
+        "server with OpenAI's completions route and log-probabilities. Exit status: 0 if no check "
+        "failed, 1 if one did, 2 without an audit.",
     )
     add = result.add_argument
     add("url", help="of the server, such as http://localhost:30000")
@@ -41,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     add("--params", type=_object, default={}, metavar="JSON", help="added to each request")
     add("--prompts", type=Path, help="a text file, one prompt a line")
     add("--answers", type=positive, default=400, help="of all checks together; default 400")
+    many = "identifiers in the prompt of a copy, more in each fourth; default 8"
+    add("--copies", type=number(int, 0), default=300, help="of identifiers; default 300; 0: none")
+    add("--records", type=number(int, 3), default=8, help=many)
     add("--minutes", type=number(float, 0.1), default=30.0, help="at most; default 30")
     add("--seed", type=int, default=0, help="of the tests' own randomness; default 0")
     add("--page", type=Path, metavar="FILE", help="write an HTML page with histograms there")
@@ -65,14 +73,23 @@ def _run(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     settings = {"model": options.model, "chat": options.chat, "params": options.params}
     endpoint = open_endpoint(options.url, options.api_key, **settings)
-    total = options.answers + 3 * len(prompts)  # and those that are compared with each other
+    copies = copies_of(math.ceil(options.copies / len(WIDTHS)), options.records, options.seed)
+    total = options.answers + num_repeats(prompts) + NUM_SEEDS + num_copies(len(copies))
+    end = begin + 60 * options.minutes
+    endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
+    print(
+        f"At most {total} answers of {LENGTH} tokens, of {COPY_LENGTH} where identifiers are copied"
+        f"{f', {MOST_OF_EVIDENCE} short ones of SMC' if endpoint.smc else ''}"
+        f"; nothing is asked for after {options.minutes:g} minutes, or read after twice as many.",
+        flush=True,
+    )
     with (
         _reference(endpoint, options),
         bar(total=total, unit=" answers", disable=None, leave=False) as line,
     ):
-        endpoint.deadline = begin + 60 * options.minutes
-        endpoint.on_answers = line.update
-        results, ranks = audit(endpoint, prompts, num_answers=options.answers, seed=options.seed)
+        endpoint.deadline, endpoint.on_answers = end, line.update
+        how = {"num_answers": options.answers, "seed": options.seed}
+        results, ranks = audit(endpoint, prompts, copies, **how)
         if endpoint.smc and time.monotonic() < endpoint.deadline:
             results += run(Pair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
         elif endpoint.smc:
@@ -119,6 +136,7 @@ def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:
             f"{reference.client.url}: this server does not score token ids (SGLang's "
             "/generate, or vLLM's prompt_logprobs). Give one that does, or leave --reference out."
         )
+    reference.client.deadline = endpoint.client.deadline
     endpoint.score, endpoint.rounding = reference.score, reference.rounding
 
 

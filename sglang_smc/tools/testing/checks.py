@@ -39,6 +39,8 @@ _ADAPTIVE = (
 )
 _TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _PILOT = 64
+_NUM_EVIDENCE = 1536
+MOST_OF_EVIDENCE = _NUM_EVIDENCE + _PILOT * len(_TEMPERATURES)  # answers of `check_evidence`
 _WIDEST_EVIDENCE = 0.1  # of the mean; a wider standard error is inconclusive
 _WIDEST_LAW = 0.05  # nats per token
 _LARGEST_SHARE = 0.1  # of the sum, for one answer
@@ -48,7 +50,7 @@ def check_evidence(
     smc: Model,
     prompts: Sequence[str] = PROMPTS,
     *,
-    num_answers: int = 1536,
+    num_answers: int = _NUM_EVIDENCE,
     alpha: float = ALPHA,
     seed: int = 0,
 ) -> Result:

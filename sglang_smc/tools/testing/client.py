@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -25,9 +26,11 @@ class Client:
 
     Attributes:
         top: log-probabilities that are asked for; fewer once these are refused.
+        deadline: of `time.monotonic`, after which no answer is read on.
     """
 
     top = TOPS[0]
+    deadline = float("inf")
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -51,18 +54,32 @@ class Client:
             ValueError: for anything else that is no answer, with what to do.
         """
         with self._reply(route, body) as reply:
-            return self._parsed(route, reply.read().decode(errors="replace"))
+            return self._parsed(route, "".join(self._read(reply)))
 
-    def stream(self, route: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, route: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed reply; errors are those of `post`."""
         with self._reply(route, {**body, "stream": True}) as reply:
-            for line in reply.iter_lines():
+            for line in self._lines(reply):
                 data = line.removeprefix("data:").strip()
                 if data.startswith("{"):
                     event = self._parsed(route, data)
                     if event.get("error"):
                         raise RefusedError(f"{self.url}{route}: {event['error']!r:.300}")
                     yield event
+
+    def _read(self, reply: httpx.Response) -> Iterator[str]:
+        """Yield a reply in pieces, until the deadline; a server may go on for ever."""
+        for piece in reply.iter_text():
+            if time.monotonic() > self.deadline:
+                raise ValueError(f"{self.url}: the time was over within an answer: {piece[:80]!r}.")
+            yield piece
+
+    def _lines(self, reply: httpx.Response) -> Iterator[str]:
+        rest = ""
+        for piece in self._read(reply):
+            *lines, rest = (rest + piece).split("\n")
+            yield from lines
+        yield rest
 
     def _parsed(self, route: str, text: str) -> Any:
         try:
@@ -74,12 +91,13 @@ class Client:
     def _reply(self, route: str, body: Mapping[str, Any]) -> Iterator[httpx.Response]:
         where = self.url + route
         try:
-            with self.http.stream("POST", route, json=body) as reply:
+            seconds = max(1.0, min(TIMEOUT, self.deadline - time.monotonic()))
+            with self.http.stream("POST", route, json=body, timeout=seconds) as reply:
                 if reply.status_code in (401, 403):
                     raise ValueError(f"{where}: the server wants a key. Give it with --api-key.")
                 if not reply.is_success:
                     kind = RefusedError if reply.status_code in (400, 422) else ValueError
-                    told = reply.read().decode(errors="replace")[:500]
+                    told = "".join(self._read(reply))[:500]
                     raise kind(f"{where}: HTTP {reply.status_code}: {told!r}.")
                 yield reply
         except httpx.HTTPError as error:

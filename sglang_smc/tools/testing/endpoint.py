@@ -19,6 +19,8 @@ from sglang_smc.tools.testing.model import COARSEST, Model, Position, connect
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 32  # prompts in one request
+BESIDE = 8  # requests of a load, with one that hangs up and one for JSON beside them
+JSON = {"type": "json_object"}
 PROMPT_TOP = 20  # prompt log-probabilities, of which vLLM allows no more
 
 Score = Callable[[Sequence[Text], Sequence[Text]], list[list[Position]]]
@@ -99,7 +101,62 @@ class Endpoint:
             self.on_answers(len(found) - start)
         return found
 
-    def _samples(self, asked: Sequence[str], answers: list[list[_Piece]]) -> Iterator[Sample]:
+    def at_once(
+        self, asked: Sequence[tuple[str, Mapping[str, Any]]], width: int
+    ) -> list[Sample | None]:
+        """Return the answers to prompts with their parameters, ``width`` requests at a time.
+
+        Answers are scored when all are there; None are those that the deadline leaves out. Among
+        many, a client in `BESIDE` first hangs up on an answer, and one asks for JSON, where the
+        server gives it.
+        """
+
+        def answer(index: int) -> list[_Piece] | None:
+            if time.monotonic() > self.deadline:
+                return None
+            prompt, params = asked[index]
+            if width > 1 and index % BESIDE == 0:
+                self._hang_up(prompt, params)
+            if width > 1 and index % BESIDE == BESIDE // 2:
+                with contextlib.suppress(RefusedError):
+                    self._pieces([prompt], {**params, "response_format": JSON}, False)
+            ask = partial(self._asked, [prompt], dict(params), index % 2 == 1)
+            (pieces,) = self.client.with_top(ask)
+            self.on_answers(1)
+            return pieces
+
+        pool = ThreadPoolExecutor(width)
+        try:
+            answers = list(pool.map(answer, range(len(asked))))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        samples: list[Sample | None] = [None] * len(asked)
+        there = [index for index, pieces in enumerate(answers) if pieces]
+        for start in range(0, len(there), CHUNK):
+            some = there[start : start + CHUNK]
+            scored = self._samples([asked[i][0] for i in some], [answers[i] or [] for i in some])
+            for index, sample in zip(some, scored, strict=True):
+                samples[index] = sample
+        return samples
+
+    def _hang_up(self, prompt: str, params: Mapping[str, Any]) -> None:
+        """Begin a streamed answer, and leave at its first piece."""
+        body = {"model": self.model, **self.params, **params, **self._asking([prompt])}
+        events = self.client.stream(self._route, body)
+        with contextlib.suppress(RefusedError), contextlib.closing(events):
+            next(events, None)
+
+    @property
+    def _route(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def _asking(self, prompts: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a body that ask: of one prompt, where it is a chat's."""
+        if self.chat:
+            return {"messages": [{"role": "user", "content": prompts[0]}]}
+        return {"prompt": list(prompts)}
+
+    def _samples(self, asked: Sequence[str], answers: Sequence[list[_Piece]]) -> Iterator[Sample]:
         whole = [_joined(pieces) for pieces in answers]
         if self.score:
             if not all(one.prompt for one in whole):
@@ -142,15 +199,15 @@ class Endpoint:
         self, asked: Sequence[str], body: dict[str, Any], streamed: bool
     ) -> list[list[_Piece]]:
         if not self.chat:
-            return self._reply({**body, "prompt": list(asked)}, len(asked), streamed)
-        bodies = ({**body, "messages": [{"role": "user", "content": one}]} for one in asked)
+            return self._reply({**body, **self._asking(asked)}, len(asked), streamed)
+        bodies = ({**body, **self._asking([one])} for one in asked)
         with ThreadPoolExecutor(len(asked)) as pool:
             replies = pool.map(lambda body: self._reply(body, 1, streamed), bodies)
             return [pieces for (pieces,) in replies]
 
     def _reply(self, body: dict[str, Any], count: int, streamed: bool) -> list[list[_Piece]]:
         """Return the pieces of ``count`` choices: one each, or those of their streams."""
-        route = "/v1/chat/completions" if self.chat else "/v1/completions"
+        route = self._route
         body = {"model": self.model, **self.params, **body}
         client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
         try:
