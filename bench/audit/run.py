@@ -4,8 +4,8 @@
     .venv/bin/python bench/audit --only 'smc-*' --publish
 
 Servers of the shipped pair on this machine's CPU, one after the other: correct ones, SMC's
-approximate modes, and SGLang's workers and ours with a fault each (`faults/`). How often a correct
-one fails, `simulated` tells.
+approximate modes, and SGLang's workers and ours with a fault each (`faults/`), of verification or
+of KV: those are asked for copies alone. How often a correct one fails, `simulated` tells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from audit.faults.audit_faults import OWN, STOCK
+from audit.faults.audit_faults import KV, OWN, STOCK
 from intervals import wilson
 from pair.task import held_out
 from results import markdown_table, provenance
@@ -40,10 +40,19 @@ from study import (
 )
 
 from sglang_smc.tools.demo.serving import Launch, running
-from sglang_smc.tools.testing.audit import CHECKS, TOGETHER, Compared, audit, result_of
+from sglang_smc.tools.testing.audit import CHECKS, LEVEL, TOGETHER, Compared, audit, result_of
+from sglang_smc.tools.testing.audit_texts import (
+    STRAY,
+    WIDTHS,
+    Copied,
+    ask_copies,
+    judge_copies,
+    result_of_copies,
+)
 from sglang_smc.tools.testing.checks import PROMPTS
-from sglang_smc.tools.testing.endpoint import open_endpoint
-from sglang_smc.tools.testing.report import as_dict
+from sglang_smc.tools.testing.copies import copies_of
+from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
+from sglang_smc.tools.testing.report import Result, as_dict
 
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives
@@ -58,6 +67,7 @@ class Server(NamedTuple):
     arguments: Mapping[str, Any] = MappingProxyType({})
     fault: str = ""
     is_lossless: bool = True
+    copies: bool = False  # whether it is asked for copies alone
 
     @property
     def slug(self) -> str:
@@ -82,6 +92,12 @@ def _smc(mode: str) -> dict[str, Any]:
 CHAIN = _own("STANDALONE", "draft", 1)
 _ONE_CHAIN = {**_smc("exact"), "speculative_smc_num_particles": 1}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+_FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
+COPYING = {
+    "STANDALONE": CHAIN | _FEW_SLOTS,
+    "EAGLE-3": _own("EAGLE3", "eagle3", 4) | _FEW_SLOTS,
+    "SMC exact": _smc("exact") | _FEW_SLOTS,
+}
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
 SERVERS = (
@@ -99,6 +115,12 @@ SERVERS = (
     *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
     Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
     *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault, False) for fault in OWN),
+    *(Server(f"{name} copying", arguments, copies=True) for name, arguments in COPYING.items()),
+    *(
+        Server(f"{name} copying with {fault}", COPYING[name], fault, False, copies=True)
+        for name, faults in (("STANDALONE", KV[:-1]), ("SMC exact", KV[:-1]), ("EAGLE-3", KV[-1:]))
+        for fault in faults
+    ),
 )
 
 
@@ -124,7 +146,24 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
     with running(launch) as (url,):
         for seed in range(options.audits):
             how = {"num_answers": options.answers, "seed": seed}
+            if server.copies:
+                yield copied(open_endpoint(url), options.copies, seed)
+                continue
             yield as_dict(audit(open_endpoint(url), prompts_of(seed), **how).results)
+
+
+def copied(endpoint: Endpoint, count: int, seed: int) -> dict[str, Any]:
+    """Return the checks of copies, and with how few answers one of them would have failed."""
+    copies = copies_of(count, 6, seed)
+    samples = ask_copies(endpoint, copies)
+
+    def first(size: int) -> list[Result]:
+        some = [each[:size] for each in samples]
+        return judge_copies(copies[:size], some, endpoint.rounding, LEVEL, seed)[0]
+
+    failing = (size for size in range(1, count + 1) if any(one.failed for one in first(size)))
+    until = next(failing, 0) * len(WIDTHS)
+    return as_dict(first(count), answers_until_found=until)
 
 
 def prompts_of(seed: int) -> Sequence[str]:
@@ -144,7 +183,21 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sizes = (round(TOKENS * check.share * options.answers) for check in CHECKS)
         tokens = [_drawn(draw, logs, size) for size in sizes]
         pairs = *zip(CHECKS, tokens, strict=True), (TOGETHER, [*chain(*tokens)])
-        yield as_dict([result_of(*pair) for pair in pairs])
+        results = [result_of(*pair) for pair in pairs]
+        for width in WIDTHS:
+            edge = _copied(draw, options.copies, width > 1)
+            results.append(result_of_copies(width, edge, 1e-3, LEVEL))
+        yield as_dict(results)
+
+
+def _copied(draw: np.random.Generator, size: int, is_loaded: bool) -> Copied:
+    """Draw the answers to copies at the edge of what rounding may do."""
+    greedy = 3 * size // 4
+    gaps = 3e-3 * (draw.random(greedy * TOKENS) < STRAY)
+    tails, lacks = draw.random((size - greedy) * TOKENS), draw.random((2, size)) < 0.3
+    alone = lacks[1] if is_loaded else lacks[1, :0]
+    columns = gaps, tails, np.zeros(size, bool), lacks[0], alone
+    return Copied(greedy, *(column.tolist() for column in columns))
 
 
 def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[Compared]:
@@ -165,7 +218,10 @@ def row_of(told: dict[str, Any]) -> list[str]:
         one["check"] for each in audits for one in each["results"] if one["verdict"] == "fail"
     }
     sampled = audits[0]["results"][0]
-    gap = f"{sampled['estimate']:+.3f} ± {2 * sampled['standard_error']:.3f}"
+    if (until := audits[0].get("answers_until_found")) is None:
+        gap = f"{sampled['estimate']:+.3f} ± {2 * sampled['standard_error']:.3f}"
+    else:
+        gap = f"found within {until} copies" if until else "nothing found"
     is_lossless = "yes" if told["is_lossless"] else "no"
     names = ", ".join(sorted(checks)) or "none"
     total = told.get("num_audits", len(audits))
@@ -178,7 +234,13 @@ def write_table(folder: Path) -> None:
     """Write ``audit.md`` of all results in a folder."""
     found = [folder / f"{server.slug}.json" for server in SERVERS]
     rows = [row_of(json.loads(path.read_text())) for path in found if path.exists()]
-    headers = ("server", "lossless", "audits failed", "checks that failed", "log p + H at T = 1")
+    headers = (
+        "server",
+        "lossless",
+        "audits failed",
+        "checks that failed",
+        "log p + H at T = 1; copies",
+    )
     (folder / "audit.md").write_text(markdown_table(headers, rows) + "\n")
 
 
@@ -186,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Audit the servers; return exit status 0 if it completes."""
     made = parser("audit", __doc__ or "")
     made.add_argument("--answers", type=positive, default=400, help="of an audit")
+    made.add_argument("--copies", type=positive, default=100, help="under each load")
     made.add_argument("--audits", type=positive, default=1, help="of each server")
     made.add_argument("--simulated", type=positive, default=800, help="audits without a server")
     add_selection(made)

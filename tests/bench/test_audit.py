@@ -1,16 +1,27 @@
 """The servers under audit: their faults, and the table of what is found."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
-from audit.faults.audit_faults import OWN, STOCK, accept
-from audit.run import SERVERS, row_of
+from audit.faults import audit_faults, kv_faults
+from audit.faults.audit_faults import KV, OWN, STOCK, accept
+from audit.run import SERVERS, copied, main, row_of
 from laws import sampling
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models import llama
 
+from sglang_smc.cpu import attention
 from sglang_smc.patches.cpu import speculation
+from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
+from sglang_smc.tools.testing.endpoint import Sample
+from sglang_smc.tools.testing.model import Position
 
 NODES = 60
 FLAT = torch.tensor([[0.3, 0.2, 0.1, 0.0]]).repeat(NODES, 1)  # logits
@@ -32,7 +43,7 @@ def tokens_of(fault: str, logits: torch.Tensor = FLAT, **limits: Any) -> list[in
 
 
 def test_each_fault_is_audited() -> None:
-    assert {server.fault for server in SERVERS} == {"", *STOCK, *OWN}
+    assert {server.fault for server in SERVERS} == {"", *STOCK, *OWN, *KV}
 
 
 def test_faults_change_what_is_sampled() -> None:
@@ -57,8 +68,79 @@ def test_faults_of_smc_change_what_is_accepted() -> None:
     assert not OWN["residual"](lambda *_: found).rejects.any()
     law = TokenDistribution(FLAT, torch.full((1,), 0.5), sums=object())
     drafts = SimpleNamespace(_replace=SimpleNamespace, q=[law])
-    (q,) = OWN["ratio"](lambda batch, drafts: drafts.q, None, drafts)
+    scored = SimpleNamespace(_replace=SimpleNamespace, drafts=drafts)
+    (q,) = OWN["ratio"](lambda scored: scored.drafts.q, scored)
     assert q.temperature.tolist() == [1.0] and q.sums is None
+
+
+def test_a_fault_of_smc_replaces_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = deciding._verified
+    monkeypatch.setattr(deciding, "_verified", verified)
+    monkeypatch.setenv("AUDIT_FAULT", "residual")
+    audit_faults.register()
+    assert deciding._verified.args == (verified,)
+
+
+def test_faults_of_kv_move_what_rounds_write() -> None:
+    slots = torch.tensor([14, 15, 122, 24])
+    rows, where = kv_faults.shared(slots, 2)
+    assert (rows.tolist(), where.tolist()) == ([0, 1, 2, 3, 2], [14, 15, 122, 24, 121])
+    assert kv_faults.page(slots, 2)[1].tolist() == [14, 16, 122, 24]
+    assert kv_faults.stale(torch.tensor([8, 16, 9, 24]), 2)[0].tolist() == [1, 2, 3]
+    assert kv_faults.position(torch.tensor([255, 256])).tolist() == [255, 257]
+    sees = kv_faults.sibling(torch.eye(3).bool().unsqueeze(0))
+    assert sees[0].tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+
+
+def test_a_slot_that_is_freed_early_has_two_owners() -> None:
+    free = iter(range(0, 99, 3))
+    allocate = kv_faults.freed(lambda allocator, size: torch.arange(size) + next(free))
+    slots = [slot for _ in range(16) for slot in allocate(None, 3).tolist()]
+    assert len(slots) - len(set(slots)) == 2 and len(slots) == 48
+
+
+class Pool:
+    """Keeps the keys of one layer."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(32)
+
+    def set_kv_buffer(self, layer: Any, slots: Any, k: Any, v: Any) -> None:
+        self.keys[slots] = k
+
+
+class Model:
+    """Writes the positions of a batch's two tokens to slots 15 and 17."""
+
+    def forward(self, ids: Any, positions: Any, batch: Any) -> torch.Tensor:
+        batch.pool.set_kv_buffer(None, torch.tensor([15, 17]), positions.float(), positions.float())
+        return batch.pool.keys[15:18]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("page", [0, 1, 300]), ("position", [1, 0, 301])])
+def test_faults_of_kv_leave_prefills_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, kept: list[int]
+) -> None:
+    class Broken(Model):
+        pass
+
+    class BrokenPool(Pool):
+        pass
+
+    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", BrokenPool)
+    monkeypatch.setattr(llama, "LlamaForCausalLM", Broken)
+    kv_faults.install(name)
+    ids, positions = torch.zeros(2), torch.tensor([1, 300])
+    for mode, expected in ((ForwardMode.EXTEND, [1, 0, 300]), (ForwardMode.TARGET_VERIFY, kept)):
+        batch = SimpleNamespace(forward_mode=mode, req_pool_indices=[0], pool=BrokenPool())
+        assert Broken().forward(ids, positions, batch).tolist() == expected
+
+
+def test_the_fault_of_a_tree_is_in_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = {"a tree": torch.eye(3).bool().unsqueeze(0), "a chain": None}
+    monkeypatch.setattr(attention, "tree_of", trees.get)
+    kv_faults.install("sibling")
+    assert attention.tree_of("a tree")[0, 2, 1] and attention.tree_of("a chain") is None
 
 
 def test_likeliest_drafts_leave_the_targets_samples_alone() -> None:
@@ -81,3 +163,29 @@ def test_a_row_names_what_failed() -> None:
         "audits": [{"passed": False, "results": [sampled]}],
     }
     assert row_of(told) == ["EAGLE", "no", "1 of 1", "sampled", "+0.050 ± 0.020"]
+    until = {"answers_until_found": 9, "results": [{"check": "copies-1", "verdict": "fail"}]}
+    told |= {"audits": [{"passed": False, **until}]}
+    assert row_of(told)[-2:] == ["copies-1", "found within 9 copies"]
+
+
+def test_simulated_audits_have_copies_too(tmp_path: Path) -> None:
+    assert main(["--only", "simulated", "--simulated", "2", "--output-dir", str(tmp_path)]) == 0
+    (told, *_) = json.loads((tmp_path / "simulated.json").read_text())["audits"]
+    assert [one["check"] for one in told["results"]][-3:] == ["copies-1", "copies-12", "copies-64"]
+    assert told["false_alarm"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_copies_are_counted_until_one_fails() -> None:
+    """The third of them is wrong at temperature 0."""
+
+    class Endpoint:
+        rounding = 1e-3
+
+        def at_once(self, asked: list[Any], width: int) -> list[Sample]:
+            top = {0: -0.1, 1: -9.0}
+            wrong = [index == 2 for index in range(len(asked))]
+            positions = ([Position(int(bad), top[int(bad)], top)] * 99 for bad in wrong)
+            return [Sample("", "", each, [99]) for each in positions]
+
+    told = copied(cast(Any, Endpoint()), 8, 0)
+    assert told["answers_until_found"] == 9 and not told["passed"]

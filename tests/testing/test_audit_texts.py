@@ -21,8 +21,9 @@ from sglang_smc.tools.testing.audit_texts import (
     STRAY,
     WIDTHS,
     Copied,
-    check_copies,
+    ask_copies,
     check_greedy,
+    judge_copies,
     result_of_copies,
 )
 from sglang_smc.tools.testing.copies import FORMS, KINDS, copies_of, identifiers
@@ -138,7 +139,7 @@ def checked(serve: Serve, server: Copier, chat: bool = False) -> list[Result]:
     endpoint = open_endpoint(URL, chat=chat, rounding=FLOAT32)
     if server.tells == "ids":
         endpoint.score = server.score
-    return check_copies(endpoint, COPIES, LEVEL)[0]
+    return judge_copies(COPIES, ask_copies(endpoint, COPIES), FLOAT32, LEVEL)[0]
 
 
 @pytest.mark.parametrize(("tells", "chat"), [("ids", False), ("texts", False), ("texts", True)])
@@ -262,8 +263,8 @@ def test_copies_share_lists_and_differ_by_seed() -> None:
 
 def test_no_time_is_no_verdict(serve: Serve) -> None:
     serve(Copier())
-    endpoint = open_endpoint(URL, deadline=0.0)
-    results, _ = check_copies(endpoint, COPIES, LEVEL)
+    samples = ask_copies(open_endpoint(URL, deadline=0.0), COPIES)
+    results, _ = judge_copies(COPIES, samples, FLOAT32, LEVEL)
     assert [result.verdict for result in results] == [Verdict.NOT_ENOUGH_DATA] * 3
 
 
@@ -272,7 +273,7 @@ def test_a_server_that_refuses_gets_a_sentence(serve: Serve, refuses: int) -> No
     """Alone, or under load."""
     serve(Copier(tells="texts", refuses=refuses))
     with pytest.raises(ValueError, match=r"HTTP 503.*too many requests"):
-        check_copies(open_endpoint(URL), COPIES, LEVEL)
+        ask_copies(open_endpoint(URL), COPIES)
 
 
 @pytest.mark.parametrize("route", ["post", "stream"])

@@ -15,6 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
+if __package__:
+    from . import kv_faults
+else:  # as servers load it
+    import kv_faults
+
 Tokens = Callable[..., torch.Tensor]
 _probs: list[torch.Tensor] = []  # of the last round's nodes
 
@@ -67,12 +72,13 @@ def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any)
 # --- SMC's own
 
 
-def ratio(verified: Any, batch: Any, drafts: Any, *shape: Any) -> Any:
+def ratio(verified: Any, scored: Any, *shape: Any) -> Any:
     """Compare p with q at temperature 1."""
+    drafts = scored.drafts
     q = [
         each._replace(temperature=torch.ones_like(each.temperature), sums=None) for each in drafts.q
     ]
-    return verified(batch, drafts._replace(q=q), *shape)
+    return verified(scored._replace(drafts=drafts._replace(q=q)), *shape)
 
 
 def residual(verified: Any, *given: Any) -> Any:
@@ -99,6 +105,7 @@ def argmax(law: Any) -> None:
 
 
 STOCK = {each.__name__: each for each in (greedy, temperature, filters, bonus, likely)}
+KV = (*kv_faults.NAMES, "sibling")
 OWN = {each.__name__: each for each in (ratio, residual, argmax)}
 
 
@@ -107,14 +114,16 @@ def register() -> None:
     name = os.environ.get("AUDIT_FAULT")
     if name in STOCK:
         _break_stock(name)
+    elif name in KV:
+        kv_faults.install(name)
     elif name == "argmax":
         from sglang_smc.smc.distribution import TokenDistribution
 
         argmax(TokenDistribution)
     elif name:
-        from sglang_smc.round import verification
+        from sglang_smc.smc import deciding
 
-        verification._verified = partial(OWN[name], verification._verified)
+        deciding._verified = partial(OWN[name], deciding._verified)
 
 
 def _break_stock(name: str) -> None:

@@ -109,7 +109,8 @@ def audit(
     few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
     if copies:  # before the samples, which show what load has left behind
-        results, ranks = audit_texts.check_copies(endpoint, copies, LEVEL, seed)
+        samples = audit_texts.ask_copies(endpoint, copies)
+        results, ranks = audit_texts.judge_copies(copies, samples, endpoint.rounding, LEVEL, seed)
         few += results
         found.ranks.update(ranks)
     all_samples, all_tokens = list[Sample](), list[Compared | None]()

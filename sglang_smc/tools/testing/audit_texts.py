@@ -181,31 +181,39 @@ class Copied(NamedTuple):
     example: str = ""  # the end of a request with a corrupted answer, and that
 
 
-def check_copies(
-    endpoint: Endpoint, copies: Sequence[Copy], level: float, seed: int = 0
-) -> tuple[list[Result], dict[str, list[float]]]:
-    """Check copies of identifiers by each of `WIDTHS` requests at once.
+Samples = Sequence[Sample | None]
+
+
+def ask_copies(endpoint: Endpoint, copies: Sequence[Copy]) -> list[list[Sample | None]]:
+    """Return the answers to all copies, by each of `WIDTHS` requests at once.
 
     Under load other requests hang up in the middle, or want JSON, beside those that are judged.
-
-    Returns:
-        A result for each width, and the ranks of its tokens at temperature 1.
     """
-    results, ranks, alone = list[Result](), dict[str, list[float]](), list[Sample | None]()
-    for width in WIDTHS:
-        asked = [(copy.prompt, copy.params) for copy in copies]
-        samples = endpoint.at_once(asked, width)
-        copied = copied_of(copies, samples, alone, endpoint.rounding, seed)
-        results.append(result_of_copies(width, copied, endpoint.rounding, level))
+    asked = [(copy.prompt, copy.params) for copy in copies]
+    return [endpoint.at_once(asked, width) for width in WIDTHS]
+
+
+def judge_copies(
+    copies: Sequence[Copy],
+    samples: Sequence[Samples],
+    rounding: float,
+    level: float,
+    seed: int = 0,
+) -> tuple[list[Result], dict[str, list[float]]]:
+    """Return a result for each of `WIDTHS`, and the ranks of its tokens at temperature 1."""
+    results, ranks = list[Result](), dict[str, list[float]]()
+    for width, loaded in zip(WIDTHS, samples, strict=True):
+        alone = samples[0] if width > 1 else ()
+        copied = copied_of(copies, loaded, alone, rounding, seed)
+        results.append(result_of_copies(width, copied, rounding, level))
         ranks[results[-1].check] = [1.0 - tail for tail in copied.tails]
-        alone = alone or samples
     return results, ranks
 
 
 def copied_of(
     copies: Sequence[Copy],
-    samples: Sequence[Sample | None],
-    alone: Sequence[Sample | None],
+    samples: Samples,
+    alone: Samples,
     rounding: float,
     seed: int = 0,
 ) -> Copied:
