@@ -426,6 +426,7 @@ def models_then(**reply: Any) -> Handler:
     return handler
 
 
+NAN = '{"text": "a", "logprobs": {"tokens": [1], "token_logprobs": [NaN], "top_logprobs": [{}]}}'
 TWENTY = [{"index": index, "text": "a"} for index in range(20)]
 
 
@@ -438,6 +439,7 @@ BROKEN: dict[str, tuple[Handler, str]] = {
     "no JSON": (models_then(status_code=200, text="{"), "needed: the JSON"),
     "no choices": (models_then(status_code=200, json={}), "no answer: {}"),
     "400": (models_then(status_code=400, text="no logprobs"), "no logprobs"),
+    "not a number": (models_then(text=f'{{"choices": [{NAN}]}}', status_code=200), "no answer"),
     "bare": (models_then(status_code=200, json={"choices": TWENTY}), "no log-prob"),
 }
 
@@ -454,9 +456,9 @@ def test_a_broken_server_gets_a_sentence(
 def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     serve(Server(towards_draft(0.3)))
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
-    asked = ["--answers", "200", "--page", str(page), "--json", str(numbers)]
+    asked = ["--answers", "200", "--copies", "60", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
-    assert re.search("^At most 6.. answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
+    assert re.search("^At most 354 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
     told = json.loads(numbers.read_text())
     assert not told["passed"] and told["model"] == "toy"
     text = page.read_text()
@@ -478,7 +480,7 @@ def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
     started = contextlib.nullcontext
     monkeypatch.setattr(audit_cli, "_reference", lambda *_: started(takes(120)))
     serve(lambda request: takes(0.3) or server(request))
-    asked = ["--minutes", "3", "--answers", "9999", "--json", str(numbers)]
+    asked = ["--minutes", "3", "--answers", "9999", "--copies", "0", "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 0
     verdicts = {one["check"]: one["verdict"] for one in json.loads(numbers.read_text())["results"]}
     assert (verdicts["repeats"], verdicts["seeds"]) == ("pass", "measured")

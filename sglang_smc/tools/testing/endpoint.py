@@ -241,6 +241,8 @@ def _piece(choice: Mapping[str, Any], reply: Mapping[str, Any], top: int) -> _Pi
     positions = [
         Position(token, value, _likeliest(others, top)) for token, value, others in entries
     ]
+    if not all(value < 0.1 for one in positions for value in (one.logprob, *one.top.values())):
+        raise TypeError("log-probabilities are at most 0, but for rounding")
     return _Piece(text, prompt, tokens, positions)
 
 
