@@ -19,7 +19,6 @@ from sglang_smc.tools.testing.audit import LEVEL
 from sglang_smc.tools.testing.audit_texts import (
     RARE,
     STRAY,
-    WIDTHS,
     Copied,
     ask_copies,
     check_greedy,
@@ -74,7 +73,7 @@ class Copier:
     refuses: int = 10  # the load at which it answers no more
     asked: Counter[str] = field(default_factory=Counter)
     beside: Counter[str] = field(default_factory=Counter)
-    together: threading.Barrier = field(default_factory=lambda: threading.Barrier(WIDTHS[-1]))
+    together: threading.Barrier = field(default_factory=lambda: threading.Barrier(64))
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -93,7 +92,7 @@ class Copier:
         load = self.asked[prompt] - 1
         if load == self.refuses:
             return httpx.Response(503, text="too many requests")
-        if load == 2 and is_judged and INDICES[prompt] < WIDTHS[-1]:
+        if load == 2 and is_judged and INDICES[prompt] < 64:
             self.together.wait(20)  # as many requests at once as is said, or it breaks
         choice = self.choice(prompt, body, load)
         choice = as_chat(choice) if is_chat else choice
