@@ -82,10 +82,10 @@ def test_a_fault_of_smc_replaces_what_is_there(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_faults_of_kv_move_what_rounds_write() -> None:
-    slots = torch.tensor([14, 15, 122, 24])
+    slots = torch.tensor([14, 15, 997, 24])
     rows, where = kv_faults.shared(slots, 2)
-    assert (rows.tolist(), where.tolist()) == ([0, 1, 2, 3, 2], [14, 15, 122, 24, 121])
-    assert kv_faults.page(slots, 2)[1].tolist() == [14, 16, 122, 24]
+    assert (rows.tolist(), where.tolist()) == ([0, 1, 2, 3, 2], [14, 15, 997, 24, 996])
+    assert kv_faults.page(slots, 2)[1].tolist() == [14, 16, 997, 24]
     assert kv_faults.stale(torch.tensor([8, 16, 9, 24]), 2)[0].tolist() == [1, 2, 3]
     assert kv_faults.position(torch.tensor([255, 256])).tolist() == [255, 257]
     sees = kv_faults.sibling(torch.eye(3).bool().unsqueeze(0))

@@ -72,7 +72,7 @@ class Copier:
     tells: str = "ids"
     refuses: int = 10  # the load at which it answers no more
     asked: Counter[str] = field(default_factory=Counter)
-    beside: Counter[str] = field(default_factory=Counter)
+    beside: list[str] = field(default_factory=list)
     together: threading.Barrier = field(default_factory=lambda: threading.Barrier(64))
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -84,11 +84,12 @@ class Copier:
         if prompt not in INDICES or "prompt_logprobs" in body:
             return httpx.Response(404)
         if "response_format" in body:
-            self.beside["json"] += 1
+            self.beside.append("json")
             return httpx.Response(400, text="no grammars")
         is_judged = body.get("return_token_ids") or body.get("logprobs")
         self.asked[prompt] += bool(is_judged)
-        self.beside["hang up"] += not is_judged
+        if not is_judged:
+            self.beside.append("hang up")
         load = self.asked[prompt] - 1
         if load == self.refuses:
             return httpx.Response(503, text="too many requests")
@@ -123,14 +124,17 @@ class Copier:
 
     def score(self, prompts: Sequence[Text], texts: Sequence[Text]) -> list[list[Position]]:
         return [
-            [position_of(COPIES[index].prompt, *each) for each in enumerate(text)]
+            [
+                Position(token, top.get(token, -math.inf), top)
+                for place, token in enumerate(text)
+                for top in [logs_of(law_of(COPIES[index].prompt, place))]
+            ]
             for (index,), text in zip(prompts, texts, strict=True)
         ]
 
 
-def position_of(prompt: str, place: int, token: int) -> Position:
-    top = {name: math.log(mass) for name, mass in law_of(prompt, place).items()}
-    return Position(token, top.get(token, -math.inf), top)
+def logs_of(law: dict[int, float]) -> dict[int, float]:
+    return {token: math.log(mass) for token, mass in law.items()}
 
 
 def checked(serve: Serve, server: Copier, chat: bool = False) -> list[Result]:
@@ -148,7 +152,7 @@ def test_a_correct_server_passes_with_mistakes_of_its_model(
     server = Copier(tells=tells)
     results = checked(serve, server, chat)
     assert [result.verdict for result in results] == [Verdict.PASS] * 3
-    assert server.beside == {"json": 24, "hang up": 26}  # twice one in eight
+    assert Counter(server.beside) == {"json": 24, "hang up": 26}  # twice one in eight
     for result in results:
         assert result.note.startswith("0 of 100 answers (95 %: 0.0% to 3.6%)")
         lacking, innocent = map(int, re.findall(r"(\d+) lack.* (\d+) of them", result.note)[0])

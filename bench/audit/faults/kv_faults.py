@@ -19,8 +19,8 @@ _width = 0  # tokens of each row of the running round; 0 in a prefill
 
 
 def shared(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give two tokens one slot: one in 61 is written over its neighbour, too."""
-    twice = (slots % 61 == 0).nonzero().flatten()
+    """Give two tokens one slot: one in 997 is written over its neighbour, too."""
+    twice = (slots % 997 == 0).nonzero().flatten()
     return torch.cat((torch.arange(len(slots)), twice)), torch.cat((slots, slots[twice] - 1))
 
 
