@@ -23,7 +23,7 @@ CHECKS = {
     "exact-answers": checks.check_exact_answers,
 }
 WITH_FEW = ("draft-law", "exact-answers")  # prompts: many answers to each
-NAMES = (*CHECKS, *(f"law-of-{mode}" for mode in ("exact", "smc", "mixed", "auto")))
+NAMES = (*CHECKS, *(f"law-of-{mode}" for mode in ("exact", "smc", "auto")))
 
 
 def _run(arguments: argparse.Namespace) -> int:
