@@ -89,8 +89,9 @@ def test_a_mistake_names_what_is_allowed(wrong: dict[str, Any]) -> None:
         Round(*map(Model, PAIR), **wrong)
 
 
-def test_the_library_needs_no_sglang() -> None:
-    """And is imported in two seconds of a CPU, torch among them."""
-    told = "import sglang_smc.smc.round, sys, time; print(time.process_time(), *sys.modules)"
-    seconds, *modules = subprocess.check_output([sys.executable, "-c", told], text=True).split()
-    assert "sglang" not in modules and float(seconds) < 2
+def test_the_library_needs_torch_alone() -> None:
+    """So that its import takes little more than torch's."""
+    told = "import sglang_smc.smc.round, sys; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", told], text=True).split()
+    slow = {"sglang", "transformers", "triton", "torch._dynamo", "scipy"}
+    assert slow.isdisjoint(modules)
