@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from results import (
     table,
     tokens_a_pass,
 )
-from study import PAIR, PUBLISHED, code_fingerprint, copy
+from study import PUBLISHED, code_fingerprint, copy
 
 from sglang_smc.tools.real.models import CACHE, checkpoint, origin
 
@@ -42,15 +41,13 @@ from sglang_smc.tools.real.models import CACHE, checkpoint, origin
 
 
 class Pair(NamedTuple):
-    """A target and its draft, by their names in `tools.real.models`; or `HEAD`."""
+    """A target and its draft, by their names in `tools.real.models`."""
 
     target: str
-    draft: str | None
+    draft: str | None = None
 
 
-#: The EAGLE-3 head that is shipped.
-HEAD, HEAD_FOLDER = "smollm2-head", PAIR / "smollm2"
-PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2", HEAD)}
+PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2")}
 TEMPERATURES = (0.7, 1.0, 0.0, 0.3)
 MAX_TOKENS = 96
 #: Settings of all engines. The models are in bfloat16, as are most that are served.
@@ -64,18 +61,16 @@ SMC, PLAIN, MATCHES, MIXED = "SMC", "plain decoding", "n-grams", "model and n-gr
 NUM_PARTICLES, MOST_STEPS = 8, 23
 WEIGHT = "speculative_smc_ngram_weight"
 #: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
-TREES = {
-    "SGLang chain of 4": (1, 4, 5),
+STANDALONE = {
     "SGLang chain of 8": (1, 8, 9),
     "SGLang chain of 23": (1, 23, 24),
-    "SGLang tree 4 / 5 / 32": (4, 5, 32),
     "SGLang tree 8 / 8 / 72": (8, 8, 72),
     "SGLang tree 4 / 17 / 72": (4, 17, 72),
 }
 NGRAM = "SGLang n-grams"
 NGRAM_TOKENS = 12
-#: N and K, of at most 72 rows. A head drafts no deeper than 8, a model no less.
-EXACT = ((1, 4), (1, 8), (8, 4), (8, 8), (4, 17), (3, 23))
+#: N and K, of at most 72 rows.
+EXACT = ((1, 8), (8, 8), (4, 17), (3, 23))
 USUAL = (8, 8)
 
 
@@ -123,10 +118,10 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
     yield stock(NGRAM, NGRAM_TOKENS, 0)
     yield smc("exact by n-grams", USUAL, MATCHES, mode="exact")
-    depths = range(1, 9) if PAIRS[pair].draft == HEAD else range(8, MOST_STEPS + 1)
-    trees = ((label, k, rows) for label, (_, k, rows) in TREES.items() if k in depths)
-    yield from (stock(label, rows, k) for label, k, rows in trees)
-    yield from (smc("exact", size, mode="exact") for size in EXACT if size[1] in depths)
+    if PAIRS[pair].draft is None:
+        return
+    yield from (stock(label, rows, k) for label, (_, k, rows) in STANDALONE.items())
+    yield from (smc("exact", size, mode="exact") for size in EXACT)
     yield smc("exact with n-grams", USUAL, MIXED, mode="exact")
     if temperature:  # at 0 all modes are one
         paper = {"mode": "smc", "resample_at": "block", "evidence_threshold": 0.0}
@@ -137,11 +132,11 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
 def settings(engine: str) -> dict[str, Any]:
     """Return the keywords of an engine except the models."""
-    pair, _, name = engine.partition(" ")
-    if name in TREES:
-        topk, steps, tokens = TREES[name]
+    _, _, name = engine.partition(" ")
+    if name in STANDALONE:
+        topk, steps, tokens = STANDALONE[name]
         return COMMON | {
-            "speculative_algorithm": "EAGLE3" if PAIRS[pair].draft == HEAD else "STANDALONE",
+            "speculative_algorithm": "STANDALONE",
             "speculative_eagle_topk": topk,
             "speculative_num_steps": steps,
             "speculative_num_draft_tokens": tokens,
@@ -160,19 +155,6 @@ def settings(engine: str) -> dict[str, Any]:
         "speculative_smc_num_particles": NUM_PARTICLES,
         **weight.get(name, {}),
     }
-
-
-def folder_of(name: str) -> Path:
-    """Return the checkpoint of a model or of the head; raise ScriptError unless it is there."""
-    return HEAD_FOLDER if name == HEAD else checkpoint(name)
-
-
-def provenance(name: str) -> dict[str, str]:
-    """Return a model's `origin`, or the head's."""
-    if name != HEAD:
-        return origin(name)
-    content = (HEAD_FOLDER / "model.safetensors").read_bytes()
-    return {"model": HEAD, "sha256": sha256(content).hexdigest(), "quantisation": "bfloat16"}
 
 
 # --- Answers and rows
@@ -202,7 +184,7 @@ class Row:
     rows: int
     draft_passes: int
     tokens_per_pass: Interval
-    to_best_tree: Interval | None  # ratio to SGLang's best of `TREES`, on the same prompts
+    to_best_tree: Interval | None  # ratio to SGLang's best STANDALONE, on the same prompts
     chat: float | None
     code: float | None
     maths: float | None
@@ -220,12 +202,12 @@ def rows_of(found: Mapping[Cell, Sequence[Yielded]], plugin: Callable[[Cell], st
 
 
 def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Yielded] | None:
-    """Return the answers of SGLang's own chain or tree with the most tokens a pass."""
+    """Return the answers of SGLang's own draft-model setting with the most tokens a pass."""
     like = (cell.pair, cell.temperature)
     trees = [
         some
         for one, some in found.items()
-        if one.label in TREES and (one.pair, one.temperature) == like
+        if one.label in STANDALONE and (one.pair, one.temperature) == like
     ]
     return max(trees, key=lambda some: tokens_a_pass(infos(some)).mean, default=None)
 
@@ -347,13 +329,13 @@ class Real(Study[Cell, Yielded]):
 
     def models(self, name: str) -> tuple[str, str | None]:
         target, draft = self.pair(name)
-        return str(checkpoint(target)), draft and str(folder_of(draft))
+        return str(checkpoint(target)), draft and str(checkpoint(draft))
 
     def fingerprint(self) -> dict[str, Any]:
         return code_fingerprint() | {"prompts": SHA256}
 
     def identity(self, cell: Cell) -> dict[str, Any]:
-        models = [provenance(name) for name in self.pair(cell.engine) if name]
+        models = [origin(name) for name in self.pair(cell.engine) if name]
         return super().identity(cell) | {"plugin": self.plugin(cell), "models": models}
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
@@ -381,7 +363,7 @@ class Real(Study[Cell, Yielded]):
     def settings(self) -> dict[str, Any]:
         pairs = (self.pair(cell.engine) for cell in self.cells)
         used = dict.fromkeys(name for pair in pairs for name in pair if name)
-        return super().settings() | {"models": list(map(provenance, used))}
+        return super().settings() | {"models": list(map(origin, used))}
 
 
 @lru_cache

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +204,7 @@ def _transformers(family: Family, path: str) -> list[list[int]]:
 RESULTS = PUBLISHED / "support" / "support.json"
 PAGE = REPOSITORY / "docs" / "support.md"
 MARKS = "<!-- made by bench/support -->", "<!-- end -->"
+LONGEST = 64  # characters of a note on the page
 WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "**fails**"}
 
 
@@ -265,5 +267,5 @@ def items_of(families: Sequence[Family], found: dict[str, Trial]) -> Iterator[st
     for trial in (found[family.name] for family in families if family.name in found):
         named.setdefault((trial.target, trial.draft, trial.note), []).append(trial.family)
     for (target, draft, note), names in named.items():
-        why = f" ({note.partition('. ')[0]})" if note else ""
+        why = f" ({shorten(note.partition('. ')[0], LONGEST, placeholder=' …')})" if note else ""
         yield f"- **Target {WORDS[target]}, draft {WORDS[draft]}**{why}: {'; '.join(names)}"

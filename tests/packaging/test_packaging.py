@@ -39,7 +39,6 @@ DATA = {
     "pair/reward": MODEL,
     "pair/eagle3": HEAD | {"distill.json"},
     "pair/mtp": HEAD | {"distill.json"},
-    "pair/smollm2": HEAD | {"distill.json"},
     "pair/dflash": HEAD | {"distill.json"},
 }
 ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"

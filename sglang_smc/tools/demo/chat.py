@@ -1,7 +1,7 @@
 """Chat with a real language model in a terminal: ``sglang-smc demo --real``.
 
-SmolLM2-135M-Instruct comes from the package index, and the head that drafts for it with this
-package.
+SmolLM2-135M-Instruct comes from the package index. N-gram matches draft for it where its text
+repeats; elsewhere it decodes plainly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from sglang_smc.tools.demo.serving import (
     ServerError,
     describe_log,
     running,
-    smc_arguments,
     streamed,
 )
 from sglang_smc.tools.real.models import CACHE, check_room, install, is_current, told
@@ -34,11 +33,10 @@ TEMPERATURE = 0.2  # as its makers advise
 TEXT_TOKENS, MAX_TOKENS = 2048, 300
 
 
-def chat(head: Path, logs: Path) -> None:
+def chat(logs: Path) -> None:
     """Fetch the model where it is not there, start a server, and answer questions from stdin.
 
     Args:
-        head: the folder of what drafts.
         logs: the folder of the server's log.
 
     Raises ScriptError if there is no index, no room or no server; each says what to do.
@@ -53,8 +51,11 @@ def chat(head: Path, logs: Path) -> None:
         "max_running_requests": 1,
         "max_total_tokens": TEXT_TOKENS + 2 * arena,
         "sleep_on_idle": True,
-        **smc_arguments(head, num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
+        "speculative_algorithm": "SMC",
+        "speculative_smc_num_particles": NUM_PARTICLES,
+        "speculative_num_steps": NUM_STEPS,
         "speculative_smc_mode": "exact",
+        "speculative_smc_ngram_weight": 1.0,
         "speculative_smc_adaptive": True,
     }
     launch = Launch(arguments, label="SmolLM2-135M-Instruct", log=logs / "server.log")

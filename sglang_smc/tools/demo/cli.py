@@ -117,7 +117,7 @@ def _chat(options: argparse.Namespace) -> None:
     if others:
         raise ValueError(f"{', '.join(others)} does not go with --real, a chat; allowed: --logs.")
     with log_folder(options) as logs:
-        chat(PAIR / "smollm2", logs)
+        chat(logs)
 
 
 @contextlib.contextmanager
