@@ -118,7 +118,7 @@ MOST = {
     "kernel_and_hook_lines": 5_965,
     "bench_lines": 8_590,
     "test_lines": 35_850,
-    "page_words": 26_990,
+    "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }
