@@ -117,7 +117,7 @@ MOST = {
     "core_lines": 18_630,
     "kernel_and_hook_lines": 5_965,
     "bench_lines": 8_590,
-    "test_lines": 35_850,
+    "test_lines": 35_860,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
