@@ -66,7 +66,7 @@ def test_an_answer_is_json_of_the_schema(ask: Any, temperature: float) -> None:
 
 
 def test_a_tool_is_called_with_arguments_of_its_schema(ask: Any) -> None:
-    function = {"name": "city", "description": "Store a city.", "parameters": CITY}
+    function = {"name": "city", "parameters": CITY, "strict": True}
     tools = [{"type": "function", "function": function}]
     how = {"tools": tools, "tool_choice": "required", "max_tokens": 80}
     (call,) = ask("Store the city of Paris.", **how).choices[0].message.tool_calls
