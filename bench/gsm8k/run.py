@@ -10,45 +10,30 @@ to the draft does (docs/fidelity.md).
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from answers import Reply
 from intervals import Interval, paired_difference, watched_tilt, wilson
+from real.prompts import Source
 from real.run import COMMON, PAIRS, PLAIN, SMC, USUAL, Cell, Real, Yielded, infos, tokenizer
 from results import Report, interval_cell, table, tokens_a_pass
-from study import BenchError
 
-from sglang_smc.tools.real.models import CACHE
-
-SHA256 = "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
-SOURCE = "grade_school_math/data/test.jsonl of github.com/openai/grade-school-math"
+GSM8K = Source(
+    name="gsm8k_test.jsonl",
+    sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+    where="grade_school_math/data/test.jsonl of github.com/openai/grade-school-math",
+)
 ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
 TEMPERATURE, MAX_TOKENS = 0.7, 320
 PAIR = "coder"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-# --- The problems
-
-
-@lru_cache
-def problems(path: Path) -> list[dict[str, str]]:
-    """Return GSM8K's test problems; raise BenchError unless the file is the published one."""
-    content = path.read_bytes() if path.exists() else b""
-    if hashlib.sha256(content).hexdigest() != SHA256:
-        raise BenchError(
-            f"{path} is not there, or not GSM8K's test.jsonl with SHA-256 {SHA256}. Get {SOURCE}, "
-            "and name it by --gsm8k."
-        )
-    return [json.loads(line) for line in content.splitlines()]
+# --- Answers
 
 
 def is_right(text: str, problem: Mapping[str, str]) -> bool:
@@ -161,13 +146,7 @@ class Gsm8k(Real):
     kind = Graded
     report = Report("gsm8k", Row, markdown)
     note = staticmethod(note)
-
-    @classmethod
-    def parser(cls) -> argparse.ArgumentParser:
-        made = super().parser()
-        file = CACHE / "gsm8k_test.jsonl"
-        made.add_argument("--gsm8k", type=Path, default=file, help="GSM8K's test.jsonl")
-        return made
+    source = GSM8K
 
     def grid(self) -> list[Cell]:
         return cells()
@@ -175,18 +154,19 @@ class Gsm8k(Real):
     def engine(self, name: str) -> dict[str, Any]:
         return super().engine(name) | {"max_total_tokens": 2 * COMMON["max_total_tokens"]}
 
-    def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {"prompts": SHA256}
+    @cached_property
+    def _problems(self) -> list[dict[str, str]]:
+        return self.source.rows(self.options.prompts)
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
-        question = problems(self.options.gsm8k)[index]["question"]
+        question = self._problems[index]["question"]
         chat = [{"role": "user", "content": f"{question}\n\n{ASKED}"}]
         template = tokenizer(PAIRS[PAIR].target).apply_chat_template
         return template(chat, add_generation_prompt=True)["input_ids"]
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Graded:
         done = reply.meta_info["finish_reason"]["type"] == "stop"
-        right = done and is_right(reply.text, problems(self.options.gsm8k)[reply.index])
+        right = done and is_right(reply.text, self._problems[reply.index])
         return Graded(**asdict(super().stored(cell, reply, sample)), right=right)
 
     def rows(self) -> list[Row]:

@@ -10,11 +10,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from study import BenchError
 
-SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 #: Spec-Bench's categories, by the kind of text that they ask for.
 KINDS = {
     "chat": ("writing", "roleplay", "reasoning", "stem", "humanities", "extraction"),
@@ -31,6 +30,31 @@ LONGEST = 800
 Row: TypeAlias = dict[str, Any]
 
 
+class Source(NamedTuple):
+    """Name a published file of JSON lines."""
+
+    name: str  # of the file in the cache of models
+    sha256: str
+    where: str
+
+    def rows(self, path: Path) -> list[Row]:
+        """Return the lines of the file at ``path``; raise BenchError unless it is this one."""
+        content = path.read_bytes() if path.exists() else b""
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise BenchError(
+                f"{path} is not there, or its SHA-256 is not {self.sha256}. Get {self.where}, and "
+                "name it by --prompts."
+            )
+        return [json.loads(line) for line in content.splitlines()]
+
+
+SPEC_BENCH = Source(
+    name="question.jsonl",
+    sha256="4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+    where="data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",
+)
+
+
 def kind_of(index: int) -> str:
     """Return the kind of the prompt at this place of `prompts`."""
     return NAMES[index % len(NAMES)]
@@ -41,7 +65,8 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
 
     They are first turns, in the model's chat template. The categories of a kind take turns, too.
     """
-    turns = [_of_kind(kind, _rows(path)) for kind in KINDS.values()]
+    rows = SPEC_BENCH.rows(path)
+    turns = [_of_kind(kind, rows) for kind in KINDS.values()]
     found: list[list[int]] = []
     for index in range(count):
         read = (_read(row, tokenizer) for row in turns[index % len(turns)])
@@ -50,17 +75,6 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
             raise BenchError(f"Spec-Bench has no {count} prompts, kinds in turn: ask for fewer.")
         found.append(prompt)
     return found
-
-
-def _rows(path: Path) -> list[Row]:
-    content = path.read_bytes() if path.exists() else b""
-    if hashlib.sha256(content).hexdigest() != SHA256:
-        raise BenchError(
-            f"{path} is not there, or not Spec-Bench's question.jsonl with SHA-256 {SHA256}. Get "
-            "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench, and name it by "
-            "--prompts."
-        )
-    return [json.loads(line) for line in content.splitlines()]
 
 
 def _of_kind(categories: Sequence[str], rows: Sequence[Row]) -> Iterator[Row]:

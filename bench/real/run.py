@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import answers
 import numpy as np
 from answers import Reply, Study, kept_of
 from intervals import Interval, paired_ratio_of_ratios, watched_tilt
-from real.prompts import NAMES, SHA256, kind_of, prompts
+from real.prompts import NAMES, SPEC_BENCH, Source, kind_of, prompts
 from results import (
     Report,
     by_temperature,
@@ -292,8 +292,13 @@ def note(origin: Mapping[str, Any]) -> str:
 
 
 class Real(Study[Cell, Yielded]):
-    """The study; results of cells that are not selected are those of the code that they name."""
+    """The study; results of cells that are not selected are those of the code that they name.
 
+    Attributes:
+        source: of the prompts.
+    """
+
+    source: ClassVar[Source] = SPEC_BENCH
     name = "real"
     about = "Tokens per target pass on real text, of SGLang's own settings and of all modes."
     problems = 28
@@ -305,8 +310,8 @@ class Real(Study[Cell, Yielded]):
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         made = super().parser()
-        file = CACHE / "question.jsonl"
-        made.add_argument("--prompts", type=Path, default=file, help="Spec-Bench's question.jsonl")
+        default, where = CACHE / cls.source.name, cls.source.where
+        made.add_argument("--prompts", type=Path, default=default, help=where)
         return made
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -332,7 +337,7 @@ class Real(Study[Cell, Yielded]):
         return str(checkpoint(target)), draft and str(checkpoint(draft))
 
     def fingerprint(self) -> dict[str, Any]:
-        return code_fingerprint() | {"prompts": SHA256}
+        return code_fingerprint() | {"prompts": self.source.sha256}
 
     def identity(self, cell: Cell) -> dict[str, Any]:
         models = [origin(name) for name in self.pair(cell.engine) if name]

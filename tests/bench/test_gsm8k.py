@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gsm8k import run as frame
-from gsm8k.run import Gsm8k, is_right
+from gsm8k.run import GSM8K, Gsm8k, is_right
 from speed_stand_ins import Runner
 from study import BenchError
 
@@ -44,10 +43,11 @@ def test_modes_are_compared_with_plain_decoding_problem_by_problem(
 ) -> None:
     path = tmp_path / "test.jsonl"
     path.write_text("".join(json.dumps(PROBLEM) + "\n" for _ in range(8)))
-    monkeypatch.setattr(frame, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(Gsm8k, "source", GSM8K._replace(sha256=sha256))
     monkeypatch.setattr(Gsm8k, "prompt", lambda *_: [1])
     monkeypatch.setattr("real.run.checkpoint", lambda name: Path("/models") / name)
-    asked = ("--problems", "8", "--gsm8k", str(path))
+    asked = ("--problems", "8", "--prompts", str(path))
     bench = Runner(Gsm8k, tmp_path, monkeypatch, reply, asked)
     assert bench() == 0
     assert bench.started == ["coder-1.5b", "coder-1.5b+coder-0.5b"]
@@ -57,6 +57,5 @@ def test_modes_are_compared_with_plain_decoding_problem_by_problem(
     assert rows["exact"].difference.mean == pytest.approx(-2 / 8)
     assert rows["plain decoding"].difference is None
     path.write_text("{}")
-    frame.problems.cache_clear()
     with pytest.raises(BenchError, match="Get grade_school_math"):
-        frame.problems(path)
+        GSM8K.rows(path)

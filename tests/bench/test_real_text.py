@@ -46,7 +46,8 @@ def spec_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             row["turns"][0] *= LONGEST + 1
     path = tmp_path / "question.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(sources, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(sources, "SPEC_BENCH", sources.SPEC_BENCH._replace(sha256=sha256))
     return path
 
 

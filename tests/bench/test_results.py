@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from drafts.run import Drafts
 from fidelity.run import Fidelity
+from figures import figures_of
 from intervals import wilson
 from real.run import Real
 from results import over_rounds, tokens_a_pass
@@ -75,11 +75,6 @@ def test_pages_say_what_was_published() -> None:
         section = pages["drafts"].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         cited = [figures_of(line) for line in section.splitlines() if line.startswith("| ")]
         assert len(cited) > 5 and all(any(row <= line for line in known) for row in cited)
-
-
-def figures_of(line: str) -> set[str]:
-    """Numbers with a point or a comma: no settings."""
-    return set(re.findall(r"\d+(?:[.,]\d+)+", line))
 
 
 def test_every_family_was_tried_and_none_fails() -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from figures import figures_of
 from resolved_args import field_names, options
 from transformers import AutoTokenizer
 
@@ -250,11 +251,6 @@ def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[s
         rows = re.findall(r"^\| \w+.*\| [\d.,]+ \|.*", shown.partition("\n## ")[0], re.M)
         assert len(rows) == count
         assert {" ".join(row.replace("|", " ").split()) for row in rows} <= printed
-
-
-def figures_of(text: str) -> set[str]:
-    """Numbers with a point or a comma: no settings."""
-    return set(re.findall(r"\d+(?:[.,]\d+)+", text))
 
 
 def test_each_figure_of_readme_is_a_published_one() -> None:

@@ -17,13 +17,7 @@ import httpx
 from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.commands import client_of
-from sglang_smc.tools.demo.serving import (
-    Launch,
-    ServerError,
-    describe_log,
-    running,
-    streamed,
-)
+from sglang_smc.tools.demo.serving import Launch, ServerError, describe_log, running, streamed
 from sglang_smc.tools.real.models import CACHE, check_room, install, is_current, told
 
 MODEL = "smollm2"
@@ -71,13 +65,14 @@ def _talk(url: str, target: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     messages: list[dict[str, str]] = []
+    client = client_of(url, None, None)
     for question in questions():
         messages.append({"role": "user", "content": question})
         ids = read(messages, tokenizer)
         sampling = {"temperature": TEMPERATURE, "max_new_tokens": MAX_TOKENS}
         began, text, info = time.perf_counter(), "", {}
         body = {"input_ids": ids, "sampling_params": sampling}
-        for answer in streamed(client_of(url, None, None), body):
+        for answer in streamed(client, body):
             print(answer["text"][len(text) :], end="", flush=True)
             text, info = answer["text"], answer["meta_info"]
         print(f"\n{summary(info, time.perf_counter() - began)}\n")

@@ -60,7 +60,7 @@ WINDOWED = ["sliding_attention"] * 5 + ["full_attention"]
 
 
 class Architecture(NamedTuple):
-    """What is peculiar to the GGUF files of one architecture."""
+    """Describe what is peculiar to the GGUF files of one architecture."""
 
     name: str  # of the class in transformers
     model_type: str

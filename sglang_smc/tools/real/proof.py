@@ -16,7 +16,7 @@ TOLERANCE = 0.02
 
 
 class Proof(NamedTuple):
-    """What a model must do."""
+    """State what a model must do."""
 
     text: str
     perplexity: float  # of the text's tokens, after its first

@@ -170,7 +170,7 @@ def _first_gap(one: Sample, others: Sequence[Sample]) -> tuple[int, float]:
 
 
 class Copied(NamedTuple):
-    """What the answers to copies show, of one number of requests at once."""
+    """Hold what the answers to copies show, of one number of requests at once."""
 
     num_greedy: int  # answers at temperature 0
     gaps: list[float]  # of their tokens

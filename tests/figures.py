@@ -1,0 +1,8 @@
+"""Find figures on pages."""
+
+import re
+
+
+def figures_of(text: str) -> set[str]:
+    """Numbers with a point or a comma: no settings."""
+    return set(re.findall(r"\d+(?:[.,]\d+)+", text))
