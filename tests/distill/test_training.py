@@ -6,17 +6,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.cli import main
 from sglang_smc.tools.distill.drafts import Blocks, begin_as_target, load_draft
-from sglang_smc.tools.distill.losses import forward_kl
 from sglang_smc.tools.distill.teacher import (
     Batch,
     Lesson,
@@ -64,8 +65,15 @@ def test_answers_are_what_the_target_says(teacher: Teacher) -> None:
 
 
 @pytest.mark.engine
-def test_an_engine_says_what_the_target_says(teacher: Teacher, target: Path) -> None:
+def test_an_engine_says_what_the_target_says(
+    teacher: Teacher, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More prompts than run at once; red where ends are missed, or answers mixed up."""
+    bars: list[tqdm] = []
+    monkeypatch.setattr(
+        "sglang_smc.tools.distill.teacher._bar",
+        lambda most: bars.append(tqdm(total=most)) or bars[0],
+    )
     prompts = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
     plain = [best(teacher, prompt, 12) for prompt in prompts]
     ends = frozenset([1, plain[0][2], plain[4][5]])  # 1 is the checkpoint's own
@@ -74,6 +82,7 @@ def test_an_engine_says_what_the_target_says(teacher: Teacher, target: Path) -> 
     cut = [until(answer, ends) for answer in plain]
     assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
     assert len({len(answer) for answer in cut}) > 2
+    assert bars[0].n == sum(map(len, cut))
 
 
 @torch.no_grad()
@@ -98,6 +107,17 @@ def test_anchors_lie_before_answers() -> None:
 
 # --- Training
 
+COURSE = Course(
+    loss="forward-kl",
+    steps=60,
+    batch=12,
+    anchors=6,
+    depth=3,
+    decay=0.9,
+    learning_rate=0.01,
+    seed=0,
+)
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["model", *KINDS])
@@ -110,14 +130,38 @@ def test_a_draft_learns(
     how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
     before = validate(learner, teacher, texts, **how)
     depth = 3 if kind in KINDS else 1
-    course = Course(
-        steps=60, batch=12, anchors=6, depth=depth, decay=0.9, learning_rate=0.01, seed=0
-    )
-    found = train(learner, teacher, texts, forward_kl, course)
+    course = msgspec.structs.replace(COURSE, depth=depth)
+    found = train(learner, teacher, texts, course).losses
     after = validate(learner, teacher, texts, **how)
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     assert sum(after.forward_kl) < 0.7 * sum(before.forward_kl)
     assert after.accepted > before.accepted
+
+
+def test_interrupted_training_goes_on(
+    target: Path, teacher: Teacher, texts: list[Text], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Red where weights, momenta, draws or the order of texts begin anew."""
+    monkeypatch.setattr("sglang_smc.tools.distill.train.SAVED", 2)
+    path, course = tmp_path / "training.pt", msgspec.structs.replace(COURSE, steps=5)
+    folder = new_head("eagle3", target, tmp_path / "head", dtype=torch.float32)
+    begun, again, whole = (load_draft(folder, target, CPU) for _ in range(3))
+
+    class Interrupted(Teacher):
+        def embed(self, ids: torch.Tensor) -> torch.Tensor:
+            if path.exists():
+                raise KeyboardInterrupt
+            return super().embed(ids)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(begun, Interrupted(teacher.model, 1.0), texts, course, path)
+    found = train(again, teacher, texts, course, path)
+    expected = train(whole, teacher, texts, course)
+    assert found.losses == expected.losses
+    for name, weight in again.module.state_dict().items():
+        assert torch.equal(weight, whole.module.state_dict()[name]), name
+    with pytest.raises(ValueError, match="delete it"):
+        train(again, teacher, texts, msgspec.structs.replace(course, steps=6), path)
 
 
 @pytest.mark.parametrize("room", [0, 1 << 20])

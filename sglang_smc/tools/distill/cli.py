@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from sglang_smc.tools.distill.teacher import (
 from sglang_smc.tools.distill.train import Course, Worth, products_of, train, validate
 
 REPORT = "distill.json"
+INTERRUPTED = "training.pt"
 ENGINE = "engine"
 DTYPES = ("bfloat16", "float16", "float32")
 _ALL = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -115,10 +115,9 @@ def run(arguments: argparse.Namespace) -> None:
     names = ("depth", "anchors", "batch", "particles")
     sizes = {name: getattr(arguments, name) for name in names}
     before = validate(draft, teacher, held_out, **sizes)
-    began = time.monotonic()
-    steps = train(draft, teacher, learned, LOSSES[arguments.loss], course)
-    seconds = time.monotonic() - began
     arguments.out.mkdir(parents=True, exist_ok=True)
+    interrupted = arguments.out / INTERRUPTED
+    trained = train(draft, teacher, learned, course, interrupted)
     draft.save(arguments.out, getattr(torch, arguments.dtype))
     # Measure the checkpoint as written, rounded to its dtype.
     written = load_draft(arguments.out, arguments.target, arguments.device)
@@ -129,15 +128,16 @@ def run(arguments: argparse.Namespace) -> None:
         "texts": len(learned),
         "answer_tokens": sum(len(text.ids) - text.prompt for text in learned),
         "parameters": sum(weight.numel() for weight in draft.module.parameters()),
-        "training_seconds": round(seconds, 1),
+        "training_seconds": round(trained.seconds, 1),
         "threads": torch.get_num_threads(),
         "products": str(products).removeprefix("torch."),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "loss_last_50_steps": sum(steps[-50:]) / len(steps[-50:]),
+        "loss_last_50_steps": fmean(trained.losses[-50:]),
         "before": _rounded(before),
         "after": _rounded(after),
     }
     (arguments.out / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    interrupted.unlink(missing_ok=True)
     print(as_text(report, arguments.out))
 
 

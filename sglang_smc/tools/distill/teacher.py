@@ -318,7 +318,7 @@ def sample_with_engine(
     found: list[list[int]] = [[] for _ in prompts]
     with engine, _bar(len(prompts) * max_new_tokens) as progress:
         for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
-            place, answer = told["index"], told["output_ids"]
+            place, answer = told["index"], list(told["output_ids"])  # SGLang appends to its own
             progress.update(len(answer) - len(found[place]))
             found[place] = answer
     return [Text(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]

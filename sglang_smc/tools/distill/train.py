@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -12,7 +15,7 @@ from tqdm import tqdm
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.distill.drafts import Blocks, Draft, compare
-from sglang_smc.tools.distill.losses import Loss, chi2, forward_kl, rejection, rejection_of_all
+from sglang_smc.tools.distill.losses import LOSSES, chi2, forward_kl, rejection, rejection_of_all
 from sglang_smc.tools.distill.teacher import (
     Batch,
     Lesson,
@@ -25,11 +28,13 @@ from sglang_smc.tools.distill.teacher import (
 
 #: Of a batch that is measured, by which several numbers in memory are as many.
 MOST_PROBABILITIES = 1 << 25
+SAVED = 50  # steps, of a minute or so
 
 
 class Course(msgspec.Struct, frozen=True):
     """Hyperparameters of training."""
 
+    loss: str  # a name of `LOSSES`
     steps: int
     batch: int  # texts per step
     anchors: int  # of each text, drawn anew each step; a draft model trains at all positions
@@ -39,39 +44,102 @@ class Course(msgspec.Struct, frozen=True):
     seed: int
 
 
+class Progress:
+    """Training so far; with a path, it is saved there every `SAVED` steps and read again.
+
+    Args:
+        course: what must be equal for training to go on from the file.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        course: dict[str, Any],
+        module: nn.Module,
+        steppers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.losses: list[float] = []  # of each step
+        self.seconds = 0.0  # of all runs, up to the last step
+        self.rng = torch.Generator().manual_seed(course["seed"])
+        self._path, self._course, self._module, self._steppers = path, course, module, steppers
+        if path is not None and path.is_file():
+            self._load(path)
+        self._began = time.monotonic() - self.seconds
+
+    def _load(self, path: Path) -> None:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        if found["course"] != self._course:
+            raise ValueError(
+                f"{path} was left by training with {found['course']}; asked for is "
+                f"{self._course}. Go on with its options, or delete it."
+            )
+        self.losses, self.seconds = found["losses"], found["seconds"]
+        self.rng.set_state(found["rng"])
+        self._module.load_state_dict(found["module"])
+        for stepper, state in zip(self._steppers, found["steppers"], strict=True):
+            stepper.load_state_dict(state)
+
+    def add(self, loss: float) -> None:
+        """Count a step."""
+        self.losses.append(loss)
+        self.seconds = time.monotonic() - self._began
+        if self._path is not None and len(self.losses) % SAVED == 0:
+            self._save(self._path)
+
+    def _save(self, path: Path) -> None:
+        state = {
+            "course": self._course,
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "rng": self.rng.get_state(),
+            "module": self._module.state_dict(),
+            "steppers": [stepper.state_dict() for stepper in self._steppers],
+        }
+        part = path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(path)
+
+
 def train(
-    draft: Draft, teacher: Teacher, texts: Sequence[Text], loss: Loss, course: Course
-) -> list[float]:
-    """Train ``draft`` on ``texts``; return the loss of each step."""
-    rng = torch.Generator().manual_seed(course.seed)
+    draft: Draft,
+    teacher: Teacher,
+    texts: Sequence[Text],
+    course: Course,
+    path: Path | None = None,
+) -> Progress:
+    """Train ``draft`` on ``texts``; with ``path``, go on from where an earlier run stopped."""
     device = next(draft.module.parameters()).device
-    supply = batches(texts, course.batch, rng)
     lessons = Lessons(teacher, draft.layer_ids, draft.hot, device)
     steppers = optimizers(draft.module.train(), course.learning_rate)
-    found = []
+    settings = msgspec.to_builtins(course) | {"texts": len(texts)}
+    progress = Progress(path, settings, draft.module, steppers)
+    done = len(progress.losses)
+    supply = batches(texts, course.batch, torch.Generator().manual_seed(course.seed))
+    supply = islice(supply, done, None)
     warmup = max(1, course.steps // 20)
-    for step in (bar := tqdm(range(course.steps), desc="training", unit="step", mininterval=2)):
+    steps = range(done, course.steps)
+    bar = tqdm(steps, "training", course.steps, unit="step", mininterval=2, initial=done)
+    for step in bar:
         left = (course.steps - step) / max(1, course.steps - warmup)
         for stepper in steppers:
             rate = min(1.0, (step + 1) / warmup, left)
             stepper.param_groups[0]["lr"] = course.learning_rate * rate
-        value = _loss(draft, teacher, lessons.of(next(supply)), loss, course, rng)
+        value = _loss(draft, teacher, lessons.of(next(supply)), course, progress.rng)
         value.backward()
         nn.utils.clip_grad_norm_(draft.module.parameters(), 1.0)
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad()
-        found.append(value.item())
-        bar.set_postfix(loss=f"{found[-1]:.4f}", refresh=False)
+        progress.add(value.item())
+        bar.set_postfix(loss=f"{progress.losses[-1]:.4f}", refresh=False)
     draft.module.eval()
-    return found
+    return progress
 
 
 def _loss(
     draft: Draft,
     teacher: Teacher,
     lesson: Lesson,
-    loss: Loss,
     course: Course,
     rng: torch.Generator,
 ) -> torch.Tensor:
@@ -88,7 +156,9 @@ def _loss(
     products = products_of(batch.ids.device)
     with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
         blocks = compare(draft, teacher, lesson, anchors, course.depth)
-    values = loss(blocks.log_p, blocks.log_q).where(blocks.counted, 0.0)  # [B, A, depth]
+    values = LOSSES[course.loss](blocks.log_p, blocks.log_q).where(
+        blocks.counted, 0.0
+    )  # [B, A, depth]
     columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
     weights = course.decay ** torch.arange(course.depth, device=columns.device)
     return (columns * weights).sum() / weights.sum()
