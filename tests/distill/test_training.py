@@ -109,6 +109,7 @@ def test_anchors_lie_before_answers() -> None:
 
 COURSE = Course(
     loss="forward-kl",
+    particles=4,
     steps=60,
     batch=12,
     anchors=6,

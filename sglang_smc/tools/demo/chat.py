@@ -18,7 +18,15 @@ from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.commands import client_of
 from sglang_smc.tools.demo.serving import Launch, ServerError, describe_log, running, streamed
-from sglang_smc.tools.real.models import CACHE, HEAD, check_room, checkpoint, install, is_current, told
+from sglang_smc.tools.real.models import (
+    CACHE,
+    HEAD,
+    check_room,
+    checkpoint,
+    install,
+    is_current,
+    told,
+)
 
 MODEL = "smollm2"
 NUM_PARTICLES, NUM_STEPS = 4, 4

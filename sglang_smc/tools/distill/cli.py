@@ -19,7 +19,7 @@ import transformers
 from sglang_smc.tools.commands import command, number, positive, several, table
 from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
-from sglang_smc.tools.distill.losses import LOSSES
+from sglang_smc.tools.distill.losses import CHAINS, LOSSES
 from sglang_smc.tools.distill.teacher import (
     Teacher,
     Text,
@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sampler", choices=(ENGINE, "transformers"), default=default, help=engine)
     add("--held-out", type=positive, default=200, help="texts that only measure; default 200")
     add("--temperature", type=above_0, default=1.0, help="of samples, p and q; default 1.0")
-    add("--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl")
-    particles = "N of the drafts that are measured; default 8"
+    add("--loss", choices=(*LOSSES, CHAINS), default="forward-kl", help="default forward-kl")
+    particles = "N of the chains that are measured, and of the loss chains; default 8"
     add("--particles", type=positive, default=8, help=particles)
     add("--steps", type=positive, default=1000, help="default 1000")
     add("--batch", type=positive, default=32, help="texts a step; default 32")
@@ -192,14 +192,20 @@ def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher
 
 
 def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
-    """Return the course for this draft; a draft model trains at depth 1.
+    """Return the course for this draft; a draft model trains at depth 1, unless prefixes count.
 
     Its logits at a position are the same at any depth.
 
-    Raises ValueError if the depth exceeds the block.
+    Raises ValueError if the depth exceeds the block, or the loss needs tokens that are not drafted.
     """
     course = Course(**{name: getattr(arguments, name) for name in Course.__struct_fields__})
-    if not draft.layer_ids:
+    if course.loss == CHAINS:
+        if draft.hot is not None:
+            raise ValueError(
+                f"--loss {CHAINS} needs the draft's probability of every token, and this head "
+                f"drafts {len(draft.hot)} alone. Take another --loss, or a head without hot tokens."
+            )
+    elif not draft.layer_ids:
         return msgspec.structs.replace(course, depth=1)
     if draft.longest is not None and course.depth > draft.longest:
         raise ValueError(
