@@ -169,6 +169,8 @@ def _begin(
     if arguments.draft is not None:
         return load_draft(arguments.draft, target, device)
     if "hot_tokens" in sizes:
+        if arguments.loss == CHAINS:
+            _require_every_token(sizes["hot_tokens"])
         sizes["hot_tokens"] = _most_frequent(sizes["hot_tokens"], texts, teacher)
     with tempfile.TemporaryDirectory() as folder:
         how = {"dtype": torch.float32, "seed": arguments.seed}
@@ -191,6 +193,14 @@ def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher
     return times.argsort(descending=True, stable=True)[:count].sort().values.tolist()
 
 
+def _require_every_token(hot_tokens: int | None) -> None:
+    if hot_tokens is not None:
+        raise ValueError(
+            f"--loss {CHAINS} needs the draft's probability of every token, and this head drafts "
+            f"{hot_tokens} alone. Take another --loss, or a head without hot tokens."
+        )
+
+
 def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
     """Return the course for this draft; a draft model trains at depth 1, unless prefixes count.
 
@@ -200,11 +210,7 @@ def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
     """
     course = Course(**{name: getattr(arguments, name) for name in Course.__struct_fields__})
     if course.loss == CHAINS:
-        if draft.hot is not None:
-            raise ValueError(
-                f"--loss {CHAINS} needs the draft's probability of every token, and this head "
-                f"drafts {len(draft.hot)} alone. Take another --loss, or a head without hot tokens."
-            )
+        _require_every_token(None if draft.hot is None else len(draft.hot))
     elif not draft.layer_ids:
         return msgspec.structs.replace(course, depth=1)
     if draft.longest is not None and course.depth > draft.longest:
