@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import DFLASH, Draft, PairDraft
+from head_laws import DFLASH, DSPARK, Draft, PairDraft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -206,7 +206,7 @@ class CheckpointRounds(ToyWorker):
             own.head = draft
             nobody: Any = None
             drafts = HeadDrafts(own, nobody)
-            if isinstance(draft, Draft) and draft.kind == DFLASH:
+            if isinstance(draft, Draft) and draft.kind in (DFLASH, DSPARK):
                 drafts.least_temperature = BlockHead.least_temperature
             worker._steps = Steps(steps.target, drafts, steps.ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables, self.corpus)

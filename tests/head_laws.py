@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
-KINDS = (EAGLE3, HOT, APART, DFLASH)
+DSPARK = "dspark"
+KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK)
 
 
 def make_head(kind: str, target: str, folder: Path) -> str:
@@ -22,6 +23,9 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
+    elif kind == DSPARK:
+        sizes = {"num_layers": 2, "block_size": 3, "markov_rank": 8}
+        made = new_head("dspark", target, folder, **sizes, **given)
     elif kind == APART:
         made = new_head("mtp", target, folder, **given)
     else:
@@ -58,10 +62,14 @@ class Draft:
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
-        if self.kind == DFLASH:
+        if self.kind in (DFLASH, DSPARK):
             mask = embed(torch.tensor(self.head.mask_token_id))
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
-            return self.model.lm_head(filled)[:, 0].softmax(-1)
+            logits = self.model.lm_head(filled)[:, 0]
+            if self.kind == DSPARK:
+                before = texts.gather(1, columns + torch.arange(self.num_steps))
+                logits = logits + self.head.bias(before)
+            return logits.softmax(-1)
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
         if self.kind == APART:
             return self.model.lm_head(logits).softmax(-1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from head_laws import DFLASH, Draft, PairDraft
+from head_laws import PairDraft
 from safetensors.torch import load_file, save_file
 from support.families import LATENT as LATENTS
 from support.families import VOCAB
@@ -15,10 +15,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.heads import Midlayer
 
-EAGLE, EAGLE_QWEN2, DSPARK = "eagle", "eagle of qwen2", "dspark"
+EAGLE, EAGLE_QWEN2 = "eagle", "eagle of qwen2"
 IDS = "eagle_aux_hidden_state_layer_ids"
 FULL = "eagle3 with all that SGLang's class takes"
 LATENT = "eagle3 over latents"
@@ -57,12 +56,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_output": True,
         "eagle_config": {IDS: [1]},
         **{name: LATENTS[name] for name in LATENTS if "rank" in name or "head_dim" in name},
-    },
-    DSPARK: {
-        "architectures": ["Qwen3DSparkModel"],
-        "markov_rank": 8,
-        "markov_head_type": "vanilla",
-        "block_size": 3,
     },
 }
 STD = 0.15
@@ -174,52 +167,8 @@ class PublishedDraft(PairDraft):
         return normed, self.head.lm_head(normed)
 
 
-class DSparkDraft(Draft):
-    """The law of a DSpark block that `write_head` wrote: it drafts from its first row on."""
-
-    def __init__(self, target: str, folder: str, num_steps: int) -> None:
-        super().__init__(DFLASH, target, str(Path(folder, DFLASH)), num_steps)
-        weights = load_file(Path(folder, "model.safetensors"))
-        self.after, self.before = (weights[name].double() for name in MARKOV)
-
-    @torch.no_grad()
-    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        normed: list[torch.Tensor] = []  # of all rows
-        hook = self.head.norm.register_forward_hook(lambda *its: normed.append(its[2]))
-        super().laws(texts, anchors)
-        hook.remove()
-        places = anchors.unsqueeze(1) + torch.arange(self.num_steps)
-        bias = self.before[texts.gather(1, places)] @ self.after.T
-        return (self.model.lm_head(normed[0]) + bias).softmax(-1)
-
-
-MARKOV = ("markov_head.markov_w2.weight", "markov_head.markov_w1.weight")
-
-
-def write_block(target: str, folder: Path) -> str:
-    """Write a DFlash block, and another with a random Markov head beside its weights."""
-    sizes: dict[str, Any] = {"num_layers": 2, "block_size": 3, "dtype": torch.float32, "seed": 3}
-    block = new_head("dflash", target, folder / DFLASH, **sizes)
-    told = json.loads((block / "config.json").read_text()) | PUBLISHED[DSPARK]
-    (folder / "config.json").write_text(json.dumps(told))
-    weights = load_file(block / "model.safetensors")
-    draw = torch.Generator().manual_seed(5)
-    for name in MARKOV:
-        weights[name] = torch.randn(told["vocab_size"], told["markov_rank"], generator=draw)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def draft_of(kind: str, target: str, folder: str, num_steps: int) -> Draft | PairDraft:
-    """Return the law of a head that `write_head` wrote."""
-    law = DSparkDraft if kind == DSPARK else PublishedDraft
-    return law(target, folder, num_steps)
-
-
 def write_head(kind: str, target: str, folder: Path, *, seed: int = 5) -> str:
     """Write a random head in the form of published ones; see `Published`."""
-    if kind == DSPARK:
-        return write_block(target, folder)
     of_target = AutoConfig.from_pretrained(target)
     told = {name: getattr(of_target, name) for name in SIZES} | PUBLISHED[kind]
     torch.manual_seed(seed)

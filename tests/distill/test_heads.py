@@ -18,7 +18,7 @@ ANCHORS = torch.tensor([[4, 7]])
 WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
 
 
-@pytest.fixture(params=["eagle3", "mtp", "dflash"])
+@pytest.fixture(params=["eagle3", "mtp", "dflash", "dspark"])
 def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Draft:
     layers = {} if request.param == "mtp" else {"layer_ids": (0, 2)}
     new_head(request.param, target, tmp_path, **layers, dtype=torch.float32)

@@ -42,7 +42,7 @@ from sglang_smc.tools.distill.train import (
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")
-KINDS = ("eagle3", "mtp", "dflash")
+KINDS = ("eagle3", "mtp", "dflash", "dspark")
 
 
 # --- Samples
@@ -312,7 +312,7 @@ def test_muon_in_float32_is_torchs_but_for_rounding(shape: tuple[int, int]) -> N
     [
         "draft",
         "eagle3",
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("mtp", "dflash")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("mtp", "dflash", "dspark")),
     ],
 )
 def test_from_prompts_to_a_checkpoint(

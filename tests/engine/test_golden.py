@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 from adapters import make_adapter, merge
 from checkpoint_rounds import Answer, CheckpointRounds, check
-from head_laws import DFLASH, EAGLE3, HOT, KINDS, Draft, MTPDraft
+from head_laws import DFLASH, DSPARK, EAGLE3, HOT, KINDS, Draft, MTPDraft
 from model_families import MTP, make_model
-from published_heads import DSPARK, EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, draft_of
+from published_heads import EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, PublishedDraft
 from seen_images import add_processor, check_images, with_names
 from tiny_models import smc_arguments
 
@@ -103,7 +103,6 @@ OTHERS = {
     "a model beside recurrent states": Case("qwen3_5_text", "llama", RECURRENT | {"page_size": 4}),
     "an EAGLE head with biases": Case("qwen2", EAGLE_QWEN2),
     "an EAGLE-3 head over latents": Case("deepseek_v3", LATENT),
-    "a DSpark block": Case("llama", DSPARK),
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
@@ -190,7 +189,7 @@ def test_answers_are_those_of_rounds_over_transformers(
         if case.draft in KINDS:
             law = Draft(case.draft, target, draft, NUM_STEPS)
         elif case.draft in PUBLISHED:
-            law = draft_of(case.draft, target, draft, NUM_STEPS)
+            law = PublishedDraft(target, draft, NUM_STEPS)
         elif case.draft == MTP:
             law = MTPDraft(target, NUM_STEPS)
         sizes = settings | known, 2 * len(asked + NEXT)

@@ -1,7 +1,7 @@
 """Read and write heads as folders with SGLang's configuration keys and weight names.
 
 EAGLE-3 heads use those of `LlamaForCausalLMEagle3`, DFlash heads those of `DFlashDraftModel`, MTP
-layers those of `MiMoMTP`.
+layers those of `MiMoMTP`, DSpark heads those of `Qwen3DSparkModel`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_smc.tools.distill.heads import MTP, DFlash, Eagle3, Head, flattened
+from sglang_smc.tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, flattened
 from sglang_smc.tools.plan.shapes import architecture, contents
 
 EAGLE3, DFLASH, MIMO = "LlamaForCausalLMEagle3", "DFlashDraftModel", "MiMoMTP"
+DSPARK = "Qwen3DSparkModel"
+KINDS = {EAGLE3: "eagle3", MIMO: "mtp", DFLASH: "dflash", DSPARK: "dspark"}
 #: Names of the layer in checkpoints and here, by the kind of a head.
 LAYER_NAMES = {"eagle3": ("layers.0.", "midlayer."), "mtp": ("mtp_layers.0.", "layer.")}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTS = "model.safetensors"
 #: Configuration keys of variants that these heads do not implement.
+_OF_BLOCKS = (
+    *("conv_kernel_size", "selector_rank", "attention_sink_bias", "attention_value_scale"),
+    *("output_multiplier", "final_logit_softcapping", "use_gemma_norm", "is_causal"),
+    *("use_sliding_window", "attention_bias"),
+)
 UNSUPPORTED = {
     EAGLE3: ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias"),
-    DFLASH: (
-        *("conv_kernel_size", "selector_rank", "projector_type", "attention_sink_bias"),
-        *("attention_value_scale", "output_multiplier", "final_logit_softcapping"),
-        *("use_gemma_norm", "is_causal", "use_sliding_window", "attention_bias"),
-    ),
+    DFLASH: ("projector_type", *_OF_BLOCKS),
+    DSPARK: _OF_BLOCKS,
     MIMO: ("use_sliding_window",),
 }
 
@@ -49,15 +53,15 @@ def new_head(
     """Write an untrained head for a Llama-like target into ``folder``; return the folder.
 
     Args:
-        kind: ``eagle3``, ``mtp`` or ``dflash``.
+        kind: ``eagle3``, ``mtp``, ``dflash`` or ``dspark``.
         target: the target's folder.
         scale: of the weights: 1 keeps activations' size; more gives peaked distributions.
         sizes: those of `_new_settings` and of the kind's function below.
 
     Raises ValueError if the target has no configuration, or sizes are inconsistent.
     """
-    make = {"eagle3": _new_eagle3, "mtp": _new_mtp, "dflash": _new_dflash}[kind]
-    head = make(target_config(target), **sizes)
+    makers = {"eagle3": _new_eagle3, "mtp": _new_mtp, "dflash": _new_dflash, "dspark": _new_dspark}
+    head = makers[kind](target_config(target), **sizes)
     generator = torch.Generator().manual_seed(seed)
     for weight in head.parameters():
         if weight.ndim == 2:
@@ -136,6 +140,19 @@ def _new_dflash(
     return DFlash(settings, layer_ids)
 
 
+def _new_dspark(config: Any, *, block_size: int = 8, markov_rank: int = 64, **sizes: Any) -> DSpark:
+    """Return a DSpark head.
+
+    Args:
+        block_size: tokens that it drafts, 2 or more.
+        markov_rank: of the matrix from the token before to what is added to the logits.
+        sizes: those of `_new_dflash`.
+    """
+    block = _new_dflash(config, block_size=block_size, **sizes)
+    own = {"architectures": [DSPARK], "markov_head_type": "vanilla", "markov_rank": markov_rank}
+    return DSpark({**block.settings, **own}, block.layer_ids)
+
+
 def load_head(folder: str | Path, target: str | Path) -> Eagle3 | MTP | DFlash:
     """Return a head in float32; raise ValueError unless it is one and fits this target."""
     settings, config = _settings_of(folder, target)
@@ -149,12 +166,15 @@ def load_head(folder: str | Path, target: str | Path) -> Eagle3 | MTP | DFlash:
     elif settings["architectures"][0] == MIMO:
         head = MTP(settings, _last_layer(config))
     else:
-        for name in ("target_layer_ids", "mask_token_id", "block_size"):
+        needed = ["target_layer_ids", "mask_token_id", "block_size"]
+        needed += ["markov_rank"] * (settings["architectures"][0] == DSPARK)
+        for name in needed:
             if flat.get(name) is None:
                 raise ValueError(
                     f"{folder}: config.json has no {name}, which training has to know."
                 )
-        head = DFlash(settings, _layer_ids(flat["target_layer_ids"], config.num_hidden_layers))
+        block = DSpark if settings["architectures"][0] == DSPARK else DFlash
+        head = block(settings, _layer_ids(flat["target_layer_ids"], config.num_hidden_layers))
     try:
         missing = head.load_state_dict(tensors, strict=False).missing_keys
     except RuntimeError as error:  # of shapes
@@ -216,9 +236,8 @@ def target_config(folder: str | Path) -> Any:
 
 
 def kind_of(folder: str | Path) -> str:
-    """Return ``eagle3``, ``mtp``, ``dflash``, or ``model`` for any other checkpoint."""
-    kinds = {EAGLE3: "eagle3", MIMO: "mtp", DFLASH: "dflash"}
-    return kinds.get(architecture(contents(folder)), "model")
+    """Return one of `KINDS`, or ``model`` for any other checkpoint."""
+    return KINDS.get(architecture(contents(folder)), "model")
 
 
 def _new_settings(
@@ -285,7 +304,7 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         given.append("layer_types")
     if settings.get("hidden_act", "silu") != "silu":
         given.append("hidden_act")
-    if kind != DFLASH and settings["num_hidden_layers"] != 1:
+    if kind not in (DFLASH, DSPARK) and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")
     if settings.get("num_nextn_predict_layers", 1) != 1:
         given.append("num_nextn_predict_layers")

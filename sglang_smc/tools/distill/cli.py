@@ -38,11 +38,13 @@ INTERRUPTED = "training.pt"
 ENGINE = "engine"
 DTYPES = ("bfloat16", "float16", "float32")
 _ALL = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+_BLOCK = (*_ALL, "layer_ids", "num_layers", "block_size", "mask_token_id")
 #: Size options of a new head, by its kind.
 SIZES = {
     "eagle3": (*_ALL, "layer_ids", "hot_tokens"),
     "mtp": _ALL,
-    "dflash": (*_ALL, "layer_ids", "num_layers", "block_size", "mask_token_id"),
+    "dflash": _BLOCK,
+    "dspark": (*_BLOCK, "markov_rank"),
 }
 
 
@@ -55,16 +57,18 @@ def parser() -> argparse.ArgumentParser:
     add("--target", type=Path, required=True, help="the target's folder")
     add("--out", type=Path, required=True, help="where the checkpoint is written")
     begun = result.add_mutually_exclusive_group(required=True)
-    kinds = "go on from this: a model, an EAGLE-3 head, an MTP layer or a DFlash head"
+    kinds = "go on from this: a model, an EAGLE-3 head, an MTP layer or a block"
     begun.add_argument("--draft", type=Path, help=kinds)
     begun.add_argument("--new", choices=tuple(SIZES), help="begin a head of this kind")
-    layers = "new EAGLE-3, DFlash heads: the target's layers to read, from 0; default: an early, "
+    layers = "new EAGLE-3 heads, blocks: the target's layers to read, from 0; default: an early, "
     add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}the middle and a late one")
     hot = "new EAGLE-3 heads: draft this many tokens alone, the most frequent; default: all"
     add("--hot-tokens", type=positive, metavar="H", help=hot)
-    add("--num-layers", type=positive, help="new DFlash heads; default 1")
-    add("--block-size", type=positive, help="new DFlash heads: a token and its drafts; default 9")
-    add("--mask-token-id", type=int, help="new DFlash heads; default: the padding token's")
+    add("--num-layers", type=positive, help="new blocks; default 1")
+    size = "new blocks: tokens that one pass reads; default: 9, or 8, all drafts, of DSpark"
+    add("--block-size", type=positive, help=size)
+    add("--mask-token-id", type=int, help="new blocks; default: the padding token's")
+    add("--markov-rank", type=positive, help="new DSpark blocks; default 64")
     for name in ("num-heads", "num-kv-heads", "head-dim", "intermediate-size"):
         add(f"--{name}", type=positive, help="new heads; default: as the target's")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint")
@@ -215,8 +219,8 @@ def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
         return msgspec.structs.replace(course, depth=1)
     if draft.longest is not None and course.depth > draft.longest:
         raise ValueError(
-            f"--depth is {course.depth}; allowed: 1 to {draft.longest}, the block less its first "
-            "token. Lower it, or begin a head with a larger --block-size."
+            f"--depth is {course.depth}; allowed: 1 to {draft.longest}, what the block "
+            "drafts. Lower it, or begin a head with a larger --block-size."
         )
     return course
 

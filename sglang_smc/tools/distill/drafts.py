@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.tools.distill.checkpoints import kind_of, load_head, save_head
-from sglang_smc.tools.distill.heads import MTP, DFlash, Eagle3, Head, at_columns
+from sglang_smc.tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
 from sglang_smc.tools.plan.shapes import contents
 
@@ -22,7 +22,8 @@ class Draft:
         # Of the target, whose hidden states the draft reads; none for a model.
         self.layer_ids = module.layer_ids if isinstance(module, Head) else ()
         # The longest block; None for any. The target's ids of the drafted tokens; None for all.
-        self.longest = module.block_size - 1 if isinstance(module, DFlash) else None
+        is_block = isinstance(module, DFlash)
+        self.longest = module.block_size - module.first if is_block else None
         self.hot = module.hot if isinstance(module, Eagle3) and module.is_hot else None
 
     def logits(
@@ -45,7 +46,10 @@ class Draft:
             mask = teacher.embed(anchors.new_full((), self.module.mask_token_id))
             tokens = teacher.embed(ids.gather(1, anchors))
             states = self.module(tokens, mask, lesson.features, anchors)
-            return teacher.head(states[:, :, :depth])
+            logits = teacher.head(states[:, :, :depth])
+            if isinstance(self.module, DSpark):
+                logits = logits + self.module.bias(following(ids, anchors, depth))
+            return logits
         return behind(self.module(input_ids=ids, use_cache=False).logits, anchors, depth)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
@@ -88,6 +92,8 @@ def begin_as_target(draft: Draft, teacher: Teacher) -> None:
     norm = dict(teacher.model.base_model.named_parameters()).get("norm.weight")
     if norm is not None:  # its name in Llama and models derived from it
         head.norm.weight.copy_(norm)
+    if isinstance(head, DSpark):
+        head.markov_head["markov_w2"].weight.zero_()
     if isinstance(head, Eagle3):
         head.lm_head.weight.copy_(teacher.model.get_output_embeddings().weight[head.hot])
 
@@ -101,7 +107,7 @@ def check_vocabulary(draft: Path, target: Path) -> None:
         raise ValueError(
             f"--draft {draft} has another vocabulary than the target: vocab_size {sizes[0]} and "
             f"{sizes[1]}, {differing} tokens that are not in both with one id. Give a draft of the "
-            "target's family, or a head: --new eagle3 or --new dflash."
+            "target's family, or a head: --new eagle3 or --new dspark."
         )
 
 
@@ -110,6 +116,13 @@ def behind(rows: torch.Tensor, anchors: torch.Tensor, depth: int) -> torch.Tenso
     steps = torch.arange(depth, device=anchors.device)
     columns = (anchors.unsqueeze(2) + steps).clamp_max(rows.shape[1] - 1)  # [B, A, depth]
     return at_columns(rows, columns.flatten(1)).unflatten(1, (-1, depth))
+
+
+def following(ids: torch.Tensor, anchors: torch.Tensor, depth: int) -> torch.Tensor:
+    """Return the tokens ``[B, A, depth]`` of ``ids`` ``[B, L]`` from each anchor on."""
+    places = anchors.unsqueeze(2) + torch.arange(depth, device=anchors.device)
+    places = places.clamp_max(ids.shape[1] - 1)
+    return ids.gather(1, places.flatten(1)).view_as(places)
 
 
 class Blocks(NamedTuple):
@@ -142,10 +155,7 @@ def compare(
     batch = lesson.batch
     logits = draft.logits(teacher, lesson, anchors, depth)
     log_q = (logits.float() / teacher.temperature).log_softmax(-1)
-    following = anchors.unsqueeze(2) + torch.arange(1, depth + 1, device=anchors.device)
-    last = batch.ids.shape[1] - 1
-    tokens = batch.ids.gather(1, following.clamp_max(last).flatten(1)).view_as(following)
-    counted = (following < batch.lengths[:, None, None]) & (
-        following >= batch.prompts[:, None, None]
-    )
+    tokens = following(batch.ids, anchors + 1, depth)
+    places = anchors.unsqueeze(2) + torch.arange(1, depth + 1, device=anchors.device)
+    counted = (places < batch.lengths[:, None, None]) & (places >= batch.prompts[:, None, None])
     return Blocks(behind(lesson.log_p, anchors, depth), log_q, tokens, counted)

@@ -1,4 +1,4 @@
-"""Define the three kinds of heads, with the parameter names of SGLang's checkpoints.
+"""Define the kinds of heads, with the parameter names of SGLang's checkpoints.
 
 *EAGLE-3*: one layer that reads a token and the target's hidden states before it. Column i holds
 the pair (token i + 1, the target's states at i) at position i, and predicts token i + 2. Behind
@@ -15,6 +15,9 @@ masks behind it. It attends to the kept columns before it, with keys and values 
 the target's states, and to all of itself, in both directions. Its output at a mask predicts the
 token of that position, so that a block's distribution is the product of its columns'
 distributions.
+
+*DSpark* (arXiv 2607.05147): a DFlash block with a Markov head, which adds to a column's logits by
+the token before it; the first column, that of the last kept token, drafts as well.
 """
 
 from __future__ import annotations
@@ -204,7 +207,13 @@ class Eagle3(LayersHead):
 
 
 class DFlash(LayersHead):
-    """A DFlash head; the target embeds its tokens and turns its states into logits."""
+    """A DFlash head; the target embeds its tokens and turns its states into logits.
+
+    Attributes:
+        first: the column that drafts the first token; 0 is that of the last kept token.
+    """
+
+    first = 1
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__(settings, layer_ids)
@@ -222,7 +231,7 @@ class DFlash(LayersHead):
         features: torch.Tensor,
         anchors: torch.Tensor,
     ) -> torch.Tensor:
-        """Return normed states ``[B, A, block size - 1, D]`` of the masks behind each anchor.
+        """Return normed states ``[B, A, block size - first, D]`` of each anchor's columns.
 
         Args:
             embedded: ``[B, A, D]``, the tokens at the anchors.
@@ -244,7 +253,22 @@ class DFlash(LayersHead):
             keys, values = keys_values_of(layer.self_attn, read, far)
             cache.update(keys, values, number)
             hidden = layer(hidden, seen, past_key_values=cache, position_embeddings=near)
-        return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
+        return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, self.first :]
+
+
+class DSpark(DFlash):
+    """A DSpark head with SGLang's vanilla Markov head."""
+
+    def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
+        super().__init__(settings, layer_ids)
+        self.first = int(not settings.get("sample_from_anchor", True))
+        size, rank = self.config.vocab_size, settings["markov_rank"]
+        parts = {"markov_w1": nn.Embedding(size, rank), "markov_w2": nn.Linear(rank, size, False)}
+        self.markov_head = nn.ModuleDict(parts)
+
+    def bias(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what is added ``[..., V]`` to the logits behind ``tokens`` ``[...]`` int64."""
+        return self.markov_head["markov_w2"](self.markov_head["markov_w1"](tokens))
 
 
 def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> list[torch.Tensor]:

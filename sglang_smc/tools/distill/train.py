@@ -188,9 +188,9 @@ def draw_anchors(batch: Batch, count: int, rng: torch.Generator) -> torch.Tensor
 
 
 def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of layers, and AdamW for embeddings, LM heads and norms."""
+    """Return Muon for the matrices of layers, and AdamW for all other weights."""
     weights = dict(module.named_parameters())
-    edges = ("embed", "lm_head", "wte", "wpe")
+    edges = ("embed", "lm_head", "wte", "wpe", "markov")
     matrices = [
         weight
         for name, weight in weights.items()
