@@ -276,7 +276,7 @@ def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pair, "_accepted", lambda asked: machine.ok("server arguments", "yes"))
     found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
     assert "memory" in found and "vocabulary" not in found
-    edit(tmp_path, architectures=["DSparkDraftModel"])  # which the planner does not know
+    edit(tmp_path, architectures=["Eagle3DeepseekV2ForCausalLM"])  # which the planner does not know
     found = findings_of("h100", "--target", TARGET, "--draft", str(tmp_path))
     assert "arithmetic" in found and "vocabulary" not in found
 

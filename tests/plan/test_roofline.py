@@ -79,6 +79,16 @@ def test_eagle3_round_by_hand() -> None:
     assert found.layers == 4
 
 
+def test_a_markov_head_adds_a_product_to_each_step() -> None:
+    head = draft_of(DFLASH_CONFIG)
+    spark = dataclasses.replace(head, markov_parameters=18)
+    block, *steps, verify, follow = toy_round(spark).passes
+    assert (block, verify, follow) == toy_round(head).passes
+    for step in steps:
+        assert (step.weights, step.logits, step.flops) == (2 * 18, 6 * 20 * 8, 6 * 2 * 18)
+    assert len(steps) == 2
+
+
 def test_dflash_round_by_hand() -> None:
     found = toy_round(draft_of(DFLASH_CONFIG))
     draft, verify, follow = found.passes

@@ -272,6 +272,15 @@ def test_dflash_sizes_by_hand() -> None:
     assert head.resident_bytes == 2 * (2 * 120 + 48)
 
 
+def test_dspark_is_dflash_with_a_markov_head_and_drafts_from_its_first_row() -> None:
+    sizes = {"markov_rank": 2, "vocab_size": 9, "projector_type": "dspark"}
+    spark = DFLASH_CONFIG | sizes | {"architectures": ["Qwen3DSparkModel"]}
+    head, block = draft_of(spark), draft_of(DFLASH_CONFIG)
+    assert head == replace(block, max_steps=8, markov_parameters=18)
+    assert head.resident_bytes == block.resident_bytes + 2 * 2 * 18
+    assert draft_of(spark | {"sample_from_anchor": False}).max_steps == 7
+
+
 def test_built_in_heads_are_what_public_configurations_say() -> None:
     """The heads for Llama 3.1 8B and for Qwen3 8B, by the keys that their files have."""
     sizes = "intermediate_size=12288 vocab_size=151936 num_target_layers=36 block_size=16"

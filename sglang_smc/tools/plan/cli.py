@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     models = f"a config.json, its folder, or one of {', '.join(shapes.BUILT_IN)}"
     heads = [name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM)]
     add("--target", required=True, help=models)
-    drafts = f"the same; or that of an EAGLE-3 head or a DFlash block, or {', '.join(heads)}; "
+    drafts = f"the same; or that of an EAGLE-3 head or a block, or {', '.join(heads)}; "
     drafts += f"or {MTP}, the target's own layer; or {NGRAM}, alone or beside a model, as "
     drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
     add("--draft", required=True, nargs="+", help=drafts)
@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-shared-prefix", action="store_true", help=apart)
     add("--particles", type=positives, default=DEFAULT_PARTICLES, help="candidates for N; default "
         "4,8,16")  # fmt: skip
-    steps = f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a block of "
-    add("--steps", type=positives, help=f"{steps}DFlash goes")
+    steps = f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a "
+    add("--steps", type=positives, help=f"{steps}block goes")
     least = "the smallest N that the quality allows; default 1"
     add("--min-particles", type=positive, default=1, help=least)
     accepted = f"SD: how likely a draft is accepted; default {ACCEPTANCE}"

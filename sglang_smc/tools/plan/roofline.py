@@ -176,8 +176,8 @@ def smc_round(
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
     draft.require_fit(target, num_steps)
     if draft.kind == DFLASH:
-        block, follow = _of_dflash(target, draft, rows, num_steps)
-        return Round((block, verify, follow))
+        block, follow = _of_block(target, draft, rows, num_steps)
+        return Round((block, *_markov(target, draft, rows, num_steps), verify, follow))
     if draft.is_head:
         drafted = _drafted(draft, rows, [1] * num_steps)
         return Round((*drafted, verify, _follow(draft, rows, num_steps)))
@@ -204,7 +204,16 @@ def _follow(draft: ModelShape, rows: Rows, num_steps: int) -> Pass:
     return follow.with_weights(draft.fc_parameters, draft.head_bytes, rows.count * (num_steps + 1))
 
 
-def _of_dflash(
+def _markov(target: ModelShape, draft: ModelShape, rows: Rows, num_steps: int) -> list[Pass]:
+    """Return what a DSpark block adds to the logits of each step by the token before."""
+    if not draft.markov_parameters:
+        return []
+    logits = LOGIT_BYTES * target.vocab_size * rows.count
+    step = Pass("draft", weights=0.0, kv=0.0, logits=logits, flops=0.0, layers=1)
+    return [step.with_weights(draft.markov_parameters, draft.head_bytes, rows.count)] * num_steps
+
+
+def _of_block(
     target: ModelShape, draft: ModelShape, rows: Rows, num_steps: int
 ) -> tuple[Pass, Pass]:
     """Return a pass over the last token and K masks, and one over the target's columns.

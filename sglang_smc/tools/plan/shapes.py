@@ -2,9 +2,10 @@
 
 Dense decoders, and what differs from one: windows, latents, experts, recurrent states.
 
-A draft is a language model, an EAGLE-3 head, a DFlash block, the target's own MTP layer, or n-gram
-matches. A head drafts from the target's hidden states, and its embedding is the target's. N-gram
-matches need no pass, weights or KV; the host's lookup takes microseconds, which are left out.
+A draft is a language model, an EAGLE-3 head, a block (DFlash, DSpark), the target's own MTP layer,
+or n-gram matches. A head drafts from the target's hidden states, and its embedding is the target's.
+N-gram matches need no pass, weights or KV; the host's lookup takes microseconds, which are left
+out.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class ModelShape:
     mtp_layers: int = 0  # behind the layers of a target
     max_steps: int | None = None  # the largest K of a draft; None for any
     head_rows: int | None = None  # of a copy of the LM head's rows; None for all, with no copy
+    markov_parameters: int = 0  # of each of the two matrices of a DSpark block's Markov head
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
@@ -190,7 +192,8 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return self.layer_parameters + self._own_tables + self.fc_parameters
+        tables = self._own_tables + 2 * self.markov_parameters
+        return self.layer_parameters + tables + self.fc_parameters
 
     @property
     def head_bytes(self) -> float:
@@ -214,7 +217,7 @@ class ModelShape:
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of weights in the device's memory."""
-        more = self.fc_parameters + self._own_tables
+        more = self.num_parameters - self.layer_parameters
         return self.bytes_read(math.inf, with_head=False) + more * self.head_bytes
 
     @property
@@ -566,11 +569,12 @@ def _read_eagle3(config: Config) -> ModelShape:
     return replace(layers, kind=EAGLE3, num_states=states)
 
 
-def _read_dflash(config: Config) -> ModelShape:
+def _read_block(config: Config) -> ModelShape:
+    is_dspark = architecture(config) in DSPARK
     hint = " A DFlash block's sizes are those of its own layers, not of the target's."
     layers = dense(config, None, tied=True, hint=hint)  # without an LM head
     options = {**config, **(config.get("dflash_config") or {})}
-    beyond = [key for key in NOT_PLANNED if options.get(key)]
+    beyond = [key for key in NOT_PLANNED if options.get(key) not in (None, 0, "dspark")]
     if beyond:
         raise ValueError(
             f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
@@ -581,8 +585,13 @@ def _read_dflash(config: Config) -> ModelShape:
         (window,) = numbers_of(config, "sliding_window")
         layers = replace(layers, windowed_layers=windowed, window=window)
     states = len(options.get("target_layer_ids") or range(layers.num_layers))
-    most = (options.get("block_size") or BLOCK_SIZE) - 1
-    return replace(layers, kind=DFLASH, num_states=states, max_steps=most)
+    most = options.get("block_size") or BLOCK_SIZE
+    found = replace(layers, kind=DFLASH, num_states=states, max_steps=most - 1)
+    if not is_dspark:
+        return found
+    vocab_size, rank = numbers_of(config, "vocab_size", "markov_rank")
+    most -= not options.get("sample_from_anchor", True)
+    return replace(found, max_steps=most, markov_parameters=vocab_size * rank)
 
 
 def _read_eagle(config: Config) -> ModelShape:
@@ -590,11 +599,13 @@ def _read_eagle(config: Config) -> ModelShape:
     return replace(dense(config, "vocab_size", tied=False), kind=MTP, num_states=1)
 
 
+DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel")
 #: Parsers of head configurations, by architecture.
 HEADS = {
     "LlamaForCausalLMEagle": _read_eagle,
     "LlamaForCausalLMEagle3": _read_eagle3,
-    "DFlashDraftModel": _read_dflash,
+    "DFlashDraftModel": _read_block,
+    **dict.fromkeys(DSPARK, _read_block),
     "MiMoMTP": _read_eagle,
     "Qwen2ForCausalLMEagle": _read_eagle,
 }
