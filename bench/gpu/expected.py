@@ -1,16 +1,17 @@
 """Compute the tokens a second to expect on an H200: tokens a round over milliseconds a round.
 
-Tokens are those of `bench/results/trees` at temperature 0.7. Milliseconds are measured, or else
-modelled: SMC's measured rounds of N = K = 8 take so many times the planner's bound, by rows of the
-target's pass. Other N and K take as many times their own; SGLang's other trees as many times what
-their bound is above that of the tree that was measured.
+Tokens are those of `bench/results/trees` and, on real text, of `bench/results/real`. Milliseconds
+are measured, or else modelled: SMC's measured rounds of N = K = 8 take so many times the planner's
+bound, by rows of the target's pass. Other N and K take as many times their own; SGLang's other
+trees as many times what their bound is above that of the tree that was measured.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +21,17 @@ from speed import grid
 from speed.report import Results
 from study import PUBLISHED
 
-from sglang_smc.options.request import Budget, budgets
 from sglang_smc.tools.plan.devices import named
 from sglang_smc.tools.plan.roofline import Round, Rows, ar_step, forward, smc_round
 from sglang_smc.tools.plan.shapes import DRAFTS
 
-TEMPERATURE = "0.7"
+TEMPERATURE, TEMPERATURES = "0.7", ("0", "0.7", "1")
 TARGET, MODEL, HEAD = SPEED_8B.pair.target, SPEED_8B.pair.draft, DRAFTS["eagle3-8b"]
 CONTEXT = SHORT[0][1] + SPEED_8B.new_tokens / 2
 BATCHES = [batch for batch, _ in SHORT]
 H200 = named("h200")
+NOTE = """Milliseconds of Llama 3.1 8B with a 1B draft or a head, modelled where tokens / s are in
+italics; tokens a round of the shipped pair, and of the coder pair (default: timed at c = 0)."""
 
 
 class Shape(NamedTuple):
@@ -73,6 +75,14 @@ SHAPES = {
     "`exact`, EAGLE-3 head, N = 8, K = 8": ours(grid.EXACT_HEAD, N, K),
     "`exact`, EAGLE-3 head, N = 4, K = 17": ours(grid.EXACT_HEAD, 4, 17),
 }
+#: By the labels in `bench/results/real`; mode `auto` was not timed.
+ON_REAL_TEXT = {
+    "SGLang tree 4 / 17 / 72": tree(grid.CHAIN, 17, 4, 72),
+    "SGLang tree 8 / 8 / 72": tree(grid.CHAIN, 8, 8, 72),
+    "exact N=4 K=17": ours(grid.EXACT, 4, 17),
+    "exact N=8 K=8": ours(grid.EXACT, N, K),
+    "default N=8 K=8": ours(grid.BLOCK, N, K),
+}
 #: The tree of SGLang's that was measured, and SMC with the same draft.
 LIKE = {
     grid.EAGLE: (tree(grid.EAGLE, 5, 4, 8, system=True), grid.EXACT_HEAD),
@@ -103,46 +113,37 @@ def milliseconds(results: Results, shape: Shape, batch: int) -> tuple[float, boo
     return beside + share * (shape.bound(batch) - like.bound(batch)), False
 
 
-def tokens_by_name() -> dict[str, float]:
-    rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
-    return {row["name"]: row["tokens"][TEMPERATURE]["mean"] for row in rows}
-
-
-def chances(tokens: Mapping[str, float]) -> dict[int, float]:
-    """Return by N the chance that a head's token is kept, of tokens 1 + sum of its powers."""
-    some, found = np.linspace(0.0, 0.999, 10_000), {}
-    for n, k in ((1, 8), (4, 17)):
-        curve = (1 - some ** (k + 1)) / (1 - some)
-        found[n] = np.interp(tokens[f"`exact`, EAGLE-3 head, N = {n}, K = {k}"], curve, some)
-    return found | {2: 1 - math.sqrt((1 - found[1]) * (1 - found[4]))}
-
-
-def best(results: Results, tokens: Mapping[str, float], batch: int) -> tuple[float, float, Budget]:
-    """Return tokens a second and ms of the best N and K that a server of (4, 16) may adapt to."""
-    kept, found = chances(tokens), []
-    for budget in (one for one in budgets(Budget(4, 16)) if one.num_steps):
-        ms, _ = milliseconds(results, ours(grid.EXACT_HEAD, *budget), batch)
-        chance = kept[budget.num_particles]
-        each = (1 - chance ** (budget.num_steps + 1)) / (1 - chance)
-        found.append((1000 * batch * each / ms, ms, budget))
-    return max(found)
-
-
-def lines(results: Results) -> Iterator[list[str]]:
-    """Yield the cells of each row."""
-    tokens = tokens_by_name()
-    for name, shape in SHAPES.items():
-        each, cells = tokens.get(name, 1.0), []
-        for batch in BATCHES:
-            ms, is_measured = milliseconds(results, shape, batch)
-            text = f"{1000 * batch * each / ms:,.0f} ({ms:.1f})"
-            cells.append(text if is_measured else f"*{text}*")
-        yield [name, f"{each:.2f}", *cells]
-    adapted = [best(results, tokens, batch) for batch in BATCHES]
-    shown = [f"*{speed:,.0f} ({ms:.1f}; {n}, {k})*" for speed, ms, (n, k) in adapted]
-    yield ["`exact`, EAGLE-3 head, adaptive from (4, 16)", "", *shown]
+def tokens_by_name() -> dict[str, dict[str, float]]:
+    """Return tokens a round by temperature, of the shipped pair and of the one on real text."""
+    found = {"AR": dict.fromkeys(TEMPERATURES, 1.0)}
+    for row in json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]:
+        found[row["name"]] = {t: one["mean"] for t, one in row["tokens"].items()}
+    for row in csv.DictReader((PUBLISHED / "real" / "real.csv").read_text().splitlines()):
+        temperature, tokens = float(row["temperature"]), float(row["tokens_per_pass_mean"])
+        found.setdefault(row["label"], {})[f"{temperature:g}"] = tokens
+    return found
 
 
 def table(results: Results) -> str:
     """Return the table: tokens a second, in parentheses ms a round; modelled ones in italics."""
-    return markdown_table(("", "tokens a round", *map(str, BATCHES)), list(lines(results)))
+    tokens, rows = tokens_by_name(), []
+    for name, shape in SHAPES.items():
+        each, cells = tokens[name][TEMPERATURE], []
+        for batch in BATCHES:
+            ms, is_measured = milliseconds(results, shape, batch)
+            text = f"{1000 * batch * each / ms:,.0f} ({ms:.1f})"
+            cells.append(text if is_measured else f"*{text}*")
+        rows.append([name, f"{each:.2f}", *cells])
+    return markdown_table(("", "tokens a round", *map(str, BATCHES)), rows)
+
+
+def for_one(results: Results) -> str:
+    """Return the table for one request: tokens a round by temperature, ms, tokens a second."""
+    tokens, rows = tokens_by_name(), []
+    for name, shape in (SHAPES | ON_REAL_TEXT).items():
+        ms, is_measured = milliseconds(results, shape, 1)
+        found = [f"{tokens[name][t]:.2f}" if t in tokens[name] else "" for t in TEMPERATURES]
+        speed = f"{1000 * tokens[name][TEMPERATURE] / ms:.0f}"
+        rows.append([name, *found, f"{ms:.2f}", speed if is_measured else f"*{speed}*"])
+    headers = ("", *(f"T = {t}" for t in TEMPERATURES), "ms", f"tokens / s at {TEMPERATURE}")
+    return f"## To expect of one request\n\n{NOTE}\n\n{markdown_table(headers, rows)}"

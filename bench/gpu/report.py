@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B
-from gpu.expected import table
+from gpu.expected import for_one, table
 from gpu.smoke import DEFAULT
 from results import markdown_table
 from speed.grid import Preset
@@ -42,6 +42,7 @@ def write_report(raw: Path, folder: Path) -> str:
         ]
         if raw == PUBLISHED / "gpu" / "raw" and "H200" in name:
             write_between(PAGE, MARKS, table(small))
+            sections.append(for_one(small))
     text = "\n\n".join(section for section in sections if section) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text)

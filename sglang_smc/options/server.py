@@ -37,7 +37,7 @@ AUTO_EVIDENCE_THRESHOLD = 2.0
 """Default threshold of mode `auto`, which has neither a threshold nor a tilt."""
 
 LAG = 4
-"""Default lag bound. Chosen by measurement: docs/fidelity.md."""
+"""Default lag bound. Chosen by measurement: docs/algorithm.md, "The lag"."""
 
 LONG_LAG = 256
 """Default lag bound where later weights correct earlier tokens: for a power of p, and for p under a
@@ -112,10 +112,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             one_of(MODES, INSTEAD_OF_MIXED),
-            "'smc' weighs and resamples particles: approximate, and keeps the most drafted tokens. "
-            "'exact' verifies them as one multi-draft: the output follows the target. 'auto' keeps "
-            "a block where its evidence exceeds a threshold, which may follow a tilt, and verifies "
-            "it elsewhere",
+            "'exact' verifies all drafts together: lossless. 'auto' keeps a round's drafts where "
+            "their mean weight is high (evidence threshold, or tilt), and verifies them elsewhere: "
+            "nearly the target. 'smc' weighs and resamples particles: approximate, keeps the most "
+            "tokens, and alone takes powers and potentials",
         ),
     ] = "smc"
     num_particles: Annotated[  # N
@@ -186,9 +186,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Setting(
             numbers(0),
-            "In modes 'smc' and 'auto', a round keeps drafted columns while their evidence (mean "
-            "weight) exceeds the threshold times a uniform. 0 keeps all, as the paper does; large "
-            "values verify nearly all",
+            "In modes 'smc' and 'auto', a round keeps its drafts up to the last position where "
+            "their evidence (mean weight) exceeds this times a random number from 0 to 1. 0 keeps "
+            "all, as the paper does; large values verify nearly all",
             f"at least 0, default {EVIDENCE_THRESHOLD:g}, {AUTO_EVIDENCE_THRESHOLD:g} in 'auto'",
             modes=("smc", "auto"),
         ),
@@ -199,7 +199,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             numbers(0),
             "How far answers may lean from the target to the draft, as the server measures it: 0 "
-            "is exact. Implies mode 'auto', whose evidence threshold follows it",
+            "is exact, 1 the draft. Implies mode 'auto', and sets its evidence threshold",
             modes=("auto",),
         ),
     ] = None
@@ -220,7 +220,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
             "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's distribution "
             "plus w times that of what followed the same tokens before, in prompts and answers. 1 "
-            "needs no draft model, but verification",
+            "needs no draft model, and a mode that verifies",
         ),
     ] = 0.0
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
@@ -230,7 +230,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             integers(1),
             "Tokens that particles may differ in before the oldest are drawn by weight; bounds KV "
             "memory and the silence of a stream. Requests may ask for less",
-            f"at least 1, default {LAG}, but {LONG_LAG} for other targets than p and with "
+            f"at least 1, default {LAG}, but {LONG_LAG} for powers, grammars, potentials and "
             "return_particles",
             modes=_SMC,
         ),
@@ -241,9 +241,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             one_of(KERNELS),
-            "What runs a round beside the models: 'triton' kernels or 'torch' functions, which "
-            "give the same tokens, to compare or debug. 'auto' takes kernels on a GPU and torch "
-            "elsewhere",
+            "What computes a round beside the models' passes: 'triton' kernels or 'torch' "
+            "functions, which give the same tokens, to compare or debug. 'auto' takes kernels on a "
+            "GPU and torch elsewhere",
             is_key=False,
         ),
     ] = "auto"
@@ -260,9 +260,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Setting(
             Range(bool, "True or False"),
-            "Particles and steps follow the load and the measured cost of rounds: where "
+            "Adapt particles and steps to the load, by the measured cost of rounds: where "
             "speculation does not pay, requests get fewer than they ask for, down to one verified "
-            "chain, or none",
+            "chain, or plain decoding",
             is_key=False,
         ),
     ] = False
@@ -286,7 +286,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             numbers(0, above=True),
             "Seconds that a potential may take for all texts of a round; where it takes longer, "
-            "the requests that it was asked about end with HTTP 503",
+            "the requests of these texts end with HTTP 503",
             is_key=False,
         ),
     ] = 10.0

@@ -41,17 +41,17 @@ class Snapshot(NamedTuple):
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sglang-smc watch",
-        description="What a running SMC server does: on a terminal a screen that renews itself, "
-        "elsewhere lines for each interval: one for each replica, and one for each request that "
-        "runs, of which a replica tells the 64 with most rounds behind them.",
+        description="Shows what a running SMC server does, as a screen that renews itself, or into "
+        "a file as lines: in each interval one for each replica and one for each running request "
+        "(at most 64 of a replica, those with most rounds).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = result.add_argument
-    add("url", help="such as http://localhost:30000")
+    add("url", help="the server, such as http://localhost:30000")
     seconds = number(float, 0.1, 3600)
-    add("--interval", type=seconds, default=2.0, help="seconds between two looks")
-    add("--once", action="store_true", help="one interval, then the end")
-    add("--api-key", help="of the server, where it has one")
+    add("--interval", type=seconds, default=2.0, help="seconds between two updates")
+    add("--once", action="store_true", help="print one interval and exit")
+    add("--api-key", help="the server's API key")
     return result
 
 

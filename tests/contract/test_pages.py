@@ -94,7 +94,8 @@ def unknown_in(words: list[str]) -> set[str]:
         return {word for word in words[1:] if "=" not in word} - targets
     flags = {word for word in words if word.startswith("--")}
     if words[:2] == ["python", "-m"]:
-        module = words[2] if words[2] == "sglang.launch_server" else f"{words[2]}.cli"
+        is_file = words[2].endswith((".launch_server", ".models"))
+        module = words[2] if is_file else f"{words[2]}.cli"
         return flags - known_flags(module)
     if words[0] == "sglang-smc":
         return flags - known_flags(words[1])
@@ -243,11 +244,11 @@ def test_every_environment_variable_is_listed() -> None:
 
 def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for page, count in ((ROOT / "docs/performance.md", 2), (ROOT / "docs/memory.md", 3)):
-        (command,) = (words for words in commands_of(page) if "sglang_smc.tools.plan" in words)
+        (command,) = (words for words in commands_of(page) if "plan" in words)
         end = command.index("--plot") if "--plot" in command else None
-        assert plan.main(command[3:end]) == 0
+        assert plan.main(command[2:end]) == 0
         printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-        shown = page.read_text().split("python -m sglang_smc.tools.plan")[1]
+        shown = page.read_text().split("sglang-smc plan")[1]
         rows = re.findall(r"^\| \w+.*\| [\d.,]+ \|.*", shown.partition("\n## ")[0], re.M)
         assert len(rows) == count
         assert {" ".join(row.replace("|", " ").split()) for row in rows} <= printed

@@ -40,7 +40,7 @@ def test_right_models_give_zero_and_all_numbers(
     assert list(verdicts) == list(cli.NAMES)
     assert verdicts.pop("equal-models") == "not applicable"
     passed = {name for name, verdict in verdicts.items() if verdict == "pass"}
-    assert passed == {*cli.CHECKS, "law-of-exact"} - {"equal-models"}
+    assert passed == {*cli.CHECKS, "distribution-of-exact"} - {"equal-models"}
     assert written["false_alarm"] == pytest.approx(1e-3)
     assert "at most 0.001" in capsys.readouterr().out
 
@@ -49,7 +49,7 @@ def test_a_wrong_sampler_gives_one_and_says_which_check(
     answered_by: AnsweredBy, model: MakeModel, tables: tuple, capsys: Capture
 ) -> None:
     answered_by(Pair(model(drawn=tables[1])))
-    assert cli.main([*FEW, "--only", "exact-answers,draft-law"]) == 1
+    assert cli.main([*FEW, "--only", "exact-answers,draft-distribution"]) == 1
     shown = capsys.readouterr().out
     (row,) = [line for line in shown.splitlines() if "FAIL" in line]
     assert row.startswith("exact-answers")

@@ -14,7 +14,7 @@ from tiny_models import smc_arguments
 pytestmark = pytest.mark.engine
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
-APPROXIMATE = ("law-of-smc", "law-of-auto")
+APPROXIMATE = ("distribution-of-smc", "distribution-of-auto")
 
 
 def command(tmp_path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -29,10 +29,10 @@ def test_servers_of_its_own(tmp_path: Path) -> None:
     """The shipped pair: what is exact passes, and the other modes lie towards the draft."""
     models = ["--target", str(PAIR / "target"), "--draft", str(PAIR / "draft")]
     found = command(tmp_path, *models, "--device", "cpu", "--dtype", "float32", "--scale", "0.5")
-    for name in ("equal-models", "draft-law", "exact-answers", "law-of-exact"):
+    for name in ("equal-models", "draft-distribution", "exact-answers", "distribution-of-exact"):
         assert found[name]["verdict"] == "pass"
     assert found["equal-models"]["estimate"] < 1e-4
-    leaning = found["law-of-smc"]
+    leaning = found["distribution-of-smc"]
     assert leaning["estimate"] > 3 * leaning["standard_error"]
 
 
@@ -42,7 +42,7 @@ def test_running_server(tmp_path: Path, tiny: Callable[..., str]) -> None:
     given = {"num_particles": 4, "num_steps": 4, "max_total_tokens": 20_000}
     with running_server(tmp_path, **smc_arguments(*models, **given)) as server:
         found = command(tmp_path, "--url", server.url, "--scale", "0.3")
-    for name in ("evidence", "draft-law", "exact-answers", "law-of-exact"):
+    for name in ("evidence", "draft-distribution", "exact-answers", "distribution-of-exact"):
         assert found[name]["verdict"] == "pass"
     assert found["equal-models"]["verdict"] == "not applicable"
     assert all(found[name]["verdict"] == "measured" for name in APPROXIMATE)

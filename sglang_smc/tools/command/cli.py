@@ -9,15 +9,15 @@ from types import ModuleType
 
 from sglang_smc import __version__
 
-#: The module of each command, below `sglang_smc.tools`, and what it tells or does.
+#: The module of each command, below `sglang_smc.tools`, and what it does.
 COMMANDS = {
-    "doctor": ("command.doctor", "what this machine, or a pair, is fit for"),
-    "demo": ("demo.cli", "SMC and plain decoding on servers of the shipped pair"),
-    "plan": ("plan.cli", "upper bounds on speed, and the fastest N and K"),
-    "audit": ("testing.audit_cli", "whether any server's speculation is lossless"),
-    "check": ("testing.cli", "whether a server's answers follow the target"),
-    "view": ("view.page", "what the particles of one answer did, as a page"),
-    "watch": ("watch", "a running server, live"),
+    "doctor": ("command.doctor", "check the installation, or whether a pair of models fits"),
+    "demo": ("demo.cli", "show SMC beside plain decoding, with tiny models"),
+    "plan": ("plan.cli", "compute bounds on speed, and the fastest N and K"),
+    "audit": ("testing.audit_cli", "test any server from outside: is its speculation lossless?"),
+    "check": ("testing.cli", "test whether an SMC server's answers follow the target"),
+    "view": ("view.page", "draw the particles of one answer, as a page"),
+    "watch": ("watch", "show a running server, live"),
 }
 
 
@@ -46,6 +46,6 @@ def usage() -> str:
     commands = "\n".join(f"  {name:8}{told}" for name, (_, told) in COMMANDS.items())
     return (
         f"usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version\n\n{commands}\n\n"
-        "sglang-smc COMMAND --help has the options. A server is SGLang's own:\n"
+        "sglang-smc COMMAND --help lists the options. To start a server:\n"
         "python -m sglang.launch_server --speculative-algorithm SMC ..."
     )

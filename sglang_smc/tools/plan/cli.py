@@ -1,4 +1,4 @@
-"""Parse the command line of ``python -m sglang_smc.tools.plan`` and print the plan."""
+"""Parse the command line of ``sglang-smc plan`` and print the plan."""
 
 from __future__ import annotations
 
@@ -46,36 +46,34 @@ def run(arguments: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m sglang_smc.tools.plan",
-        description="Upper bounds on the speed of plain decoding (AR), speculative decoding (SD) "
-        "and SMC from models, device and load, and the fastest N and K; or, with "
-        "--tokens-per-pass, of drafts side by side.",
+        prog="sglang-smc plan",
+        description="Computes upper bounds on the speed of plain decoding (AR), speculative "
+        "decoding (SD) and SMC, and the fastest N and K if all drafts are kept; or, with "
+        "--tokens-per-pass, compares drafts and sizes at tokens per pass that you measured.",
     )
     add, positives = result.add_argument, several(positive)
     models = f"a config.json, its folder, or one of {', '.join(shapes.BUILT_IN)}"
     heads = [name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM)]
     add("--target", required=True, help=models)
     drafts = f"the same; or that of an EAGLE-3 head or a block, or {', '.join(heads)}; "
-    drafts += f"or {MTP}, the target's own layer; or {NGRAM}, alone or beside a model, as "
+    drafts += f"or {MTP}, the target's MTP layer; or {NGRAM}, alone or beside a model, as "
     drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
     add("--draft", required=True, nargs="+", help=drafts)
-    rows = "ids in the draft model's --speculative-token-map; without it, all have logits"
+    rows = "tokens in the draft model's --speculative-token-map; default: the whole vocabulary"
     add("--hot-tokens", type=positive, help=rows)
     devices = f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
     devices += "sees none, in about three seconds (measured:cpu and measured:cuda insist)"
     add("--device", required=True, nargs="+", help=devices)
-    add(
-        "--tp", type=positive, default=1, help="devices that split every pass, perfectly; default 1"
-    )
+    add("--tp", type=positive, default=1, help="tensor-parallel devices; default 1")
     precision = "of the weights; without it fp8 where the configuration says so, otherwise bf16"
     add("--dtype", choices=WEIGHT_BYTES, help=precision)
     add("--draft-dtype", choices=WEIGHT_BYTES, help="of the drafts' weights; default: as --dtype")
     add("--batch", type=positives, default=(1,), help="requests at once; default 1")
-    shared = "tokens that a request's particles share; default 1024"
+    shared = "tokens of prompt and answer that particles share; default 1024"
     add("--context", type=positive, default=1024, help=shared)
-    own = f"tokens that each particle has of its own, on average; default {LAG // 2}"
+    own = f"tokens of each particle beyond these, on average; default {LAG // 2}"
     add("--tail", type=natural, default=LAG // 2, help=own)
-    apart = "for attention kernels that read the shared tokens once a particle"
+    apart = "for attention that reads the shared tokens once for each particle"
     add("--no-shared-prefix", action="store_true", help=apart)
     add("--particles", type=positives, default=DEFAULT_PARTICLES, help="candidates for N; default "
         "4,8,16")  # fmt: skip
@@ -83,13 +81,13 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=positives, help=f"{steps}block goes")
     least = "the smallest N that the quality allows; default 1"
     add("--min-particles", type=positive, default=1, help=least)
-    accepted = f"SD: how likely a draft is accepted; default {ACCEPTANCE}"
+    accepted = f"SD: the chance that a draft token is accepted; default {ACCEPTANCE}"
     add("--acceptance", type=number(float, 0, 1), help=accepted)
-    kept = "SMC: drafts that a round keeps on average, one number for each of --steps; without it "
-    kept += "all K, as in the paper. A server's accept length is one more"
+    kept = "SMC: drafts that a round keeps on average, one number for each of --steps; default: "
+    kept += "all K, as in the paper. A server's spec_accept_length is one more"
     add("--kept", type=several(number(float)), help=kept)
-    yields = "as measured, e.g. 5,6,7: print what a round of each draft costs and the tokens/s "
-    yields += "that these make of it, for each of --device, --batch (by commas), --particles and "
+    yields = "measured tokens per pass, e.g. 5,6,7: print the time of a round with each draft, and "
+    yields += "the tokens/s at each, for all of --device, --batch (by commas), --particles and "
     add("--tokens-per-pass", type=several(number(float)), help=f"{yields}--steps")
     add("--plot", type=Path, help="write a PNG: tokens/s against the batch")
     add("--json", action="store_true", help="print JSON instead of a table")

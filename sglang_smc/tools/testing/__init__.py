@@ -1,6 +1,6 @@
 """Check that outputs of a model pair on this machine have the distributions that SMC promises.
 
-The command is ``python -m sglang_smc.tools.testing``; the same checks as a library::
+The command is ``sglang-smc check``; the same checks as a library::
 
     from sglang_smc.tools.testing import check_exact_answers, connect
 

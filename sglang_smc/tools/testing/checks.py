@@ -111,7 +111,7 @@ def check_draft_law(
             answers' weights, and must equal the distribution that they were sampled from.
     """
     whose = "what they are weighed by" if draft is None else "the draft"
-    result = Result("draft-law", f"drafted tokens follow {whose}")
+    result = Result("draft-distribution", f"drafted tokens follow {whose}")
     if smc.settings["adaptive"]:
         return result._replace(note=_ADAPTIVE)
     num_steps = 1 if draft is None else _two_steps(smc)
@@ -196,7 +196,7 @@ def check_mode(
         note = f"{towards}; {note}"
     note += f"; ranks p = {ranks:.2g}."
     result = Result(
-        f"law-of-{mode}",
+        f"distribution-of-{mode}",
         "how far an approximate mode is from the target, token by token",
         Verdict.MEASURED,
         note,

@@ -1,4 +1,4 @@
-"""Parse the command line of ``python -m sglang_smc.tools.testing`` and run the checks."""
+"""Parse the command line of ``sglang-smc check`` and run the checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sglang_smc.tools.testing.report import Result
 CHECKS = {
     "equal-models": checks.check_equal_models,
     "evidence": checks.check_evidence,
-    "draft-law": checks.check_draft_law,
+    "draft-distribution": checks.check_draft_law,
     "exact-answers": checks.check_exact_answers,
 }
-WITH_FEW = ("draft-law", "exact-answers")  # prompts: many answers to each
-NAMES = (*CHECKS, *(f"law-of-{mode}" for mode in ("exact", "smc", "auto")))
+WITH_FEW = ("draft-distribution", "exact-answers")  # prompts: many answers to each
+NAMES = (*CHECKS, *(f"distribution-of-{mode}" for mode in ("exact", "smc", "auto")))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -43,26 +43,26 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m sglang_smc.tools.testing",
-        description="Checks that SMC gives the texts it promises, with your pair of models: on a "
-        "running server (--url), or on servers of its own (--target and --draft).",
+        prog="sglang-smc check",
+        description="Tests that the answers of SMC, with your pair of models, have the target's "
+        "distribution, on a running server (--url) or on its own (--target and --draft).",
     )
     add = result.add_argument
     add("--url", help="a running SMC server, such as http://localhost:30000")
-    add("--draft-url", help="a server of the draft alone: two checks say more")
-    add("--api-key", help="of the server, where it has one")
+    add("--draft-url", help="a server of the draft alone, which two checks use")
+    add("--api-key", help="the server's API key")
     add("--target", help="a model folder, for servers that this command starts")
-    add("--draft", help="the same")
-    add("--device", help="of these servers; default: what SGLang finds")
-    add("--dtype", default="auto", help="likewise; default auto")
-    add("--tp-size", type=positive, default=1, help="likewise; default 1")
-    add("--num-particles", type=positive, default=8, help="likewise; default 8")
-    add("--num-steps", type=positive, default=8, help="likewise; default 8")
+    add("--draft", help="the draft's folder, likewise")
+    add("--device", help="device of these servers; default: as SGLang")
+    add("--dtype", default="auto", help="their dtype; default auto")
+    add("--tp-size", type=positive, default=1, help="their --tp-size; default 1")
+    add("--num-particles", type=positive, default=8, help="their N; default 8")
+    add("--num-steps", type=positive, default=8, help="their K; default 8")
     add("--prompts", type=Path, help="a text file, one prompt a line")
-    add("--only", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; default all")
-    times = "so many times the answers: 4 halves every error; default 1"
+    add("--only", type=_names, default=NAMES, help=f"checks, of {', '.join(NAMES)}; default all")
+    times = "factor of the number of answers: 4 halves each error; default 1"
     add("--scale", type=number(float, 0.1, 1000), default=1.0, help=times)
-    add("--seed", type=int, default=0, help="of the answers; default 0")
+    add("--seed", type=int, default=0, help="first seed of the answers; default 0")
     add("--json", type=Path, metavar="FILE", help="write all numbers there, too")
     return result
 
@@ -98,7 +98,7 @@ def _result(name: str, pair: Pair, prompts: Sequence[str], scale: float, seed: i
     if "draft" in defaults:
         how["draft"] = draft
     if name not in CHECKS:
-        how["mode"] = name.removeprefix("law-of-")
+        how["mode"] = name.removeprefix("distribution-of-")
     return check(smc, prompts=prompts[:FEW] if name in WITH_FEW else prompts, **how)
 
 

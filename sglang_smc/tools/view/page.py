@@ -48,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
-    add("-o", "--output", type=Path, help="the page; default: TRACE.html")
-    add("--force", action="store_true", help="overwrite the page that exists")
-    add("--index", type=int, help="which trace, from 0, where there are several")
-    add("--title", default="Particles of one answer", help="of the page")
+    add("-o", "--output", type=Path, help="the page's file; default: TRACE.html")
+    add("--force", action="store_true", help="overwrite an existing file")
+    add("--index", type=int, help="which trace of several, from 0")
+    add("--title", default="Particles of one answer", help="the page's title")
     return result
 
 
