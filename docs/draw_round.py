@@ -103,7 +103,7 @@ text { fill: #e6edf3 }
 WIDTH, HEIGHT = 920, 388
 ROW, FIRST_ROW, BOX_HEIGHT = 54, 108, 36
 BOX, STEP = 64, 68  # a token's width, and from one token to the next
-PREFIX_X, DRAFTS_X, BARS_X, HEIRS_X = 20, 152, 388, 608
+PREFIX_X, DRAFTS_X, BARS_X, COPIES_X = 20, 152, 388, 608
 BAR, BARS_WIDTH = 30.0, 104  # for each unit of weight; with the number behind it
 GAP = 12  # between what is agreed on and the tails
 BOTTOM = FIRST_ROW + 4 * ROW
@@ -180,20 +180,20 @@ def draw_weights() -> list[str]:
     return parts
 
 
-def draw_heirs() -> list[str]:
+def draw_copies() -> list[str]:
     """Who descends from whom, the bonus tokens, and what all agree on."""
     chosen = ancestors(weights(), UNIFORM)
     texts = [(*DRAFTS[index].tokens, word) for index, word in zip(chosen, BONUS, strict=True)]
-    common, start, end = num_common(texts), BARS_X + BARS_WIDTH + 14, HEIRS_X - 9
-    places = [HEIRS_X + column * STEP + GAP * (column >= common) for column in range(4)]
+    common, start, end = num_common(texts), BARS_X + BARS_WIDTH + 14, COPIES_X - 9
+    places = [COPIES_X + column * STEP + GAP * (column >= common) for column in range(4)]
     agreed, top = common * STEP - 4, FIRST_ROW - 9
     bonus_x, tails_x = places[-1] + BOX / 2, (places[common] + places[-1] + BOX) / 2
-    emitted_x = HEIRS_X + agreed / 2
+    emitted_x = COPIES_X + agreed / 2
     parts = [
         heading((start + end) / 2, "4  Resample", "by weight"),
-        heading(HEIRS_X + 1.5 * STEP, "heirs", "copy pointers, not KV"),
+        heading(COPIES_X + 1.5 * STEP, "copies", "of pointers, not of KV"),
         heading(bonus_x, "5  Bonus", "from p", kind="title orange"),
-        frame(HEIRS_X - 9, top, agreed + 18, 3 * ROW + BOX_HEIGHT + 18, "agreed"),
+        frame(COPIES_X - 9, top, agreed + 18, 3 * ROW + BOX_HEIGHT + 18, "agreed"),
         heading(emitted_x, "6  Commit", "what all share", BOTTOM + 20, "title green"),
         heading(tails_x, "tails", "wait for agreement", BOTTOM + 20),
     ]
@@ -219,7 +219,7 @@ def draw() -> str:
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10" class="card"/>',
         *draw_drafts(),
         *draw_weights(),
-        *draw_heirs(),
+        *draw_copies(),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -113,8 +113,8 @@ def check(target: Vocabulary, draft: Vocabulary) -> None:
         )
     if target.tokens and draft.tokens and (markers := _differing(target, draft)):
         logger.warning(
-            "%d markers differ between target and draft, such as %r: at the target's own the draft "
-            "guesses, which costs speed there and changes no distribution that verification keeps.",
+            "%d special tokens differ between target and draft, such as %r. The draft predicts "
+            "the target's own badly: slower at these tokens, and no error in modes that verify.",
             len(markers),
             min(markers),
         )

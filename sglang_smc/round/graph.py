@@ -195,9 +195,9 @@ class Recordings:
         if reason and reason not in self._said:
             self._said.add(reason)
             logger.info(
-                "A batch is not replayed from a recorded round: some request asks for %s. Such "
-                "rounds take longer, by what the host needs to launch them, and at most %d "
-                "requests play at a time. This is said once.",
+                "A batch does not replay a round's CUDA graph, since a request asks for %s. Such "
+                "rounds take the host longer to launch, and run at most %d requests at a time. "
+                "This is logged once.",
                 *(reason, self.launched),
             )
         return None

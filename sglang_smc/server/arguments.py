@@ -80,13 +80,13 @@ def resolve(server_args: Arguments) -> None:
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"
     if _has_lora(server_args):
-        logger.info("Rounds are not captured: CUDA graphs know no LoRA adapters of a batch.")
+        logger.info("Rounds are not captured as CUDA graphs, which hold no LoRA adapters.")
     graphs.decode.backend = Backend.DISABLED
     if graphs.prefill.backend != Backend.DISABLED and reads_states(resolved_view(server_args)):
         graphs.prefill.backend = Backend.DISABLED
         logger.info(
             "SGLang's prefill graphs are disabled: --speculative-draft-model-path is a head, which "
-            "reads the target's states at all tokens of a prompt, and these graphs keep none."
+            "needs the target's states at all tokens of a prompt, and these graphs store none."
         )
     if IS_NEWER and server_args.device == "cuda" and not server_args.enable_fp32_lm_head:
         # Before 0.5.20 the flag converts the whole LM head in each pass.

@@ -452,7 +452,7 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     vocabulary.check(sides[0], sides[0])
     assert not caplog.messages
     vocabulary.check(*sides)
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 markers differ")
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 special tokens differ")
 
 
 @pytest.mark.parametrize(
