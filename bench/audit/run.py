@@ -1,7 +1,7 @@
-"""Measure which faults `sglang-smc audit` finds, and which correct servers it passes.
+"""Audit SGLang's algorithms and ours, and measure which faults `sglang-smc audit` finds.
 
     .venv/bin/python bench/audit                      # all servers, a file of results for each
-    .venv/bin/python bench/audit --only 'smc-*' --publish
+    .venv/bin/python bench/audit --correct --answers 120 --copies 30 --publish
 
 Servers of the shipped pair on this machine's CPU, one after the other: correct ones, SMC's
 approximate modes, and SGLang's workers and ours with a fault each (`faults/`), of verification or
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -30,6 +31,7 @@ from study import (
     PAIR,
     PUBLISHED,
     add_selection,
+    bar,
     copy,
     main_of,
     parser,
@@ -39,14 +41,25 @@ from study import (
     slug_of,
 )
 
-from sglang_smc.tools.demo.serving import Launch, running
-from sglang_smc.tools.testing.audit import CHECKS, LEVEL, TOGETHER, Compared, audit, result_of
+from sglang_smc.options.server import CPU_OVERLAP_ENV
+from sglang_smc.tools.demo.serving import Launch, ServerError, running
+from sglang_smc.tools.real.models import MODELS, checkpoint
+from sglang_smc.tools.testing.audit import (
+    CHECKS,
+    LEVEL,
+    TOGETHER,
+    Compared,
+    audit,
+    most_answers,
+    result_of,
+)
 from sglang_smc.tools.testing.audit_texts import (
     STRAY,
     WIDTHS,
     Copied,
     ask_copies,
     judge_copies,
+    num_copies,
     result_of_copies,
 )
 from sglang_smc.tools.testing.checks import PROMPTS
@@ -68,6 +81,7 @@ class Server(NamedTuple):
     fault: str = ""
     is_lossless: bool = True
     copies: bool = False  # whether it is asked for copies alone
+    environment: Mapping[str, str] = MappingProxyType({})
 
     @property
     def slug(self) -> str:
@@ -85,29 +99,62 @@ def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) 
     return found
 
 
-def _smc(mode: str) -> dict[str, Any]:
-    return _own("SMC", "draft", speculative_num_steps=8, speculative_smc_mode=mode)
+def _smc(mode: str, draft: str = "draft", **more: Any) -> dict[str, Any]:
+    return _own("SMC", draft, **{"speculative_num_steps": 8, "speculative_smc_mode": mode, **more})
+
+
+def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
+    return {"speculative_smc_num_particles": num_particles, "speculative_num_steps": num_steps}
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
-_ONE_CHAIN = {**_smc("exact"), "speculative_smc_num_particles": 1}
+TREE = _own("STANDALONE", "draft", 4)
+EAGLE_TREE = _own("EAGLE3", "eagle3", 4)
+_ONE_CHAIN = _smc("exact", **_shape(1, 8))
+_MATCHES = _smc("exact", "", speculative_smc_ngram_weight=1.0)
+_BESIDE = _smc("exact", speculative_smc_ngram_weight=0.1)
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
+_NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
 COPYING = {
     "STANDALONE": CHAIN | _FEW_SLOTS,
-    "EAGLE-3": _own("EAGLE3", "eagle3", 4) | _FEW_SLOTS,
+    "EAGLE-3": EAGLE_TREE | _FEW_SLOTS,
     "SMC exact": _smc("exact") | _FEW_SLOTS,
 }
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
+#: Names of correct servers that answer by rows of the target, and their arguments.
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "AR": {},
+    "AR without overlap": {"disable_overlap_schedule": True},
+    "AR without radix cache": _NO_RADIX,
+    "AR of pages": _PAGES,
+    "STANDALONE chain": CHAIN,
+    "STANDALONE chain without radix cache": CHAIN | _NO_RADIX,
+    "STANDALONE chain of pages": CHAIN | _PAGES,
+    "STANDALONE tree": TREE,
+    "EAGLE-3 chain": _own("EAGLE3", "eagle3", 1),
+    "EAGLE-3 tree": EAGLE_TREE,
+    "EAGLE-3 tree without radix cache": EAGLE_TREE | _NO_RADIX,
+    "NGRAM": _own("NGRAM"),
+    "NGRAM without radix cache": _own("NGRAM", **_NO_RADIX),
+    "DFLASH": _own("DFLASH", "dflash"),
+    "SMC exact": _smc("exact"),
+    "SMC exact without radix cache": _smc("exact", **_NO_RADIX),
+    "SMC exact of pages": _smc("exact", **_PAGES),
+    "SMC exact N=1": _ONE_CHAIN,
+    "SMC exact N=16 K=4": _smc("exact", **_shape(16, 4)),
+    "SMC exact by EAGLE-3": _smc("exact", "eagle3"),
+    "SMC exact by MTP": _smc("exact", "mtp"),
+    "SMC exact by DFlash": _smc("exact", "dflash"),
+    "SMC exact by n-grams": _MATCHES,
+    "SMC exact by draft and n-grams": _BESIDE,
+}
 SERVERS = (
     SIMULATED,
-    Server("AR"),
-    Server("STANDALONE chain", CHAIN),
-    Server("EAGLE-3 chain", _own("EAGLE3", "eagle3", 1)),
-    Server("EAGLE-3 tree", _own("EAGLE3", "eagle3", 4)),
-    Server("NGRAM", _own("NGRAM")),
-    Server("SMC exact", _smc("exact")),
+    *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
+    Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
+    Server("SmolLM2 exact by n-grams", {**_MATCHES, "model_path": "smollm2"}),
     Server("SMC auto", _smc("auto"), is_lossless=False),
     Server("SMC default", _smc("smc"), is_lossless=False),
     *(Server(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
@@ -118,38 +165,75 @@ SERVERS = (
     *(Server(f"{name} copying", arguments, copies=True) for name, arguments in COPYING.items()),
     *(
         Server(f"{name} copying with {fault}", COPYING[name], fault, False, copies=True)
-        for name, faults in (("STANDALONE", KV[:-1]), ("SMC exact", KV[:-1]), ("EAGLE-3", KV[-1:]))
+        for name, faults in (("STANDALONE", KV[:-1]), ("SMC exact", KV[:-2]), ("EAGLE-3", KV[-1:]))
         for fault in faults
     ),
 )
 
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Audit a server so often, and return the first audit and those that failed."""
+    """Audit a server so often; return the first audit and those that failed, or what went wrong."""
     begin = time.monotonic()
-    audits = list(simulated(options) if server is SIMULATED else audited(server, options))
     facts = {"name": server.name, "fault": server.fault, "is_lossless": server.is_lossless}
-    facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
     settings = {k: v for k, v in {**_CPU, **server.arguments}.items() if not k.endswith("path")}
+    settings |= {**server.environment, "answers": options.answers, "copies": options.copies}
+    facts |= provenance(settings)
+    try:
+        audits = list(simulated(options) if server is SIMULATED else audited(server, options))
+    except ServerError:
+        reason = reason_in(log_of(server, options).read_text(errors="replace"))
+        return {**facts, "error": f"does not start: {reason}", "audits": []}
+    except ValueError as error:
+        return {**facts, "error": f"stops: {error}", "audits": []}
     kept = [audits[0], *(one for one in audits[1:] if not one["passed"])]
-    return {**facts, "audits": kept, **provenance({"answers": options.answers, **settings})}
+    facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
+    return {**facts, "audits": kept}
+
+
+def reason_in(log: str) -> str:
+    """Return the last error that a log names, in SGLang's words."""
+    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
+    return found[-1] if found else log.strip()[-200:]
+
+
+def log_of(server: Server, options: argparse.Namespace) -> Path:
+    return options.output_dir / f"{server.slug}.log"
 
 
 def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start a server, and audit it."""
     path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
+    arguments = {**_CPU, **server.arguments}
+    if (name := arguments["model_path"]) in MODELS:
+        arguments["model_path"] = str(checkpoint(name))
     launch = Launch(
-        {**_CPU, **server.arguments},
-        {"PYTHONPATH": path, "AUDIT_FAULT": server.fault},
-        log=options.output_dir / f"{server.slug}.log",
+        arguments,
+        {"PYTHONPATH": path, "AUDIT_FAULT": server.fault, **server.environment},
+        log=log_of(server, options),
     )
-    with running(launch) as (url,):
+    about = {"desc": server.name, "unit": " answers", "disable": None, "leave": False}
+    with (
+        running(launch) as (url,),
+        bar(total=options.audits * most(server, options), **about) as line,
+    ):
         for seed in range(options.audits):
-            how = {"num_answers": options.answers, "seed": seed}
+            endpoint = open_endpoint(url)
+            endpoint.on_answers = line.update
+            endpoint.deadline = time.monotonic() + 60 * options.minutes
+            endpoint.client.deadline = endpoint.deadline + 60 * options.minutes
             if server.copies:
-                yield copied(open_endpoint(url), options.copies, seed)
+                yield copied(endpoint, options.copies, seed)
                 continue
-            yield as_dict(audit(open_endpoint(url), prompts_of(seed), **how).results)
+            copies = () if server.fault else copies_of(options.copies, 6, seed)
+            how = {"num_answers": options.answers, "seed": seed}
+            yield as_dict(audit(endpoint, prompts_of(seed), copies, **how).results)
+
+
+def most(server: Server, options: argparse.Namespace) -> int:
+    """Return the most answers of one audit."""
+    if server.copies:
+        return num_copies(options.copies)
+    return most_answers(options.answers, PROMPTS, 0 if server.fault else options.copies)
 
 
 def copied(endpoint: Endpoint, count: int, seed: int) -> dict[str, Any]:
@@ -212,36 +296,55 @@ def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[Compa
 
 def row_of(told: dict[str, Any]) -> list[str]:
     """Return a line of the table."""
-    audits = told["audits"]
+    audits, is_lossless = told["audits"], "yes" if told["is_lossless"] else "no"
+    if not audits:
+        return [told["name"], is_lossless, "", "none", told["error"].replace("|", "/"), "", ""]
     failed = sum(not audit["passed"] for audit in audits)
     checks = {
         one["check"] for each in audits for one in each["results"] if one["verdict"] == "fail"
     }
-    sampled = audits[0]["results"][0]
-    if (until := audits[0].get("answers_until_found")) is None:
-        gap = f"{sampled['estimate']:+.3f} ± {2 * sampled['standard_error']:.3f}"
-    else:
-        gap = f"found within {until} copies" if until else "nothing found"
-    is_lossless = "yes" if told["is_lossless"] else "no"
-    names = ", ".join(sorted(checks)) or "none"
-    total = told.get("num_audits", len(audits))
+    first, total = audits[0], told.get("num_audits", len(audits))
     _, low, high, _ = wilson(failed, total)
     share = f"{failed} of {total}" + f" ({low:.1%} to {high:.1%})" * (total > 1)
-    return [told["name"], is_lossless, share, names, gap]
+    names = ", ".join(sorted(checks)) or "none"
+    answers = str(sum(one["num_answers"] for one in first["results"] if one["check"] != "together"))
+    return [told["name"], is_lossless, answers, share, names, _shift(first), _corrupted(first)]
+
+
+def _shift(told: dict[str, Any]) -> str:
+    found = [one for one in told["results"] if one["check"] == "sampled"]
+    return "".join(f"{one['estimate']:+.3f} ± {2 * one['standard_error']:.3f}" for one in found)
+
+
+def _corrupted(told: dict[str, Any]) -> str:
+    """Return how many copies are corrupted, or within how many that is found."""
+    if (until := told.get("answers_until_found")) is not None:
+        return f"found within {until}" if until else "nothing found"
+    some = [one for one in told["results"] if one["check"].startswith("copies")]
+    wrong = sum(round(one["num_answers"] * (one["estimate"] or 0.0)) for one in some)
+    return f"{wrong} of {sum(one['num_answers'] for one in some)}" if some else ""
+
+
+def told_of(server: Server, folder: Path) -> dict[str, Any]:
+    """Return what a folder has of a server, empty for nothing."""
+    path = folder / f"{server.slug}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+HEADERS = (
+    *("server", "lossless", "answers", "audits failed", "checks that failed"),
+    *("log p + H at T = 1", "corrupted copies"),
+)
 
 
 def write_table(folder: Path) -> None:
-    """Write ``audit.md`` of all results in a folder."""
-    found = [folder / f"{server.slug}.json" for server in SERVERS]
-    rows = [row_of(json.loads(path.read_text())) for path in found if path.exists()]
-    headers = (
-        "server",
-        "lossless",
-        "audits failed",
-        "checks that failed",
-        "log p + H at T = 1; copies",
-    )
-    (folder / "audit.md").write_text(markdown_table(headers, rows) + "\n")
+    """Write ``audit.md`` of all results in a folder: servers without a fault, then those with."""
+    parts: list[str] = []
+    for title, has_fault in (("Servers", False), ("Faults", True)):
+        some = [server for server in SERVERS if bool(server.fault) == has_fault]
+        rows = [row_of(told) for one in some if (told := told_of(one, folder))]
+        parts.append(f"## {title}\n\n{markdown_table(HEADERS, rows)}\n")
+    (folder / "audit.md").write_text("\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,6 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--answers", type=positive, default=400, help="of an audit")
     made.add_argument("--copies", type=positive, default=100, help="under each load")
     made.add_argument("--audits", type=positive, default=1, help="of each server")
+    made.add_argument("--minutes", type=positive, default=15, help="of an audit, at most")
+    made.add_argument("--correct", action="store_true", help="no servers with a fault")
     made.add_argument("--simulated", type=positive, default=800, help="audits without a server")
     add_selection(made)
     options = made.parse_args(argv)
@@ -258,16 +363,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Do what the options select."""
-    servers = selected(SERVERS, options.only)
+    servers = [
+        one for one in selected(SERVERS, options.only) if not (options.correct and one.fault)
+    ]
     if options.list:
         print(*(server.slug for server in servers), sep="\n")
         return
     prepare_folder(options.output_dir)
-    for server in servers:
-        path = options.output_dir / f"{server.slug}.json"
-        if options.fresh or not path.exists():
-            path.write_text(json.dumps(measure(server, options), indent=1) + "\n")
-        print(*row_of(json.loads(path.read_text())), sep="  ", flush=True)
+    left = [one for one in servers if options.fresh or not told_of(one, options.output_dir)]
+    asked = options.audits * sum(most(one, options) for one in left if one is not SIMULATED)
+    print(
+        f"{len(left)} servers, at most {asked} answers; of an audit in {options.minutes} minutes."
+    )
+    with bar(total=len(servers), unit=" servers", disable=None) as line:
+        for server in servers:
+            if server in left:
+                told = json.dumps(measure(server, options), indent=1)
+                (options.output_dir / f"{server.slug}.json").write_text(told + "\n")
+            line.write("  ".join(row_of(told_of(server, options.output_dir))))
+            line.update()
     write_table(options.output_dir)
     if options.publish:
         results = (*options.output_dir.glob("*.json"), options.output_dir / "audit.md")

@@ -1,16 +1,20 @@
 """The servers under audit: their faults, and the table of what is found."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from audit import run
 from audit.faults import audit_faults, kv_faults
 from audit.faults.audit_faults import KV, OWN, STOCK, accept
-from audit.run import SERVERS, copied, main, row_of
+from audit.run import SERVERS, Server, copied, main, row_of
 from laws import sampling
+from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import llama
@@ -20,6 +24,7 @@ from sglang_smc.patches.cpu import speculation
 from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
+from sglang_smc.tools.demo.serving import Launch, ServerError
 from sglang_smc.tools.testing.endpoint import Sample
 from sglang_smc.tools.testing.model import Position
 
@@ -88,6 +93,7 @@ def test_faults_of_kv_move_what_rounds_write() -> None:
     assert kv_faults.page(slots, 2)[1].tolist() == [14, 16, 997, 24]
     assert kv_faults.stale(torch.tensor([8, 16, 9, 24]), 2)[0].tolist() == [1, 2, 3]
     assert kv_faults.position(torch.tensor([255, 256])).tolist() == [255, 257]
+    assert kv_faults.swapped(torch.arange(6), 2).tolist() == [2, 3, 0, 1, 4, 5]
     sees = kv_faults.sibling(torch.eye(3).bool().unsqueeze(0))
     assert sees[0].tolist() == [[True, False, False], [True, True, False], [False, True, True]]
 
@@ -136,6 +142,37 @@ def test_faults_of_kv_leave_prefills_alone(
         assert Broken().forward(ids, positions, batch).tolist() == expected
 
 
+def test_a_retracted_request_keeps_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is prefilled again, once."""
+
+    class Broken(Model):
+        pass
+
+    class BrokenPool(Pool):
+        pass
+
+    class Request(SimpleNamespace):
+        def reset_for_retract(self) -> None:
+            self.is_retracted = True
+
+    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", BrokenPool)
+    monkeypatch.setattr(llama, "LlamaForCausalLM", Broken)
+    monkeypatch.setattr(schedule_batch, "Req", Request)
+    kv_faults.install("retracted")
+    request = Request(rid="b")
+    request.reset_for_retract()
+    lengths = torch.tensor([1, 1])
+    assert request.is_retracted
+    for kept in ([1, 0, 0], [1, 0, 300]):
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            rids=["a", "b"],
+            extend_seq_lens=lengths,
+            pool=BrokenPool(),
+        )
+        assert Broken().forward(torch.zeros(2), torch.tensor([1, 300]), batch).tolist() == kept
+
+
 def test_the_fault_of_a_tree_is_in_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = {"a tree": torch.eye(3).bool().unsqueeze(0), "a chain": None}
     monkeypatch.setattr(attention, "tree_of", trees.get)
@@ -157,15 +194,36 @@ def test_likeliest_drafts_leave_the_targets_samples_alone() -> None:
 
 def test_a_row_names_what_failed() -> None:
     sampled = {"check": "sampled", "verdict": "fail", "estimate": 0.05, "standard_error": 0.01}
+    copies = {"check": "copies-1", "verdict": "fail", "estimate": 0.25, "num_answers": 8}
+    results = [{**sampled, "num_answers": 40}, {"check": "together", "verdict": "pass"}, copies]
     told = {
         "name": "EAGLE",
         "is_lossless": False,
-        "audits": [{"passed": False, "results": [sampled]}],
+        "audits": [{"passed": False, "results": results}],
     }
-    assert row_of(told) == ["EAGLE", "no", "1 of 1", "sampled", "+0.050 ± 0.020"]
-    until = {"answers_until_found": 9, "results": [{"check": "copies-1", "verdict": "fail"}]}
+    row = ["EAGLE", "no", "48", "1 of 1", "copies-1, sampled", "+0.050 ± 0.020", "2 of 8"]
+    assert row_of(told) == row
+    until = {"answers_until_found": 9, "results": [copies]}
     told |= {"audits": [{"passed": False, **until}]}
-    assert row_of(told)[-2:] == ["copies-1", "found within 9 copies"]
+    assert row_of(told)[-2:] == ["", "found within 9"]
+
+
+def test_a_server_that_does_not_start_says_why_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @contextmanager
+    def running(launch: Launch) -> Iterator[Any]:
+        launch.log.write_text("Warning: a\nTraceback\nValueError: no pages | here\nkilled\n")
+        raise ServerError("it ended")
+        yield
+
+    monkeypatch.setattr(run, "running", running)
+    monkeypatch.setattr(run, "SERVERS", [Server("one")])
+    assert main(["--output-dir", str(tmp_path)]) == 0
+    cells = "one | yes |  | none | does not start: no pages / here |"
+    assert cells in (tmp_path / "audit.md").read_text()
+    monkeypatch.delattr(run, "measure")  # it is not started again
+    assert main(["--output-dir", str(tmp_path)]) == 0
 
 
 def test_simulated_audits_have_copies_too(tmp_path: Path) -> None:

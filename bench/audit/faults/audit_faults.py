@@ -105,7 +105,7 @@ def argmax(law: Any) -> None:
 
 
 STOCK = {each.__name__: each for each in (greedy, temperature, filters, bonus, likely)}
-KV = (*kv_faults.NAMES, "sibling")
+KV = (*kv_faults.NAMES, "swapped", "sibling")
 OWN = {each.__name__: each for each in (ratio, residual, argmax)}
 
 

@@ -1,7 +1,7 @@
 """Break the KV cache of a server's target and drafts, SGLang's own on a CPU or that of SMC.
 
-Rounds alone are broken, not prefills, so that the server scores texts as it should. Slots are those
-of a pool with pages of one; a page of 16 is what a fault takes it for.
+Rounds alone are broken, and prefills of retracted requests, so that the server scores texts as it
+should. Slots are those of a pool with pages of one; a page of 16 is what a fault takes it for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ Writes = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Maps the slots of a round's tokens, and the tokens of each row, to rows and where they go."""
 
 _width = 0  # tokens of each row of the running round; 0 in a prefill
+_retracted: set[str] = set()  # requests that are to be prefilled again
+_again = torch.zeros(0, dtype=torch.bool)  # which tokens of a prefill are of such requests
 
 
 def shared(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,6 +36,19 @@ def stale(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.arange(len(slots))
     rows = rows[(rows % width > 0) | (slots % 8 > 0)]
     return rows, slots[rows]
+
+
+def retracted(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave what others have written to the slots that a retracted request gets anew."""
+    rows = (~_again).nonzero().flatten()
+    return rows, slots[rows]
+
+
+def swapped(ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Let the target read the first two requests' drafts in each other's rows."""
+    rows = ids.view(-1, width).clone()
+    rows[:2] = rows[:2].flip(0)
+    return rows.flatten()
 
 
 def position(positions: torch.Tensor) -> torch.Tensor:
@@ -67,12 +82,13 @@ def freed(alloc: Callable[..., Any]) -> Callable[..., Any]:
     return allocate
 
 
-WRITES: dict[str, Writes] = {each.__name__: each for each in (shared, page, stale)}
-NAMES = (*WRITES, "position", "freed")  # and of trees, `sibling`
+WRITES: dict[str, Writes] = {each.__name__: each for each in (shared, page, stale, retracted)}
+NAMES = (*WRITES, "position", "freed")  # and of trees, `sibling`; of stock chains, `swapped`
 
 
 def install(name: str) -> None:
     """Break this process's classes of SGLang, and of our attention."""
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.models.llama import LlamaForCausalLM
@@ -85,6 +101,8 @@ def install(name: str) -> None:
     elif name == "freed":
         TokenToKVPoolAllocator.alloc = freed(TokenToKVPoolAllocator.alloc)
     else:
+        if name == "retracted":
+            Req.reset_for_retract = _noted(Req.reset_for_retract)
         LlamaForCausalLM.forward = _forward(LlamaForCausalLM.forward, name)
         if name in WRITES:
             written = _written(MHATokenToKVPool.set_kv_buffer, WRITES[name])
@@ -94,15 +112,30 @@ def install(name: str) -> None:
 def _forward(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(forward)
     def broken(model: Any, ids: Any, positions: Any, batch: Any, *more: Any, **named: Any) -> Any:
-        global _width
+        global _width, _again
         mode = batch.forward_mode
         if mode.is_target_verify() or mode.is_decode():
-            _width = len(ids) // max(1, len(batch.req_pool_indices))
+            _width = len(ids) // max(1, len(batch.req_pool_indices)) * (name != "retracted")
             positions = position(positions) if name == "position" else positions
+            ids = swapped(ids, _width) if name == "swapped" and mode.is_target_verify() else ids
+        elif _retracted and batch.rids:
+            again = torch.tensor([rid in _retracted for rid in batch.rids])
+            _again = again.repeat_interleave(batch.extend_seq_lens)
+            _width = int(_again.any())
+            _retracted.difference_update(batch.rids)
         try:
             return forward(model, ids, positions, batch, *more, **named)
         finally:
             _width = 0
+
+    return broken
+
+
+def _noted(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(reset)
+    def broken(request: Any) -> None:
+        _retracted.add(request.rid)
+        reset(request)
 
     return broken
 

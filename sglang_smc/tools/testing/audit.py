@@ -126,6 +126,12 @@ def audit(
     return found
 
 
+def most_answers(num_answers: int, prompts: Sequence[str], num_copies: int) -> int:
+    """Return the most answers of an audit, besides those to clients that hang up."""
+    few = audit_texts.num_repeats(prompts) + NUM_SEEDS
+    return num_answers + few + audit_texts.num_copies(num_copies)
+
+
 # --- Sampled tokens
 
 

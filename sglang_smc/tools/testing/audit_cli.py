@@ -13,9 +13,9 @@ from typing import Any
 
 from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
 from sglang_smc.tools.testing import report
-from sglang_smc.tools.testing.audit import NUM_SEEDS, audit
+from sglang_smc.tools.testing.audit import audit, most_answers
 from sglang_smc.tools.testing.audit_page import page_of
-from sglang_smc.tools.testing.audit_texts import LENGTH, WIDTHS, num_copies, num_repeats
+from sglang_smc.tools.testing.audit_texts import LENGTH, WIDTHS
 from sglang_smc.tools.testing.checks import MOST_OF_EVIDENCE, PROMPTS
 from sglang_smc.tools.testing.cli import run
 from sglang_smc.tools.testing.copies import LENGTH as COPY_LENGTH
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     settings = {"model": options.model, "chat": options.chat, "params": options.params}
     endpoint = open_endpoint(options.url, options.api_key, **settings)
     copies = copies_of(math.ceil(options.copies / len(WIDTHS)), options.records, options.seed)
-    total = options.answers + num_repeats(prompts) + NUM_SEEDS + num_copies(len(copies))
+    total = most_answers(options.answers, prompts, len(copies))
     end = begin + 60 * options.minutes
     endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
     print(
