@@ -115,6 +115,7 @@ _MATCHES = _smc("exact", "", speculative_smc_ngram_weight=1.0)
 _BESIDE = _smc("exact", speculative_smc_ngram_weight=0.1)
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
+_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"}
 _NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
 COPYING = {
     "STANDALONE": CHAIN | _FEW_SLOTS,
@@ -163,8 +164,16 @@ SERVERS = (
     Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
     *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault, False) for fault in OWN),
     *(Server(f"{name} copying", arguments, copies=True) for name, arguments in COPYING.items()),
+    Server("STANDALONE retracting", COPYING["STANDALONE"], copies=True, environment=_RETRACTING),
     *(
-        Server(f"{name} copying with {fault}", COPYING[name], fault, False, copies=True)
+        Server(
+            f"{name} copying with {fault}",
+            COPYING[name],
+            fault,
+            is_lossless=False,
+            copies=True,
+            environment=_RETRACTING if fault == "retracted" else {},
+        )
         for name, faults in (("STANDALONE", KV[:-1]), ("SMC exact", KV[:-2]), ("EAGLE-3", KV[-1:]))
         for fault in faults
     ),
