@@ -309,19 +309,24 @@ def row_of(told: dict[str, Any]) -> list[str]:
     if not audits:
         return [told["name"], is_lossless, "", "none", told["error"].replace("|", "/"), "", ""]
     failed = sum(not audit["passed"] for audit in audits)
-    checks = {
-        one["check"] for each in audits for one in each["results"] if one["verdict"] == "fail"
-    }
+    checks = _with(audits, "fail") or ["none"]
+    if undecided := _with(audits[:1], "not enough data"):
+        checks[-1] += f"; too few tokens: {', '.join(undecided)}"
     first, total = audits[0], told.get("num_audits", len(audits))
     _, low, high, _ = wilson(failed, total)
     share = f"{failed} of {total}" + f" ({low:.1%} to {high:.1%})" * (total > 1)
-    names = ", ".join(sorted(checks)) or "none"
-    answers = str(sum(one["num_answers"] for one in first["results"] if one["check"] != "together"))
-    return [told["name"], is_lossless, answers, share, names, _shift(first), _corrupted(first)]
+    answers = sum(one["num_answers"] for one in first["results"] if one["check"] != "together")
+    columns = str(answers), share, ", ".join(checks), _shift(first), _corrupted(first)
+    return [told["name"], is_lossless, *columns]
+
+
+def _with(audits: Sequence[dict[str, Any]], verdict: str) -> list[str]:
+    results = chain(*(audit["results"] for audit in audits))
+    return sorted({one["check"] for one in results if one["verdict"] == verdict})
 
 
 def _shift(told: dict[str, Any]) -> str:
-    found = [one for one in told["results"] if one["check"] == "sampled"]
+    found = (one for one in told["results"] if one["check"] == "sampled" and one["standard_error"])
     return "".join(f"{one['estimate']:+.3f} ± {2 * one['standard_error']:.3f}" for one in found)
 
 
@@ -393,5 +398,5 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
-        results = (*options.output_dir.glob("*.json"), options.output_dir / "audit.md")
-        copy(results, PUBLISHED / "audit")
+        copy(options.output_dir.glob("*.json"), PUBLISHED / "audit")
+        write_table(PUBLISHED / "audit")
