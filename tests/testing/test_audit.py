@@ -52,7 +52,7 @@ class Server:
     """A toy completions server; ``draw`` samples, ``tells`` is what it tells with the answers."""
 
     draw: Callable[[list[float], dict[str, Any], random.Random], int]
-    tells: str = "ids"  # `ids` as SGLang and vLLM do, `texts` as others
+    tells: str = "ids"  # `ids` as SGLang and vLLM do, `texts` as others, `entries` as llama.cpp
     penalizes: float = 1.0  # times as much as asked for
     shifts: Callable[[list[str], int], bool] = lambda prompts, index: False  # an answer's tokens
     streams: Callable[[str], str] = lambda text: text
@@ -79,7 +79,7 @@ class Server:
         choices = [
             self.choice(body, index) for index in range(1 if is_chat else len(body["prompt"]))
         ]
-        convert = as_chat if is_chat else dict
+        convert = as_chat if is_chat else as_entries if self.tells == "entries" else dict
         if body.get("stream"):
             pieces = (convert(piece) for choice in choices for piece in self.pieces(choice))
             lines = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
@@ -155,6 +155,11 @@ def as_chat(choice: dict[str, Any]) -> dict[str, Any]:
         return {**found, "logprobs": {"content": content}}
     ids = choice["prompt_token_ids"], choice["token_ids"]
     return {**found, "prompt_token_ids": ids[0], "response_token_ids": ids[1]}
+
+
+def as_entries(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a completion's choice with the log-probabilities of a chat's."""
+    return {**choice, "logprobs": as_chat(choice)["logprobs"]}
 
 
 def lowered(row: list[float], tokens: list[int], penalty: float) -> list[float]:
@@ -280,7 +285,9 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Serve) -> None:
     assert found.score and found.score(*given) == server.score(*given)
 
 
-@pytest.mark.parametrize(("tells", "chat"), [("ids", False), ("ids", True), ("texts", True)])
+@pytest.mark.parametrize(
+    ("tells", "chat"), [("ids", False), ("ids", True), ("texts", True), ("entries", False)]
+)
 def test_a_correct_server_passes(serve: Serve, tells: str, chat: bool) -> None:
     found = audited(serve, Server(rightly, tells), chat=chat, copies=copies_of(20, 8))
     verdicts = [result.verdict for result in found.results]

@@ -232,12 +232,10 @@ def _piece(choice: Mapping[str, Any], reply: Mapping[str, Any], top: int) -> _Pi
     prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or ()
     tokens = choice.get("response_token_ids") or choice.get("token_ids") or ()
     told = choice.get("logprobs") or {}
-    message = choice.get("message") or choice.get("delta")
-    if message is None:
-        text, entries = choice.get("text") or "", _of_completion(told)
-    else:
-        text = (message.get("reasoning_content") or "") + (message.get("content") or "")
-        entries = _of_chat(told)
+    message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+    text = (message.get("reasoning_content") or "") + (message.get("content") or "")
+    # llama.cpp tells those of completions in the chat's form, too.
+    entries = _of_chat(told) if "content" in told else _of_completion(told)
     positions = [
         Position(token, value, _likeliest(others, top)) for token, value, others in entries
     ]
