@@ -1,32 +1,30 @@
 """Measure what the tests cost, and fail above budget.toml: CPU seconds and engine starts.
 
 A pytest plugin, on where `--costs FILE` is given. The table is printed at the end, and written as
-JSON to FILE. CPU time is read from /proc at the first and last test of each file, with all child
-processes: that of a process whose parent has died is missing, so a file's seconds are a lower
-bound. Seconds are those of the machine that the budget was made on: they are divided by how much
-longer a fixed loop takes here before and after each file. That loop is Python's; compilers and
-tensors slow down by other factors on a shared machine, by up to 1.7 where it was seen. Hence two
-limits: above `MARGIN` a folder is marked in the table, above `MOST` the run fails.
+JSON to FILE. CPU time is read at the first and last test of each file, with all child processes:
+that of one whose parent has died is missing, so a file's seconds are a lower bound. Seconds are
+those of the machine that the budget was made on: they are divided by how much longer a fixed loop
+takes here before and after each file. That loop is Python's; compilers and tensors slow down by
+other factors on a shared machine, by up to 1.7 where it was seen. Hence two limits: above `MARGIN`
+a folder is marked in the table, above `MOST` the run fails.
 """
 
 import json
 import multiprocessing.process
-import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tomllib
-import warm
 
 KEY = "costs"  # of a report's user properties: file, CPU seconds, engine starts
 LONG = "long"  # likewise: CPU seconds of one test, in the test process itself
-TICKS = os.sysconf("SC_CLK_TCK")
 BUDGET = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
 MARGIN = 1.2  # times the budget
 MOST = 2.0
@@ -46,7 +44,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._starts = 0
-        self._cpu, self._starts_before = tree_seconds(os.getpid()), 0
+        self._cpu, self._starts_before = cpu_seconds(), 0
         names = ("tests", "wall_seconds", "cpu_seconds", "engine_starts")
         self._files: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(names, 0.0))
         self._ends_file: str | None = None  # path of the test that runs, where it is the last of it
@@ -57,25 +55,17 @@ class Costs:
     def _count_starts(self) -> None:
         """Count engines by their detokenizer, which each has one of, and servers by command."""
         start_process = multiprocessing.process.BaseProcess.start
-        start_server = warm.start
 
         def start(process: Any) -> None:
             target = getattr(process, "_target", None)
             self._starts += getattr(target, "__name__", "") == "run_detokenizer_process"
             start_process(process)
 
-        def serve(arguments: list[str], *others: Any) -> Any:
-            process = start_server(arguments, *others)
-            if not isinstance(process, subprocess.Popen):  # which the audit hook counts
-                self._starts += _is_server(arguments)
-            return process
-
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             if event == "subprocess.Popen" and isinstance(arguments[1], (list, tuple)):
-                self._starts += _is_server(map(str, arguments[1]))
+                self._starts += "sglang.launch_server" in map(str, arguments[1])
 
         multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
-        warm.start = serve  # type: ignore[assignment]
         sys.addaudithook(audit)
 
     @pytest.hookimpl(wrapper=True)
@@ -106,7 +96,7 @@ class Costs:
 
     def read(self, file: str) -> tuple[str, float, int]:
         """Return a file with its CPU seconds and engine starts since the file before."""
-        cpu, starts = tree_seconds(os.getpid()), self._starts
+        cpu, starts = cpu_seconds(), self._starts
         before, now = self._slowness, slowness()
         cost = file, (cpu - self._cpu) * 2 / (before + now), starts - self._starts_before
         self._cpu, self._starts_before, self._slowness = cpu, starts, now
@@ -186,25 +176,10 @@ def slowness() -> float:
     return max(1.0, min(loop() for _ in range(3)) / BUDGET["seconds_of_the_loop"])
 
 
-def _is_server(arguments: Any) -> bool:
-    return "sglang.launch_server" in arguments
-
-
-def tree_seconds(root: int) -> float:
-    """CPU seconds of a process, its living descendants, and all that they have waited for."""
-    children: dict[int, list[int]] = defaultdict(list)
-    seconds: dict[int, float] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            children[int(fields[1])].append(int(entry.name))
-            seconds[int(entry.name)] = sum(map(int, fields[11:15])) / TICKS
-    total, waiting = 0.0, [root]
-    while waiting:
-        pid = waiting.pop()
-        total += seconds.get(pid, 0.0)
-        waiting += children[pid]
+def cpu_seconds() -> float:
+    """CPU seconds of this process, its living descendants, and all that they have waited for."""
+    total, own = 0.0, psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended
+            total += sum(process.cpu_times()[:4])
     return total

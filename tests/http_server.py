@@ -27,7 +27,7 @@ class Server:
     """A running server: its process, its address, its log; requests are sent with its API key."""
 
     def __init__(
-        self, process: warm.Process | subprocess.Popen, port: int, log: Path, key: str | None = None
+        self, process: subprocess.Popen, port: int, log: Path, key: str | None = None
     ) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
@@ -147,7 +147,7 @@ def _wait_until_ready(server: Server) -> None:
     raise TimeoutError(server.ending())
 
 
-def _end(process: warm.Process | subprocess.Popen) -> None:
+def _end(process: subprocess.Popen) -> None:
     """Politely, and then for good, with all that it started."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -98,33 +98,15 @@ class Interpreter:
         os.waitpid(self.pid, 0)
 
 
-class Process:
-    """A child that was not started by `subprocess`, with the part of `Popen` that tests use."""
+class Process(subprocess.Popen):
+    """A child that was not started by `subprocess`."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+        self._started = pid
+        super().__init__([])
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        waited = 0.0
-        while self.poll() is None:
-            if timeout is not None and waited > timeout:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.05)
-            waited += 0.05
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+    def _execute_child(self, *_: Any) -> None:
+        self.pid, self._child_created = self._started, True
 
 
 class Warm:
@@ -181,9 +163,7 @@ def cold() -> Iterator[None]:
         _warm = kept
 
 
-def start(
-    arguments: list[str], environment: dict[str, str], output: int
-) -> Process | subprocess.Popen:
+def start(arguments: list[str], environment: dict[str, str], output: int) -> subprocess.Popen:
     """Start ``python`` with ``arguments`` in a session of its own, all output to one file."""
     if _warm is None or _accelerator():
         return subprocess.Popen(
@@ -193,6 +173,7 @@ def start(
             env=environment,
             start_new_session=True,
         )
+    sys.audit("subprocess.Popen", sys.executable, arguments, None, environment)
     request = Request(arguments, environment, os.getcwd(), True, [1, 2])
     return Process(_warm.interpreter(environment).copy(request, [output, output]))
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
-from fake_llama import layer_pass
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
@@ -19,7 +18,6 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, RoundShape, shape_of_any, shape_of_server
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.logprobs import recorded_logprobs
-from sglang_smc.tools.plan.shapes import from_config
 
 FILTERS = {"needs": {Need.FILTERS}}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
@@ -89,23 +87,6 @@ def test_memory_is_what_the_arithmetic_says(
     found = trace_round(monkeypatch, config, shape, 4, kernels)
     expected = 4 * round_bytes(*sizes, mixes=True)
     assert found.peak == pytest.approx(expected, rel=0.15)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("size", [1, 48])
-@pytest.mark.parametrize("num_columns", [1, 2])
-def test_a_layer_of_a_draft_pass_takes_few_launches(
-    num_columns: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red where a pass launches more than the layer's products, norms and attention.
-
-    Or reads other weights than the planner says.
-    """
-    launches, read = layer_pass(monkeypatch, num_columns, size)
-    print(*launches)
-    assert launches.count("mm") == 4 and len(launches) <= 8, launches
-    model = from_config("llama-3.2-1b")
-    assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
 
 
 def test_arguments_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:

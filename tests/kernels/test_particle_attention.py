@@ -488,12 +488,13 @@ def test_a_layer_leaves_its_rotation_to_attention_over_particles() -> None:
         close: Any = {"atol": 4e-3, "rtol": 4e-3}
         torch.testing.assert_close(turned.view(ready.query.shape).cpu(), ready.query, **close)
     own.ends_at = None
-    with forward_context(ForwardContext(attn_backend=own)):
+    heads, width = case.query.shape[3:]
+    radix = RadixAttention(heads, width, SCALING, case.keys.shape[1], 0)
+    batch: Any = SimpleNamespace(out_cache_loc=new.slots)
+    with forward_context(ForwardContext(attn_backend=own)), Account() as account:
         query, _ = layers[0].rotary_emb(new.positions, query, key)
-        heads, width = case.query.shape[3:]
-        radix = RadixAttention(heads, width, SCALING, case.keys.shape[1], 0)
-        batch: Any = SimpleNamespace(out_cache_loc=new.slots)
         output = own.forward_extend(query, new.key, new.value, radix, batch)
+    assert {*account.calls} <= {"set_", "copy_"}, "those of Triton's interpreter"
     ready.assert_close(output.view(case.query.shape))
     assert own.rotation is None
 
