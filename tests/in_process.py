@@ -42,6 +42,13 @@ if upstream.IS_NEWER:  # the schedulers here run on no older one
     from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 
 MOST_STEPS = 20_000
+#: Settings that requests of a test choose in turn.
+SMC: list[dict[str, Any]] = [
+    {},
+    {"mode": "exact"},
+    {"mode": "auto", "num_particles": 2},
+    {"proposal": "verified", "power": 2.0},
+]
 
 
 class Pipe:

@@ -85,9 +85,7 @@ def test_results_of_other_calls_are_carried_along(tmp_path: Path) -> None:
     "other",
     [{"hardware": "H100"}, {"gpu": {"driver_version": "590"}}, {"versions": {"sglang": "0.5.23"}}],
 )
-def test_results_of_two_cards_drivers_or_releases_are_never_mixed(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
+def test_results_of_two_machines_are_never_mixed(tmp_path: Path, other: dict[str, Any]) -> None:
     """Nor do any get lost; those of older files have their machine from their call."""
     records_in(tmp_path).add("speed", "ar", CODE, {"seconds": 1})
     lines = [json.loads(line) for line in (tmp_path / RESULTS).open()]
@@ -146,7 +144,7 @@ def test_any_failure_is_a_result_and_costs_no_other_case(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("spent", "is_result"), [(240.0, True), (30.0, False)])
-def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
+def test_a_case_that_hangs_is_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
 ) -> None:
     now = [0.0]

@@ -38,7 +38,7 @@ def reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
     return {"text": f"\\boxed{{{1008 if right else 7}}}", "output_ids": [5], "meta_info": info}
 
 
-def test_modes_are_compared_with_plain_decoding_problem_by_problem(
+def test_modes_are_compared_problem_by_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "test.jsonl"

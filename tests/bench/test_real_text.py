@@ -51,7 +51,7 @@ def spec_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_kinds_and_their_categories_take_turns_and_long_prompts_are_left_out(
+def test_kinds_take_turns_and_long_prompts_are_left_out(
     spec_bench: Path,
 ) -> None:
     words = prompts(spec_bench, Words(), 14)
@@ -100,9 +100,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return made
 
 
-def test_what_is_complete_is_published_and_the_study_goes_on_from_there(
-    bench: Runner, tmp_path: Path
-) -> None:
+def test_a_study_goes_on_from_what_is_published(bench: Runner, tmp_path: Path) -> None:
     assert bench("--publish") == 0
     assert "coder-1.5b+coder-0.5b" in bench.started and "coder-1.5b" in bench.started
     rows = bench.rows()

@@ -219,7 +219,7 @@ def mean(value: Interval | None) -> float:
     return value.mean
 
 
-def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(
+def test_speeds_are_of_all_requests_but_for_prompts(
     rows: dict[str, CellRow],
 ) -> None:
     row = rows["smc-block-n8-k8-b8-p256"]

@@ -53,10 +53,7 @@ def test_one_batch_server(server: Server, tmp_path: Path) -> None:
 
 
 def test_run_eval(server: Server, tmp_path: Path) -> None:
-    """GSM8K's own scorer; the problems are given as a file.
-
-    The target solves these, even in GSM8K's words, which it has not learned.
-    """
+    """GSM8K's own scorer; the problems are given as a file, and the target solves these."""
     problems = tmp_path / "problems.jsonl"
     items = [held_out(index) for index in (2, 28, 36, 45, 66, 89, 95, 100, 108, 135)]
     problems.write_text(

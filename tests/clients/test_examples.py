@@ -55,9 +55,7 @@ def test_grpo_samples_from_the_weights_that_it_has_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly  # an engine of its own, and a kernel
-def test_the_notebook_runs_from_its_first_cell_to_its_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder beside the repository's: its answers are steered, shown and drawn."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -200,18 +200,10 @@ def test_it_is_found_only_where_it_is_listed(search: Search, listed: Listed) -> 
         (timed, "import time as t\nx = t.monotonic_ns()", "time.monotonic_ns"),
         (timed, "from time import perf_counter as now\nx = now()", "time.perf_counter"),
         (timed, "from datetime import datetime\nx = datetime.now()", "datetime.datetime"),
-        (timed, "import regex\nx = regex.search(a, b, timeout=1)", "timeout="),
-        (timed, "x = future.result(seconds)", ".result()"),
-        (timed, "x = event.wait(1.0)", ".wait()"),
         (timed, "x = future.result() + time_of(1)", None),
-        (risks, "import pickle", "pickle"),
         (risks, "from dill import loads", "dill"),
-        (risks, "from importlib import import_module as load", "importlib"),
         (risks, "eval(text)", "eval"),
         (risks, "torch.load(path, weights_only=True)", "torch.load"),
-        (risks, "CustomLogitProcessor.from_str(text)", "from_str"),
-        (risks, "open(path)", "open"),
-        (risks, "Path(name).read_text()", "read_text"),
         (logged, "logger.error('%d %s', number, req.rid)", "req.rid"),
         (logged, "logger.error('%s', *many)", "*many"),
         (logged, "logger.info(f'{rid}')", "f'{rid}'"),
@@ -219,6 +211,7 @@ def test_it_is_found_only_where_it_is_listed(search: Search, listed: Listed) -> 
         (logged, "logger.info('%.2f %s', share, printable(rid))", None),
     ],
 )
-def test_the_search_finds_what_it_looks_for(search: Search, line: str, found: str | None) -> None:
+def test_the_search_finds_what_is_nowhere(search: Search, line: str, found: str | None) -> None:
+    """What stands in a file of the package the test above finds there."""
     said = {one.removeprefix(": ") for one in search(ast.parse(line))}
     assert found in said if found else not said

@@ -56,7 +56,7 @@ def test_target_draft_and_smc_between_them(engine: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("power", [2.0, 4.0])
-def test_verified_chains_halve_the_variance_of_log_evidence(
+def test_verified_chains_halve_the_variance_of_evidence(
     engine: Callable[..., Any], power: float
 ) -> None:
     """Red where texts are resampled for being short, which had it no lower at power 2."""

@@ -59,10 +59,7 @@ def test_num_distinct(c: Case, device: str) -> None:
     vocab_size=[0, 1, 2, 3],
 )
 def test_spread(c: Case, device: str) -> None:
-    """Families in any order; some part by their token, and the same token makes none.
-
-    Uniforms lie across, and tokens are a column of a longer chain.
-    """
+    """Families in any order; some part by their token, and the same token makes none."""
     shape = c.num_groups, c.num_particles
     family = c.whole(0, c.num_families, *shape)
     same_text = (family.unsqueeze(2) == family.unsqueeze(1)).to(device)
@@ -84,10 +81,7 @@ def test_the_identity_of_all_groups_may_be_one_tensor(device: str) -> None:
 
 @drawn(10, num_groups=[1, 2, 3], num_particles=[1, 2, 3, 5, 8], width=[1, 7, 64, 65, 200])
 def test_same_text(c: Case, device: str) -> None:
-    """Texts that agree to the end, part at any token, are of unlike length, or may not share.
-
-    What stands behind a text's end tells no two apart.
-    """
+    """Texts that agree to the end, part at any token, are of unlike length, or may not share."""
     shape = c.num_groups, c.num_particles
     texts = c.whole(0, 2**40, c.num_groups, 1, 2 + c.width).repeat(1, c.num_particles, 1)
     texts.scatter_(2, c.whole(0, 2 + c.width, *shape, 1), c.whole(0, 2, *shape, 1))

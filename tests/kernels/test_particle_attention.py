@@ -241,10 +241,7 @@ TAILS = make_case([70, 1], [[300, 10], [0, 47]], num_columns=2)
     ],
 )
 def test_spans(case: Case, spans: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a prefix, several blocks of keys each, and more spans than there are blocks.
-
-    Of a tail some length, the last of them cut short or not there at all.
-    """
+    """All of a prefix, several blocks of keys each, and more spans than there are blocks."""
     module = plain if case.rank is None else latent
     cut_work = module.cut_work
     monkeypatch.setattr(module, "cut_work", lambda *a: cut_work(*a)._replace(**spans))
@@ -252,13 +249,10 @@ def test_spans(case: Case, spans: dict[str, int], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="programs are watched in Triton's interpreter")
-def test_requests_with_one_prompt_load_its_keys_from_memory_once(
+def test_a_shared_prompt_is_loaded_from_memory_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the programs that run at a time on a device, one load of a key is from memory.
-
-    The others find it in the cache, since all read the same part of the prompt.
-    """
+    """Programs that run at a time read the same part: all but the first find it in the cache."""
     case = make_case([72] * 8, [[0]] * 8, num_columns=3)
     case.req_to_token[case.rows, :70] = case.req_to_token[case.rows[0], :70].clone()
     chip = work.Chip(multiprocessors=4, shared=work.H100.shared)
@@ -300,10 +294,7 @@ def busy(waves: float) -> float:
 def test_prefixes_are_cut_until_the_device_is_busy(
     size: int, columns: int, programs: int, chip: work.Chip, resident: int
 ) -> None:
-    """On a B200 the spans that can be joined are too few for one request's drafts.
-
-    Of latents, with 16 heads, a program has a multiprocessor to itself.
-    """
+    """On a B200 the spans that can be joined are too few for one request's drafts."""
     split = cut(size, columns, chip=chip)
     assert size * 8 * split.prefix_blocks == programs, "of one span"
     least = 0.8 if work.MAX_SPANS * programs >= resident else 0.7
@@ -401,9 +392,7 @@ def test_arguments_may_be_views(name: str) -> None:
     ],
     ids=["plain", "with all there is", "in blocks", "latents"],
 )
-def test_a_layer_takes_two_launches_and_copies_nothing(
-    monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]
-) -> None:
+def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]) -> None:
     """Queries stand beside keys and values, too."""
     attend, joined = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(plain, "_attend_spans", attend)
@@ -515,7 +504,7 @@ def of_rotary(dim: int = 64, is_neox_style: bool = True) -> Any:
         (Ministral3Attention, of_rotary(), "triton", HALF, False),
     ],
 )
-def test_rotations_are_left_where_nothing_else_happens_to_what_is_rotated(
+def test_which_rotations_are_left(
     kind: Any, rotary: Any, implementation: Any, dtype: torch.dtype, is_left: bool
 ) -> None:
     layer = of_class(kind, rotary)

@@ -74,10 +74,7 @@ def test_random_groups(c: Case, device: str) -> None:
 
 @drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
 def test_what_is_kept(c: Case, device: str) -> None:
-    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity.
-
-    Log p is read in the place of K + 1 columns.
-    """
+    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity."""
     shape = size, num_chains, max_steps = 8, c.num_chains, c.max_steps
     log_q = c.normal(*shape) - 2
     log_p = c.normal(*shape[:2], max_steps + 1) * c.spread

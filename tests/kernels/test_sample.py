@@ -60,10 +60,7 @@ def noise(c: Case, size: int) -> torch.Tensor:
     kind=["plain", "greedy", "filtered", "both"],
 )
 def test_small_rows(c: Case, device: str) -> None:
-    """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more.
-
-    A group has one temperature, and what filters it, for all of its rows.
-    """
+    """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more."""
     logits = c.logits(6, c.vocab_size, spread=c.spread, forbidden=c.forbidden).round()
     logits, uniforms = logits.to(device, c.dtype), noise(c, 6).to(device)
 

@@ -193,10 +193,7 @@ class TestMultiturnCache(unified_radix_cache_kit.UnifiedRadixTreeTestMixin, Case
 
 class TestCacheHit(Case):
     def test_multiturn_cache_hit(self) -> None:
-        """The kit is a function; its prompts are random ids instead of a download.
-
-        The tolerance is 2: the draft has not read the last token but one.
-        """
+        """Random ids, in place of a download; the draft has not read the last token but one."""
         ids = partial(cache_hit_kit.sample_random_requests, random_sample=False)
         with mock.patch.object(cache_hit_kit, "sample_random_requests", ids):
             cache_hit_kit.run_multiturn_cache_hit_test(

@@ -93,9 +93,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
         assert server.load(str(tmp_path)).status_code == status
 
 
-def test_a_new_draft_changes_the_speed_of_a_greedy_text_alone(
-    server: Operator, models: Models, fresh: Fresh
-) -> None:
+def test_a_new_draft_changes_no_greedy_text(server: Operator, models: Models, fresh: Fresh) -> None:
     assert server.load(models.new_target).status_code == 200
     text, rounds = server.greedy()
     assert text == fresh.greedy
@@ -105,9 +103,7 @@ def test_a_new_draft_changes_the_speed_of_a_greedy_text_alone(
 
 
 @names
-def test_new_weights_from_tensors_that_name_their_model(
-    server: Operator, models: Models, fresh: Fresh
-) -> None:
+def test_tensors_that_name_their_model(server: Operator, models: Models, fresh: Fresh) -> None:
     """Those named `draft.` go to the draft, as /weights_checker names them."""
     own, draft = (tensors_of(path) for path in (models.new_target, models.new_draft))
     named = own | {f"draft.{name}": tensor for name, tensor in draft.items()}

@@ -151,9 +151,7 @@ def test_requests_add_no_series(server: Operator) -> None:
 @pytest.mark.parametrize(
     ("route", "busy"), [("/health", 200), ("/health_generate", 200), ("/flush_cache", 400)]
 )
-def test_health_idle_and_busy_and_no_flush_while_requests_run(
-    server: Operator, route: str, busy: int
-) -> None:
+def test_health_and_no_flush_while_requests_run(server: Operator, route: str, busy: int) -> None:
     # A request of the test before may still be ending; a flush waits for it.
     assert server.get(route, params={"timeout": HANGS}).status_code == 200
     with server.streaming() as stream:
@@ -184,9 +182,7 @@ def test_pause_with_abort_tells_the_client(server: Operator) -> None:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_abort_of_one_spares_its_neighbour_and_of_all_does_not(
-    server: Operator, undisturbed: str, every: bool
-) -> None:
+def test_abort_of_one_spares_its_neighbour(server: Operator, undisturbed: str, every: bool) -> None:
     with server.streaming(seed=8) as mine, server.streaming() as other:
         asked = {"abort_all": True} if every else {"rid": mine.rid}
         assert server.post("/abort_request", **asked).status_code == 200

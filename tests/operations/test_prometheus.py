@@ -181,7 +181,7 @@ def test_the_dashboard_finds_the_models(scraper: Prometheus) -> None:
     assert len(found) == 1 and found[0]
 
 
-def test_both_spellings_of_sglangs_names_are_there_to_be_found(
+def test_both_spellings_of_sglangs_names_are_found(
     scraping: dict[str, Prometheus],
 ) -> None:
     """Else this module asks one question three times."""

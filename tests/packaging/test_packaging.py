@@ -235,10 +235,7 @@ def test_the_installed_demo_runs_the_pair_of_the_wheel(wheel: Path, tmp_path: Pa
 
 
 def test_the_checkout_is_laid_out_for_both() -> None:
-    """Links are relative, and no folder here is a package or shadows a dependency.
-
-    With the checkout first on the path, as in `python -m sglang.launch_server` run from it.
-    """
+    """Links are relative, and no folder shadows a dependency where the checkout is first."""
     for folder, package in MAPPED.items():
         assert (ROOT / package).is_symlink() and os.readlink(ROOT / package) == f"../{folder}"
     for folder in (*MAPPED, "tests", "bench"):

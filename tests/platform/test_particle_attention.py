@@ -169,10 +169,7 @@ def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) ->
 def test_with_triton_nothing_waits_for_the_device(
     name: str, num_columns: int, is_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors without data run through all of it; they refuse to tell the host a value.
-
-    A head here is of blocks, without a key for the first token.
-    """
+    """Tensors without data run through all of it; they refuse to tell the host a value."""
     for launched in ("particle_attention._attend_spans", "spans._join_spans"):
         monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", MagicMock())
     mode = FakeTensorMode(allow_non_fake_inputs=True)

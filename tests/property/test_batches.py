@@ -89,9 +89,7 @@ def serve(
     ("max_lag", "script"),
     [(1, None), (LENGTH, None), *zip((3, 1, LENGTH, 3, 1), SCRIPTS, strict=True)],
 )
-def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(
-    max_lag: int, script: str | None
-) -> None:
+def test_a_text_is_the_same_among_its_own_kind_and_all(max_lag: int, script: str | None) -> None:
     more: dict[str, Any] = {"max_lag": max_lag, "budgets": SCRIPTS[script] if script else (None,)}
     assert_alike(KINDS, **more)
 
@@ -103,7 +101,7 @@ def test_drafts_weigh_the_same_beside_a_tree() -> None:
     )
 
 
-def test_requests_without_drafts_draw_the_same_text_alone_and_beside_any_others() -> None:
+def test_texts_without_drafts_are_the_same_beside_any_others() -> None:
     chosen: dict[str, Any] = {"num_steps": 0}
     off = Kind(chosen), Kind(chosen, PENALTIES), Kind(chosen, {"top_k": 1}), Kind(chosen, {}, REGEX)
     assert_alike((*off, *KINDS[:9:4], *KINDS[-5:]))

@@ -106,10 +106,7 @@ def test_verified_rounds_follow_the_edited_target(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["penalties", "top-p and min-p"])
 def test_a_power_of_the_edited_target_is_what_texts_are_weighed_by(name: str) -> None:
-    """Particles that differ in their first token count their own.
-
-    What no draft proposes adds nothing to Z-hat: filters need a draft that keeps what p does.
-    """
+    """What no draft proposes adds nothing to Z-hat: filters need one that keeps what p does."""
     outcome = run(8, name, (TARGET, DRAFT if name in EDITS else TARGET), power=2.0)
     assert_properly_weighted(outcome, edited_law(name), power=2.0)
 

@@ -31,7 +31,7 @@ def run(regex: str, *, size: int = 1000, **settings: Any) -> Outcome:
     return serve(**{"num_steps": 2, **settings}, num_runs=size, grammar=maker(regex))
 
 
-def test_docs_targets_says_how_far_texts_are_from_p_given_the_grammar() -> None:
+def test_docs_say_how_far_from_p_in_a_grammar_texts_are() -> None:
     """Noise alone makes a TV of about .03; the local mask's law is far off."""
     outcome = run(UNEVEN, num_particles=8, size=1200)
     found = total_variation(outcome, potential(TARGET, UNEVEN))
@@ -53,19 +53,14 @@ def test_docs_targets_says_how_far_texts_are_from_p_given_the_grammar() -> None:
         {"regex": BLIND},
         {"regex": BLIND, "chains_per_particle": 2, "num_steps": 3, "ess_threshold": 0.9},
         {"num_particles": 1, **WEIGHED},
-        {"num_steps": 4, **WEIGHED},
-        {"max_lag": 1, **WEIGHED},
+        {"num_steps": 4, "max_lag": 1, **WEIGHED},
         BUDGETS | WEIGHED,
-        {"power": 2.0, **WEIGHED},
-        {"regex": BLIND, **WEIGHED},
+        {"power": 2.0, "regex": BLIND, **WEIGHED},
     ],
     ids=str,
 )
 def test_texts_are_weighed_by_p_where_they_are_legal(settings: dict[str, Any]) -> None:
-    """At the first token, at drafts, at every bonus: each has its part of the masked mass.
-
-    Particles in a dead end weigh nothing: the mask lets an a come, and then nothing.
-    """
+    """At the first token, at drafts, at every bonus; particles in a dead end weigh nothing."""
     settings = {"regex": UNEVEN, "power": 1.0, "num_particles": 4, **settings}
     regex = settings.pop("regex")
     legal = potential(TARGET, UNEVEN if regex == UNEVEN else "b(a|b)*")

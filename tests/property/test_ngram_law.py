@@ -52,9 +52,7 @@ def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
 @pytest.mark.parametrize(
     ("num_steps", "weight", "max_lag"), [(1, 0.5, 1), (3, 0.3, LENGTH), (4, 0.8, 1)]
 )
-def test_one_particle_follows_the_mixture_where_it_drafts(
-    num_steps: int, weight: float, max_lag: int
-) -> None:
+def test_one_particle_follows_the_mixture(num_steps: int, weight: float, max_lag: int) -> None:
     """Error probability 1e-4 each. Red for a tree behind another text, a node that is lost or
     followed too far, and a weight that is not w."""
     outcome = played(1, num_steps, weight, max_lag=max_lag)

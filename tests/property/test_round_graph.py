@@ -173,14 +173,11 @@ def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     ids=["a grammar", "traces", "fewer columns", "fewer particles"],
 )
 def test_what_the_host_looks_into_has_its_models_replayed(case: dict[str, Any]) -> None:
-    """Red if a recorded round plays it: its trace would be that of the recording, or none.
-
-    Passes of fewer requests, particles or columns than the recording's have padding around them.
-    """
+    """Red if a recorded round plays it: its trace would be that of the recording, or none."""
     assert not any(replayed(evidence_threshold=0.0, **case)), "passes, and no round"
 
 
-def test_a_batch_that_no_recording_holds_is_replayed_in_slices(
+def test_a_batch_that_no_recording_holds_is_sliced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"{__name__}.SIZES", [3])

@@ -54,9 +54,7 @@ def draft_of(kind: str) -> Language:
 @pytest.mark.parametrize(
     ("num_steps", "max_lag"), [(1, 1), (2, LENGTH), (2, 1), (4, LENGTH)], ids=str
 )
-def test_one_particle_follows_q_where_drafted_and_p_where_bonus(
-    num_steps: int, max_lag: int
-) -> None:
+def test_one_particle_follows_q_and_p_where_bonus(num_steps: int, max_lag: int) -> None:
     """Error probability 1e-4 each; the slightest misreading of KV changes every context."""
     sizes = {"num_particles": 1, "num_steps": num_steps, "max_lag": max_lag}
     outcome = run(**PLAIN | sizes)
@@ -136,13 +134,8 @@ def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat() -> None:
 @pytest.mark.parametrize(
     ("num_particles", "resample_at"), [(1, "token"), (2, "block"), (16, "token")]
 )
-def test_tokens_that_the_target_never_says_never_come_out(
-    num_particles: int, resample_at: str
-) -> None:
-    """q has mass where p has none: weight zero, and an exact target step where all die at once.
-
-    With 16 particles noise makes a TV of about .07; one particle's law is .26 away.
-    """
+def test_what_the_target_never_says_never_comes_out(num_particles: int, resample_at: str) -> None:
+    """They weigh nothing. With 16 particles noise makes a TV of .07; one's law is .26 away."""
     least = TARGET.logits.argmin(1, keepdim=True)
     cut = Language(TARGET.logits.scatter(1, least, -torch.inf))
     expected = law(cut)
@@ -200,9 +193,7 @@ def test_resized_with_a_draft_equal_to_the_target_stays_exact(script: str, max_l
         *(("exact", SCRIPTS[script]) for script in SCRIPTS),
     ],
 )
-def test_one_chain_none_and_what_is_verified_follow_p(
-    mode: str, budgets: tuple[Budget, ...]
-) -> None:
+def test_one_chain_none_and_verified_ones_follow_p(mode: str, budgets: tuple[Budget, ...]) -> None:
     """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
     assert_exact(run(num_particles=4, mode=mode, budgets=budgets))
 
@@ -237,7 +228,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
     ("power", "num_particles", "distance"),
     [(2.0, 8, 0.09), (4.0, 8, 0.62), pytest.param(4.0, 64, 0.18, marks=pytest.mark.nightly)],
 )
-def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
+def test_docs_say_how_far_from_a_power_texts_are(
     power: float, num_particles: int, distance: float
 ) -> None:
     """Noise alone makes a TV of about .05 and .03."""
@@ -266,24 +257,17 @@ IN_PAIRS = VERIFIED | {"chains_per_particle": 2, "ess_threshold": 1.0}
 def test_texts_are_weighed_by_the_power_of_p(
     sizes: tuple[int, int, int], power: float, advance: dict[str, Any]
 ) -> None:
-    """Without the sums at the first token, at every bonus or behind an end it would be far off.
-
-    So it would be if weights gained what each chain of a particle gains, or if its chains drew
-    their own ancestors, with drafts or without.
-    """
+    """Red without the sums at a first token, a bonus or an end, or if chains weigh apart."""
     names = "num_particles", "num_steps", "max_lag"
     outcome = run(**dict(zip(names, sizes, strict=True)), power=power, **advance)
     assert_properly_weighted(outcome, P, power)
 
 
 @pytest.mark.parametrize(("num_chains", "num_steps", "power"), [(2, 1, 2.0), (3, 3, 1.0)])
-def test_chains_of_one_particle_follow_the_power_of_each_token(
+def test_chains_of_one_particle_follow_a_power(
     num_chains: int, num_steps: int, power: float
 ) -> None:
-    """Error probability 1e-4: red if chains share uniforms, or draw bonus tokens of their own.
-
-    A round yields more tokens than with one chain, which it would not if only that were verified.
-    """
+    """Error probability 1e-4: red if chains share uniforms, part, or if one alone is verified."""
 
     def raised(before: Text) -> torch.Tensor:
         mass = next_law(TARGET, before) ** power
@@ -375,10 +359,7 @@ def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> Non
 
 @pytest.mark.parametrize("num_particles", [1, 4])
 def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int) -> None:
-    """How often a text of p ends before its limit, at 5 standard errors where all is verified.
-
-    Going on with the result that has more tokens would lose early ends.
-    """
+    """At 5 standard errors where all is verified: red if the result with more tokens is taken."""
     sooner = torch.eye(VOCAB)[EOS]
     pair = Language(TARGET.logits + sooner), Language(DRAFT.logits + sooner)
     expected = sum(mass for text, mass in law(pair[0]).items() if EOS in text[1:4])
@@ -391,9 +372,7 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
 
 
 @pytest.mark.parametrize(("num_particles", "resample_at"), [(1, "token"), (4, "block")])
-def test_smc_is_nearer_to_p_with_a_threshold_than_without(
-    num_particles: int, resample_at: str
-) -> None:
+def test_smc_is_nearer_to_p_with_a_threshold(num_particles: int, resample_at: str) -> None:
     """Where q misses the mass of p, equal weights of equally wrong drafts say nothing of it."""
     own = {"num_particles": num_particles, "num_steps": LENGTH - 2, "resample_at": resample_at}
     plain, covered = (

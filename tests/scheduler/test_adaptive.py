@@ -61,7 +61,7 @@ def sizes(reply: Reply) -> tuple[float, float]:
     return reply.meta["spec_smc_particles_mean"], reply.meta["spec_smc_steps_mean"]
 
 
-def test_a_crowd_decodes_plainly_and_who_comes_after_it_speculates(
+def test_a_crowd_decodes_plainly_and_others_speculate(
     adaptive: Callable[..., Server],
 ) -> None:
     server = adaptive(num_free=16, max_running_requests=32)
@@ -78,10 +78,7 @@ def test_a_crowd_decodes_plainly_and_who_comes_after_it_speculates(
 
 
 def test_the_draft_catches_up_with_what_it_skipped(adaptive: Callable[..., Server]) -> None:
-    """It is the target: all its tokens are accepted, as long as it has read the same ones.
-
-    That of a sequence that a crowd has slowed down, and of one that goes on from it in the cache.
-    """
+    """It is the target: all its tokens are accepted, as long as it has read the same ones."""
     server = adaptive(num_free=16, max_running_requests=32, mode="exact")
     slow = server.send(**asked(200))
     server.run_until(lambda: len(slow.output_ids) > 20)
@@ -96,7 +93,7 @@ def test_the_draft_catches_up_with_what_it_skipped(adaptive: Callable[..., Serve
         assert reply.meta["spec_num_correct_drafts"] >= drafted - 3, "but of the last round"
 
 
-def test_sizes_change_under_requests_of_all_kinds_in_a_small_pool(
+def test_sizes_change_under_all_kinds_in_a_small_pool(
     adaptive: Callable[..., Server],
 ) -> None:
     pool = {"max_total_tokens": 500, "max_running_requests": 12, "chunked_prefill_size": 24}
@@ -125,7 +122,7 @@ def test_sizes_change_under_requests_of_all_kinds_in_a_small_pool(
     server.flush()
 
 
-def test_clients_that_leave_while_no_drafts_are_read_end_no_one(
+def test_clients_that_leave_end_no_one(
     adaptive: Callable[..., Server],
 ) -> None:
     """Rules about text have the batch chosen before the last result is read, which ends some."""

@@ -2,19 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from in_process import Server
+from in_process import SMC, Server
 from model_families import make_model
 from tiny_models import smc_arguments
-
-SMC: list[dict[str, Any]] = [
-    {},
-    {"mode": "exact"},
-    {"mode": "auto", "num_particles": 2},
-    {"proposal": "verified", "power": 2.0},
-]
 
 
 def test_experts_of_rounds_are_those_of_prefill(

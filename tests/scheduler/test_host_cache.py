@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from head_laws import DFLASH, EAGLE3
-from in_process import Reply, Server
+from in_process import SMC, Reply, Server
 from model_families import MTP, make_model
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
@@ -36,12 +36,6 @@ STORAGE = {
     "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
     "hicache_storage_prefetch_policy": "wait_complete",
 }
-SMC: list[dict[str, Any]] = [
-    {},
-    {"mode": "exact"},
-    {"mode": "auto", "num_particles": 2},
-    {"proposal": "verified", "power": 2.0},
-]
 
 
 def asked(index: int) -> dict[str, Any]:

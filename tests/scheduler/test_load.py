@@ -205,9 +205,7 @@ def assert_begun_anew(server: Server, reply: Reply, seed: int) -> None:
     assert req.kv.kv_committed_len >= len(req.origin_input_ids) + len(reply.kept[0])
 
 
-def test_what_follows_a_retraction_depends_on_seed_and_text_alone(
-    roomy: Server, alone: Alone
-) -> None:
+def test_what_follows_a_retraction_has_its_own_seed(roomy: Server, alone: Alone) -> None:
     """A result that comes beside the retraction, one round late, is dropped whole."""
     assert [retract_all(roomy, rounds) for rounds in ROUNDS] == alone.retracted
     for of_rounds in alone.retracted:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import Server, running
+from in_process import SMC, Server, running
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -30,13 +30,7 @@ from sglang_smc.cpu import platform
 from sglang_smc.patches.ingress import generate_request
 from sglang_smc.patches.weights import release_memory, released, resume_memory
 
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"mode": "exact"},
-    {"mode": "auto", "num_particles": 2},
-    {"resample_at": "token", "ess_threshold": 1.0},
-    {"proposal": "verified", "power": 2.0},
-]
+KINDS = [*SMC, {"resample_at": "token", "ess_threshold": 1.0}]
 
 
 class Recorder(TorchDispatchMode):
@@ -108,10 +102,7 @@ def answers(server: Server) -> list[list[int]]:
 def test_texts_are_the_same_after_a_sleep(
     saver: MemorySaver, pair: tuple[str, str], tiny: Callable[..., str], cycles: int
 ) -> None:
-    """As a trainer has it: clients leave, all is released, then weights come, then the KV cache.
-
-    The weights are in turn others and the first.
-    """
+    """As a trainer has it: clients leave, all is released, then weights come, then the KV cache."""
     folders = tiny(seed=3, vocab_size=64, scale=0.3), pair[0]
     sizes = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "page_size": 4}
     with running(**smc_arguments(*pair, **sizes, enable_memory_saver=True)) as server:

@@ -6,12 +6,11 @@ whatever row of the LM head is another token's, or of former weights, changes th
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoint_rounds import CheckpointRounds, check
-from in_process import Server
+from in_process import SMC, Server
 from model_families import make_model
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
@@ -19,12 +18,6 @@ from tiny_models import smc_arguments
 
 HOT = [63, 1, *range(40, 8, -1)]
 SETTINGS = {"num_particles": 3, "num_steps": 3, "max_lag": 16}
-SMC: list[dict[str, Any]] = [
-    {},
-    {"mode": "exact"},
-    {"mode": "auto", "num_particles": 2},
-    {"proposal": "verified", "power": 2.0},
-]
 PROMPTS = [[5 + seed, *range(2, 2 + 3 * seed)] for seed in range(2 * len(SMC))]
 PARAMS = [
     {

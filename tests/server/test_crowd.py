@@ -24,9 +24,7 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
     assert len(other) <= FLIPS, other
 
 
-def test_an_answer_follows_from_its_seed_whatever_else_is_answered(
-    server: Server, crowd: Answers
-) -> None:
+def test_an_answer_follows_from_its_seed_alone(server: Server, crowd: Answers) -> None:
     """In the opposite order, and alone: red where a neighbour's tail, grammar or penalty leaks."""
     backwards = server.generate(list(KINDS.values())[::-1])[::-1]
     assert_same(backwards, list(crowd.values()))

@@ -116,7 +116,7 @@ def test_own_keys_win_over_a_presets(server: Server, model: str) -> None:
 
 @pytest.mark.parametrize("route", OPENAI)
 @pytest.mark.parametrize("by", ["preset", "key"])
-def test_particles_and_traces_come_whole_and_streamed(
+def test_particles_and_traces_come_streamed(
     server: Server, model: str, route: str, by: str
 ) -> None:
     """Each sample with its own, readable: red if a chunk or a choice has none, or another's."""

@@ -61,10 +61,7 @@ def assert_greedy(target: Target, name: str, request: dict[str, Any], output: li
 
 
 def test_at_temperature_0_texts_are_the_targets(server: Server, target: Target) -> None:
-    """Whatever is chosen, penalized, biased, banned or spelled: a verified tree, and no alarm.
-
-    Particles that are returned would be equal: they are one.
-    """
+    """Whatever is chosen, penalized, biased, banned or spelled: a verified tree, and no alarm."""
     requests = greedy()
     answers = dict(zip(requests, server.generate(list(requests.values())), strict=True))
     for name, answer in answers.items():

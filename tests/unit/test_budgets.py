@@ -148,9 +148,7 @@ def cost(policy: Policy, batch_size: int, budget: Budget) -> float:
 
 @pytest.mark.parametrize("row", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_drafts_that_are_not_kept_cost_a_hundredth_of_plain_decoding_and_are_tried_again(
-    batch_size: int, row: float
-) -> None:
+def test_useless_drafts_cost_a_hundredth_and_are_tried_again(batch_size: int, row: float) -> None:
     """Though more particles do not help here, which the policy expects."""
     policy = Policy(TOP, matches(row))
     speed, _ = race(policy, batch_size, 0.04, 400)

@@ -150,9 +150,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("each", "ends"), [(1e-4, False), (0.03, False), (0.06, True)])
-def test_a_grammar_that_takes_too_long_ends_its_request_before_the_next_round(
-    each: float, ends: bool, clock: SimpleNamespace
-) -> None:
+def test_a_slow_grammar_ends_its_request(each: float, ends: bool, clock: SimpleNamespace) -> None:
     """Seven texts: 0.42 s are too long, 0.21 s are not. A round that has begun goes on."""
     req = request(grammar_of("(a|b)*"))
     for clock.each in (each, 0.0, 0.0):
@@ -172,7 +170,7 @@ def test_pythons_garbage_is_not_a_grammars_fault(clock: SimpleNamespace) -> None
     assert req.to_finish is None and gc.isenabled()
 
 
-def test_only_so_many_grammars_are_kept_and_the_least_recently_used_goes_first(
+def test_the_least_recently_used_grammar_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)

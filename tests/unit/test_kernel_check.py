@@ -133,7 +133,7 @@ def test_operations_that_raise_or_deviate_fall_back_alone(caplog: pytest.LogCapt
     assert "--speculative-smc-kernels torch" in by_error
 
 
-def test_kernels_that_are_asked_for_by_name_are_not_replaced() -> None:
+def test_kernels_that_are_asked_for_are_not_replaced() -> None:
     """No rank refuses before it has told the others."""
     group = Mock(all_gather_object=Mock(side_effect=lambda mine: [mine]))
     kernels = TORCH._replace(tally=Mock(side_effect=OSError()))

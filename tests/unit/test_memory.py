@@ -37,7 +37,7 @@ quick = settings(max_examples=200)
 
 @quick
 @given(configs, st.integers(-5, 1000), st.sampled_from(["smc", "exact", "auto"]))
-def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
+def test_an_arena_holds_the_longest_tails_and_a_round(
     config: SMCConfig, remaining: int, mode: str
 ) -> None:
     """Before a round a tail is shorter than the lag bound and than what may still be emitted."""
@@ -58,7 +58,7 @@ def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
 
 @quick
 @given(configs, st.integers(1, 900), st.integers(0, 999), st.data())
-def test_a_round_leaves_whole_pages_with_room_for_it_and_takes_none_beside(
+def test_a_round_leaves_whole_pages_with_room_for_it(
     config: SMCConfig, prompt: int, num_emitted: int, data: st.DataObject
 ) -> None:
     """Of a text that is not in a whole number of pages the first round takes the rest, too."""
@@ -253,7 +253,7 @@ class Adder:
 
 
 @pytest.mark.parametrize(("mode", "slots"), [("smc", 105), ("exact", 81), ("auto", 81)])
-def test_a_request_is_asked_whether_its_own_arena_fits(
+def test_admission_asks_for_a_requests_own_arena(
     mode: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the server's mode, one that reserves 105 would be admitted where 81 are free."""
@@ -281,7 +281,7 @@ def test_a_prompt_in_parts_is_charged_and_no_preemption(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("slots", "names_it"), [(6600, True), (307_000, False)])
-def test_a_request_that_is_too_long_is_told_what_the_pool_keeps(
+def test_a_long_request_is_told_what_the_pool_keeps(
     slots: int, names_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table.of(SMCConfig(), replace(SMALL, num_slots=slots))

@@ -60,7 +60,7 @@ def test_each_slot_is_run_once_and_rows_have_its_result(slots: torch.Tensor, las
         ([1], [[0] * 4], {"first_key": 1}, 1 + 4 * 2),  # one takes the place of none
     ],
 )
-def test_keys_are_gathered_once_and_where_some_query_sees_them(
+def test_keys_that_some_query_sees_are_gathered_once(
     committed: list[int], ahead: list, how: dict[str, int], expected: int
 ) -> None:
     assert len(plan_of(make_case(committed, ahead, num_columns=2, **how)).slots) == expected

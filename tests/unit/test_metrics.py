@@ -195,7 +195,7 @@ def play(found: Monitor, share: float, num_rounds: int, num_particles: int = 8) 
 
 
 @pytest.mark.parametrize(("num_particles", "ess"), [(2, 1.1), (64, 9.5)])
-def test_a_low_ess_of_weighed_rounds_is_warned_of_by_one_rank(
+def test_one_rank_warns_of_a_low_ess(
     caplog: pytest.LogCaptureFixture, num_particles: int, ess: float
 ) -> None:
     """For two particles, too, whose ESS / N is never below a half."""
@@ -390,7 +390,7 @@ def test_waits_for_potentials_are_measured(
     assert [found[f"potential_wait_seconds_{part}"] for part in parts] == [0.25, 0, 1]
 
 
-def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
+def test_a_prefill_that_fails_is_counted(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""

@@ -186,7 +186,7 @@ WEIGHED = "knows a part of the vocabulary alone"
         ({"tilt": 0.1}, False, None),
     ],
 )
-def test_weights_alone_are_refused_beside_a_part_of_the_vocabulary(
+def test_a_draft_of_a_part_of_the_vocabulary_is_verified(
     smc: dict[str, Any], constrained: bool, refused: str | None
 ) -> None:
     request_config(SMCConfig(), {"smc": smc}, constrained=constrained)
@@ -245,7 +245,7 @@ NAMES = ("model.embed_tokens.weight", "fc.weight", "lm_head.weight")
         (eagle3(**NARROW), False, NAMES),
     ],
 )
-def test_what_a_head_lacks_is_the_targets_and_stays_so(
+def test_what_a_head_lacks_is_the_targets(
     config: Any, lacks_lm_head: bool, own: tuple[str, ...]
 ) -> None:
     loaded: list[str] = []
@@ -391,9 +391,7 @@ WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
         ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
     ],
 )
-def test_the_model_whose_pass_fails_is_named_and_what_that_calls_for(
-    module: str, error: Exception, told: str
-) -> None:
+def test_the_model_whose_pass_fails_is_named(module: str, error: Exception, told: str) -> None:
     rehearsed(model(), model())
     scope: dict[str, Any] = {"__name__": module, "error": error}
     exec("def run(*_):\n    raise error", scope)
@@ -436,7 +434,7 @@ MARKED = {**TOKENS, "<image>": 4}
         (of(4), Vocabulary(None, 5), "leave out --skip-tokenizer-init"),
     ],
 )
-def test_vocabularies_may_differ_by_padding_and_markers_alone(
+def test_vocabularies_may_differ_by_padding(
     target: Vocabulary, draft: Vocabulary, says: str | None
 ) -> None:
     remedy = r"Choose a draft of the target's family\.$"
@@ -467,9 +465,7 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
         (None, "Pass a file that torch.save wrote"),
     ],
 )
-def test_maps_that_are_no_lists_of_different_tokens_are_refused(
-    tmp_path: Path, content: Any, told: str
-) -> None:
+def test_what_is_no_list_of_tokens_is_no_map(tmp_path: Path, content: Any, told: str) -> None:
     path = str(tmp_path / "map.pt")
     torch.save([4, 0], path)
     assert read_map(path, 5).tolist() == [4, 0]
@@ -509,9 +505,7 @@ def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> No
 
 
 @pytest.mark.parametrize(("num_missing", "behind"), [(0, 0), (2, 2), (-1, -1)])
-def test_frequent_tokens_get_their_places_without_what_ranks_add(
-    num_missing: int, behind: int
-) -> None:
+def test_frequent_tokens_get_their_places(num_missing: int, behind: int) -> None:
     """Three logits for two tokens: two ranks have as many rows each."""
     draft = padded(3, num_missing, hot=torch.tensor([1, 0]))
     as_it_is: Any = SimpleNamespace(of=lambda forward, *_: forward)

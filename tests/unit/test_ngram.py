@@ -171,7 +171,7 @@ def test_at_temperature_0_the_likelier_is_drafted(weight: float, tree: Tree, exp
 
 @pytest.mark.parametrize("more", [{}, GREEDY])
 @pytest.mark.parametrize(("tree", "expected"), [({2: {}}, 2), ({0: {}}, 1), ({}, 1)])
-def test_alone_what_matches_is_all_and_else_the_first_token_that_may_come(
+def test_alone_matches_are_all_that_is_drafted(
     tree: Tree, expected: int, more: dict[str, Any]
 ) -> None:
     """Red where flat logits spread a draft over the vocabulary, or a rule's ban is not heard."""

@@ -115,7 +115,7 @@ STAND_IN = manager(BYTES, served_model_name="default")
 
 
 @pytest.mark.parametrize("said", CHATS)
-def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(said: str) -> None:
+def test_a_conversation_is_refused_by_all_that_is_in_it(said: str) -> None:
     request, rendered = ChatCompletionRequest(model="default", **CHATS[said]), mock.Mock()
     with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
         bound_conversation(rendered, SimpleNamespace(tokenizer_manager=STAND_IN), request)

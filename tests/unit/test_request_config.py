@@ -177,7 +177,7 @@ def test_modes_that_verify_have_no_weights_but_a_trace(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "smc", "exact", "auto"])
-def test_without_drafts_a_request_is_one_particle_of_the_target_in_any_mode(
+def test_without_drafts_a_request_is_one_particle_of_the_target(
     mode: str | None,
 ) -> None:
     """All that would be ignored beside it is refused, and a power, which it would not follow."""
@@ -215,10 +215,7 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
 
 
 def test_chains_of_particles_are_verified_and_counted_among_them() -> None:
-    """What weighs drafts has none; the server's apply where a request is verified, and only there.
-
-    On a budget such requests keep their particles.
-    """
+    """What weighs drafts has none; the server's apply where a request is verified alone."""
     for other in ({"proposal": "draft"}, {"resample_at": "token"}, {}):
         assert "has chains_per_particle=2 beside proposal=" in refusal(
             chains_per_particle=2, **other

@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
     ("num_samples", "given", "expected"),
     [(3, (0, 100, 0), [0, 100, 0, 1, 101, 1, 2, 102, 2]), (1, (3, None), [3, None])],
 )
-def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds(
+def test_samples_of_requests_keep_their_own_seeds(
     num_samples: int, given: tuple, expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang sends a copy for each sample, which share one `sampling_params`, in a task.
@@ -260,7 +260,7 @@ def resolve(
     return tokens
 
 
-def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
+def test_histogram_identities_over_rounds_of_any_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the first round, too: SGLang would index an empty histogram with -1. Ranks compare all."""
@@ -277,7 +277,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     assert [req.spec_num_correct_drafts for req in reqs] == [9, 6]
 
 
-def test_requests_that_are_gone_keep_books_and_those_that_end_count_their_last_round() -> None:
+def test_requests_that_are_gone_keep_books() -> None:
     """Whether one was live is asked before SGLang's own resolve, which may end it."""
     gone, ends = [running(), running()], running()
     gone[0].is_retracted = gone[1].is_finished = True
@@ -343,10 +343,7 @@ def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int)
 
 
 def test_chains_of_a_particle_are_equal_between_rounds_and_count_as_one() -> None:
-    """Red where narrowing, resampling, a first or a bonus token tells them apart.
-
-    Nor are they particles of the answer, of a counter or of a mean.
-    """
+    """Red where narrowing, resampling, a first or a bonus token tells them apart."""
     asked = {"proposal": "verified", "power": 3.0, "chains_per_particle": 2, "ess_threshold": 1.0}
     server = {"num_particles": 6, "num_steps": 2, "limit": 20, "eos": -1, "max_lag": 4}
     worker = toy(16, chosen=({**asked, "return_particles": True},), **server)

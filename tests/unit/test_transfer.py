@@ -158,7 +158,7 @@ def prefilled(**options: Any) -> GenerationBatchResult:
     return own.run(batch, None)
 
 
-def test_heads_read_prompts_at_the_positions_before_the_pass_of_the_target(
+def test_heads_read_prompts_at_their_own_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = SimpleNamespace(positions=torch.arange(3))

@@ -146,10 +146,7 @@ def shown(page: Path, *options: str) -> tuple[str, str]:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("num_particles", "length"), [(4, 60), (16, 1000)])
 def test_a_browser_draws_it(tmp_path: Path, dark: bool, num_particles: int, length: int) -> None:
-    """Without a word on the console, the answer's text in its place, and ink on the canvas.
-
-    The page paints itself dark where the reader wants that.
-    """
+    """Without a word on the console, the answer's text in its place, and ink on the canvas."""
     made = a_trace(num_particles, length)
     page, image = tmp_path / "page.html", tmp_path / "page.png"
     page.write_text(page_of(made))

@@ -46,10 +46,7 @@ def traces(name: str) -> list[Trace]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_lineages_read_what_particles_read(name: str) -> None:
-    """The surviving lineage is the answer, and each particle's text is what its ancestors say.
-
-    What potentials say stands at the text that they said it of.
-    """
+    """The surviving lineage is the answer, and each particle's text is what its ancestors say."""
     for trace in traces(name):
         found, made = genealogy(trace), replay(trace, is_plain=False)
         assert found.answer == surviving(found) == made.output_ids
