@@ -78,7 +78,7 @@ def test_all_tokens_are_served_to_all_in_their_order(name: str, measured: Measur
 
 
 @pytest.mark.parametrize("users", [1, 16, 64])
-def test_the_policy_loses_a_hundredth_beside_its_rounds(users: int, measured: Measured) -> None:
+def test_the_policy_loses_a_hundredth_on_useless_drafts(users: int, measured: Measured) -> None:
     """Of requests that keep nothing; 0.02 more for what it has to learn first."""
     plain, adapted = measured.shapes()[PLAIN], measured.budgets()
     more = adapted[OFF].seconds.at(32) / plain.seconds.at(32)

@@ -186,7 +186,7 @@ WEIGHED = "knows a part of the vocabulary alone"
         ({"tilt": 0.1}, False, None),
     ],
 )
-def test_a_draft_of_a_part_of_the_vocabulary_is_verified(
+def test_weights_alone_are_refused_beside_a_part(
     smc: dict[str, Any], constrained: bool, refused: str | None
 ) -> None:
     request_config(SMCConfig(), {"smc": smc}, constrained=constrained)
