@@ -108,13 +108,13 @@ def verify(
 
 
 def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
-    """Return the tree of drawn chains, in one launch.
+    """Return the tree of chains, in one launch.
 
-    Reference: `sglang_smc.smc.verification.grow`, same arguments; no token is fixed.
+    Reference: `sglang_smc.smc.verification.grow`, same arguments.
     """
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
-    tree = Tree(tokens.contiguous(), lengths.contiguous(), None, nodes)
+    tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
     padded = triton.next_power_of_2(num_chains)
     _grow[(size,)](tree, num_chains, num_steps, padded_chains=padded, num_warps=1)
     return tree

@@ -53,33 +53,30 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Chains of one shape and draft; ``fixed``: one is the likeliest text, the others are drawn."""
+    """Chains of one shape and draft."""
 
     pair: str
     num_particles: int
     num_steps: int
     temperature: float
     draft_temperature: float
-    fixed: bool = False
 
     @property
     def slug(self) -> str:
         shape = f"{self.pair}-n{self.num_particles}-k{self.num_steps}-t{self.temperature:g}"
-        return f"{shape}-{'fixed-' * self.fixed}q{self.draft_temperature:g}"
+        return f"{shape}-q{self.draft_temperature:g}"
 
 
 def cells() -> list[Cell]:
     """Return all cells, those of one pair together."""
-    found = [
-        Cell(pair, n, k, t, draft_t, fixed)
+    return [
+        Cell(pair, n, k, t, draft_t)
         for pair in PAIRS
         for t in TEMPERATURES
         for n, k in SIZES
         for draft_t in sorted({t, 0.7, 1.0, 1.2})
-        for fixed in (False, True)
         if draft_t >= t
     ]
-    return [one for one in found if not one.fixed or one.draft_temperature == 1.0]
 
 
 class Models:
@@ -158,8 +155,6 @@ class Texts:
         for _ in range(cell.num_steps):
             log_q = log_probs(self.logits(name, texts)[:, -1], temperature)
             tokens = torch.multinomial(log_q.exp(), 1)
-            if cell.fixed and name == "draft":
-                tokens[0] = log_q[0].argmax()
             texts = torch.cat([texts, tokens], 1)
         return texts
 
@@ -177,11 +172,9 @@ def expected(texts: Texts, cell: Cell) -> dict[str, float]:
     log_p = log_probs(texts.logits("target", chains), cell.temperature)
     ends = chains == texts.models.tokenizer.eos_token_id
     lengths = (ends.cumsum(1) == ends).sum(1)  # [N]
-    fixed = torch.zeros_like(ends)
-    fixed[0] = cell.fixed
 
     def tokens(count: int) -> float:
-        tree = verification.grow(chains[None, :count], lengths[None, :count], fixed[None, :count])
+        tree = verification.grow(chains[None, :count], lengths[None, :count])
         p = TokenDistribution.of_log_probs(log_p[:count].flatten(0, 1))
         q = [TokenDistribution.of_log_probs(of[:count]) for of in log_q.unbind(1)]
         return float(verification.descend(tree, p, q).shares.sum())
@@ -241,7 +234,7 @@ def measure(cell: Cell, log: Log, count: int) -> list[dict[str, float]]:
 
 NOTE = (
     "Expected tokens of a round with {} contexts a cell and 95 % intervals; `q1`: drawn at draft "
-    "temperature 1; `fixed`: one of the N chains is the draft's likeliest text.\n\n"
+    "temperature 1.\n\n"
 )
 
 

@@ -16,15 +16,14 @@ The output follows p: r_j + f_j = 1 - E[sum of the next layer's shares | T_j] = 
 So, by induction from the deepest layer, the decision comes to layer j with probability r_j + f_j
 given T_j, and stops at (v, x) with R_v(x). With W(v) = E[w_v 1{v is drawn}] a text y_1 y_2 ... has
 the probability sum_j [W(y_1..y_j) p(y_{j+1}) - W(y_1..y_{j+1})] times p of its rest, and that
-telescopes to p. This holds for any q, any number of chains, any shape of the tree that depends on
-earlier layers alone, and children that are *fixed*: chosen by what is before them, not drawn.
+telescopes to p. This holds for any q, any number of chains, and any shape of the tree that depends
+on earlier layers alone.
 
-*The shares*. A fixed child gets w_v p(x | v). The others divide the rest by a race: in a layer, a
-chain whose token has the rate c gets c g(S), where S is the sum of all chains' rates and g(S) is
-1 / S or a little less. As g is a sum of exponentials, F is a product of means over single chains.
-Shares are trimmed to F <= w_v p, so any rates are exact. They are equal within a bin of p / q, and
-near importance weights: `race`. With one chain this is block verification (Sun et al. 2025, arXiv
-2403.10444).
+*The shares*. Children divide a layer by a race: a chain whose token has the rate c gets c g(S),
+where S is the sum of all chains' rates and g(S) is 1 / S or a little less. As g is a sum of
+exponentials, F is a product of means over single chains. Shares are trimmed to F <= w_v p, so any
+rates are exact. They are equal within a bin of p / q, and near importance weights: `race`. With one
+chain this is block verification (Sun et al. 2025, arXiv 2403.10444).
 
 *Verification by evidence* (`keep`), of mode auto, keeps as many columns as the block's
 evidence covers, and draws one chain there by weight; or as many as exact verification accepts, if
@@ -64,7 +63,6 @@ class Tree(NamedTuple):
 
     tokens: torch.Tensor  # [G, N, K] int64
     lengths: torch.Tensor  # [G, N] int64 in 0..K: draft tokens of each chain
-    fixed: torch.Tensor  # [G, N, K] bool: chosen by the tokens before, instead of drawn from q
     nodes: torch.Tensor  # [G, N, K + 1] int64: each chain's node in each layer, g * N + number
 
 
@@ -83,13 +81,11 @@ class Fork(NamedTuple):
     child: torch.Tensor  # [G, N] int64: its node in the next layer
     tokens: torch.Tensor  # [G, N] int64
     live: torch.Tensor  # [G, N] bool: goes on, from a node with a share
-    races: torch.Tensor  # [G, N] bool: so it does, to a child that is not fixed
-    counts: torch.Tensor  # [G, N] float64, by node: chains that are drawn there
-    splits: torch.Tensor  # [G, N] bool, by node: has children
+    counts: torch.Tensor  # [G, N] float64, by node: chains that go on there
 
 
 class Rows(NamedTuple):
-    """Next-token distributions of M nodes; fixed children have no p, and are in bin 0."""
+    """Next-token distributions of M nodes."""
 
     p: torch.Tensor  # [M, V] float32
     q: torch.Tensor  # [M, V] float32
@@ -153,12 +149,8 @@ def nothing(num_steps: torch.Tensor) -> Verified:
     return Verified(none, none, none.bool(), none, none.new_empty(0, 0).float())
 
 
-def grow(tokens: torch.Tensor, lengths: torch.Tensor, fixed: torch.Tensor | None = None) -> Tree:
-    """Return the tree of chains; behind its end a chain has nodes of its own.
-
-    ``fixed`` ``[G, N, K]`` bool marks tokens that follow from those before. A round has none:
-    beside drawn chains the likeliest text yields less (docs/drafts.md).
-    """
+def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
+    """Return the tree of chains; behind its end a chain has nodes of its own."""
     size, num_chains, num_steps = tokens.shape
     chain = torch.arange(num_chains, device=tokens.device).view(-1, 1)
     has = torch.arange(num_steps, device=tokens.device) < lengths.unsqueeze(2)  # [G, N, K]
@@ -166,8 +158,7 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, fixed: torch.Tensor | None
     first = equal.long().cumprod(3).argmax(2)  # [G, N, K]
     nodes = torch.nn.functional.pad(torch.where(has, first, chain), (1, 0))
     offset = torch.arange(0, size * num_chains, num_chains, device=tokens.device)
-    fixed = torch.zeros_like(has) if fixed is None else fixed & has
-    return Tree(tokens, lengths, fixed, nodes + offset.view(-1, 1, 1))
+    return Tree(tokens, lengths, nodes + offset.view(-1, 1, 1))
 
 
 def places(flags: torch.Tensor) -> torch.Tensor:
@@ -206,17 +197,13 @@ def share_out(
         The layer's residual and density, and the shares of the next one; see `Layers`.
     """
     fork = forked(tree, shares, column)
-    rates = shares.new_zeros(*shares.shape, NUM_BINS)  # [G, N, B]
-    density, nodes = torch.zeros_like(rates), places(fork.splits)
+    rates = shares.new_zeros((*shares.shape, NUM_BINS))  # [G, N, B]
+    density, splits = torch.zeros_like(rates), fork.counts > 0
+    nodes, below = places(splits), torch.zeros_like(shares)
     if not len(nodes):
-        return shares, density, torch.zeros_like(shares)
+        return shares, density, below
     rows = read(fork, nodes, p, q, column, tree.nodes.shape[2])
     own_p, own_q, own_bin = rows.own
-    target = torch.where(fork.live, shares.take(fork.parent) * own_p, 0.0)  # [G, N]
-    is_fixed = fork.live & ~fork.races
-    # All chains of a fixed child put the same.
-    below = torch.zeros_like(shares).put_(fork.child, target.where(is_fixed, 0.0))
-    room = (1.0 - below.sum(1, keepdim=True)).clamp_min(0.0)
     raced = race(
         shares.take(nodes),
         fork.counts.take(nodes),
@@ -227,14 +214,14 @@ def share_out(
     )
     for of_layer, of_nodes in zip((rates, density), raced, strict=True):
         of_layer.flatten(0, 1)[nodes] = of_nodes
-    density *= room.unsqueeze(2)
     left = residual(rows, shares.take(nodes), density.flatten(0, 1)[nodes])
-    left = shares.put(nodes, left.sum(1, dtype=torch.float64)).where(fork.splits, shares)
+    left = shares.put(nodes, left.sum(1, dtype=torch.float64)).where(splits, shares)
     at = fork.parent * NUM_BINS + own_bin
-    rate = torch.where(fork.races, rates.take(at), 0.0)
-    claim = room * rate * per_rate(rate.sum(1, keepdim=True))
+    rate = torch.where(fork.live, rates.take(at), 0.0)
+    claim = rate * per_rate(rate.sum(1, keepdim=True))
+    target = shares.take(fork.parent) * own_p  # [G, N]
     trim = (target / (density.take(at) * own_q).clamp_min(TINY)).clamp_max(1.0)
-    claim = torch.where(fork.races, claim * trim, 0.0)
+    claim = torch.where(fork.live, claim * trim, 0.0)
     return left, density, below.put_(fork.child, claim, accumulate=True)
 
 
@@ -242,15 +229,8 @@ def forked(tree: Tree, shares: torch.Tensor, column: int) -> Fork:
     """Return the chains between the layers ``column`` and the next; ``shares`` ``[G, N]``."""
     parent, child = tree.nodes[:, :, column], tree.nodes[:, :, column + 1]  # [G, N]
     live = (shares.take(parent) > LEAST_SHARE) & (column < tree.lengths)
-
-    def count(flags: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(shares).put_(nodes, flags.double(), accumulate=True)
-
-    fixed = live & tree.fixed[:, :, column]
-    races = live & (count(fixed, child).take(child) == 0)  # a fixed child may be drawn, too
-    tokens = torch.where(live, tree.tokens[:, :, column], 0)
-    counts = count(live & ~fixed, parent)
-    return Fork(parent, child, tokens, live, races, counts, count(live, parent) > 0)
+    counts = torch.zeros_like(shares).put_(parent, live.double(), accumulate=True)
+    return Fork(parent, child, torch.where(live, tree.tokens[:, :, column], 0), live, counts)
 
 
 def read(
@@ -266,13 +246,8 @@ def read(
     log_q = q.at(nodes).log_probs()
     bins = bins_of(log_p, log_q)
     row = torch.zeros_like(fork.parent).put_(nodes, torch.arange(len(nodes), device=nodes.device))
-    is_read = torch.zeros_like(fork.live).put_(nodes, torch.ones_like(nodes, dtype=torch.bool))
     at = row.take(fork.parent) * log_p.shape[1] + fork.tokens  # [G, N]
     own = log_p.take(at).double().exp(), log_q.take(at).double().exp(), bins.take(at)
-    is_fixed = fork.live & ~fork.races & is_read.take(fork.parent)
-    limits = torch.where(is_fixed, -torch.inf, torch.inf).float(), is_fixed.logical_not() * NUM_BINS
-    for of_tokens, most in zip((log_p, bins), limits, strict=True):
-        of_tokens.view(-1).scatter_reduce_(0, at.flatten(), most.flatten(), "amin")
     return Rows(log_p.exp_(), log_q.exp_(), bins, own)
 
 
@@ -300,7 +275,7 @@ def race(
         shares: ``[M]`` float64 of M nodes.
         counts: ``[M]`` float64: n chains that draw a token at each.
         group: ``[M]`` int64 of these nodes.
-        p_masses, q_masses: ``[M, B]`` float64, without fixed tokens.
+        p_masses, q_masses: ``[M, B]`` float64.
         num_groups: G.
     """
 
@@ -416,13 +391,11 @@ def residual_of(
     rejects = torch.zeros_like(nodes, dtype=torch.bool)
     found = torch.zeros(size, p.scores.shape[1], device=winner.device)
     for column, of_column in enumerate(q):
-        shares, density, is_here = (
-            layers.shares[column],
-            layers.density[column],
-            num_columns == column,
-        )
+        shares, density = layers.shares[column], layers.density[column]
+        is_here = num_columns == column
         fork, here = forked(tree, shares, column), places(is_here)
-        rejects |= is_here & fork.splits.take(nodes) & (layers.residual[column].take(nodes) > 0)
+        splits = fork.counts.take(nodes) > 0
+        rejects |= is_here & splits & (layers.residual[column].take(nodes) > 0)
         if len(here):
             at = nodes[here]
             rows = read(fork, at, p, of_column, column, len(layers.shares))

@@ -22,7 +22,6 @@ class Case(NamedTuple):
     num_steps: int
     vocab_size: int
     noise: float  # of the draft
-    fixed: float = 0.0  # share of draft tokens that are chosen by their prefix
     short: float = 0.0  # share of prefixes at which a chain stops
     forbidden: float = 0.0  # share of tokens without mass, of p and of q apart
     ends: bool = False
@@ -36,9 +35,6 @@ class Language:
         longest = range(case.num_steps + 1)
         self.laws = {p: self._laws(p) for n in longest for p in self._prefixes(n)}
         self.stops = {p: self._flags(case.short) for p in self.laws}
-        self.fixes = {p: self._flags(case.fixed) for p in self.laws}
-        size = case.num_chains, case.vocab_size
-        self.chosen = {p: torch.rand(size, generator=self.make).argmax(1) for p in self.laws}
 
     def _prefixes(self, length: int) -> list[Prefix]:
         return list(itertools.product(range(self.case.vocab_size), repeat=length))
@@ -57,32 +53,28 @@ class Language:
         return torch.eye(size, dtype=torch.float64)[[END, END]] if over else laws
 
     def drafts(self) -> tuple[torch.Tensor, ...]:
-        """Return all drafts: tokens, lengths, fixed, probability, and p and q along them."""
+        """Return all drafts: tokens, lengths and probability."""
         case, found = self.case, []
         cells = [self._chains(chain) for chain in range(case.num_chains)]
         for chains in itertools.product(*cells):
-            tokens, lengths, fixed, mass = zip(*chains, strict=True)
-            found.append((tokens, lengths, fixed, float(torch.tensor(mass).prod())))
-        tokens, lengths, fixed, mass = (torch.tensor(of) for of in zip(*found, strict=True))
-        return tokens, lengths, fixed, mass.double()
+            tokens, lengths, mass = zip(*chains, strict=True)
+            found.append((tokens, lengths, float(torch.tensor(mass).prod())))
+        tokens, lengths, mass = (torch.tensor(of) for of in zip(*found, strict=True))
+        return tokens, lengths, mass.double()
 
-    def _chains(self, chain: int) -> list[tuple[Prefix, int, list[bool], float]]:
-        """All that one chain can be: tokens, length, which are fixed, and its probability."""
-        case, found = self.case, [((), 0, [], 1.0)]
+    def _chains(self, chain: int) -> list[tuple[Prefix, int, float]]:
+        """All that one chain can be: tokens, length, and its probability."""
+        case, found = self.case, [((), 0, 1.0)]
         for _ in range(case.num_steps):
             longer = []
-            for tokens, length, fixed, mass in found:
+            for tokens, length, mass in found:
                 over = len(tokens) > length or (case.ends and END in tokens)
-                is_fixed = bool(self.fixes[tokens][chain])
                 if over or self.stops[tokens][chain]:
-                    longer.append(((*tokens, 1), length, [*fixed, False], mass))
-                elif is_fixed:
-                    token = int(self.chosen[tokens][chain])
-                    longer.append(((*tokens, token), length + 1, [*fixed, True], mass))
+                    longer.append(((*tokens, 1), length, mass))
                 else:
                     of_q = self.laws[tokens][1].tolist()
                     longer += [
-                        ((*tokens, token), length + 1, [*fixed, False], mass * q)
+                        ((*tokens, token), length + 1, mass * q)
                         for token, q in enumerate(of_q)
                         if q > 0
                     ]
@@ -100,12 +92,12 @@ class Language:
 
 def law_of_verified(language: Language) -> tuple[torch.Tensor, torch.Tensor]:
     """The law of K + 1 tokens that come out, completed by p, and p's own, ``[V, V, ...]``."""
-    tokens, lengths, fixed, mass = language.drafts()
+    tokens, lengths, mass = language.drafts()
     (size, num_chains, num_steps), vocab_size = tokens.shape, language.case.vocab_size
     log_laws = language.along(tokens)
     p = TokenDistribution.of_log_probs(log_laws[:, :, 0].flatten(0, 1))
     q = [TokenDistribution.of_log_probs(log_laws[:, at, 1]) for at in range(num_steps)]
-    tree = verification.grow(tokens, lengths, fixed)
+    tree = verification.grow(tokens, lengths)
     down = verification.descend(tree, p, q)
     chances = verification.exits(down)
     assert torch.allclose(chances.sum((1, 2)), torch.ones(size).double())
@@ -120,7 +112,7 @@ def law_of_verified(language: Language) -> tuple[torch.Tensor, torch.Tensor]:
             fork = verification.forked(tree, shares, column)
             rows = verification.read(fork, every, p, q[column], column, num_steps + 1)
             left = verification.residual(rows, shares.flatten(), density).double()
-            left = torch.where(fork.splits.view(-1, 1), left, behind)
+            left = torch.where(fork.counts.view(-1, 1) > 0, left, behind)
         left = left / left.sum(1, keepdim=True).clamp_min(1e-30)
         out = (mass.unsqueeze(1) * chances[:, column]).view(-1, 1) * left  # [G * N, V]
         prefixes = [language.laws[of][0] for of in language._prefixes(column)]
@@ -144,15 +136,13 @@ CASES = {
     "ends": Case(3, 3, 2, 1.0, ends=True),
     "zeros": Case(2, 2, 4, 1.0, forbidden=0.4),
     "ragged": Case(3, 3, 2, 1.0, short=0.3),
-    "fixed": Case(4, 4, 3, 1.0, fixed=1.0),
-    "mixed": Case(3, 2, 3, 1.0, fixed=0.4),
-    "everything": Case(3, 3, 2, 1.5, fixed=0.3, short=0.2, forbidden=0.2, ends=True),
+    "everything": Case(3, 3, 2, 1.5, short=0.2, forbidden=0.2, ends=True),
 }
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_comes_out_follows_p(name: str) -> None:
-    """To single precision, whatever q, the shape of the tree and its fixed children."""
+    """To single precision, whatever q and the shape of the tree."""
     for seed in range(3):
         found, wanted = law_of_verified(Language(CASES[name], seed))
         assert (found - wanted).abs().sum() < 1e-5, seed
@@ -192,7 +182,7 @@ def test_one_chain_is_block_verification(spread: float) -> None:
     numbers = torch.rand(num_steps, size, generator=generator, dtype=torch.float64)
     tokens = torch.stack([law.sample(u)[0] for law, u in zip(q, numbers, strict=True)], 1)
     lengths = torch.arange(size) % (num_steps + 1)
-    tree = verification.grow(tokens.unsqueeze(1), lengths.unsqueeze(1), None)
+    tree = verification.grow(tokens.unsqueeze(1), lengths.unsqueeze(1))
     chances = verification.exits(verification.descend(tree, p, q))[:, :, 0]
     laws = logits[:, 0].double().softmax(-1), others[:, 0].double().softmax(-1)
     for row, length in enumerate(lengths.tolist()):
@@ -215,10 +205,10 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
 def test_a_uniform_stops_at_each_node_as_often_as_it_should() -> None:
     """Red for a layer or a chain that is counted from the other end."""
     language = Language(CASES["three"], seed=1)
-    tokens, lengths, fixed, _ = language.drafts()
+    tokens, lengths, _ = language.drafts()
     log_laws = language.along(tokens[:40])
     p, q = laws_of(log_laws[:, :, 0].view(40, 3, 3, -1), log_laws[:, :-1, 1].view(40, 3, 2, -1))
-    tree = verification.grow(tokens[:40], lengths[:40], fixed[:40])
+    tree = verification.grow(tokens[:40], lengths[:40])
     layers = verification.descend(tree, p, q)
     places = (torch.arange(1000).double() + 0.5) / 1000
     stops = torch.zeros(40, 3, 3)
