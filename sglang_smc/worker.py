@@ -130,15 +130,7 @@ class SMCWorker(WeightUpdates):
                 self._additional_graph_memory_usage["smc_round"] = self._captures.gigabytes
                 self._additional_graph_time_usage["smc_round"] = self._captures.seconds
         if self.config.adaptive:
-            assert self.req_to_token_pool is not None, "pools are built before rounds"
-            measured = costs.costs_of_server(
-                self._captures.recordings,
-                self._round.play,
-                self.config,
-                most_requests=self.req_to_token_pool.size,
-                device=self.device,
-                group=get_parallel().tp_group,
-            )
+            measured = costs.costs_of(self._measure_rounds, get_parallel().tp_group)
             process.active.adapt(self.config, measured)
         process.active.measure = partial(
             memory_of,
@@ -151,6 +143,14 @@ class SMCWorker(WeightUpdates):
                 "round graphs": round(self._captures.gigabytes * 2**30),
             },
         )
+
+    def _measure_rounds(self) -> costs.AnyCosts:
+        """Measure the rounds of this server as they are played."""
+        if self._captures.recordings is not None:
+            return costs.costs_of_recordings(self._captures.recordings, self.device)
+        assert self.req_to_token_pool is not None, "pools are built before rounds"
+        most = self.req_to_token_pool.size
+        return costs.costs_of_launched(self._round.play, self.config, most, self.device)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

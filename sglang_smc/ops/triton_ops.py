@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from sglang_smc.kernels import filters, lineage, sample
 from sglang_smc.kernels.agreement import common_tail, narrow, num_distinct, same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
@@ -15,39 +13,30 @@ from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 
+# Their functions are methods here: the first argument is the object.
+_ledgers: Any = lineage
+_distributions: Any = sample
+
 
 class KernelLedger(Ledger):
     """Ledger with kernels for three of its methods, of one to three launches each."""
 
-    def reserve(self, *arguments: Any) -> torch.Tensor:
-        return lineage.reserve(self, *arguments)
-
-    def descend(self, *arguments: Any, **more: Any) -> None:
-        lineage.descend(self, *arguments, **more)
-
-    def commit(self, *arguments: Any, **more: Any) -> None:
-        lineage.commit(self, *arguments, **more)
+    reserve = _ledgers.reserve
+    descend = _ledgers.descend
+    commit = _ledgers.commit
 
 
 class KernelDistribution(TokenDistribution):
     """Distributions that are filtered, sampled and scored by kernels."""
 
     keep_tokens = staticmethod(filters.keep_tokens)
+    _sample = _distributions.sample_and_score
+    _score = _distributions.score_tokens
+    log_probs = _distributions.log_probs
+    log_sums = _distributions.log_sums
 
     def summed(self) -> TokenDistribution:
         return self._replace(sums=sample.row_sums(self))
-
-    def _sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample.sample_and_score(self, uniforms)
-
-    def _score(self, tokens: torch.Tensor) -> torch.Tensor:
-        return sample.score_tokens(self, tokens)
-
-    def log_probs(self) -> torch.Tensor:
-        return sample.log_probs(self)
-
-    def log_sums(self) -> torch.Tensor:
-        return sample.log_sums(self)
 
 
 _KERNELS: tuple[Any, ...] = (

@@ -93,22 +93,6 @@ def _cure(error: Exception) -> str:
     return "Choose another model or another --speculative-algorithm."
 
 
-def costs_of_server(
-    recordings: Recordings | None,
-    play: Callable[[RoundInputs, RoundShape], object],
-    config: SMCConfig,
-    *,
-    most_requests: int,
-    device: str,
-    group: Any,
-) -> AnyCosts:
-    """Measure the rounds of a server as they are played; arguments as of the next functions."""
-    measure = partial(costs_of_launched, play, config, most_requests, device)
-    if recordings is not None:
-        measure = partial(costs_of_recordings, recordings, device)
-    return costs_of(measure, group)
-
-
 def costs_of_launched(
     play: Callable[[RoundInputs, RoundShape], object],
     config: SMCConfig,

@@ -79,14 +79,12 @@ class Weigh(Decider):
     """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        """Decide; see `Decider`."""
         block, p, log_p = scored.block, scored.p, scored.log_p
         if p.log_mass is not None:  # weights compare p before masks with q under them
             block = block._replace(log_p=(log_p + p.log_mass.view_as(log_p))[:, :, :-1])
         return _next_rows(scored, ops.reweight_and_resample(block))
 
     def groups(self, scored: Scored) -> torch.Tensor:
-        """Return those of mode smc without verified proposals; see `Decider`."""
         extends = scored.extends
         return scored.weighs if extends is None else scored.weighs & ~extends
 
@@ -96,34 +94,131 @@ class Plain(Decider):
     """Resample where the ESS is low, in a round without drafts: p draws the next token."""
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        """Decide; see `Decider`. Kernels need a column."""
-        decision, next_tokens = _next_rows(scored, weighing.reweight_and_resample(scored.block))
+        found = weighing.reweight_and_resample(scored.block)  # kernels need a column
+        decision, next_tokens = _next_rows(scored, found)
         return decision._replace(verified=~scored.weighs), next_tokens
 
 
 @dataclass(frozen=True)
 class VerifyTogether(Decider):
-    """Verify the chains of a group as one multi-draft; see `verify`."""
+    """Verify the chains of a group as one multi-draft.
+
+    It keeps the columns that the block's evidence covers, or those that exact verification accepts,
+    whichever are more. Trees, at temperature 0, keep what the evidence covers: the target's own
+    tokens. All particles become copies of one winner: they start and end such a round with one
+    sequence, which is emitted at once. With masks, the masked and renormalised distributions are
+    compared.
+    """
 
     weighs = False
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        """Decide; see `Decider`."""
-        return verify(scored, ops)
+        population, drafts, p, log_p, block = scored[:5]
+        if drafts.q is None:
+            found = verification.nothing(block.num_steps)
+        else:
+            drafted = block.num_steps.unsqueeze(1) * population.present
+            if scored.is_tree is not None:  # what their chains' evidence covers is exact
+                drafted = drafted.masked_fill(scored.is_tree.unsqueeze(1), 0)
+            found = _verified(scored, ops, p, drafts.tokens.shape, drafted)
+        kept = ops.keep(found, block, drafts.ends)
+        of_particles = partial(of_each_draw, num_draws=population.lengths.numel())
+        next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
+        if p.log_mass is not None:
+            masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
+            next_tokens = next_tokens._replace(log_mass=of_particles(masses))
+        if drafts.q is not None:
+            residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))
+            rejects = kept.rejects.unsqueeze(1).expand(population.lengths.shape)
+            next_tokens = next_tokens._replace(rejects=rejects, left=residual)
+        decision = one_lineage(population, kept)
+        if scored.greedy is not None:  # by evidence, too
+            decision = decision._replace(verified=decision.verified | scored.greedy)
+        return decision, next_tokens
 
 
 @dataclass(frozen=True)
 class VerifyEach(Decider):
-    """Verify each particle's own chains; see `extend_each`."""
+    """Extend each particle by the accepted prefix of its own chains; resample by masks and powers.
+
+    So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
+    q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
+    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
+    no weight, so that E[Z-hat f] stays (docs/fidelity.md).
+
+    The N places are of P = N / M particles, of which each has M equal ones: its chains are verified
+    as one multi-draft, and all become copies of the chain that carries the accepted tokens. Groups
+    of another M get undefined values.
+    """
 
     num_chains: int = 1  # M of each particle
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        """Decide; see `Decider`."""
-        return extend_each(scored, ops, self.num_chains)
+        population, drafts, p, _, block = scored[:5]
+        (size, num_places, num_steps), num_chains = drafts.tokens.shape, self.num_chains
+        raised, log_sums = p, p.log_masses()
+        if scored.powered:
+            raised, log_sums = p.to_power(block.power)
+            raised = raised.summed()
+        num_particles, each = num_places // num_chains, slice(None, None, num_chains)
+        shape = size * num_particles, num_chains, num_steps
+        found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
+        ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
+        first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
+        chain = first
+        if num_chains > 1:
+            chain = found.winner + num_chains * torch.arange(len(first), device=sums.device)
+            first = chain * (num_steps + 1)  # [G * P] rows of p after the particles
+            ends = ends.flatten(0, 1)[chain].view(size, num_particles, -1)
+            sums = sums.flatten(0, 1)[chain].view(size, num_particles, -1)
+        present = population.present[:, each]  # [G, P]
+        live = present & ~population.ended[:, each]
+        num_kept = found.num_columns.view(size, num_particles).where(live, 0)
+        column = torch.arange(num_steps + 1, device=sums.device)
+        continues = live & ~(ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
+        num_weighed = num_kept + continues
+        gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
+        lengths = population.lengths[:, each] + num_weighed
+        ahead = length_correction(gains, num_weighed, lengths, continues)
+        zero, one = torch.zeros_like(block.power), torch.ones_like(block.num_steps)
+        weigh = Block(
+            log_weights=population.log_weights[:, each] - ahead,
+            log_p=gains.unsqueeze(2),
+            log_q=torch.zeros_like(gains).unsqueeze(2),
+            up_to_end=torch.ones_like(present).unsqueeze(2),
+            present=present,
+            power=torch.ones_like(zero),
+            num_steps=one,
+            ess_threshold=block.ess_threshold,
+            resample_each_token=one < 1,
+            evidence_threshold=zero,  # so that the column is kept, whatever its evidence
+            scheme=block.scheme,
+            keep_uniforms=zero,
+            uniforms=block.uniforms[:, :num_particles],
+        )
+        decision = ops.reweight_and_resample(weigh)
+        row, left, rejects = (
+            of_each_draw(
+                of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),
+                live.numel() * num_chains,
+            )
+            for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
+        )
+        masses = None if p.log_mass is None else p.log_mass[row]
+        residual = p.of_log_probs(found.residuals.log(), left)
+        log_weights = decision.log_weights + ahead.gather(1, decision.ancestors)
+        decision = decision._replace(
+            num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
+            num_kept=num_kept,
+            # A column in which all particles die is not kept, but here their tokens are.
+            log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
+            verified=torch.ones_like(decision.all_zero),
+        )
+        if num_chains > 1:
+            decision = _of_chains(decision, num_chains, chain.view(live.shape) % num_places)
+        return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
 
     def groups(self, scored: Scored) -> torch.Tensor:
-        """Return those whose particles have M chains each; see `Decider`."""
         assert scored.extends is not None, "there where some group has such"
         chains = scored.chains
         return scored.extends if chains is None else scored.extends & (chains == self.num_chains)
@@ -165,116 +260,6 @@ def _next_rows(scored: Scored, decision: Decision) -> Decided:
     row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
     masses = None if p.log_mass is None else p.log_mass[row]
     return decision, p._replace(rows=row, log_mass=masses)
-
-
-def verify(scored: Scored, ops: Ops) -> Decided:
-    """Keep the columns that the block's evidence covers, or that exact verification accepts.
-
-    The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
-    target's own tokens. All particles become copies of one winner: they start and end such a round
-    with one sequence, which is emitted at once. With masks, the masked and renormalised
-    distributions are compared.
-    """
-    population, drafts, p, log_p, block = scored[:5]
-    if drafts.q is None:
-        found = verification.nothing(block.num_steps)
-    else:
-        drafted = block.num_steps.unsqueeze(1) * population.present
-        if scored.is_tree is not None:  # what their chains' evidence covers is exact
-            drafted = drafted.masked_fill(scored.is_tree.unsqueeze(1), 0)
-        found = _verified(scored, ops, p, drafts.tokens.shape, drafted)
-    kept = ops.keep(found, block, drafts.ends)
-    of_particles = partial(of_each_draw, num_draws=population.lengths.numel())
-    next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
-    if p.log_mass is not None:
-        masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
-        next_tokens = next_tokens._replace(log_mass=of_particles(masses))
-    if drafts.q is not None:
-        residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))
-        rejects = kept.rejects.unsqueeze(1).expand(population.lengths.shape)
-        next_tokens = next_tokens._replace(rejects=rejects, left=residual)
-    decision = one_lineage(population, kept)
-    if scored.greedy is not None:  # by evidence, too
-        decision = decision._replace(verified=decision.verified | scored.greedy)
-    return decision, next_tokens
-
-
-def extend_each(scored: Scored, ops: Ops, num_chains: int) -> Decided:
-    """Extend each particle by the accepted prefix of its own chains; resample by masks and powers.
-
-    So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
-    q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
-    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
-    no weight, so that E[Z-hat f] stays (docs/fidelity.md).
-
-    The N places are of P = N / M particles, of which each has M equal ones: its chains are verified
-    as one multi-draft, and all become copies of the chain that carries the accepted tokens.
-
-    Args:
-        num_chains: M; groups of another M get undefined values.
-    """
-    population, drafts, p, _, block = scored[:5]
-    size, num_places, num_steps = drafts.tokens.shape
-    raised, log_sums = p, p.log_masses()
-    if scored.powered:
-        raised, log_sums = p.to_power(block.power)
-        raised = raised.summed()
-    num_particles, each = num_places // num_chains, slice(None, None, num_chains)
-    shape = size * num_particles, num_chains, num_steps
-    found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
-    ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
-    first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
-    chain = first
-    if num_chains > 1:
-        chain = found.winner + num_chains * torch.arange(len(first), device=sums.device)
-        first = chain * (num_steps + 1)  # [G * P] rows of p after the particles
-        ends, sums = (x.flatten(0, 1)[chain].view(size, num_particles, -1) for x in (ends, sums))
-    present = population.present[:, each]  # [G, P]
-    live = present & ~population.ended[:, each]
-    num_kept = found.num_columns.view(size, num_particles).where(live, 0)
-    column = torch.arange(num_steps + 1, device=sums.device)
-    continues = live & ~(ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
-    num_weighed = num_kept + continues
-    gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
-    lengths = population.lengths[:, each] + num_weighed
-    ahead = length_correction(gains, num_weighed, lengths, continues)
-    zero, one = torch.zeros_like(block.power), torch.ones_like(block.num_steps)
-    weigh = Block(
-        log_weights=population.log_weights[:, each] - ahead,
-        log_p=gains.unsqueeze(2),
-        log_q=torch.zeros_like(gains).unsqueeze(2),
-        up_to_end=torch.ones_like(present).unsqueeze(2),
-        present=present,
-        power=torch.ones_like(zero),
-        num_steps=one,
-        ess_threshold=block.ess_threshold,
-        resample_each_token=one < 1,
-        evidence_threshold=zero,  # so that the column is kept, whatever its evidence
-        scheme=block.scheme,
-        keep_uniforms=zero,
-        uniforms=block.uniforms[:, :num_particles],
-    )
-    decision = ops.reweight_and_resample(weigh)
-    row, left, rejects = (
-        of_each_draw(
-            of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),
-            live.numel() * num_chains,
-        )
-        for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
-    )
-    masses = None if p.log_mass is None else p.log_mass[row]
-    residual = p.of_log_probs(found.residuals.log(), left)
-    log_weights = decision.log_weights + ahead.gather(1, decision.ancestors)
-    decision = decision._replace(
-        num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
-        num_kept=num_kept,
-        # A column in which all particles die is not kept, but here their tokens are.
-        log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
-        verified=torch.ones_like(decision.all_zero),
-    )
-    if num_chains > 1:
-        decision = _of_chains(decision, num_chains, chain.view(live.shape) % num_places)
-    return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
 
 
 def _of_chains(decision: Decision, num_chains: int, winner: torch.Tensor) -> Decision:
