@@ -89,7 +89,6 @@ def argument_defaults() -> dict[str, Any]:
 
 
 def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
-    """Return the target's configuration."""
     if not IS_NEWER:
         return server_args.get_model_config()  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
     from sglang.srt.arg_groups.overrides import model_config_of

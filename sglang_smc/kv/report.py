@@ -94,7 +94,6 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table as JSON-compatible values."""
         return msgspec.to_builtins(self)
 
     def lines(self) -> Iterator[str]:
@@ -148,6 +147,5 @@ def _advice(
 
 
 def _line(name: str, count: str, size: int | None = None, what: str = "") -> str:
-    """Format name, count and megabytes in columns."""
     megabytes = "" if size is None else f"{size / 1e6:,.1f} MB"
     return f"{name:<26}{count:>20}{megabytes:>14} {what}".rstrip()

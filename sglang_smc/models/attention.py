@@ -106,7 +106,6 @@ class PoolAttention(AttentionBackend):
     def write(
         self, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Write keys and values; arguments as in `store`."""
         store(self.token_to_kv_pool, layer, slots, k, v)
 
     # Decode is an extend by one token.

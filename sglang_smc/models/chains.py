@@ -39,7 +39,6 @@ class Chains(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return all that is on the device."""
         return *self[:3], *self.locations[:3]
 
 

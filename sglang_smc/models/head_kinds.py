@@ -66,7 +66,6 @@ _DFLASH_EXTRAS = {
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """Return the kind of a draft's checkpoint."""
     return HEADS.get(_named(config.hf_config), "model")
 
 
@@ -117,7 +116,6 @@ def _named(config: Any) -> str:
 
 
 def mask_token(config: ModelConfig) -> int:
-    """Return the mask token id of a block head."""
     return _dflash(config).mask_token_id
 
 

@@ -94,7 +94,6 @@ class RecurrentParticles(AttentionBackend):
         self._num_past: torch.Tensor  # kept columns of that particle
 
     def plan(self, chains: Chains, merged: None = None) -> None:
-        """Plan the softmax-attention layers, see `ParticleAttention.plan`."""
         self._full.plan(chains, merged)
 
     def begin_forward(self, chains: Chains) -> None:
@@ -195,7 +194,6 @@ class RecurrentForward(ParticleForward):
         self.attn_backend: Any = self._linear
 
     def init_from_prompt(self, batch: Any) -> None:
-        """Start particles from the states after their prompts; see `ParticleForward`."""
         super().init_from_prompt(batch)
         rows = batch.req_pool_indices
         particles = self._ledger.particle_rows(rows, self._num_particles)

@@ -119,14 +119,12 @@ class WeightUpdates(BaseSpecWorker):
     _shapes: dict[TpModelWorker, Shapes | str]  # or why they cannot be read
 
     def read_shapes(self) -> None:
-        """Read the shapes of what is loaded."""
         workers = filter(None, (self.target_worker, self.draft_worker))
         paths = ((worker, worker.model_runner.model_config.model_path) for worker in workers)
         self._shapes = {worker: tensor_shapes(path) for worker, path in paths}
 
     @property
     def draft_worker(self) -> TpModelWorker | None:
-        """Return the worker of the draft model or head; None where there is none."""
         return self._draft_worker
 
     def reason_not_to_update(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:

@@ -46,7 +46,6 @@ class Inputs:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
     def seeds(self) -> torch.Tensor:
-        """Return a seed of each group, ``[G]`` int64."""
         return self.whole(-(1 << 62), 1 << 62, NUM_GROUPS)
 
     def uniforms(self, *shape: int) -> torch.Tensor:
@@ -61,7 +60,6 @@ class Inputs:
         return self.uniforms(*shape) < share
 
     def numbers(self, *values: float) -> torch.Tensor:
-        """Return the values as a tensor, float64."""
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def logits(self, num_rows: int) -> torch.Tensor:
@@ -143,7 +141,6 @@ def _law(ops: Ops, of: Inputs) -> TokenDistribution:
 
 
 def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return top-k, top-p and min-p of three groups."""
     rules = [50, VOCAB, VOCAB], [1.0, 0.8, 1.0], [0.0, 0.0, 0.05]
     return tuple(torch.tensor(rule, device=of.device) for rule in rules)
 

@@ -56,7 +56,6 @@ class Curve(NamedTuple):
         return cls(tuple(zip(sizes, lowest, strict=True)))
 
     def at(self, size: int) -> float:
-        """Return the seconds at ``size``."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         upper = min(bisect_left(self.points, (size,)), len(self.points) - 1)
@@ -289,7 +288,6 @@ class Policy:
         return best
 
     def _rate(self, budget: Budget, batch_size: int, widest: Budget) -> float:
-        """Return the tokens per second of each request."""
         tokens = self._acceptance.tokens(budget.within(widest))
         return tokens / self.costs.round(batch_size, budget, widest)
 

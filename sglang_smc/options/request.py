@@ -83,7 +83,6 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def may_extend(self) -> bool:
-        """Return whether its rounds do."""
         return self.extends
 
     @property

@@ -57,7 +57,6 @@ class Range(NamedTuple):
     choices: tuple[Any, ...] | None = None
 
     def holds(self, value: Any) -> bool:
-        """Return whether a value is allowed."""
         if self.kind is list:
             return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
         # bool is an int to Python, but `True` particles is a mistake.
@@ -350,12 +349,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_texts(self) -> bool:
-        """Return whether the server keeps texts for n-gram matches."""
         return self.ngram_weight > 0
 
     @property
     def has_no_draft(self) -> bool:
-        """Return whether n-gram matches are the only proposer."""
         return self.ngram_weight == 1
 
     @property

@@ -139,7 +139,6 @@ class Http(Potential):
         return self._values(texts, self._whole)
 
     def prefix(self, texts: Sequence[Text]) -> list[float]:
-        """Return log phi of prefixes; raise as `complete` does; see `Potential.prefix`."""
         return self._values(texts, self._template)
 
     def _values(self, texts: Sequence[Text], template: str) -> list[float]:
@@ -150,7 +149,6 @@ class Http(Potential):
         return [self._scale * _MAPS[self._as_log](values, self._label) for values in found]
 
     def _post(self, body: dict[str, Any]) -> Any:
-        """Return the endpoint's response, parsed from JSON."""
         try:
             response = self._client.post(self._url, json=body)
         except httpx.TimeoutException as error:
@@ -260,7 +258,6 @@ class RegexCount(Potential):
         self._pattern, self._seconds = regex.compile(pattern), seconds
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        """Return log phi of whole texts; see `Potential.complete`."""
         return [text.args.weight * self._count(text.output) for text in texts]
 
     prefix = complete
@@ -291,11 +288,9 @@ class Length(Potential):
     Args = LengthArgs
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        """Return log phi of whole texts; see `Potential.complete`."""
         return [-t.args.per_token * abs(len(t.output_ids) - t.args.target) for t in texts]
 
     def prefix(self, texts: Sequence[Text]) -> list[float]:
-        """Return log phi of prefixes; see `Potential.prefix`."""
         return [-t.args.per_token * max(0, len(t.output_ids) - t.args.target) for t in texts]
 
 

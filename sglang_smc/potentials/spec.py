@@ -100,7 +100,6 @@ class PotentialSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def schedule(self) -> Schedule:
-        """Return the parsed `when`."""
         return Schedule.of("round" if self.when is None else self.when)
 
     def resolve(self, potentials: Mapping[str, Potential]) -> "PotentialSpec":

@@ -136,15 +136,12 @@ class LanguageModel(DraftProposer):
         self.attn_backend = forward.attn_backend
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the first pass; see `DraftProposer.first_logits`."""
         return self._logits(last_two, at, 0)  # the first of both may not have been run
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
         return self._logits(tokens.unsqueeze(2), at, step + 1)
 
     def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        """Run the first pass; see `DraftProposer.read_without_logits`."""
         self.first_logits(last_two, at)
 
     def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
@@ -160,18 +157,15 @@ class LanguageModel(DraftProposer):
         return tokens.clamp_max(self._runner.model_config.vocab_size - 1)
 
     def catch_up(self, chains: Chains) -> None:
-        """Run over committed tokens; see `DraftProposer.catch_up`."""
         self.forward.chain_logits(chains._replace(tokens=self._readable(chains.tokens)))
 
     def recorded(self, recording: PassRecording) -> DraftProposer:
-        """Return the proposer with captured passes; see `DraftProposer.recorded`."""
         forward = recording.of(self.forward, "next_logits", (2, 1))
         return LanguageModel(forward, self._runner, self._missing, self._hot)
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run SGLang's own forward over new tokens; see `DraftProposer.read_prompts`."""
         forward_batch = ForwardBatch.init_new(
             batch, self._runner, return_hidden_states_before_norm=False
         )

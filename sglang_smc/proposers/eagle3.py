@@ -113,7 +113,6 @@ class EagleForward(ParticleForward):
 
     @cached_property
     def prompt_attention(self) -> PromptAttention:
-        """Return the head's attention over prompts."""
         return PromptAttention(self._runner)
 
 
@@ -145,7 +144,6 @@ class EagleHead(DraftProposer):
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the table of hidden states."""
         return tensor_bytes((self._table.states, self._table.readers))
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:

@@ -263,11 +263,9 @@ class UniformDraft(DraftProposer):
         self._vocab_size = vocab_size
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return uniform logits; see `DraftProposer.first_logits`."""
         return self._flat(last_two[:, :, 0])
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return uniform logits; see `DraftProposer.next_logits`."""
         return self._flat(tokens)
 
     def _flat(self, like: torch.Tensor) -> torch.Tensor:

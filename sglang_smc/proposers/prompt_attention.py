@@ -38,7 +38,6 @@ class PromptAttention(PoolAttention):
         self._spans = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
 
     def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
-        """Attend over the batch given to `plan`; see `PoolAttention.attended`."""
         assert softmax.sinks is None, "heads have none"
         table = self.req_to_token_pool.req_to_token
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)

@@ -217,7 +217,6 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
 
 
 def _needs_of(req: Req, config: RequestConfig) -> list[Need]:
-    """Return what a request needs."""
     needs = {
         Need.FILTERS: uses_filters(req),
         Need.GREEDY: is_greedy(req),

@@ -147,7 +147,6 @@ class RoundGraphs:
         self._play(self._padding(size), self.shape)
 
     def record(self, size: int, record: Record) -> None:
-        """Capture a round of ``size`` groups."""
         inputs, padding = self._padding(size), self._padding(size)
         outcome, replay = record(lambda: self._play(inputs, self.shape))
         self._recorded[size] = Captured(inputs, padding, outcome, replay)

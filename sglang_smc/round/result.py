@@ -59,13 +59,11 @@ class SMCDraftInput(SpecInput):
     def filter_batch(
         self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None
     ) -> None:
-        """Keep the requests in ``new_indices``."""
         self.bonus_tokens = self.bonus_tokens[new_indices]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
 
     def merge_batch(self, other: "SMCDraftInput") -> None:
-        """Append another batch's requests."""
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])

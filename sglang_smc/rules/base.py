@@ -98,7 +98,6 @@ class GroupScores(NamedTuple):
 
     @classmethod
     def none(cls, num_particles: int) -> "GroupScores":
-        """Return no values."""
         return cls([None] * num_particles, [False] * num_particles)
 
 
@@ -115,7 +114,6 @@ class Scorer(Rule):
 
 
 def decoder_of(req: Req, *, skip_special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes a request's tokens."""
     # SGLang declares it as None, and refuses rules about text where it has no tokenizer.
     tokenizer = cast("PreTrainedTokenizerBase", req.tokenizer)
 

@@ -88,7 +88,6 @@ class _Cost(msgspec.Struct):
 
     @property
     def complaint(self) -> str:
-        """Return the error message for its client."""
         each = 1000 * self.seconds / max(1, self.num_texts)
         most = 1000 * SLOW_TEXT
         return _SLOW.format(seconds=self.seconds, each=each, num_texts=self.num_texts, allowed=most)
@@ -159,11 +158,9 @@ class Grammar(LogitsRule):
 
     @classmethod
     def applies(cls, req: Req) -> bool:
-        """Return whether a request has a grammar."""
         return req.grammar is not None
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the tokens that grammars allow; see `LogitsRule.allowed`."""
         self._walk(chains)
         packed = torch.stack(self._columns[first : chains.shape[2] + 1], dim=2)  # [G, N, C, W]
         return unpack(to_device(self._device, packed), self._vocab_size)

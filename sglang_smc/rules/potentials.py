@@ -143,7 +143,6 @@ class Potentials(Scorer):
 
     @classmethod
     def applies(cls, req: Req) -> bool:
-        """Return whether a request names potentials."""
         state = find_state(req)
         return state is not None and bool(state.potentials)
 
@@ -160,7 +159,6 @@ class Potentials(Scorer):
             state.kept[cls] = PrefixTree(schedules, decode, tuple(prompt))
 
     def result(self) -> dict[int, GroupScores]:
-        """Wait for the queries and return their values; see `Scorer.result`."""
         calls = self._calls.items()
         found = {name: c if isinstance(c, MissingValue) else c.result() for name, c in calls}
         if self._ranks is not None:

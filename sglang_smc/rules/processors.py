@@ -43,7 +43,6 @@ class Processors(LogitsRule):
 
     @classmethod
     def applies(cls, req: Req) -> bool:
-        """Return whether a request has a custom logit processor."""
         return bool(req.custom_logit_processor)
 
     @classmethod
@@ -55,7 +54,6 @@ class Processors(LogitsRule):
             state_of(req).kept[cls] = loaded
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """Edit logits of either model; see `LogitsRule.edit`."""
         for group, (req, outputs) in self._texts.items():
             if req.to_finish or not outputs:
                 continue

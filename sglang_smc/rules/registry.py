@@ -23,7 +23,6 @@ RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials)
 
 
 def has_rules(req: Req) -> bool:
-    """Return whether a request has any rule."""
     return any(rule.applies(req) for rule in RULES)
 
 
@@ -64,7 +63,6 @@ class TextRules:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no request has a rule."""
         return not (self._logits_rules or self._scorers)
 
     @classmethod
@@ -117,7 +115,6 @@ class TextRules:
         return Scores(to_device(like.device, log_values), to_device(like.device, complete))
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
-        """Pass the tokens sampled at prefill to all rules; see `LogitsRule.note_first`."""
         for rule in self._logits_rules:
             rule.note_first(tokens, log_sums)
 

@@ -123,7 +123,6 @@ def _captures(config: SMCConfig, server_args: Arguments) -> bool:
 
 
 def _can_capture(config: SMCConfig, device: str | None) -> bool:
-    """Return whether rounds run Triton kernels on a GPU."""
     return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
 
 

@@ -52,7 +52,6 @@ def as_json(server_args: Arguments) -> str | None:
 
 
 def of(server_args: Arguments) -> Presets:
-    """Return the presets of an SMC server, from its resolved arguments."""
     return _read(getattr(upstream.resolved(server_args), FIELD))
 
 

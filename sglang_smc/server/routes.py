@@ -63,7 +63,6 @@ def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
 
 
 def has_particles(meta_info: dict) -> bool:
-    """Return whether a response has particles or a trace."""
     return _PARTICLES in meta_info or _TRACE in meta_info
 
 

@@ -102,7 +102,6 @@ class Ledger:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the tables."""
         return self.table.device
 
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:

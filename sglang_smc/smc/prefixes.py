@@ -118,5 +118,4 @@ def _only(log_weights: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 
 def _places(present: torch.Tensor) -> torch.Tensor:
-    """Return each particle's own place, ``[G, N]``."""
     return torch.arange(present.shape[1], device=present.device).expand(present.shape)

@@ -52,12 +52,10 @@ class Sums(NamedTuple):
     watched: float = 0.0
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return the sums over the answers of both."""
         return Sums._make(mine + its for mine, its in zip(self, other, strict=True))
 
     @classmethod
     def of(cls, answer: AnswerFidelity) -> "Sums":
-        """Return the sums of one answer."""
         pull, information = answer.tilt_sum, answer.tilt_information
         products = pull * pull, pull * information, information * information
         return cls(1, pull, information, *products, answer.innovation_sum, answer.watched_ct)
@@ -115,7 +113,6 @@ class Window:
 
     @property
     def sums(self) -> Sums:
-        """Return the sums over the answers of both halves."""
         return self._older.plus(self._newer)
 
     def add(self, answer: AnswerFidelity) -> Sums | None:
@@ -146,7 +143,6 @@ class FidelityWindows:
 
     @property
     def all(self) -> Sums:
-        """Return the sums over all modes."""
         return self._windows[ALL].sums
 
     def add(self, answer: AnswerFidelity) -> str | None:

@@ -413,7 +413,6 @@ class Monitor:
         return now
 
     def time_potential(self, seconds: float) -> None:
-        """Observe the seconds that a round waited for a potential's values."""
         self._prometheus.observe(POTENTIAL_WAIT, seconds)
 
     def totals(self) -> dict[str, Any]:
@@ -466,7 +465,6 @@ class Prometheus:
         ).labels(**labels)
 
     def count(self, name: str, value: Any) -> None:
-        """Add to a counter."""
         if self._made and value:
             self._made[name].inc(value)
 
@@ -480,13 +478,11 @@ class Prometheus:
                 self._made[gauge.name].set(value)
 
     def observe(self, histogram: Metric, value: Any) -> None:
-        """Add a value to a histogram."""
         if self._made:
             self._made[histogram.name].observe(value)
 
 
 def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    """Return the increments of sums."""
     return defaultdict(float, {name: value - before[name] for name, value in now.items()})
 
 

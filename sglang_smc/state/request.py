@@ -177,7 +177,6 @@ class RequestState(msgspec.Struct):
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
-        """Return the state of a new request."""
         return cls(seed, config, zero_counters(config.num_weights), config, config)
 
     @property

@@ -182,7 +182,6 @@ class RequestTable:
         return Settings(**found, rows=rows, stop_table=self._stop_mask)
 
     def write(self, starts: list[Start]) -> None:
-        """Store the settings of new requests."""
         rows = on_device(self._device, [start.row for start in starts])
         for dtype, columns in _COLUMNS.items():
             values = [[value(start) for start in starts] for value in columns.values()]
@@ -208,7 +207,6 @@ def stop_tokens(
 
 
 def is_greedy(req: Req) -> bool:
-    """Return whether a request takes the likeliest token."""
     return req.sampling_params.top_k == 1
 
 
