@@ -28,7 +28,6 @@ from sglang_smc.tools.distill.teacher import (
     read_prompts,
     sample_answers,
     sample_with_engine,
-    spread,
     write_texts,
 )
 from sglang_smc.tools.distill.train import (
@@ -168,29 +167,34 @@ def test_interrupted_training_goes_on(
 @pytest.mark.parametrize("room", [0, 1 << 20])
 def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list[Text]) -> None:
     """Whatever stands beside it; and computed once, where there is room."""
-    hot, taught = torch.tensor([2, 5, 7]), []
+    taught = []
 
     class Counting(Teacher):
         def teach(self, batch: Batch, *asked: Any) -> Lesson:
             taught.append(len(batch.ids))
             return super().teach(batch, *asked)
 
-    lessons = Lessons(Counting(teacher.model, 1.0), (0, 2), hot, CPU, room)
+    lessons = Lessons(Counting(teacher.model, 1.0), (0, 2), CPU, room)
     for some in (texts[:3], texts[1:4]):
         found = lessons.of(some)
         for row, text in enumerate(some):
             alone = teacher.teach(collate([text], CPU), (0, 2))
-            wanted = alone.log_p[0][:, hot].log_softmax(-1)
-            torch.testing.assert_close(found.log_p[row, : len(wanted)], wanted, atol=0.01, rtol=0)
-            torch.testing.assert_close(found.features[row, : len(wanted)], alone.features[0])
+            length = len(text.ids)
+            torch.testing.assert_close(found.states[row, :length], alone.states[0])
+            torch.testing.assert_close(found.features[row, :length], alone.features[0])
     assert taught == ([3, 1] if room else [3, 3])
 
 
-def test_others_than_the_likeliest_tokens_share_what_these_leave() -> None:
-    log_p = torch.tensor([[0.5, 0.1, 0.3, 0.06, 0.04], [1.0, 0.0, 0.0, 0.0, 0.0]]).log()
-    found = spread(*log_p.topk(2), 5).exp()
-    assert found[0].tolist() == pytest.approx([0.5, 0.2 / 3, 0.3, 0.2 / 3, 0.2 / 3])
-    assert found[1, 0] == 1 and 0 < found[1, 2:].sum() < 1e-5
+def test_probabilities_are_the_targets_and_of_hot_tokens_alone(teacher: Teacher) -> None:
+    ids, hot = torch.tensor([[3, 5, 7, 9]]), torch.tensor([2, 5, 7])
+    whole = teacher.model(input_ids=ids).logits.log_softmax(-1)
+    states = teacher.teach(Batch(ids, ids[:, 0], ids[:, 0]), ()).states
+    torch.testing.assert_close(teacher.log_p(states), whole)
+    torch.testing.assert_close(teacher.log_p(states, hot), whole[..., hot].log_softmax(-1))
+    teacher.model.config.logit_scale = 2.0
+    with pytest.raises(ValueError, match="has logit_scale"):
+        Teacher(teacher.model, 1.0)
+    del teacher.model.config.logit_scale
 
 
 def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_path: Path) -> None:

@@ -149,13 +149,22 @@ class Blocks(NamedTuple):
 
 
 def compare(
-    draft: Draft, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
+    draft: Draft,
+    teacher: Teacher,
+    lesson: Lesson,
+    anchors: torch.Tensor,
+    depth: int,
+    hot: torch.Tensor | None = None,
 ) -> Blocks:
-    """Compute p and q behind ``anchors`` ``[B, A]`` int64, at the teacher's temperature."""
+    """Compute p and q behind ``anchors`` ``[B, A]`` int64, at the teacher's temperature.
+
+    With ``hot``, ids of tokens, p is restricted to them and renormalized.
+    """
     batch = lesson.batch
     logits = draft.logits(teacher, lesson, anchors, depth)
     log_q = (logits.float() / teacher.temperature).log_softmax(-1)
     tokens = following(batch.ids, anchors + 1, depth)
     places = anchors.unsqueeze(2) + torch.arange(1, depth + 1, device=anchors.device)
     counted = (places < batch.lengths[:, None, None]) & (places >= batch.prompts[:, None, None])
-    return Blocks(behind(lesson.log_p, anchors, depth), log_q, tokens, counted)
+    log_p = teacher.log_p(behind(lesson.states, anchors, depth), hot)
+    return Blocks(log_p, log_q, tokens, counted)

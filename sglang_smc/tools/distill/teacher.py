@@ -114,41 +114,50 @@ def batches(texts: Sequence[Text], size: int, rng: torch.Generator) -> Iterator[
 # --- The target
 
 
-LIKELIEST = 128  # tokens
-LEAST = 1e-6  # mass of all others together, for rounding may leave none
-
-
 class Lesson(NamedTuple):
-    """The target's outputs on a batch."""
+    """The target's hidden states on a batch."""
 
     batch: Batch
-    log_p: torch.Tensor  # [B, L, tokens asked for] float32: of the next token at each position
-    features: torch.Tensor  # [B, L, layers * D]: hidden states of ``layer_ids``
+    states: torch.Tensor  # [B, L, D]: of the last layer, normed, which the LM head reads
+    features: torch.Tensor  # [B, L, layers * D] float32: of ``layer_ids``
 
 
 class Teacher:
-    """A target at a temperature, with frozen weights."""
+    """A target at a temperature, with frozen weights.
+
+    Raises ValueError if more than a product with the LM head makes its logits.
+    """
 
     def __init__(self, model: Any, temperature: float) -> None:
         self.model, self.temperature = model.eval().requires_grad_(False), temperature
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(model.config, name, None) not in (None, 1.0):
+                raise ValueError(
+                    f"The target's configuration has {name}, and its logits are not those of the "
+                    "LM head alone. Train with a target without it."
+                )
 
     @torch.no_grad()
-    def teach(
-        self, batch: Batch, layer_ids: tuple[int, ...], hot: torch.Tensor | None = None
-    ) -> Lesson:
-        """Run the target on ``batch``; features are hidden states of ``layer_ids``, from 0 on.
-
-        With ``hot``, ids of tokens, its law is restricted to them and renormalized.
-        """
-        found = self.model(
+    def teach(self, batch: Batch, layer_ids: tuple[int, ...]) -> Lesson:
+        """Run the target on ``batch``; features are hidden states of ``layer_ids``, from 0 on."""
+        found = self.model.base_model(
             input_ids=batch.ids, output_hidden_states=bool(layer_ids), use_cache=False
         )
-        logits = found.logits if hot is None else found.logits[..., hot]
-        log_p = (logits.float() / self.temperature).log_softmax(-1)
         # hidden_states[0] is the embedding.
         states = [found.hidden_states[layer + 1].float() for layer in layer_ids]
-        none = log_p.new_zeros(*batch.ids.shape, 0)
-        return Lesson(batch, log_p, torch.cat(states, -1) if states else none)
+        none = found.last_hidden_state.new_zeros(*batch.ids.shape, 0)
+        return Lesson(batch, found.last_hidden_state, torch.cat(states, -1) if states else none)
+
+    @torch.no_grad()
+    def log_p(self, states: torch.Tensor, hot: torch.Tensor | None = None) -> torch.Tensor:
+        """Return log-probabilities ``[..., V]`` float32 of the tokens behind ``states``.
+
+        With ``hot``, ids of tokens, the distribution is restricted to them and renormalized.
+        """
+        head = self.model.get_output_embeddings()
+        weight = head.weight if hot is None else head.weight[hot]
+        logits = torch.nn.functional.linear(states.to(weight.dtype), weight)
+        return (logits.float() / self.temperature).log_softmax(-1)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[..., D]`` float32 of ``ids`` ``[...]`` int64."""
@@ -160,28 +169,24 @@ class Teacher:
 
 
 class Lessons:
-    """The target's outputs on texts, computed once where ``room`` holds them.
-
-    Probabilities of the `LIKELIEST` tokens are stored; others share what they leave evenly.
+    """The target's hidden states on texts, computed once where ``room`` holds them.
 
     Args:
-        layer_ids, hot: as for `Teacher.teach`.
+        layer_ids: as for `Teacher.teach`.
         device: of the target.
-        room: bytes. Logarithms of probabilities are stored in float16, features as they come.
+        room: bytes.
     """
 
     def __init__(
         self,
         teacher: Teacher,
         layer_ids: tuple[int, ...],
-        hot: torch.Tensor | None,
         device: torch.device,
         room: int = 2 << 30,
     ) -> None:
-        self._teacher, self._layer_ids, self._hot = teacher, layer_ids, hot
+        self._teacher, self._layer_ids = teacher, layer_ids
         self._device, self._room = device, room
         self._stored: dict[int, list[torch.Tensor]] = {}  # by the id of a text
-        self._num_tokens = 0  # of a distribution
 
     def of(self, texts: Sequence[Text]) -> Lesson:
         """Return the lesson of a batch of texts; the caller holds on to them."""
@@ -192,32 +197,20 @@ class Lessons:
                 self._room -= size
                 self._stored[text] = parts
         all_parts = [(found.get(id(text)) or self._stored[id(text)]) for text in texts]
-        likely, tokens, features = (
+        states, features = (
             pad_sequence(list(parts), batch_first=True) for parts in zip(*all_parts, strict=True)
         )
-        log_p = spread(likely.float(), tokens.long(), self._num_tokens)
-        return Lesson(collate(texts, self._device), log_p, features.float())
+        return Lesson(collate(texts, self._device), states, features.float())
 
     def _taught(self, texts: Sequence[Text]) -> dict[int, list[torch.Tensor]]:
         if not texts:
             return {}
-        _, log_p, features = self._teacher.teach(
-            collate(texts, self._device), self._layer_ids, self._hot
-        )
-        self._num_tokens = log_p.shape[-1]
-        likely, tokens = log_p.topk(min(LIKELIEST, self._num_tokens))
-        parts = (likely.half(), tokens.int(), features.to(self._teacher.model.dtype))
+        lesson = self._teacher.teach(collate(texts, self._device), self._layer_ids)
+        parts = (lesson.states, lesson.features.to(lesson.states.dtype))
         return {
             id(text): [part[row, : len(text.ids)].clone() for part in parts]
             for row, text in enumerate(texts)
         }
-
-
-def spread(likely: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return log-probabilities ``[..., num_tokens]`` from those of some tokens, ``[..., k]``."""
-    num_others = num_tokens - tokens.shape[-1]
-    left = (1 - likely.exp().sum(-1, keepdim=True)).clamp_min(LEAST) / max(num_others, 1)
-    return left.log().expand(*tokens.shape[:-1], num_tokens).scatter(-1, tokens, likely)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | str, device: torch.device) -> Any:

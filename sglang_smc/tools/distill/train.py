@@ -118,7 +118,7 @@ def train(
 ) -> Progress:
     """Train ``draft`` on ``texts``; with ``path``, go on from where an earlier run stopped."""
     device = next(draft.module.parameters()).device
-    lessons = Lessons(teacher, draft.layer_ids, draft.hot, device)
+    lessons = Lessons(teacher, draft.layer_ids, device)
     steppers = optimizers(draft.module.train(), course.learning_rate)
     settings = msgspec.to_builtins(course) | {"texts": len(texts)}
     progress = Progress(path, settings, draft.module, steppers)
@@ -164,7 +164,7 @@ def _loss(
         anchors = places.expand(len(batch.ids), -1)
     products = products_of(batch.ids.device)
     with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
-        blocks = compare(draft, teacher, lesson, anchors, course.depth)
+        blocks = compare(draft, teacher, lesson, anchors, course.depth, draft.hot)
     log_p, log_q = blocks.log_p, blocks.log_q
     if course.loss == CHAINS:
         values = chains(log_p, log_q, blocks.tokens, course.particles)  # [B, A, depth]
