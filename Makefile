@@ -11,7 +11,7 @@
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, 12 minutes on two cores
-# make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
+# make test-oldest the contract, unit tests and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
 # make docs        the pages as a site, in site/, without a network, in seconds
 # make dist        what an index gets: wheel and source archive, checked by twine

@@ -229,8 +229,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             integers(1),
             "Tokens that particles may differ in before the oldest are drawn by weight; bounds KV "
             "memory and the silence of a stream. Requests may ask for less",
-            f"at least 1, default {LAG}, but {LONG_LAG} for powers, grammars, potentials and "
-            "return_particles",
+            f"at least 1, default {LAG}, but {LONG_LAG} for powers, structured output, potentials "
+            "and return_particles",
             modes=_SMC,
         ),
     ] = None
