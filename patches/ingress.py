@@ -59,8 +59,8 @@ def generate_request(
     drop_foreign_stops(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
-    known = presets.of(server_args), manager.lora_ref_cache
-    presets.put_in_place(obj, *known, config_of(server_args))
+    known = presets.of(server_args)
+    presets.put_in_place(obj, known, manager.lora_ref_cache, config_of(server_args))
     refusals.pack(obj)
     answers = routes.hand_back(original(manager, obj, request), obj)
     if streams.reads_single_tokens(manager, obj, request):

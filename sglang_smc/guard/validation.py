@@ -7,7 +7,7 @@ ValueError into HTTP 400.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import msgspec
@@ -121,9 +121,13 @@ def drop_foreign_stops(request: GenerateReqInput, vocab_size: int) -> None:
         stops = params.get("stop_token_ids") or ()
         return {**params, "stop_token_ids": [one for one in stops if one in range(vocab_size)]}
 
+    change_params(request, lambda params: known(params or {}))
+
+
+def change_params(request: GenerateReqInput, change: Callable[[Any], Any]) -> None:
+    """Replace the sampling parameters of a request, or of each of a batch."""
     params: Any = request.sampling_params
-    is_batch = isinstance(params, list)
-    request.sampling_params = [*map(known, params)] if is_batch else known(params or {})
+    request.sampling_params = [*map(change, params)] if isinstance(params, list) else change(params)
 
 
 def check_fields(request: GenerateReqInput, vocab_size: int) -> None:

@@ -41,7 +41,7 @@ def problems(server_args: Arguments) -> list[str]:
     except ValueError as error:
         return [str(error)]
     server = SMCConfig.from_server_args(server_args)
-    problems = (_problem(*item, server, server_args) for item in found.items())
+    problems = (_problem(name, own, server, server_args) for name, own in found.items())
     return [problem for problem in problems if problem]
 
 
@@ -93,19 +93,15 @@ def put_in_place(
     names, params = request.lora_path, request.sampling_params
     if not names:
         return
-    if isinstance(names, list) or isinstance(params, list):
-        size = len(names) if isinstance(names, list) else len(params or ())
-        each_name = names if isinstance(names, list) else [names] * size
-        each = params if isinstance(params, list) else [params] * size
-        pairs = zip(each, each_name, strict=True)
-        found = {name: find(name, presets, adapters) for name in each_name if name}
-        request.sampling_params = [_with(one, name, found, server) for one, name in pairs]
-        left = [name if name in adapters else None for name in each_name]
-        request.lora_path = left if any(left) else None
-        return
-    found = {names: find(names, presets, adapters)}
-    request.sampling_params = _with(params, names, found, server)
-    request.lora_path = names if names in adapters else None
+    is_batch = isinstance(names, list) or isinstance(params, list)
+    size = len(params) if isinstance(params, list) else 1
+    each_name = names if isinstance(names, list) else [names] * size
+    each = params if isinstance(params, list) else [params] * len(each_name)
+    found = {name: find(name, presets, adapters) for name in each_name if name}
+    merged = [_with(one, name, found, server) for one, name in zip(each, each_name, strict=True)]
+    left = [name if name in adapters else None for name in each_name]
+    request.sampling_params = merged if is_batch else merged[0]
+    request.lora_path = (left if is_batch else left[0]) if any(left) else None
 
 
 def _with(params: Any, name: str | None, found: Any, server: SMCConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.guard.grammar_text import check_grammars
+from sglang_smc.guard.validation import change_params
 from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
 from sglang_smc.options.server import SETTINGS, SMCConfig, out_of_range
 from sglang_smc.potentials.spec import FLAG, load
@@ -100,7 +101,6 @@ def check_trace(
     """Raise ValueError where a trace may grow too large to be kept and sent.
 
     Args:
-        config: the request's configuration.
         room: tokens that the context has left after its prompt.
         preferred: the server's default sampling parameters.
     """
@@ -263,9 +263,7 @@ def pack(request: GenerateReqInput) -> None:
 
     Invalid requests are left to later validation; the caller's objects are not modified.
     """
-    params = request.sampling_params
-    is_batch = isinstance(params, list)
-    request.sampling_params = [_packed(one) for one in params] if is_batch else _packed(params)  # pyright: ignore[reportAttributeAccessIssue] -- of what came in
+    change_params(request, _packed)
 
 
 def _packed(params: Any) -> Any:
