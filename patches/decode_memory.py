@@ -97,8 +97,7 @@ def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
         which, starts, ends = to_device(batch.device, host)
         last = pool.req_to_token[which, starts - 1]  # of a page's rest; its end is any slot there
         last = torch.where(starts % page == 0, starts - 1, last)
-        lengths = starts, host[1], ends, host[2]
-        slots = alloc_paged_token_slots_extend(tree, *lengths, last, total)
+        slots = alloc_paged_token_slots_extend(tree, starts, host[1], ends, host[2], last, total)
     pool.write(to_device(batch.device, places).unbind(), slots.int())
 
 

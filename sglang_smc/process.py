@@ -106,8 +106,10 @@ def open_runners(
                 f"The potential {name!r} cannot be opened: {describe(error)}. Fix it, or leave it "
                 f"out of {FLAG}."
             ) from error
-    of_all = config.potential_timeout, monitor.time_potential
-    return {name: PotentialRunner(name, one, *of_all) for name, one in found.items()}
+    return {
+        name: PotentialRunner(name, one, config.potential_timeout, monitor.time_potential)
+        for name, one in found.items()
+    }
 
 
 def log_memory_report(*, num_slots: int, most_running: int) -> None:

@@ -55,8 +55,10 @@ class SMCWorker(WeightUpdates):
         if not self.config.has_no_draft:
             self._draft_worker = drafts.build(target_worker, server_args, placement)
         self.read_shapes()
-        models, group = (target_worker, self._draft_worker), get_parallel().tp_group
-        self._ops = operations(self.config, *models, self.device, group)
+        group = get_parallel().tp_group
+        self._ops = operations(
+            self.config, target_worker, self._draft_worker, device=self.device, group=group
+        )
         if self._ops.kind == "torch":  # attention that reads lengths on the host
             self.config = msgspec.structs.replace(self.config, round_graph="off")
         self._corpus = drafts.corpus_of(resolved, self.config)

@@ -20,8 +20,6 @@ def on_device(
     """Return numbers, or equally long rows of them, as a tensor on a device, asynchronously.
 
     Args:
-        device: of the tensor.
-        values: on the host.
         dtype: of the tensor; None: torch's default for such numbers, float32 for floats.
     """
     # device="cpu": within `with torch.device("cuda")` torch would copy to the GPU, and block.

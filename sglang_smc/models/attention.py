@@ -223,22 +223,23 @@ class ParticleAttention(PoolAttention):
             return
         from sglang_smc.kernels.attention.particle_attention import New
 
-        self._new = {"new": New.of(k, v, slots, *self.rotation, self._arrivals)}
+        positions, table = self.rotation
+        self._new = {"new": New.of(k, v, slots, positions, table, self._arrivals)}
         self.rotation = None
 
     def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
         """Attend with the plan of `plan`; of all G * N * C rows, or of the merged ones."""
         assert self.rotation is None, "a layer that leaves its rotation writes keys, too"
         attend = self._attend_over(window_of(layer), sees_block(layer))
-        query, caches = self._queries(q, layer), self.caches(layer.layer_id)
+        keys, values = self.caches(layer.layer_id)
         new, self._new = self._new, {}
-        output = attend(query, *caches, softmax=softmax, **new)
+        output = attend(self._queries(q, layer), keys, values, softmax=softmax, **new)
         return self._outputs(output)[..., : self.rank].reshape(len(q), -1)
 
     def _queries(self, q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
         """Return the queries of all rows, ``[G, N, C, q_heads, head_dim]``."""
         q = q if self._merged is None else q[self._merged.results]
-        return q.view(*self._shape, layer.tp_q_head_num, -1)
+        return q.view((*self._shape, layer.tp_q_head_num, -1))
 
     def _outputs(self, output: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the rows that the model runs, of ``[G, N, C, ...]``."""

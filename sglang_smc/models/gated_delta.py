@@ -75,7 +75,7 @@ def gated_delta(
     """
     before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
     # Without decay and step a column changes nothing; an earlier request may have left NaN there.
-    masked = Columns(*(part.masked_fill(~before.unsqueeze(2), 0) for part in past))
+    masked = Columns._make(part.masked_fill(~before.unsqueeze(2), 0) for part in past)
     rolled, _ = scan(states[source].float(), masked)
     _, output = scan(rolled, new)
     return output, rolled.to(states.dtype)

@@ -91,8 +91,9 @@ def reads_states(server_args: Any) -> bool:
     path, of_target = server_args.speculative_draft_model_path, server_args.model_path
     if path is None:
         return False
-    where = path, server_args.speculative_draft_model_revision, server_args.trust_remote_code
-    return _named(_config_at(*where)) in HEADS or (path == of_target and has_mtp(*where))
+    revision, trusts = server_args.speculative_draft_model_revision, server_args.trust_remote_code
+    is_head = _named(_config_at(path, revision, trusts)) in HEADS
+    return is_head or (path == of_target and has_mtp(path, revision, trusts))
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:

@@ -98,14 +98,19 @@ class Session:
         logger.info(
             "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
             "%.2f GB. %s",
-            *(gigabytes, self._free / 2**30, seconds, largest / 2**30, recorded),
+            gigabytes,
+            self._free / 2**30,
+            seconds,
+            largest / 2**30,
+            recorded,
         )
         if taken > MOST_OF_LARGEST * largest + _UNSHARED:
             logger.warning(
                 "SMC's captured rounds take %.2f GB, and the largest alone %.2f GB: they should "
                 "share their memory. If it runs short, pass fewer sizes to --cuda-graph-bs-decode, "
                 "or --speculative-smc-round-graph off.",
-                *(taken / 2**30, largest / 2**30),
+                gigabytes,
+                largest / 2**30,
             )
         return gigabytes, seconds
 
@@ -162,7 +167,6 @@ class PassRecording(NamedTuple):
         Replays of "chain_logits" are overwritten by the next one, those of "next_logits" are not.
 
         Args:
-            name: of the method.
             columns: lengths of chains for which it is captured.
         """
         sizes = sorted(self.sizes, reverse=True)
@@ -191,4 +195,5 @@ class PassRecording(NamedTuple):
         inputs, padding = (Chains.of_padding(shape, self.max_tail, self.device) for _ in range(2))
         run = partial(getattr(forward, name), inputs)
         run()  # warm-up, see `Record`
-        return Captured(inputs.tensors, padding.tensors, *self.record(run))
+        result, replay = self.record(run)
+        return Captured(inputs.tensors, padding.tensors, result, replay)

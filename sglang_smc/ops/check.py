@@ -69,11 +69,12 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
         logger.error(
             "SMC replaces a kernel that fails on this device by its torch function, which is "
             "slower: %s. With %s torch no kernel runs, nor this check.",
-            *(problem, FLAG),
+            problem,
+            FLAG,
         )
     seconds = time.perf_counter() - start
     logger.info("SMC checked the kernels of %d operations in %.1f s", len(CHECKS), seconds)
-    fields = (field for name in failed for field in CHECKS[name].fields)
+    fields = {CHECKS[name].field for name in failed}
     return ops._replace(**{field: getattr(TORCH, field) for field in fields})
 
 
@@ -86,7 +87,8 @@ def _examined(name: str, ops: Ops, device: str, sizes: Sizes) -> Found:
             if device != "cpu":  # kernels raise their errors here
                 torch.get_device_module(device).synchronize()
         expected, found = results
-        return Found(name, *deviation_of(found, expected))
+        deviation, problem = deviation_of(found, expected)
+        return Found(name, deviation, problem)
     except Exception as error:  # of a compiler, a driver or a kernel, or out of memory
         told = f"it raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Found(name, math.inf, told, is_fatal=not _answers(device))

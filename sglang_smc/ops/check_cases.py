@@ -76,7 +76,7 @@ class Inputs:
 class Check(NamedTuple):
     """Check of one operation."""
 
-    fields: tuple[str, ...]  # of `Ops`: replaced by the reference if the check fails
+    field: str  # of `Ops`: replaced by the reference if the check fails
     play: Callable[[Ops, Inputs], Any]  # returns a tensor, or nested tuples of tensors
 
 
@@ -216,8 +216,13 @@ def _narrow(ops: Ops, of: Inputs) -> Any:
     present, (texts, lengths) = of.present(), _texts(of)
     log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
     return ops.narrow(
-        *(log_weights, texts, lengths * present, of.whole(0, of.shape[2], NUM_GROUPS), present),
-        *(of.uniforms(NUM_GROUPS), of.flags(0.3, NUM_GROUPS)),
+        log_weights,
+        texts,
+        lengths * present,
+        counts=of.whole(0, of.shape[2], NUM_GROUPS),
+        present=present,
+        uniforms=of.uniforms(NUM_GROUPS),
+        heaviest=of.flags(0.3, NUM_GROUPS),
     )
 
 
@@ -418,38 +423,38 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
 
 CHECKS = {
     "uniforms": Check(
-        ("uniforms",),
+        "uniforms",
         lambda ops, of: ops.uniforms(of.seeds(), of.whole(0, 4000, *of.shape), Purpose.DRAFT),
     ),
     "round_seeds": Check(
-        ("round_seeds",), lambda ops, of: ops.round_seeds(of.seeds(), of.whole(0, 4000, NUM_GROUPS))
+        "round_seeds", lambda ops, of: ops.round_seeds(of.seeds(), of.whole(0, 4000, NUM_GROUPS))
     ),
     "same_text": Check(
-        ("same_text",), lambda ops, of: ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2]))
+        "same_text", lambda ops, of: ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2]))
     ),
-    "stratify": Check(("stratify",), _stratify),
-    "edit_logits": Check(("edit_logits",), _edit_logits),
-    "count_tokens": Check(("count_tokens",), _count_tokens),
-    "keep_tokens": Check(("distribution",), _keep_tokens),
-    "sample_and_score": Check(("distribution",), _sample_and_score),
-    "score_tokens": Check(("distribution",), _score_tokens),
-    "log_probs": Check(("distribution",), _log_probs),
-    "log_sums": Check(("distribution",), lambda ops, of: _law(ops, of).log_sums()),
-    "reweight_and_resample": Check(("reweight_and_resample",), _reweight_and_resample),
-    "narrow": Check(("narrow",), _narrow),
-    "common_tail": Check(("common_tail",), _common_tail),
+    "stratify": Check("stratify", _stratify),
+    "edit_logits": Check("edit_logits", _edit_logits),
+    "count_tokens": Check("count_tokens", _count_tokens),
+    "keep_tokens": Check("distribution", _keep_tokens),
+    "sample_and_score": Check("distribution", _sample_and_score),
+    "score_tokens": Check("distribution", _score_tokens),
+    "log_probs": Check("distribution", _log_probs),
+    "log_sums": Check("distribution", lambda ops, of: _law(ops, of).log_sums()),
+    "reweight_and_resample": Check("reweight_and_resample", _reweight_and_resample),
+    "narrow": Check("narrow", _narrow),
+    "common_tail": Check("common_tail", _common_tail),
     "num_distinct": Check(
-        ("num_distinct",),
+        "num_distinct",
         lambda ops, of: ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present()),
     ),
-    "tally": Check(("tally",), _tally),
-    "verify": Check(("verify",), _verify),
-    "keep": Check(("keep",), _keep),
-    "keep_column": Check(("keep_column",), _keep_column),
-    "watch": Check(("watch",), _watch),
-    "ledger": Check(("ledger",), _ledger),
-    "particle_attention": Check(("kind",), partial(_attention, latent=False)),
-    "latent_attention": Check(("kind",), partial(_attention, latent=True)),
-    "gated_delta": Check(("kind",), _gated_delta),
+    "tally": Check("tally", _tally),
+    "verify": Check("verify", _verify),
+    "keep": Check("keep", _keep),
+    "keep_column": Check("keep_column", _keep_column),
+    "watch": Check("watch", _watch),
+    "ledger": Check("ledger", _ledger),
+    "particle_attention": Check("kind", partial(_attention, latent=False)),
+    "latent_attention": Check("kind", partial(_attention, latent=True)),
+    "gated_delta": Check("kind", _gated_delta),
 }
 """Checks by the operation's name, which is that of its field of `Ops` where it has one."""

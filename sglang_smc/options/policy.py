@@ -182,10 +182,6 @@ class Policy:
     """Policy that sets the budget of N and K by the load.
 
     All ranks of a server must make the same calls with the same costs, to set the same budget.
-
-    Args:
-        top: the server's N and K.
-        costs: of rounds.
     """
 
     def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:

@@ -130,9 +130,7 @@ def request_config(
     """Return the validated options of a request with the `custom_params` ``given``.
 
     Args:
-        server: the server's options.
         given: `custom_params` of the request.
-        constrained: whether the request has a grammar.
         where: name of these options in error messages.
 
     Raises ValueError naming every key that is unknown, out of range or without effect.

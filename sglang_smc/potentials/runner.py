@@ -47,7 +47,6 @@ class PotentialRunner:
     """The thread of one potential, with its time limit and circuit breaker.
 
     Args:
-        name: the potential's name on the server.
         potential: opened.
         seconds: time limit of a call.
         waited: called with the seconds that a round waited for a call's values.

@@ -155,7 +155,6 @@ def assemble(
 
     Args:
         draft: None where n-gram matches are the only proposer.
-        ledger: of KV slots.
         num_particles: N of the server.
         num_columns: K + 1.
     """

@@ -67,7 +67,6 @@ class DraftProposer(ABC):
         Args:
             last_two: ``[G, N, 2]`` the token that each particle continues from, which neither model
                 has processed, and the token before it.
-            at: slots and positions of the round's columns.
         """
 
     @abstractmethod
@@ -92,7 +91,6 @@ class DraftProposer(ABC):
         """Run over the new tokens of prompts, after the target's pass.
 
         Args:
-            batch: of the scheduler.
             target: the batch of the target's pass, T new tokens in all.
             states: ``[T, F]`` hidden states of the target at these tokens; None where not wanted.
 

@@ -116,7 +116,7 @@ class RoundInputs(NamedTuple):
     def split(self, most: int) -> "list[RoundInputs]":
         """Return the inputs of slices of at most ``most`` groups."""
         columns = (column.split(most, dim=-1) for column in self)
-        return [RoundInputs(*part) for part in zip(*columns, strict=True)]
+        return [RoundInputs._make(part) for part in zip(*columns, strict=True)]
 
     @classmethod
     def of_padding(

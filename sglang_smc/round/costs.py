@@ -102,10 +102,6 @@ def costs_of_launched(
     """Measure rounds that are launched from the host, on SGLang's padding row.
 
     Particles with equal texts, which plain torch computes once, count as different ones.
-
-    Args:
-        play: plays a round.
-        most_requests: that run at a time.
     """
     top = Budget(config.num_particles, config.num_steps)
     most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS

@@ -64,9 +64,8 @@ MOST = 70
 FEWEST = 3
 """Minimum number of batch sizes per kind of round: one request, the most, and one between."""
 
-_PASSES = (
-    3  # graphs of models alone per size: the draft's first pass, its later ones, and the target's
-)
+# Graphs of models alone per size: the draft's first pass, its later ones, and the target's.
+_PASSES = 3
 
 
 class CapturedSizes(NamedTuple):
@@ -186,8 +185,11 @@ class Recordings:
 
     def find(self, shape: RoundShape) -> RoundGraphs | None:
         """Return the first graphs that support a batch; else None, and log each reason once."""
+        found = self.of_budget.get(OFF if shape.skips_draft else shape.budget, [])
+        if found and Need.TREES in shape.needs:
+            found = [*self._greedy, *found]
         reason = ""
-        for graphs in self._candidates(shape):
+        for graphs in found:  # those with the fewest options first
             reason = self._why_not(graphs, shape)
             if not reason:
                 return graphs
@@ -197,7 +199,8 @@ class Recordings:
                 "A batch does not replay a round's CUDA graph, since a request asks for %s. Such "
                 "rounds take the host longer to launch, and run at most %d requests at a time. "
                 "This is logged once.",
-                *(reason, self.launched),
+                reason,
+                self.launched,
             )
         return None
 
@@ -219,11 +222,6 @@ class Recordings:
             "slices. To record more, leave more memory free (a smaller --mem-fraction-static) or "
             "run fewer requests (--max-running-requests); --cuda-graph-bs-decode chooses sizes."
         )
-
-    def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
-        """Return the graphs to search, those with the fewest options first."""
-        found = self.of_budget.get(OFF if shape.skips_draft else shape.budget, [])
-        return [*self._greedy, *found] if Need.TREES in shape.needs and found else found
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
         """Return why the graphs do not support a batch; empty if they do."""
@@ -303,8 +301,6 @@ def record_rounds(
         play: as for `RoundGraphs`.
         wanted: batch sizes, ascending, of which some may be left out.
         tables: tables that rounds read and write; their addresses must not change any more.
-        record: captures a function.
-        ranks: that capture the same.
 
     Raises torch.OutOfMemoryError if not even the smallest size fits.
     """

@@ -70,7 +70,6 @@ def order(row: torch.Tensor, num_kept: int, pools: Iterable[Any]) -> None:
     Args:
         row: ``[A]`` int32 of `req_to_token`, the slots of whole pages.
         num_kept: its first tokens; KV in the other slots is overwritten.
-        pools: SGLang's KV pools.
     """
     slots = row.long()
     ordered = slots.sort().values

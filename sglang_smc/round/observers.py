@@ -47,7 +47,6 @@ class Traced(NamedTuple):
         """Return the record of one request's round, on the host.
 
         Args:
-            group: the request's index in the batch.
             state: with the records of its rounds so far.
             emitted: tokens of the round in SGLang's lists.
             log_evidence: log Z-hat at the end of the round.

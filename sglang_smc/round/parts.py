@@ -68,9 +68,6 @@ def assemble(
     Args:
         target, draft: SGLang's workers of the two models, with their pools built; ``draft`` is
             None without a draft model.
-        config: the server's options.
-        states: state of requests on the host.
-        tables: state of requests on the device.
         corpus: texts of n-gram matches; None without such matches.
 
     Raises ValueError for a model that cannot run in rounds.

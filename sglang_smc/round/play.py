@@ -198,13 +198,13 @@ class Steps:
             ends = batch.rules.ends(ends, chains, population)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
-            chains,
-            torch.stack(log_q, dim=2),
-            ends,
-            up_to_first(ends) & (batch.column < num_columns.unsqueeze(2)),
-            distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
-            coins,
-            measured_q,
+            tokens=chains,
+            log_q=torch.stack(log_q, dim=2),
+            ends=ends,
+            up_to_end=(ends.cumsum(2) == ends) & (batch.column < num_columns.unsqueeze(2)),
+            q=distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
+            coins=coins,
+            measured_q=measured_q,
         )
 
     def _q(
@@ -217,7 +217,7 @@ class Steps:
         """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
         allowed = None
         if batch.edits is not None or Need.RULES in batch.shape.needs:
-            nothing = batch.output_lengths.new_empty(*batch.output_lengths.shape, 0)  # [G, N, 0]
+            nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
             chains = torch.stack(drawn, dim=2) if drawn else nothing
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
@@ -420,11 +420,6 @@ def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor
     return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
 
 
-def up_to_first(ends: torch.Tensor) -> torch.Tensor:
-    """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
-    return ends.cumsum(-1) == ends
-
-
 NO_RULES = TextRules()
 
 
@@ -447,8 +442,6 @@ class Round:
         """Play a round: advance all particles, and emit the tokens that each group's share.
 
         Args:
-            inputs: of the G requests.
-            shape: of the batch.
             reqs: the requests themselves, for rules that read sequences on the host.
             resized_from: return value of `resize` before this round.
             loaded: the batch and its particles, if they have already been read from the tables.
@@ -511,10 +504,9 @@ class Round:
         reqs_of = [list(reqs[start : start + most]) for start in range(0, len(reqs), most)]
         resized_of = [None] * len(slices) if resized_from is None else resized_from.split(most)
         loaded = [self._load_round(one, shape, reqs_of[i]) for i, one in enumerate(slices)]
-        each = enumerate(slices)
-        return joined(
-            [self.play(one, shape, reqs_of[i], resized_of[i], loaded[i]) for i, one in each]
-        )
+        each = zip(slices, reqs_of, resized_of, loaded, strict=True)
+        played = [self.play(one, shape, own, resized, begun) for one, own, resized, begun in each]
+        return joined(played)
 
     def resize(
         self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
@@ -565,6 +557,10 @@ class Round:
             edits = tables.edits.of(
                 reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
             )
+        matches = None
+        if Need.MATCHES in shape.needs:
+            assert self._corpus is not None, "there where a request may have matches"
+            matches = Matches.of(self._corpus, list(reqs), before)
         # Sampled chains that are verified as one multi-draft must be independent.
         has_trees = Need.TREES in shape.needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
@@ -583,14 +579,9 @@ class Round:
             rules=rules,
             ops=self.steps.ops,
             edits=edits,
-            matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
+            matches=matches,
         )
         return batch, before
-
-    def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
-        """Return the n-gram matches of the sequences before the round."""
-        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
-        return Matches.of(self._corpus, list(reqs), before)
 
     def _commit(
         self,
@@ -605,7 +596,6 @@ class Round:
         Args:
             continued: population before `Steps.narrow`.
             end: result of it.
-            decision: of `Steps.decide`.
             failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
         """
         tables, shape, ops, narrowed = self._tables, batch.shape, batch.ops, end.population

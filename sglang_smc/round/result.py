@@ -81,7 +81,9 @@ def shown_particles(continued: Population, narrowed: Population) -> Population:
     all remaining particles are copies of it, and SGLang ends the request when it finds the end
     in the emitted tokens: no final draw follows.
     """
-    return Population(*choose(continued.ended.all(1), continued[:-2], narrowed[:-2]))
+    finished = continued.ended.all(1)
+    shown = choose(finished, continued[:-2], narrowed[:-2])  # without log-probabilities and scores
+    return Population(*shown)
 
 
 class Outcome(NamedTuple):

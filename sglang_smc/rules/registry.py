@@ -98,7 +98,6 @@ class TextRules:
         """Return the joint values of the sequences that a round starts from; see `Scores`.
 
         Args:
-            reqs: of the round.
             like: ``[G, N]``, on the device of the result.
         """
         size, nothing = (len(reqs), like.shape[1]), GroupScores.none(like.shape[1])

@@ -55,7 +55,6 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     Args:
         logits: ``[G, N, C, V]``, any float type; computed in float32. Row c of a particle
             follows its sequence and ``drafts[:, :, : first + c]``.
-        edits: of the batch.
         drafts: ``[G, N, J]`` draft tokens of this round, J >= first + C - 1.
         first: number of draft tokens that row 0 follows.
     """

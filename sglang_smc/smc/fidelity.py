@@ -94,7 +94,6 @@ def watch(
 
     Args:
         sums: of each particle after resampling.
-        path: of the round.
         p: of ``G * N * (K + 1)`` rows; that of column k follows a chain's first k tokens.
         q: of ``G * N`` rows, those that `keep_column` returned.
     """

@@ -32,7 +32,7 @@ class KeptTokens(NamedTuple):
 
     def at(self, rows: torch.Tensor | None) -> "KeptTokens":
         """Return the kept tokens of each draw's row, ``[D]``; None is one draw per row."""
-        return self if rows is None else KeptTokens(*(field[rows] for field in self))
+        return self if rows is None else KeptTokens._make(field[rows] for field in self)
 
     def dropped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return which logits ``[R, V]`` are cut, bool; NaN is never cut, so that it propagates."""
@@ -68,7 +68,7 @@ def keep_tokens(
     size = max(1, _ENTRIES // max(logits.shape[1], 256))
     parts = zip(*(tensor.split(size) for tensor in (logits, *rules)), strict=True)
     found = [_keep(some.float(), *of_some) for some, *of_some in parts]
-    return KeptTokens(*(torch.cat(field) for field in zip(*found, strict=True)))
+    return KeptTokens._make(torch.cat(field) for field in zip(*found, strict=True))
 
 
 def _keep(
@@ -94,11 +94,11 @@ def _keep(
     is_cut = filters & ((exists.sum(1) >= top_k) | (top_p < 1))
     lowest = (peak + temperature.double() * min_p.double().log()).float()
     return KeptTokens(
-        peak,
-        rate,
-        torch.where(filters & (min_p > 0), lowest, -torch.inf),
-        torch.where(is_cut, key.squeeze(1), NUM_KEYS).int(),
-        torch.where(is_cut, last, 0).int(),
+        peak=peak,
+        rate=rate,
+        lowest=torch.where(filters & (min_p > 0), lowest, -torch.inf),
+        key=torch.where(is_cut, key.squeeze(1), NUM_KEYS).int(),
+        last=torch.where(is_cut, last, 0).int(),
     )
 
 

@@ -188,7 +188,6 @@ class Ledger:
             rows: ``[G]`` int64 requests.
             committed: ``[G]`` int64 first position of the tails.
             ancestors: ``[G, N]`` int64.
-            max_tail: the longest tail.
         """
         if ancestors.shape[1] == 1:
             return
@@ -211,7 +210,6 @@ class Ledger:
             arenas: before the commit.
             lengths: ``[G, N]`` int64 tail lengths before the commit.
             counts: ``[G]`` int64 leading tail tokens to commit, which must be common to all tails.
-            max_tail: the longest tail.
             max_arena: the largest arena of the batch, in slots.
         """
         rows, committed, allocated = arenas

@@ -38,13 +38,13 @@ class TailLogprobs(NamedTuple):
     def write(self, place: torch.Tensor, new: "TailLogprobs") -> "TailLogprobs":
         """Write ``new``, ``[G, N, J, ...]``, to places ``[G, N, J]`` of the tails."""
         pairs = zip(self, new, strict=True)
-        return TailLogprobs(*(old.scatter(2, _like(place, more), more) for old, more in pairs))
+        return TailLogprobs._make(old.scatter(2, _like(place, more), more) for old, more in pairs)
 
     def emit(self, counts: torch.Tensor) -> "TailLogprobs":
         """Drop the first ``counts[g]`` entries of each tail."""
         place = torch.arange(self.own.shape[2], device=counts.device)
         source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1).expand_as(self.own)
-        return TailLogprobs(*(column.gather(2, _like(source, column)) for column in self))
+        return TailLogprobs._make(column.gather(2, _like(source, column)) for column in self)
 
 
 def _like(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

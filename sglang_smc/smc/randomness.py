@@ -42,7 +42,6 @@ def uniforms(
     Args:
         seeds, positions, particles: int64 tensors that broadcast against each other;
             a position is the index of the output token that the number decides.
-        purpose: the decision that the number is for.
     """
     state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
     state = mix(state ^ (positions * _INCREMENT))
@@ -58,7 +57,6 @@ def particle_uniforms(
     Args:
         seeds: ``[G]`` int64.
         positions: ``[G, N]`` or ``[G, N, C]`` int64.
-        purpose: the decision that the numbers are for.
     """
     columns = (1,) * (positions.dim() - 2)
     particle = torch.arange(positions.shape[1], device=positions.device).view(-1, *columns)

@@ -179,7 +179,7 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
         residuals.append(residual)
         densities.append(density)
     residuals.append(shares[-1])
-    return Layers(*map(torch.stack, (shares, residuals, densities)))
+    return Layers(torch.stack(shares), torch.stack(residuals), torch.stack(densities))
 
 
 def share_out(
@@ -188,7 +188,6 @@ def share_out(
     """Divide the shares of a layer among its children, which have the tokens of a column.
 
     Args:
-        tree: of G groups of N chains.
         shares: ``[G, N]`` float64 of the layer.
         p, q: of `verify`; q of the column.
         column: in 0..K - 1.
@@ -421,7 +420,6 @@ def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:
     One chain is drawn by weight in the last column that the evidence covers.
 
     Args:
-        verified: the prefix that exact verification accepts.
         block: of the drafts, whose chains have equal weights before it, and power 1.
         ends: ``[G, N, K]`` bool: the sequence ends with this token.
     """

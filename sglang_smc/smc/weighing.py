@@ -261,7 +261,7 @@ def choose(where: torch.Tensor, yes: T, no: T) -> T:
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     assert isinstance(yes, tuple) and isinstance(no, tuple)
     fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
-    return type(yes)(*fields) if hasattr(yes, "_make") else tuple(fields)  # pyright: ignore
+    return type(yes)._make(fields) if hasattr(yes, "_make") else tuple(fields)  # pyright: ignore
 
 
 def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

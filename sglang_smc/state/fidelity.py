@@ -57,8 +57,16 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, answer: AnswerFidelity) -> "Sums":
         pull, information = answer.tilt_sum, answer.tilt_information
-        products = pull * pull, pull * information, information * information
-        return cls(1, pull, information, *products, answer.innovation_sum, answer.watched_ct)
+        return cls(
+            answers=1,
+            pull=pull,
+            information=information,
+            pull_squared=pull * pull,
+            pull_information=pull * information,
+            information_squared=information * information,
+            innovation_sum=answer.innovation_sum,
+            watched=answer.watched_ct,
+        )
 
     @property
     def tilt(self) -> float | None:
@@ -130,7 +138,6 @@ class FidelityWindows:
 
     Args:
         now: a clock in seconds.
-        window: returns a new window.
     """
 
     def __init__(

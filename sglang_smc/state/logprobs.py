@@ -88,7 +88,6 @@ class LogprobTable:
         """Start requests, and return the log-probabilities of their first tokens to SGLang.
 
         Args:
-            batch: the requests that have been prefilled.
             log_p: ``[G, V]`` of the next token.
             tokens: ``[G, N]`` first tokens of the particles, or ``[G, 1]`` if all share one.
             output: receives the log-probabilities in the form of SGLang's sampler.
@@ -121,7 +120,7 @@ class LogprobTable:
 
     def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
         """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
-        tails = TailLogprobs(*(column[:, 0] for column in logprobs))
+        tails = TailLogprobs._make(column[:, 0] for column in logprobs)
         # A particle's first token is that of its first ancestor.
         return Emitted(tails, self._first[rows, roots])
 
@@ -132,10 +131,9 @@ class LogprobTable:
 
         Args:
             num_particles, max_tail: sizes of the populations, as for `ParticleTable.gather`.
-            widths: of the batch.
         """
         views = self._views(num_particles, max_tail + 1, widths.top, widths.listed)
-        return TailLogprobs(*(view[rows] for view in views))
+        return TailLogprobs._make(view[rows] for view in views)
 
     def scatter(self, rows: torch.Tensor, logprobs: TailLogprobs) -> None:
         """Store the log-probabilities of the requests in ``rows`` ``[G]``."""
@@ -156,12 +154,12 @@ class LogprobTable:
     def make_room(self, widths: LogprobWidths) -> None:
         """Widen the table; graphs captured before write to the old `columns`, which none reads."""
         had, before = self.widths, self.columns
-        self.widths = LogprobWidths(*map(max, had, widths))
+        self.widths = LogprobWidths._make(map(max, had, widths))
         if self.widths == had:
             return
 
         def zeros(*width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(*self._shape, *width, dtype=dtype, device=self._device)
+            return torch.zeros((*self._shape, *width), dtype=dtype, device=self._device)
 
         num_top = self.widths.top
         self.columns = TailLogprobs(

@@ -133,7 +133,6 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
 
     Args:
         totals: its row of `CounterTable`.
-        config: its options.
         num_replayed: its rounds that replayed a CUDA graph, which the host counts.
     """
     sums = Counters._make(totals)

@@ -56,9 +56,8 @@ def deliver(
         output: of the round; SGLang reads the same number of tokens for each request.
         logprobs: ``[G, T, ...]``.
         counts: ``[G]`` tokens emitted.
-        reqs: the batch.
     """
-    emitted = TailLogprobs(*(column[:, : max(counts)] for column in logprobs))
+    emitted = TailLogprobs._make(column[:, : max(counts)] for column in logprobs)
     tops = [req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs]
     ids = [(req.return_logprob and req.logprob.token_ids_logprob) or [] for req in reqs]
     output.next_token_logprobs = emitted.own
@@ -289,7 +288,6 @@ class RequestStates:
     """States of all requests, and seeds for those without one.
 
     Args:
-        config: the server's.
         random_seed: the server's; seeds of requests without one are derived from it.
         dial: converts the requests' tilts into evidence thresholds.
         runners: of the server's potentials, by the potentials' names.
@@ -415,17 +413,10 @@ def take_unread(req: Req) -> tuple[int, list[int]]:
 
 def tails_of(req: Req, population: Population, group: int) -> list[list[int]]:
     """Return each particle's tokens after the output that all particles share."""
-    last_emitted, lengths = (
-        population.last_emitted[group].tolist(),
-        population.lengths[group].tolist(),
-    )
     is_open = has_open_token(req)
-    return [
-        [*([last_emitted] if is_open else []), *tail[:length]]
-        for last_emitted, tail, length in zip(
-            last_emitted, population.tokens[group].tolist(), lengths, strict=True
-        )
-    ]
+    columns = population.last_emitted, population.tokens, population.lengths
+    each = zip(*(column[group].tolist() for column in columns), strict=True)
+    return [[*([first] if is_open else []), *tail[:length]] for first, tail, length in each]
 
 
 def particles_of(req: Req, population: Population, group: int) -> list[dict[str, Any]] | None:

@@ -65,18 +65,18 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_operation_has_one_check() -> None:
     """And every kernel of models: red where one is added without."""
-    fields = [field for name, one in CHECKS.items() for field in one.fields if name not in MODELS]
+    fields = [one.field for name, one in CHECKS.items() if name not in MODELS]
     assert sorted(set(fields)) == sorted(set(Ops._fields) - {"kind"})
     assert fields.count("distribution") == len(METHODS)
     folder = Path(sglang_smc.__file__).parent / "kernels" / "attention"
     files = {path.stem for path in folder.glob("*.py")} - {"spans", "work"}
     assert files == {"particle_attention", "latent", "gated_delta"}
-    assert all(CHECKS[name].fields == ("kind",) for name in MODELS)
+    assert all(CHECKS[name].field == "kind" for name in MODELS)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_reference_agrees_with_itself_and_a_check_blames_nobody_else(name: str) -> None:
-    own = {"kind", *CHECKS[name].fields}
+    own = {"kind", CHECKS[name].field}
     others = set() if name in MODELS else set(Ops._fields) - own - {"distribution"}
     broken: Any = dict.fromkeys(others, Mock(side_effect=AssertionError(name)))
     assert failing(TORCH._replace(**broken), name) == []
@@ -112,7 +112,7 @@ def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         found = by_torch(TORCH, of)
         return lie(found) if ops.kind == "triton" else found
 
-    monkeypatch.setattr(check, "CHECKS", {"particle_attention": Check(("kind",), play)})
+    monkeypatch.setattr(check, "CHECKS", {"particle_attention": Check("kind", play)})
     found = check.settle(TORCH._replace(kind="triton"), "auto", "cpu", SIZES, ALONE)
     assert found == TORCH
 
