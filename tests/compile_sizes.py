@@ -11,8 +11,8 @@ CHIPS = {  # by compute capability, from the data sheets
     86: Chip(84, 99 << 10),  # A40
     89: Chip(142, 99 << 10),  # L40S
     90: H100,
-    100: Chip(148, 227 << 10),  # B200
-    120: Chip(188, 99 << 10),  # RTX PRO 6000
+    100: Chip(148, 227 << 10, overlaps=True),  # B200
+    120: Chip(188, 99 << 10, overlaps=True),  # RTX PRO 6000
 }
 
 

@@ -34,7 +34,8 @@ def write_report(raw: Path, folder: Path) -> str:
         sections += [
             f"# {name}",
             default_server(smoke.get(DEFAULT, {})),
-            faults({**stages.get("kernels", {}), **smoke}),
+            faults({**stages.get("kernels", {}), **stages.get("layers", {}), **smoke}),
+            layers(stages.get("layers", {})),
             speed("8B + 1B", rows_of(small, SPEED + MORE, SPEED_8B), SPEED_8B),
             costs(small),
             speed("70B in FP8 + 1B", large, SPEED_70B),
@@ -90,6 +91,18 @@ def faults(parts: Results) -> str:
 
 def failures(parts: Results) -> list[str]:
     return [f"- {part}: {short(one['failed'])}" for part, one in parts.items() if "failed" in one]
+
+
+def layers(parts: Results) -> str:
+    """Return the milliseconds of a draft's layers, by rows and kind."""
+    kinds = "stock", "fused", "overlapped", "int8"
+    lines = [
+        [str(one["rows"]), *(f"{one[f'{kind}_ms']:.3f}" for kind in kinds)]
+        for one in parts.values()
+        if "fused_ms" in one
+    ]
+    table = markdown_table(("rows", *kinds), lines)
+    return f"## A draft's 16 layers (1B), ms\n\n{table}" if lines else ""
 
 
 # --- Speed

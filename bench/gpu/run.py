@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from gpu import engines
-from gpu.smoke import DEFAULT, ENGINES, GRAPHS, command_cases, smoke_cases
+from gpu.smoke import DEFAULT, ENGINES, GRAPHS, command_cases, layer_cases, smoke_cases
 from results import provenance
 from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
@@ -31,7 +31,7 @@ from speed.runner import PATIENCE, Case, Clock, Records, Runner, Stage
 from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
-STAGES = ("kernels", "smoke", "profile", "speed", "70b", "more")
+STAGES = ("kernels", "layers", "smoke", "profile", "speed", "70b", "more")
 REPORT = "report"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
@@ -65,6 +65,7 @@ def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
         Stage("profile", "the same with a head", profile(heads[:1])),
         Stage("speed", "a head, fewer particles and more steps", cases(engines.DEEP)),
         Stage("70b", "70B in FP8 + 1B", cases(engines.LARGE[:2], engines.SPEED_70B)),
+        Stage("layers", "a draft's, stock and fused", partial(layer_cases, device=device)),
         Stage("speed", "the same, adaptive", cases(engines.SERVED)),
         Stage("smoke", "a default server", smoke(DEFAULT)),
         Stage("speed", "8B + 1B, all", cases(engines.OTHERS)),

@@ -19,7 +19,7 @@ from results import gpu
 from speed.grid import DRAFT, TARGET, settings_of, write_models
 from speed.remote import RefusedError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry
-from study import PAIR, REPOSITORY, code_fingerprint, digest
+from study import PAIR, REPOSITORY, BenchError, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
 from sglang_smc.tools.demo.serving import Launch
@@ -75,6 +75,32 @@ def run_command(name: str, words: Sequence[str], attempt: Attempt) -> None:
     attempt.started, began = True, time.monotonic()
     found = ended(words)
     attempt.add(name, {"seconds": time.monotonic() - began, **found})
+
+
+#: Of a draft's pass: of one request with 8 particles, and the most that fused layers take.
+LAYER_ROWS = 8, 64
+LAYER_SECONDS = 28.0  # with what is compiled
+
+
+def layer_cases(*, device: str) -> list[Case]:
+    """Return the cases of a draft's layers, which say on what `device` they run themselves."""
+    found = []
+    for rows in LAYER_ROWS:
+        name, words = f"layers-m{rows}", ("bench/gpu/layers.py", str(rows))
+        identity = {"command": words, "device": device, **code_fingerprint()}
+        run = partial(run_layers, name, words)
+        shown = f"python {' '.join(words)}"
+        found.append(Case(name, {name: identity}, LAYER_SECONDS, run, shown))
+    return found
+
+
+def run_layers(name: str, words: Sequence[str], attempt: Attempt) -> None:
+    """Record the line that a command prints; raise BenchError if it fails."""
+    attempt.started, command = True, [sys.executable, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchError((done.stdout + done.stderr)[-MOST_WORDS:])
+    attempt.add(name, json.loads(done.stdout.splitlines()[-1]))
 
 
 def ended(words: Sequence[str]) -> Entry:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.spans import (
@@ -103,6 +104,7 @@ def particle_attention(
     max_tail, item = context.locations.max_tail, query.element_size()
     split = cut_work(query.shape, kv_heads, item, max_prefix, max_tail, chip, new is not None)
     flags = {"has_window": window is not None, "has_cap": cap > 0, "sees_block": sees_block}
+    flags["overlaps"] = chip.overlaps and new is not None  # in a draft's layers
     return attend(
         _attend_spans,
         query,
@@ -144,6 +146,9 @@ def _attend_spans(
     tail_span,
 ):
     """Compute flash attention of rows of one key head over one span of a prefix or a tail."""
+    if layer.overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
     sizes = num_particles, all_tokens, num_prefix
     parts = prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span
     span = own_span(slots, layer, window, first_key, sizes, parts)

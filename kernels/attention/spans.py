@@ -87,6 +87,7 @@ class Layer(NamedTuple):
     has_window: Any = False
     has_cap: Any = False
     sees_block: Any = False
+    overlaps: Any = False  # launches, as in `kernels/skinny.py`
 
     @classmethod
     def of(
@@ -187,6 +188,7 @@ def attend(
         *split[4:],  # blocks and spans
         num_warps=split.num_warps,
         num_stages=split.num_stages,
+        **({"launch_pdl": True} if layer.overlaps.value else {}),
     )
     if partial.arrivals is None:
         join_spans(partial)

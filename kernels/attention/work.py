@@ -24,6 +24,7 @@ class Chip(NamedTuple):
 
     multiprocessors: int
     shared: int  # bytes of shared memory available to one program
+    overlaps: bool = False  # whether a launch may begin before the one ahead of it ends
 
     @property
     def is_small(self) -> bool:
@@ -40,16 +41,17 @@ class Chip(NamedTuple):
         return self.multiprocessors * (most_each if self.shared >= H100.shared else 1)
 
 
-A100, H100 = Chip(108, 163 << 10), Chip(132, 227 << 10)
+A100, H100 = Chip(108, 163 << 10), Chip(132, 227 << 10, overlaps=True)
 
 
 @cache
 def chip_of(device: torch.device) -> Chip:
-    """Return the resources of a GPU; those of an H100 where Triton is interpreted."""
+    """Return the resources of a GPU; those of an H100 where Triton is interpreted, in order."""
     if device.type != "cuda":
-        return H100
-    properties = torch.cuda.get_device_properties(device)
-    return Chip(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+        return H100._replace(overlaps=False)
+    found = torch.cuda.get_device_properties(device)
+    shared = found.shared_memory_per_block_optin
+    return Chip(found.multi_processor_count, shared, overlaps=found.major >= 9)
 
 
 # By the bytes of an element.

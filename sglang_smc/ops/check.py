@@ -67,8 +67,9 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
         )
     for problem in problems:
         logger.error(
-            "SMC replaces a kernel that fails on this device by its torch function, which is "
-            "slower: %s. With %s torch no kernel runs, nor this check.",
+            "SMC replaces a kernel that fails on this device by its torch function (that of a "
+            "draft's layers by SGLang's), which is slower: %s. With %s torch no kernel runs, nor "
+            "this check.",
             problem,
             FLAG,
         )

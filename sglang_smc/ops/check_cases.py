@@ -17,7 +17,7 @@ from sglang_smc.smc import fidelity, filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
-from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
@@ -314,6 +314,27 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 
+def _skinny(ops: Ops, of: Inputs) -> list[torch.Tensor]:
+    """Run the products of a draft's layer: of queries and keys, also of a head, and of its MLP."""
+    halves = (one.dtype for one in of.sizes.heads if one.dtype.itemsize == 2)
+    dtype, rows, hidden = next(halves, torch.float16), min(of.shape[1], MOST_SKINNY_ROWS), 256
+    normal = partial(of.normal, dtype=dtype)
+
+    def product(outputs: int, inputs: int, **around: Any) -> torch.Tensor:
+        x = normal(rows, hidden if "beside" in around else inputs)
+        weight = (of.normal(outputs, inputs) / inputs**0.5).to(dtype)
+        return ops.skinny(x, weight, eps=1e-5, **around)
+
+    norm, beside = normal(hidden), (normal(rows, hidden), normal(hidden))
+    return [
+        product(64, hidden, norm=norm, bias=normal(64)),
+        product(64, 2 * hidden, norm=norm, beside=beside),
+        product(64, hidden, residual=normal(rows, 64)),
+        product(128, hidden, norm=norm, gated=True),
+        product(64, 5120, residual=normal(rows, 64)),
+    ]
+
+
 def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     """Attend with each model's heads of a kind, for one new token per particle and for a block.
 
@@ -453,6 +474,7 @@ CHECKS = {
     "keep_column": Check("keep_column", _keep_column),
     "watch": Check("watch", _watch),
     "ledger": Check("ledger", _ledger),
+    "skinny": Check("skinny", _skinny),
     "particle_attention": Check("kind", partial(_attention, latent=False)),
     "latent_attention": Check("kind", partial(_attention, latent=True)),
     "gated_delta": Check("kind", _gated_delta),

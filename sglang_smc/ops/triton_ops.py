@@ -7,6 +7,7 @@ from sglang_smc.kernels.agreement import common_tail, narrow, num_distinct, same
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
+from sglang_smc.kernels.skinny import skinny
 from sglang_smc.kernels.verify import verify
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.smc.distribution import TokenDistribution
@@ -42,7 +43,7 @@ class KernelDistribution(TokenDistribution):
 _KERNELS: tuple[Any, ...] = (
     *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens),
     *(reweight_and_resample, verify, keep, narrow),
-    *(keep_column, watch, common_tail, num_distinct, tally),
+    *(keep_column, watch, common_tail, num_distinct, tally, skinny),
 )
 _BY_NAME = {kernel.__name__: kernel for kernel in _KERNELS}
 TRITON = Ops("triton", ledger=KernelLedger, distribution=KernelDistribution, **_BY_NAME)

@@ -13,6 +13,7 @@ from sglang_smc import upstream
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
+from sglang_smc.models.draft_layers import fuse_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.models.rotary import leave_rotations
@@ -150,6 +151,7 @@ def assemble(
     *,
     num_particles: int,
     num_columns: int,
+    skinny: Callable[..., torch.Tensor] | None,
 ) -> tuple[ParticleForward, DraftProposer]:
     """Build the target and the draft over particles.
 
@@ -157,6 +159,7 @@ def assemble(
         draft: None where n-gram matches are the only proposer.
         num_particles: N of the server.
         num_columns: K + 1.
+        skinny: the kernel of a draft's layers; None: they run as SGLang has them.
     """
     of_target = target.model_runner
     tails = ledger.tails
@@ -178,6 +181,8 @@ def assemble(
         num_missing, hot = vocabulary.num_missing(target, draft), vars(model).get("hot_token_id")
         forward = ParticleForward(runner, tails, kernels, num_columns)
         leave_rotations(model, forward.attn_backend)
+        if skinny is not None:
+            fuse_layers(model, forward.attn_backend, skinny)
         return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
         forward = BlockForward(runner, tails, kernels, num_columns, of_target.model)
@@ -191,6 +196,8 @@ def assemble(
     width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
     forward = EagleForward(runner, tails, kernels, num_columns)
     leave_rotations(model, forward.attn_backend)
+    if skinny is not None:
+        fuse_layers(model, forward.attn_backend, skinny)
     passes.reader = EagleHead(
         forward,
         StateTable.of(ledger, num_columns=num_columns, width=width, dtype=of_target.dtype),

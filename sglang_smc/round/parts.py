@@ -1,14 +1,18 @@
 """Build the parts of a server's rounds, once its pools exist."""
 
+from collections.abc import Callable
+
+import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
+from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.ops import kind_of as kind_of_ops
-from sglang_smc.ops import ops_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
@@ -74,7 +78,9 @@ def assemble(
     """
     num_columns = config.num_steps + 1
     sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
-    passes, proposer = drafts.assemble(target, draft, tables.ledger, tables.ops.kind, **sizes)
+    passes, proposer = drafts.assemble(
+        target, draft, tables.ledger, tables.ops.kind, **sizes, skinny=skinny_for(tables.ops, draft)
+    )
     num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
     routed = experts_of_passes(num_rows * config.num_particles * num_columns)
     steps = Steps(passes, proposer, tables.ledger, tables.ops, routed)
@@ -86,6 +92,17 @@ def assemble(
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, num_columns, begin)
     return steps, prefill, Round(steps, tables, corpus)
+
+
+def skinny_for(ops: Ops, draft: TpModelWorker | None) -> Callable[..., torch.Tensor] | None:
+    """Return the kernel of a draft's layers; None where they run as SGLang has them.
+
+    Rows are multiplied by a norm's weights before they are normalized, which float16 may not hold.
+    """
+    if draft is None or ops.skinny is TORCH.skinny or get_parallel().tp_size > 1:
+        return None
+    runner = draft.model_runner
+    return ops.skinny if runner.device == "cuda" and runner.dtype == torch.bfloat16 else None
 
 
 def memory_of(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
@@ -48,6 +49,55 @@ def tally(
     return after
 
 
+MOST_SKINNY_ROWS = 64
+
+
+def skinny(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """Multiply few rows by the transpose of a matrix, with what stands around it in a layer.
+
+    Args:
+        x: ``[M, I]``, M up to `MOST_SKINNY_ROWS`.
+        weight: ``[O, I]``; ``[2 O, I]`` of a gate and then of what it multiplies; ``[O, 2 I]`` with
+            ``beside``.
+        norm: ``[I]`` weights of an RMS norm of the rows, with ``eps`` added to the mean of squares.
+        beside: ``[M, I]`` further inputs, and ``[I]`` the weights of their own norm, not with
+            ``gated``.
+        scale: ``[O]`` or ``[2 O]`` float32 factors of the rows of ``weight``.
+        bias: ``[O]``, not with ``gated``.
+        residual: ``[M, O]`` added last.
+        gated: whether the result is SiLU of the gate, times the other products.
+
+    Returns:
+        ``[M, O]`` of the type of ``x``, computed in float32.
+    """
+    inputs = [(x, norm)] + ([] if beside is None else [beside])
+    normed = [
+        rows.float()
+        if own is None
+        else functional.rms_norm(rows.float(), own.shape, own.float(), eps)
+        for rows, own in inputs
+    ]
+    matrix = weight.float() if scale is None else weight.float() * scale.unsqueeze(1)
+    found = functional.linear(torch.cat(normed, dim=1), matrix)  # [M, O] or [M, 2 O]
+    if bias is not None:
+        found = found + bias.float()
+    if gated:
+        gate, up = found.chunk(2, dim=1)
+        found = functional.silu(gate) * up
+    return (found if residual is None else found + residual.float()).to(x.dtype)
+
+
 class Ops(NamedTuple):
     """One implementation of each operation; by default that in torch, its reference."""
 
@@ -67,5 +117,6 @@ class Ops(NamedTuple):
     keep: Callable[..., Kept] = verification.keep
     keep_column: Callable[..., torch.Tensor] = fidelity.keep_column
     watch: Callable[..., torch.Tensor] = fidelity.watch
+    skinny: Callable[..., torch.Tensor] = skinny
     ledger: type[Ledger] = Ledger
     distribution: type[TokenDistribution] = TokenDistribution

@@ -1,6 +1,6 @@
 """Compiles kernels for GPUs that need not be there: ``compile_kernels.py [--all] 80 90 -100 -120``.
 
-With a minus for a GPU, those of attention alone, which are most of what differs between GPUs.
+With a minus for a GPU, those of models alone, which are most of what differs between GPUs.
 
 A script of its own: in a process that interprets Triton, nothing compiles. It prints one line of
 JSON for each compiled kernel, with what it takes of a multiprocessor by the word of NVIDIA's own
@@ -35,11 +35,13 @@ from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import New, particle_attention
+from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS
 from sglang_smc.state.logprobs import recorded_logprobs
 
 
@@ -125,6 +127,27 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False)
     )
 
 
+def _products(sizes: Sizes) -> None:
+    """Of a layer of the draft, and of an EAGLE-3 head's."""
+    rows, (q, kv, dim) = sizes.groups * sizes.particles, sizes.draft
+    if rows > MOST_SKINNY_ROWS or sizes.dtype.itemsize > 2:
+        return
+    hidden, wide = q * dim, 4 * q * dim
+
+    def product(outputs: int, inputs: int, columns: int | None = None, **around: Any) -> None:
+        x = torch.empty(rows, inputs, dtype=sizes.dtype)
+        skinny(x, torch.empty(outputs, columns or inputs, dtype=sizes.dtype), eps=1e-5, **around)
+
+    x, norm = (torch.empty(*shape, dtype=sizes.dtype) for shape in ((rows, hidden), (hidden,)))
+    qkv = (q + 2 * kv) * dim
+    product(qkv, hidden, norm=norm)
+    product(qkv, hidden, norm=norm, bias=torch.empty(qkv, dtype=sizes.dtype))
+    product(qkv, hidden, 2 * hidden, norm=norm, beside=(x, norm))
+    product(hidden, hidden, residual=x)
+    product(2 * wide, hidden, norm=norm, gated=True)
+    product(hidden, wide, residual=x)
+
+
 def _linear_attention(sizes: Sizes) -> None:
     """Of Qwen3.5-27B, with its states as SGLang has them."""
     size, (k_heads, v_heads, dim) = sizes.groups * sizes.particles, (16, 48, 128)
@@ -198,6 +221,7 @@ def main(arguments: list[str]) -> None:
         compiler.compile_for(abs(capability))
         for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
             _attention(compiler.sizes)
+            _products(compiler.sizes)
             _linear_attention(compiler.sizes)
             if capability > 0:
                 _rounds(compiler.sizes, compiler.run)

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
+from fake_llama import layer_pass
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, RoundShape, shape_of_any, shape_of_server
-from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
 from sglang_smc.state.logprobs import recorded_logprobs
+from sglang_smc.tools.plan.shapes import from_config
 
 FILTERS = {"needs": {Need.FILTERS}}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
@@ -87,6 +89,31 @@ def test_memory_is_what_the_arithmetic_says(
     found = trace_round(monkeypatch, config, shape, 4, kernels)
     expected = 4 * round_bytes(*sizes, mixes=True)
     assert found.peak == pytest.approx(expected, rel=0.15)
+
+
+FUSED = ["_skinny", "_attend_spans", "_skinny", "_skinny", "_skinny"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("size", "num_columns", "is_fused"),
+    [(1, 1, False), (48, 2, False), (1, 1, True), (1, 2, True), (4, 2, True), (48, 1, True)],
+)
+def test_a_layer_of_a_draft_pass_takes_few_launches(
+    num_columns: int, size: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where a pass launches more than the layer's products, norms and attention.
+
+    Or reads other weights than the planner says.
+    """
+    launches, read = layer_pass(monkeypatch, num_columns, size, is_fused=is_fused)
+    print(*launches)
+    if is_fused and 8 * size * num_columns <= MOST_SKINNY_ROWS:
+        assert launches == FUSED
+    else:
+        assert launches.count("mm") == 4 and len(launches) <= 8, launches
+    model = from_config("llama-3.2-1b")
+    assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
 
 
 def test_arguments_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:

@@ -317,16 +317,17 @@ def test_spans_are_no_more_than_there_is_work_and_can_be_joined_at_once() -> Non
 
 
 def test_limits_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's own, asked once; the interpreter works as an H100 would."""
-    found = SimpleNamespace(multi_processor_count=142, shared_memory_per_block_optin=101_376)
+    """A GPU's own, asked once; the interpreter works as an H100 would, in order."""
+    sizes = {"multi_processor_count": 142, "shared_memory_per_block_optin": 101_376}
+    found = SimpleNamespace(**sizes, major=9)
     asked = mock.Mock(return_value=found)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
     work.chip_of.cache_clear()
     second = torch.device("cuda", 1)
-    assert work.chip_of(second) == work.chip_of(second) == work.Chip(142, 101_376)
+    assert work.chip_of(second) == work.chip_of(second) == work.Chip(142, 101_376, overlaps=True)
     asked.assert_called_once_with(second)
     work.chip_of.cache_clear()
-    assert work.chip_of(torch.device("cpu")) == work.H100
+    assert work.chip_of(torch.device("cpu")) == work.H100._replace(overlaps=False)
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])

@@ -34,7 +34,8 @@ def lie(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         lies = [lie(part) for part in value]
         return type(value)(*lies) if hasattr(value, "_fields") else tuple(lies)
-    return ~value if value.dtype == torch.bool else value + (value + 1).abs().clamp_max(1) * 3e-4
+    little = 3 * check.TOLERANCES.get(value.dtype, 1e-4)
+    return ~value if value.dtype == torch.bool else value + (value + 1).abs().clamp_max(1) * little
 
 
 def lying(name: str) -> Callable[..., Any]:

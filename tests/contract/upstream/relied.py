@@ -40,14 +40,25 @@ srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_a
 srt.layers.rotary_embedding.base.RotaryEmbedding: cos_sin_cache head_size is_neox_style rotary_dim
     .forward_native(self positions query key)
     .forward_cuda(self positions query key)
-srt.models.llama.LlamaAttention: rotary_emb
+srt.layers.layernorm.RMSNorm: weight variance_epsilon variance_size_override
+srt.layers.linear.LinearBase: quant_method
+srt.models.llama.LlamaAttention: rotary_emb qkv_proj o_proj attn q_size kv_size
     .forward_prepare_native(self positions hidden_states) | calls self.rotary_emb
     .forward | calls self.attn self.forward_prepare_native
-srt.models.qwen2.Qwen2Attention: rotary_emb
+srt.models.llama.LlamaMLP: gate_up_proj down_proj
+srt.models.llama.LlamaDecoderLayer: self_attn mlp input_layernorm post_attention_layernorm
+    .forward(self positions hidden_states forward_batch)
+srt.models.qwen2.Qwen2Attention: rotary_emb qkv_proj o_proj attn q_size kv_size
     .forward | calls self.rotary_emb self.attn
-srt.models.qwen3.Qwen3Attention: rotary_emb
+srt.models.qwen2.Qwen2MLP: gate_up_proj down_proj
+srt.models.qwen2.Qwen2DecoderLayer: self_attn mlp input_layernorm post_attention_layernorm
+    .forward(self positions hidden_states forward_batch)
+srt.models.qwen3.Qwen3Attention: rotary_emb qkv_proj o_proj attn q_size kv_size q_norm k_norm
+        head_dim alt_stream
     .forward_prepare_native(self positions hidden_states) | calls self.rotary_emb
     .forward | calls self.attn self.forward_prepare_native
+srt.models.qwen3.Qwen3DecoderLayer: self_attn mlp input_layernorm post_attention_layernorm
+    .forward(self positions hidden_states forward_batch)
 srt.constrained.base_grammar_backend.BaseGrammarBackend: cache
     .get_cached_or_future_value | calls self.cache.get
 srt.constrained.xgrammar_backend.XGrammarGrammarBackend: grammar_compiler
@@ -114,7 +125,7 @@ srt.layers.attention.base_attn_backend.AttentionBackend: prefill_attention_backe
 srt.models.llama_eagle3.LlamaForCausalLMEagle3: model hot_token_id load_lm_head_from_target
         load_weights lm_head
 srt.models.llama_eagle3.LlamaModel: embed_tokens
-    .forward(self input_ids positions forward_batch)
+    .forward(self input_ids positions forward_batch) | calls layer
 srt.models.kimi_k25_eagle3.Eagle3DeepseekV2ForCausalLM: model lm_head hot_token_id
         load_lm_head_from_target load_weights
 srt.models.kimi_k25_eagle3.Eagle3MLAModel: embed_tokens midlayer

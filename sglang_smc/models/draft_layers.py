@@ -1,0 +1,168 @@
+"""Run decoder layers of a draft as four products and their attention, where few rows are run.
+
+There launches cost as much as what they do, and SGLang's layer takes a dozen: norms, products, sums
+of their parts, SiLU. Here a product (`skinny`) does what stands around it. All reads the layer's
+own parameters, so that new weights take effect. Roundings differ from SGLang's, which changes the
+draft's distribution alone, as it is drawn from.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.models import llama_eagle3
+from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
+from sglang.srt.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
+from sglang.srt.models.utils import apply_qk_norm
+
+from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS
+from sglang_smc.upstream import IS_NEWER
+
+_Midlayer = llama_eagle3.LlamaDecoderLayer  # of EAGLE-3 heads
+# What each is made of. Their subclasses may compute something else.
+_PARTS: dict[type, tuple[type, type]] = {
+    LlamaDecoderLayer: (LlamaAttention, LlamaMLP),
+    Qwen2DecoderLayer: (Qwen2Attention, Qwen2MLP),
+    Qwen3DecoderLayer: (Qwen3Attention, Qwen2MLP),
+    _Midlayer: (LlamaAttention, LlamaMLP),
+}
+_LINEAR = QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+
+
+def fuse_layers(
+    model: torch.nn.Module, attention: ParticleAttention, skinny: Callable[..., torch.Tensor]
+) -> int:
+    """Have all decoder layers of a model on one rank run so in passes of ``attention``, or none.
+
+    Args:
+        skinny: as `sglang_smc.smc.ops.skinny`.
+
+    Returns:
+        How many they are; 0 where one has another type, other parts, or sizes that no kernel takes.
+    """
+    layers = [one for one in model.modules() if type(one) in _PARTS]
+    num_attentions = sum(isinstance(one, RadixAttention) for one in model.modules())
+    if len(layers) != num_attentions or not all(map(_is_plain, layers)):
+        return 0
+    if _Midlayer in map(type, layers) and len(layers) > 1:  # the others hand on pairs
+        return 0
+    for layer in layers:
+        own: Any = DraftLayer(layer, attention, skinny, is_last=layer is layers[-1])
+        layer.forward = own.run_pairs if type(layer) is _Midlayer else own.run
+    return len(layers)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer has no parts but those that `DraftLayer` knows, of fitting sizes."""
+    parts = type(layer.self_attn), type(layer.mlp)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.hidden_norm] if type(layer) is _Midlayer else []
+    products = _products(layer)
+    if parts != _PARTS[type(layer)] or tuple(map(type, products)) != _LINEAR:
+        return False
+    return (
+        all(type(one.quant_method) is UnquantizedLinearMethod for one in products)
+        and all(one.bias is None for one in products[1:])
+        and all(one.weight.shape[0] % 32 == one.weight.shape[1] % 128 == 0 for one in products)
+        and all(type(one) is RMSNorm and one.variance_size_override is None for one in norms)
+        and len({one.weight.dtype for one in (*norms, *products)}) == 1
+    )
+
+
+def _products(layer: Any) -> tuple[Any, ...]:
+    own, mlp = layer.self_attn, layer.mlp
+    return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+class DraftLayer:
+    """A decoder layer's forward: its own for more rows, and in passes of other attention."""
+
+    def __init__(
+        self,
+        layer: Any,
+        attention: ParticleAttention,
+        skinny: Callable[..., torch.Tensor],
+        *,
+        is_last: bool,
+    ) -> None:
+        self._layer, self._forward = layer, layer.forward
+        self._attention, self._skinny, self._is_last = attention, skinny, is_last
+        # Layers of 0.5.17, and of heads, return an output and what it is yet to be added to.
+        self._returns_pairs = type(layer) is _Midlayer or not IS_NEWER
+
+    def run(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        """Run the layer over ``[M, hidden]``; arguments and result as of SGLang's `forward`."""
+        if not self._is_asked(hidden_states):
+            return self._forward(positions, hidden_states, forward_batch, *rest, **more)
+        given = (*rest, *more.values())
+        assert all(one is None for one in given), "all layers are fused, and none is captured"
+        first = self._layer.input_layernorm
+        eps, weight = first.variance_epsilon, first.weight
+        qkv = self._product(0, hidden_states, norm=weight, eps=eps)
+        return self._rest(qkv, hidden_states, positions, forward_batch)
+
+    def run_pairs(
+        self,
+        positions: torch.Tensor,
+        embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        residual: torch.Tensor | None,
+    ) -> Any:
+        """Run an EAGLE-3 head's layer, which reads embeddings and states side by side."""
+        if not self._is_asked(hidden_states):
+            return self._forward(positions, embeds, hidden_states, forward_batch, residual)
+        first = self._layer.input_layernorm
+        beside = hidden_states, self._layer.hidden_norm.weight
+        eps, weight = first.variance_epsilon, first.weight
+        qkv = self._product(0, embeds, norm=weight, eps=eps, beside=beside)
+        return self._rest(qkv, hidden_states, positions, forward_batch)
+
+    def _is_asked(self, hidden_states: torch.Tensor) -> bool:
+        is_own = get_attn_backend() is self._attention
+        return is_own and 0 < len(hidden_states) <= MOST_SKINNY_ROWS
+
+    def _product(self, nth: int, rows: torch.Tensor, **around: Any) -> torch.Tensor:
+        linear = _products(self._layer)[nth]
+        return self._skinny(rows, linear.weight, bias=linear.bias, **around)
+
+    def _rest(
+        self,
+        qkv: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> Any:
+        own = self._layer.self_attn
+        query, key, value = qkv.split([own.q_size, own.kv_size, own.kv_size], dim=-1)
+        if type(own) is Qwen3Attention:
+            heads = {"q_norm": own.q_norm, "k_norm": own.k_norm, "head_dim": own.head_dim}
+            query, key = apply_qk_norm(q=query, k=key, alt_stream=own.alt_stream, **heads)
+        query, key = own.rotary_emb(positions, query, key)
+        attended = own.attn(query, key, value, forward_batch)
+        hidden = self._product(1, attended, residual=residual)
+        second = self._layer.post_attention_layernorm
+        eps, weight = second.variance_epsilon, second.weight
+        gated = self._product(2, hidden, norm=weight, eps=eps, gated=True)
+        is_pair = self._returns_pairs and self._is_last
+        output = self._product(3, gated, residual=None if is_pair else hidden)
+        return (output, hidden if is_pair else None) if self._returns_pairs else output
