@@ -82,6 +82,8 @@ def skinny(
     blocks = blocks_of(num_rows, (outputs, inputs), weight.element_size(), gated, chip)
     assert not gated or bias is beside is None, "which no layer has"
     other, other_norm = beside or (None, None)
+    rows = (one for one in (x, other, residual) if one is not None)
+    assert all(one.is_contiguous() for one in rows), "a row's place follows from its number"
     assert weight.shape[1] == inputs * (1 if other is None else 2), "matrix and rows do not fit"
     y = x.new_empty(num_rows, outputs)
     launch: dict[str, Any] = {"launch_pdl": True} if chip.overlaps else {}

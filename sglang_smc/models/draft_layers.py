@@ -69,19 +69,19 @@ def _is_plain(layer: Any) -> bool:
     parts = type(layer.self_attn), type(layer.mlp)
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [layer.hidden_norm] if type(layer) is _Midlayer else []
-    products = _products(layer)
-    if parts != _PARTS[type(layer)] or tuple(map(type, products)) != _LINEAR:
+    linears = _projections(layer)
+    if parts != _PARTS[type(layer)] or tuple(map(type, linears)) != _LINEAR:
         return False
     return (
-        all(type(one.quant_method) is UnquantizedLinearMethod for one in products)
-        and all(one.bias is None for one in products[1:])
-        and all(one.weight.shape[0] % 32 == one.weight.shape[1] % 128 == 0 for one in products)
+        all(type(one.quant_method) is UnquantizedLinearMethod for one in linears)
+        and all(one.bias is None for one in linears[1:])
+        and all(one.weight.shape[0] % 32 == one.weight.shape[1] % 128 == 0 for one in linears)
         and all(type(one) is RMSNorm and one.variance_size_override is None for one in norms)
-        and len({one.weight.dtype for one in (*norms, *products)}) == 1
+        and len({one.weight.dtype for one in (*norms, *linears)}) == 1
     )
 
 
-def _products(layer: Any) -> tuple[Any, ...]:
+def _projections(layer: Any) -> tuple[Any, ...]:
     own, mlp = layer.self_attn, layer.mlp
     return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj
 
@@ -115,9 +115,7 @@ class DraftLayer:
             return self._forward(positions, hidden_states, forward_batch, *rest, **more)
         given = (*rest, *more.values())
         assert all(one is None for one in given), "all layers are fused, and none is captured"
-        first = self._layer.input_layernorm
-        eps, weight = first.variance_epsilon, first.weight
-        qkv = self._product(0, hidden_states, norm=weight, eps=eps)
+        qkv = self._product(0, hidden_states, norm=self._layer.input_layernorm)
         return self._rest(qkv, hidden_states, positions, forward_batch)
 
     def run_pairs(
@@ -131,18 +129,21 @@ class DraftLayer:
         """Run an EAGLE-3 head's layer, which reads embeddings and states side by side."""
         if not self._is_asked(hidden_states):
             return self._forward(positions, embeds, hidden_states, forward_batch, residual)
-        first = self._layer.input_layernorm
         beside = hidden_states, self._layer.hidden_norm.weight
-        eps, weight = first.variance_epsilon, first.weight
-        qkv = self._product(0, embeds, norm=weight, eps=eps, beside=beside)
+        qkv = self._product(0, embeds, norm=self._layer.input_layernorm, beside=beside)
         return self._rest(qkv, hidden_states, positions, forward_batch)
 
     def _is_asked(self, hidden_states: torch.Tensor) -> bool:
         is_own = get_attn_backend() is self._attention
         return is_own and 0 < len(hidden_states) <= MOST_SKINNY_ROWS
 
-    def _product(self, nth: int, rows: torch.Tensor, **around: Any) -> torch.Tensor:
-        linear = _products(self._layer)[nth]
+    def _product(
+        self, nth: int, rows: torch.Tensor, norm: RMSNorm | None = None, **around: Any
+    ) -> torch.Tensor:
+        """Multiply normalized rows by a projection, the ``nth`` of `_projections`."""
+        linear = _projections(self._layer)[nth]
+        if norm is not None:
+            around |= {"norm": norm.weight, "eps": norm.variance_epsilon}
         return self._skinny(rows, linear.weight, bias=linear.bias, **around)
 
     def _rest(
@@ -160,9 +161,7 @@ class DraftLayer:
         query, key = own.rotary_emb(positions, query, key)
         attended = own.attn(query, key, value, forward_batch)
         hidden = self._product(1, attended, residual=residual)
-        second = self._layer.post_attention_layernorm
-        eps, weight = second.variance_epsilon, second.weight
-        gated = self._product(2, hidden, norm=weight, eps=eps, gated=True)
+        gated = self._product(2, hidden, norm=self._layer.post_attention_layernorm, gated=True)
         is_pair = self._returns_pairs and self._is_last
         output = self._product(3, gated, residual=None if is_pair else hidden)
         return (output, hidden if is_pair else None) if self._returns_pairs else output
