@@ -114,15 +114,17 @@ class FakeLlama(torch.nn.Module):
 
 def layer_pass(
     monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int, *, is_fused: bool
-) -> tuple[list[str], int]:
-    """Launches of one layer, and the bytes of weights that its products read.
+) -> tuple[list[str], int, int]:
+    """Launches of one layer, the bytes of weights that its products read, launches that overlap.
 
     As a draft of 8 particles of each of ``size`` requests runs it.
     """
     read: list[int] = []
+    overlaps: list[bool] = []
 
-    def note(_: Any, *args: Any, **__: Any) -> None:
+    def note(_: Any, *args: Any, **options: Any) -> None:
         """Of all that a kernel is given, parameters of two dimensions are read whole."""
+        overlaps.append(options.get("launch_pdl", False))
         weights = (one for one in args if isinstance(one, torch.nn.Parameter) and one.dim() == 2)
         read.extend(one.nbytes for one in weights)
 
@@ -160,4 +162,4 @@ def layer_pass(
         chains = Chains.of_padding((size, 8, num_columns), MAX_TAIL, "cuda")
         with gpu.no_waiting(), account:
             forward.next_logits(chains)
-        return model.launches, sum(read)
+        return model.launches, sum(read), sum(overlaps)

@@ -197,6 +197,8 @@ class Compiler:
             "warps": kernel.metadata.num_warps,
             "shared": kernel.metadata.shared,
             "tensor_columns": kernel.metadata.tmem_size,
+            # What begins before the launch ahead of it ends has to wait for that.
+            "waits": kernel.metadata.launch_pdl == ("griddepcontrol.wait" in kernel.asm["ptx"]),
             **resources(kernel.asm["cubin"]),
         }
 

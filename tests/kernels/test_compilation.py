@@ -108,6 +108,7 @@ def test_kernels_compile_fit_and_run_side_by_side(capability: int, compiled: Com
     attention = [one for one in found if one["kernel"].endswith("._attend_spans")]
     products = [one for one in found if one["kernel"] == "skinny._skinny"]
     assert products and [one for one in products if one["stack"] > 0] == []
+    assert [one for one in found if not one["waits"]] == []
     in_half = [one for one in attention if one["dtype"] != "float32"]
     assert in_half
     assert [kernel for kernel in attention if kernel["stack"] > spilled] == []
