@@ -28,6 +28,7 @@ PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
 KERNELS = ("auto", "triton", "torch")
+DRAFT_LAYERS = ("sglang", "fused")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
@@ -246,6 +247,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_key=False,
         ),
     ] = "auto"
+    draft_layers: Annotated[
+        str,
+        Setting(
+            one_of(DRAFT_LAYERS),
+            "What runs the layers of a draft: 'sglang', or 'fused' kernels, five launches a layer "
+            "for up to 64 rows of a draft in bfloat16 on one GPU. No GPU has run these yet",
+            is_key=False,
+        ),
+    ] = "sglang"
     round_graph: Annotated[
         str,
         Setting(

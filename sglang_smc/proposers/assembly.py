@@ -143,6 +143,16 @@ def load_own(
         setattr(owner, name, tensor)
 
 
+def _fuse(model: Any, forward: ParticleForward, skinny: Callable[..., torch.Tensor] | None) -> None:
+    """Fuse the layers of a draft where a kernel is given; raise ValueError unless they fit."""
+    if skinny is not None and not fuse_layers(model, forward.attn_backend, skinny):
+        raise ValueError(
+            "--speculative-smc-draft-layers is 'fused', and the draft is a "
+            f"{type(model).__name__}; allowed: layers of Llama, Qwen 2, Qwen 3 and EAGLE-3, not "
+            "quantized, in sizes that 128 divides. Leave it out."
+        )
+
+
 def assemble(
     target: TpModelWorker,
     draft: TpModelWorker | None,
@@ -181,11 +191,11 @@ def assemble(
         num_missing, hot = vocabulary.num_missing(target, draft), vars(model).get("hot_token_id")
         forward = ParticleForward(runner, tails, kernels, num_columns)
         leave_rotations(model, forward.attn_backend)
-        if skinny is not None:
-            fuse_layers(model, forward.attn_backend, skinny)
+        _fuse(model, forward, skinny)
         return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
         forward = BlockForward(runner, tails, kernels, num_columns, of_target.model)
+        _fuse(model, forward, skinny)
         config = runner.model_config
         own = {
             "first": 1 - kinds.drafts_from_anchor(config),
@@ -196,8 +206,7 @@ def assemble(
     width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
     forward = EagleForward(runner, tails, kernels, num_columns)
     leave_rotations(model, forward.attn_backend)
-    if skinny is not None:
-        fuse_layers(model, forward.attn_backend, skinny)
+    _fuse(model, forward, skinny)
     passes.reader = EagleHead(
         forward,
         StateTable.of(ledger, num_columns=num_columns, width=width, dtype=of_target.dtype),

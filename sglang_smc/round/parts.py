@@ -79,7 +79,12 @@ def assemble(
     num_columns = config.num_steps + 1
     sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
     passes, proposer = drafts.assemble(
-        target, draft, tables.ledger, tables.ops.kind, **sizes, skinny=skinny_for(tables.ops, draft)
+        target,
+        draft,
+        tables.ledger,
+        tables.ops.kind,
+        **sizes,
+        skinny=skinny_for(config, tables.ops, draft),
     )
     num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
     routed = experts_of_passes(num_rows * config.num_particles * num_columns)
@@ -94,15 +99,28 @@ def assemble(
     return steps, prefill, Round(steps, tables, corpus)
 
 
-def skinny_for(ops: Ops, draft: TpModelWorker | None) -> Callable[..., torch.Tensor] | None:
+def skinny_for(
+    config: SMCConfig, ops: Ops, draft: TpModelWorker | None
+) -> Callable[..., torch.Tensor] | None:
     """Return the kernel of a draft's layers; None where they run as SGLang has them.
 
     Rows are multiplied by a norm's weights before they are normalized, which float16 may not hold.
+
+    Raises ValueError where the layers cannot be fused as asked.
     """
-    if draft is None or ops.skinny is TORCH.skinny or get_parallel().tp_size > 1:
+    if config.draft_layers == "sglang":
         return None
-    runner = draft.model_runner
-    return ops.skinny if runner.device == "cuda" and runner.dtype == torch.bfloat16 else None
+    device, dtype = (draft.model_runner.device, draft.model_runner.dtype) if draft else ("", None)
+    given = (ops.kind, device, dtype, get_parallel().tp_size)
+    if given != ("triton", "cuda", torch.bfloat16, 1):
+        raise ValueError(
+            "--speculative-smc-draft-layers is 'fused', with "
+            + (f"a draft in {dtype} on {device}" if draft else "no draft")
+            + f", {given[3]} ranks and {ops.kind} operations; allowed: a draft in torch.bfloat16 "
+            "on cuda, one rank and triton operations. Leave it out."
+        )
+    # A kernel that fails its check has been replaced.
+    return None if ops.skinny is TORCH.skinny else ops.skinny
 
 
 def memory_of(

@@ -17,6 +17,7 @@ from torch.nn import functional
 from sglang_smc.models import draft_layers
 from sglang_smc.models.draft_layers import fuse_layers
 from sglang_smc.ops import TORCH
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
 from sglang_smc.upstream import IS_NEWER
 
@@ -186,23 +187,29 @@ def test_layers_of_other_types_and_sizes_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "is_used"),
+    ("change", "said"),
     [
-        ({}, True),
-        ({"device": "cpu"}, False),
-        ({"dtype": torch.float16}, False),
-        ({"tp_size": 2}, False),
-        ({"ops": TORCH}, False),  # the kernel has failed its check
+        ({}, None),
+        ({"device": "cpu"}, "a draft in torch.bfloat16 on cpu"),
+        ({"dtype": torch.float16}, "a draft in torch.float16 on cuda"),
+        ({"tp_size": 2}, "2 ranks"),
+        ({"kind": "torch"}, "torch operations"),
     ],
 )
-def test_the_kernel_is_for_drafts_in_bfloat16_on_one_gpu(
-    change: dict[str, Any], is_used: bool, monkeypatch: pytest.MonkeyPatch
+def test_layers_are_fused_for_drafts_in_bfloat16_on_one_gpu_if_asked(
+    change: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"device": "cuda", "dtype": torch.bfloat16, "tp_size": 1, **change}
+    given = {"device": "cuda", "dtype": torch.bfloat16, "tp_size": 1, "kind": "triton", **change}
     monkeypatch.setattr(parts, "get_parallel", lambda: SimpleNamespace(tp_size=given["tp_size"]))
     runner = SimpleNamespace(device=given["device"], dtype=given["dtype"])
     worker: Any = SimpleNamespace(model_runner=runner)
     kernel: Any = lambda *_: None  # noqa: E731
-    ops = given.get("ops", TORCH._replace(skinny=kernel))
-    assert parts.skinny_for(ops, worker) is (kernel if is_used else None)
-    assert parts.skinny_for(ops, None) is None
+    ops, fused = TORCH._replace(kind=given["kind"], skinny=kernel), SMCConfig(draft_layers="fused")
+    assert parts.skinny_for(SMCConfig(), ops, worker) is None
+    if said is None:
+        assert parts.skinny_for(fused, ops, worker) is kernel
+        replaced = ops._replace(skinny=TORCH.skinny)  # the kernel has failed its check
+        assert parts.skinny_for(fused, replaced, worker) is None
+        said, worker = "no draft", None
+    with pytest.raises(ValueError, match=said):
+        parts.skinny_for(fused, ops, worker)
