@@ -557,10 +557,6 @@ class Round:
             edits = tables.edits.of(
                 reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
             )
-        matches = None
-        if Need.MATCHES in shape.needs:
-            assert self._corpus is not None, "there where a request may have matches"
-            matches = Matches.of(self._corpus, list(reqs), before)
         # Sampled chains that are verified as one multi-draft must be independent.
         has_trees = Need.TREES in shape.needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
@@ -579,9 +575,14 @@ class Round:
             rules=rules,
             ops=self.steps.ops,
             edits=edits,
-            matches=matches,
+            matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
         )
         return batch, before
+
+    def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
+        """Return the n-gram matches of the sequences before the round."""
+        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
+        return Matches.of(self._corpus, list(reqs), before)
 
     def _commit(
         self,
