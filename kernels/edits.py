@@ -15,7 +15,7 @@ from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc.edits import EditColumns, Edits
 
 _TILE = 2048  # logits per program; a row of 152k has 75 tiles
-_BLOCK = 32  # tokens of a sequence that a program loads at once
+_BLOCK = tl.constexpr(32)  # tokens of a sequence that a program loads at once
 
 
 def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first: int) -> None:
@@ -45,7 +45,6 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
         num_particles,
         num_columns,
         tile=tile,
-        block=_BLOCK,
         num_warps=8,
     )
 
@@ -87,19 +86,18 @@ def count_tokens(
         rows.contiguous(),
         _Texts(tokens, *tokens.stride(), lengths.contiguous()),
         columns.counts.shape[1],
-        block=_BLOCK,
         num_warps=1,
     )
 
 
 @triton.jit
-def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, block: tl.constexpr):
+def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr):
     """Add each token's number of occurrences in a sequence, for a tile from token ``lowest``."""
-    for start in range(0, length, block):
-        place = start + tl.arange(0, block)
+    for start in range(0, length, _BLOCK):
+        place = start + tl.arange(0, _BLOCK)
         some = tl.load(text + place * stride, mask=place < length, other=-1)
         if tl.max(((some >= lowest) & (some < lowest + tile)).to(tl.int32), 0) > 0:
-            for one in range(start, tl.minimum(start + block, length)):
+            for one in range(start, tl.minimum(start + _BLOCK, length)):
                 counts += (tokens == tl.load(text + one * stride).to(tl.int32)).to(tl.int32)
     return counts
 
@@ -125,7 +123,6 @@ def _edit(
     num_particles,
     num_columns,
     tile: tl.constexpr,
-    block: tl.constexpr,
 ):
     own, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
     group, particle = own // num_particles, own % num_particles  # own is the text, in [G, N]
@@ -147,9 +144,9 @@ def _edit(
             found = tl.load(rows.columns.counts + at, mask=inside, other=0)
             length = tl.load(texts.lengths + own).to(tl.int32)
             text, stride = texts.tokens + own * texts.stride, texts.token_stride
-            found = _counted(found, tokens, text, stride, length, lowest, tile, block)
+            found = _counted(found, tokens, text, stride, length, lowest, tile)
             draft = drafts + own * num_drafted
-            found = _counted(found, tokens, draft, 1, place, lowest, tile, block)
+            found = _counted(found, tokens, draft, 1, place, lowest, tile)
             values = _penalized(values, found, rows.columns.rates + row * 3)
         if is_biased:
             values += tl.load(rows.columns.bias + at, mask=inside, other=0.0)
@@ -161,13 +158,13 @@ def _edit(
 
 
 @triton.jit
-def _count(columns, rows, texts, vocab_size, block: tl.constexpr):
+def _count(columns, rows, texts, vocab_size):
     group = tl.program_id(0)
     row = tl.load(rows + group)
     if tl.load(columns.penalizes + row) != 0:
         length = tl.load(texts.lengths + group).to(tl.int32)
-        for start in range(0, length, block):
-            place = start + tl.arange(0, block)
+        for start in range(0, length, _BLOCK):
+            place = start + tl.arange(0, _BLOCK)
             inside = place < length
             text = texts.tokens + group * texts.stride
             token = tl.load(text + place * texts.token_stride, mask=inside)

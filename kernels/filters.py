@@ -102,7 +102,11 @@ def keep_tokens(
         for _ in range(2)
     ]
     kept = filters.KeptTokens(
-        *(room(torch.float32) for _ in range(3)), *(room(torch.int32) for _ in range(2))
+        peak=room(torch.float32),
+        rate=room(torch.float32),
+        lowest=room(torch.float32),
+        key=room(torch.int32),
+        last=room(torch.int32),
     )
     padded_tiles, grid = triton.next_power_of_2(num_tiles), (num_rows, num_tiles)
     _survey[grid](rows, tile=tile)

@@ -58,7 +58,7 @@ def reserve(ledger: Ledger, wanted: Wanted, width: int) -> torch.Tensor:
     shape = 1 + width, *wanted.starts.shape  # columns are contiguous: each is read by itself
     slots = torch.empty(shape, dtype=torch.int64, device=wanted.rows.device).permute(1, 2, 0)
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
-        _Rows.of(ledger), Wanted(*contiguous(wanted)), slots, *slots.shape, block=_CELL_BLOCK
+        _Rows.of(ledger), Wanted._make(contiguous(wanted)), slots, *slots.shape, block=_CELL_BLOCK
     )
     return slots
 
@@ -79,7 +79,7 @@ def descend(
     num_groups, num_particles = ancestors.shape
     _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
         _Rows.of(ledger),
-        _Moves(*contiguous((rows, committed, ancestors))),
+        _Moves._make(contiguous((rows, committed, ancestors))),
         num_particles,
         max_tail,
         padded=triton.next_power_of_2(num_particles),

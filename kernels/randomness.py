@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sglang_smc.smc.randomness import Purpose
 
-_BLOCK = 256
+_BLOCK = tl.constexpr(256)
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64's constants
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
@@ -26,7 +26,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
     """
     drawn = torch.empty_like(positions, dtype=torch.float64)  # [G, N(, C)]
     cells, numbers = (t if t.dim() == 3 else t.unsqueeze(2) for t in (positions, drawn))
-    _uniforms[(triton.cdiv(drawn.numel(), _BLOCK),)](
+    _uniforms[(triton.cdiv(drawn.numel(), _BLOCK.value),)](
         seeds.contiguous(),
         cells,
         numbers,
@@ -34,7 +34,6 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
         numbers.stride(),
         tuple(cells.shape),
         purpose=int(purpose),
-        block=_BLOCK,
     )
     return drawn
 
@@ -45,8 +44,8 @@ def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     Reference: `sglang_smc.smc.randomness.round_seeds`, same arguments, bit-identical.
     """
     derived = torch.empty_like(starts, memory_format=torch.contiguous_format)  # [G]
-    _round_seeds[(triton.cdiv(len(starts), _BLOCK),)](
-        seeds.contiguous(), starts.contiguous(), derived, len(starts), block=_BLOCK
+    _round_seeds[(triton.cdiv(len(starts), _BLOCK.value),)](
+        seeds.contiguous(), starts.contiguous(), derived, len(starts)
     )
     return derived
 
@@ -60,18 +59,9 @@ def _mix(state):
 
 
 @triton.jit
-def _uniforms(
-    seeds,
-    positions,
-    drawn,
-    strides,
-    drawn_strides,
-    shape,
-    purpose: tl.constexpr,
-    block: tl.constexpr,
-):
+def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose: tl.constexpr):
     num_groups, num_particles, num_columns = shape
-    place = tl.program_id(0) * block + tl.arange(0, block)
+    place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < num_groups * num_particles * num_columns
     column = place % num_columns
     particle = place // num_columns % num_particles
@@ -87,8 +77,8 @@ def _uniforms(
 
 
 @triton.jit
-def _round_seeds(seeds, starts, derived, num_groups, block: tl.constexpr):
-    group = tl.program_id(0) * block + tl.arange(0, block)
+def _round_seeds(seeds, starts, derived, num_groups):
+    group = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = group < num_groups
     start = tl.load(starts + group, mask=inside, other=0).to(tl.uint64)
     state = _mix(tl.load(seeds + group, mask=inside, other=0).to(tl.uint64))

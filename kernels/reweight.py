@@ -1,7 +1,7 @@
 """Compute weights, cuts, ancestors, kept blocks and totals, each in one launch."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +13,12 @@ from sglang_smc.smc.weighing import SCHEMES, Block, Decision
 
 _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
+
+
+class _Sizes(NamedTuple):
+    num_particles: int
+    num_drafted: int
+    p_stride: int  # from particle to particle, of log p
 
 
 def reweight_and_resample(block: Block) -> Decision:
@@ -71,9 +77,7 @@ def _launch(kernel: Any, block: Block, *others: Any) -> None:
     kernel[(size,)](
         Block(block.log_weights.contiguous(), log_p, *contiguous(block[2:])),
         *others,
-        p_stride,
-        num_particles,
-        num_drafted,
+        _Sizes(num_particles, num_drafted, p_stride),
         padded_particles=triton.next_power_of_2(num_particles),
         padded_columns=triton.next_power_of_2(num_drafted + 1),
     )
@@ -114,14 +118,14 @@ def _members(num_particles, padded: tl.constexpr):
 
 
 @triton.jit
-def _weighed(block, alpha, start, p_stride, num_drafted, own, here, column):
+def _weighed(block, alpha, start, sizes, own, here, column):
     """Return log-weights after each column, and which columns are open.
 
     Open columns add ``alpha log p - log q``, of which NaN and +inf are -inf.
     """
-    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
-    at = own[None, :] * num_drafted + column[:, None] - 1
-    p_at = own[None, :] * p_stride + column[:, None] - 1
+    drafted = here[None, :] & (column > 0)[:, None] & (column <= sizes.num_drafted)[:, None]
+    at = own[None, :] * sizes.num_drafted + column[:, None] - 1
+    p_at = own[None, :] * sizes.p_stride + column[:, None] - 1
     is_open = tl.load(block.up_to_end + at, mask=drafted, other=0) != 0
     steps = tl.load(block.log_p + p_at, mask=is_open, other=0.0).to(tl.float64) * alpha
     steps -= tl.load(block.log_q + at, mask=is_open, other=0.0).to(tl.float64)
@@ -183,15 +187,8 @@ def _normalized(unnormalized):
 
 
 @triton.jit
-def _reweight(
-    block,
-    found,
-    p_stride,
-    num_particles,
-    num_drafted,
-    padded_particles: tl.constexpr,
-    padded_columns: tl.constexpr,
-):
+def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_columns: tl.constexpr):
+    num_particles, num_drafted = sizes.num_particles, sizes.num_drafted
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     start = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
@@ -200,7 +197,7 @@ def _reweight(
     own_steps = tl.load(block.num_steps + group).to(tl.int32)
 
     alpha = tl.load(block.power + group)
-    running, is_open = _weighed(block, alpha, start, p_stride, num_drafted, own, here, column)
+    running, is_open = _weighed(block, alpha, start, sizes, own, here, column)
     relative, sums, total, dead = _summed(running)
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
 
@@ -244,19 +241,18 @@ def _keep(
     found,
     ends,
     kept,
-    p_stride,
-    num_particles,
-    num_drafted,
+    sizes,
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
+    num_particles, num_drafted = sizes.num_particles, sizes.num_drafted
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     is_present = tl.load(block.present + own, mask=here, other=0) != 0
     own_steps = tl.load(block.num_steps + group).to(tl.int32)
 
     start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
-    running, is_open = _weighed(block, 1.0, start, p_stride, num_drafted, own, here, column)
+    running, is_open = _weighed(block, 1.0, start, sizes, own, here, column)
     relative, _, total, _ = _summed(running)
     threshold = tl.load(block.evidence_threshold + group)
     log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)

@@ -106,7 +106,8 @@ def summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
         None if rows is None else rows.contiguous(),
         None if greedy is None else greedy.contiguous(),
         law.kept,
-        *(logits.stride(0), vocab_size),
+        logits.stride(0),
+        vocab_size,
     )
     tile, num_tiles = tiles(vocab_size, _TILE)
     shape = size, num_tiles

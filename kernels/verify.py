@@ -37,7 +37,7 @@ _LARGEST_RATE = tl.constexpr(verification.LARGEST_RATE)
 _LEAST_SHARE = tl.constexpr(verification.LEAST_SHARE)
 _ROUNDING, _TINY = tl.constexpr(verification.ROUNDING), tl.constexpr(verification.TINY)
 _TILE = 4096  # tokens per program
-_CHUNK = 64  # tokens binned at once
+_CHUNK = tl.constexpr(64)  # tokens binned at once
 _EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
 
 
@@ -49,6 +49,15 @@ class _Column(NamedTuple):
     q: Any
     q_sums: Any
     column: int
+    num_nodes: int  # G * N
+    num_chains: int
+    num_steps: int
+    num_tiles: int
+
+
+class _Sizes(NamedTuple):
+    """All that `_leave` needs of a `_Column`."""
+
     num_nodes: int  # G * N
     num_chains: int
     num_steps: int
@@ -96,7 +105,7 @@ def verify(
         layers,
         uniforms.contiguous(),
         found,
-        *(size * num_chains, num_chains, num_steps, num_tiles),
+        _Sizes(size * num_chains, num_chains, num_steps, num_tiles),
         padded_chains=triton.next_power_of_2(num_chains),
         padded_tiles=triton.next_power_of_2(num_tiles),
         num_warps=1,
@@ -128,7 +137,7 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
     float32, and agree to rounding (1e-5). They are undefined where no node has that number.
     """
     size, num_chains, num_steps = tree.tokens.shape
-    tile, num_tiles = tiles(p.scores.shape[1], _TILE)
+    _, num_tiles = tiles(p.scores.shape[1], _TILE)
 
     def of_nodes(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=tree.tokens.device)
@@ -146,11 +155,9 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
     warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
     for column, sizes in _columns(tree, p, q):
         grid = size * num_chains, num_tiles
-        _read_nodes[grid](
-            tree, layers, column, read, **sizes, chunk=min(_CHUNK, tile), num_warps=8, **_EXACT
-        )
+        _read_nodes[grid](tree, layers, column, read, **sizes, num_warps=8, **_EXACT)
         _share_out[(size,)](
-            *(tree, layers, column, read), padded_chains=padded_chains, num_warps=warps, **_EXACT
+            tree, layers, column, read, padded_chains=padded_chains, num_warps=warps, **_EXACT
         )
         _add_up_residual[grid](tree, layers, column, **sizes, num_warps=8, **_EXACT)
     return layers
@@ -247,7 +254,6 @@ def _read_nodes(
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-    chunk: tl.constexpr,
 ):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
     node = tl.program_id(0)
@@ -264,6 +270,7 @@ def _read_nodes(
         tl.store(read.log_p + place, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
         tl.store(read.log_q + place, log_probs_at(at.q, node, q_row, tokens), mask=goes)
     numbers = tl.arange(0, NUM_BINS)
+    chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
     in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
     in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
     for start in range(0, tile, chunk):
@@ -415,14 +422,12 @@ def _leave(
     layers,
     uniforms,
     found,
-    num_nodes,
-    num_chains,
-    num_steps,
-    num_tiles,
+    sizes,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
 ):
     """Draw where a group stops, from the deepest layer up."""
+    num_nodes, num_chains, num_steps, num_tiles = sizes
     group = tl.program_id(0)
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains

@@ -42,7 +42,8 @@ def keep_column(
         held = torch.empty(num_rows, vocab_size, dtype=scores.dtype, device=scores.device)
     tile, num_tiles = tiles(vocab_size, _TILE)
     _keep[(num_rows, num_tiles)](
-        *contiguous((coins, num_steps)),
+        coins.contiguous(),
+        num_steps.contiguous(),
         held,
         scores,
         scores.stride(0),
@@ -64,13 +65,12 @@ def watch(
     """
     size, num_particles, _ = sums.shape
     at = _At(
-        *contiguous(path[:-1]),
-        path.tails,
-        *path.tails.stride(),
+        Path._make((*contiguous(path[:-1]), path.tails)),
+        path.tails.stride(),
         num_particles,
         len(p.scores) // len(q.scores),
     )
-    laws = _of(p), _of(q)
+    of_p, of_q = _of(p), _of(q)
     vocab_size = p.scores.shape[1]
     tile, num_tiles = tiles(vocab_size, _TILE)
     num_draws = size * num_particles
@@ -78,27 +78,19 @@ def watch(
         *torch.empty(7, num_draws, num_tiles, device=sums.device).unbind(), num_tiles, vocab_size
     )
     grid = num_draws, num_tiles
-    _sum_tile[grid](at, *laws, found, tile=tile, num_warps=8)
+    _sum_tile[grid](at, of_p, of_q, found, tile=tile, num_warps=8)
     padded = triton.next_power_of_2(num_tiles)
-    _compare[grid](at, *laws, found, padded_tiles=padded, tile=tile, num_warps=8)
+    _compare[grid](at, of_p, of_q, found, padded_tiles=padded, tile=tile, num_warps=8)
     after = torch.empty_like(sums, memory_format=torch.contiguous_format)  # [G, N, 4]
-    _add[(num_draws,)](at, *laws, found, sums.contiguous(), after, padded_tiles=padded)
+    _add[(num_draws,)](at, of_p, of_q, found, sums.contiguous(), after, padded_tiles=padded)
     return after
 
 
 class _At(NamedTuple):
     """The rows to read: the first argument of every kernel of `watch`."""
 
-    coins: torch.Tensor
-    num_steps: torch.Tensor
-    measured: torch.Tensor
-    ancestors: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    tails: torch.Tensor
-    group_stride: int
-    particle_stride: int
-    token_stride: int
+    path: Path
+    strides: tuple[int, ...]  # of its tails
     num_particles: int
     num_columns: int  # K + 1
 
@@ -154,8 +146,8 @@ def _keep(
 def _rows_of(at, draw):
     """Return the rows of p and of q that precede a particle's measured token, and its group."""
     group = draw // at.num_particles
-    _, drafted, _ = _columns(at.coins, at.num_steps, group)
-    q_row = (group * at.num_particles + tl.load(at.ancestors + draw)).to(tl.int64)
+    _, drafted, _ = _columns(at.path.coins, at.path.num_steps, group)
+    q_row = (group * at.num_particles + tl.load(at.path.ancestors + draw)).to(tl.int64)
     return q_row * at.num_columns + drafted, q_row, group
 
 
@@ -163,10 +155,10 @@ def _rows_of(at, draw):
 def _place(at, draw):
     """Return the measured token's index in the tail, and whether the sequence reaches it."""
     _, q_row, group = _rows_of(at, draw)
-    column, _, num_steps = _columns(at.coins, at.num_steps, group)
-    place = tl.load(at.starts + q_row) + column
-    counts = (tl.load(at.measured + group) != 0) & (num_steps > 0)
-    return place, counts & (place < tl.load(at.lengths + draw))
+    column, _, num_steps = _columns(at.path.coins, at.path.num_steps, group)
+    place = tl.load(at.path.starts + q_row) + column
+    counts = (tl.load(at.path.measured + group) != 0) & (num_steps > 0)
+    return place, counts & (place < tl.load(at.path.lengths + draw))
 
 
 @triton.jit
@@ -258,12 +250,12 @@ def _add(at, p, q, found, sums, after, padded_tiles: tl.constexpr):
     place, reached = _place(at, draw)
     if reached:
         group = draw // at.num_particles
-        tail = group.to(tl.int64) * at.group_stride + draw % at.num_particles * at.particle_stride
-        token = tl.load(at.tails + tail + place * at.token_stride)
+        tail = group.to(tl.int64) * at.strides[0] + draw % at.num_particles * at.strides[1]
+        token = tl.load(at.path.tails + tail + place * at.strides[2])
         log_p, ratio = _logs(at, p, q, found, draw, token, padded_tiles)
         mean = _mean(found, draw, found.ratio, padded_tiles)
         square = _mean(found, draw, found.square, padded_tiles)
-        column, drafted, _ = _columns(at.coins, at.num_steps, group)
+        column, drafted, _ = _columns(at.path.coins, at.path.num_steps, group)
         if column == drafted:
             pull += ratio.to(tl.float64) - mean
             innovation += tl.maximum(log_p, _LEAST).to(tl.float64)

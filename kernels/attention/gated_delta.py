@@ -4,12 +4,14 @@ One program for each particle, value head and block of value dimensions holds th
 state, in float32, from the first column to the last: rows of a state are independent.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 32  # value dimensions of a program
-_EPSILON = 1e-6  # of the norms of queries and keys
+_BLOCK = tl.constexpr(32)  # value dimensions of a program
+_EPSILON = tl.constexpr(1e-6)  # of the norms of queries and keys
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta
 
@@ -31,58 +33,62 @@ def gated_delta(
     rolled = states.new_empty(size, *states.shape[1:])
     output = qkv.new_empty(size, num_columns, heads, value_dim)
     of_keys = (width - heads * value_dim) // 2
-    _gated_delta[(size, heads, triton.cdiv(value_dim, _BLOCK))](
-        states,
-        source,
-        num_past,
-        tuple(past),
-        tuple(new),
-        rolled,
-        output,
-        past[1].shape[1],
-        num_columns,
-        key_dim**-0.5,
+    run = _Run(
+        states=states,
+        source=source,
+        num_past=num_past,
+        past=tuple(past),
+        new=tuple(new),
+        rolled=rolled,
+        output=output,
+        max_past=past[1].shape[1],
+        num_columns=num_columns,
+    )
+    _gated_delta[(size, heads, triton.cdiv(value_dim, _BLOCK.value))](
+        run,
         heads=heads,
         shared=heads * key_dim // of_keys,
         key_dim=key_dim,
         value_dim=value_dim,
-        epsilon=_EPSILON,
         key_tile=triton.next_power_of_2(key_dim),
-        value_tile=_BLOCK,
         num_warps=4,  # pyright: ignore[reportCallIssue] -- of every launch
     )
     return output, rolled
 
 
+class _Run(NamedTuple):
+    """The tensors of a launch, and sizes of them."""
+
+    states: torch.Tensor  # [particles of all, heads, value_dim, key_dim]
+    source: torch.Tensor  # [P] int64
+    num_past: torch.Tensor  # [P] int64
+    past: Columns  # qkv [P, max_past, width], decay and beta [P, max_past, heads] float32
+    new: Columns  # the same of [P, num_columns]
+    rolled: torch.Tensor  # [P, heads, value_dim, key_dim]
+    output: torch.Tensor  # [P, num_columns, heads, value_dim]
+    max_past: int
+    num_columns: int
+
+
 @triton.jit
 def _gated_delta(
-    states_ptr,  # [particles of all, heads, value_dim, key_dim]
-    source_ptr,  # [P] int64
-    num_past_ptr,  # [P] int64
-    past,  # qkv [P, max_past, width], decay and beta [P, max_past, heads] float32
-    new,  # the same of [P, num_columns]
-    rolled_ptr,  # [P, heads, value_dim, key_dim]
-    output_ptr,  # [P, num_columns, heads, value_dim]
-    max_past,
-    num_columns,
-    scale,
+    run,
     heads: tl.constexpr,
     shared: tl.constexpr,  # value heads of a key head
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
-    epsilon: tl.constexpr,
     key_tile: tl.constexpr,
-    value_tile: tl.constexpr,
 ):
     particle, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, key_tile)
-    values = tl.program_id(2) * value_tile + tl.arange(0, value_tile)
+    values = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     in_keys, in_values = keys < key_dim, values < value_dim
+    scale: tl.constexpr = key_dim**-0.5
     in_state = in_values[:, None] & in_keys[None, :]
     cell = values[:, None] * key_dim + keys[None, :]
     of_head = value_dim * key_dim
-    source = tl.load(source_ptr + particle)
-    state = tl.load(states_ptr + (source * heads + head) * of_head + cell, in_state, 0.0)
+    source = tl.load(run.source + particle)
+    state = tl.load(run.states + (source * heads + head) * of_head + cell, in_state, 0.0)
     state = state.to(tl.float32)
 
     of_keys: tl.constexpr = heads // shared * key_dim
@@ -90,37 +96,37 @@ def _gated_delta(
     at_query = head // shared * key_dim + keys
     at_value = 2 * of_keys + head * value_dim + values
     at_key = of_keys + at_query
-    for j in range(tl.load(num_past_ptr + particle)):
-        column = particle * max_past + j
-        row, gate = past[0] + column * width, column * heads + head
-        key = _unit(row + at_key, in_keys, epsilon)
+    for j in range(tl.load(run.num_past + particle)):
+        column = particle * run.max_past + j
+        row, gate = run.past[0] + column * width, column * heads + head
+        key = _unit(row + at_key, in_keys)
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
-        state = _step(state, key, value, tl.load(past[1] + gate), tl.load(past[2] + gate))
-    end = rolled_ptr + (particle * heads + head) * of_head + cell
-    tl.store(end, state.to(rolled_ptr.dtype.element_ty), in_state)
+        state = _step(state, key, value, tl.load(run.past[1] + gate), tl.load(run.past[2] + gate))
+    end = run.rolled + (particle * heads + head) * of_head + cell
+    tl.store(end, state.to(run.rolled.dtype.element_ty), in_state)
 
-    for j in range(num_columns):
-        column = particle * num_columns + j
-        row, gate = new[0] + column * width, column * heads + head
-        key = _unit(row + at_key, in_keys, epsilon)
-        query = _unit(row + at_query, in_keys, epsilon) * scale
+    for j in range(run.num_columns):
+        column = particle * run.num_columns + j
+        row, gate = run.new[0] + column * width, column * heads + head
+        key = _unit(row + at_key, in_keys)
+        query = _unit(row + at_query, in_keys) * scale
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
-        state = _step(state, key, value, tl.load(new[1] + gate), tl.load(new[2] + gate))
+        state = _step(state, key, value, tl.load(run.new[1] + gate), tl.load(run.new[2] + gate))
         read = tl.sum(state * query[None, :], axis=1)
-        place = output_ptr + gate * value_dim + values
-        tl.store(place, read.to(output_ptr.dtype.element_ty), in_values)
+        place = run.output + gate * value_dim + values
+        tl.store(place, read.to(run.output.dtype.element_ty), in_values)
 
 
 @triton.jit
-def _unit(ptr, inside, epsilon: tl.constexpr):
+def _unit(ptr, inside):
     """Load a vector and scale it to L2 norm 1, up to epsilon."""
     vector = tl.load(ptr, inside, 0.0).to(tl.float32)
-    return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + epsilon)
+    return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + _EPSILON)
 
 
 @triton.jit
 def _step(state, key, value, decay, beta):
-    """Return a state ``[value_tile, key_tile]`` updated by one token."""
+    """Return a state ``[value dimensions, key_tile]`` updated by one token."""
     state = state * tl.exp(decay)
     change = (value - tl.sum(state * key[None, :], axis=1)) * beta
     return state + change[:, None] * key[None, :]

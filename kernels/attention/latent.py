@@ -147,4 +147,4 @@ def _attend_latents(
         scores = tl.where(seen, scores, float("-inf"))
         weights, decay, highest, total = add_scores(scores, highest, total)
         output = tl.dot(weights.to(query.dtype), latent, output * decay[:, None])
-    store(partial, span, token, head, output, highest, total, in_rows, layer)
+    store(partial, span, token, head, (highest, total, output), in_rows, layer)

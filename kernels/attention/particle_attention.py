@@ -184,8 +184,8 @@ def _attend_spans(
             seen &= position[None, :] <= last_seen[:, None]
         if layer.has_window:
             seen &= position[None, :] >= first_seen[:, None]
-        softmax = _attend(query, key, value, seen, scaling, cap, highest, total, output, layer)
-        highest, total, output = softmax
+        before = highest, total, output
+        highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
     if cache.new is not None:  # noqa: SIM102 -- which is known as this is compiled
         if span.is_first_of_tail:
             position, slot, key, value = _new_keys(cache.new, span, layer)
@@ -197,16 +197,17 @@ def _attend_spans(
             seen &= position[None, :] <= (span.start + column)[:, None]
             if layer.has_window:
                 seen &= position[None, :] >= first_seen[:, None]
-            softmax = _attend(query, key, value, seen, scaling, cap, highest, total, output, layer)
-            highest, total, output = softmax
-    store(partial, span, token, head, output, highest, total, in_rows, layer)
+            before = highest, total, output
+            highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
+    store(partial, span, token, head, (highest, total, output), in_rows, layer)
     if partial.arrivals is not None:
         join_last(partial, span, sizes, parts, layer)
 
 
 @triton.jit
-def _attend(query, key, value, seen, scaling, cap, highest, total, output, layer):
-    """Return the softmax of a block of rows, with one more block of keys."""
+def _attend(query, keys, seen, scaling, cap, before, layer):
+    """Return the softmax of a block of rows, with one more block of keys and values."""
+    (key, value), (highest, total, output) = keys, before
     scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
     if layer.has_cap:  # cap * tanh(score), in a form that does not overflow
         scores = cap - 2 * cap / (1 + tl.exp(2 * scores))

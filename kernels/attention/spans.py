@@ -295,8 +295,9 @@ def add_scores(scores, highest, total):
 
 
 @triton.jit
-def store(partial, span, token, head, output, highest, total, in_rows, layer):
-    """Store a program's results; of rows without keys log-sums of -inf alone."""
+def store(partial, span, token, head, softmax, in_rows, layer):
+    """Store a program's softmax, of `add_scores`; of rows without keys log-sums of -inf alone."""
+    highest, total, output = softmax
     dim = tl.arange(0, layer.block_dim)
     some = total != 0  # true for NaN, so that NaN propagates
     log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
