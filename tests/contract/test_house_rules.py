@@ -108,16 +108,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1434,
+    "round_lines": 1419,
     "file_changes": 71,
     "types": 24,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_305,
-    "core_lines": 18_630,
-    "kernel_and_hook_lines": 5_965,
-    "bench_lines": 8_590,
-    "test_lines": 35_860,
+    "package_lines": 29_665,
+    "core_lines": 18_765,
+    "kernel_and_hook_lines": 6_190,
+    "bench_lines": 8_980,
+    "test_lines": 36_305,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,

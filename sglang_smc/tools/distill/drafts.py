@@ -93,7 +93,8 @@ def begin_as_target(draft: Draft, teacher: Teacher) -> None:
     if norm is not None:  # its name in Llama and models derived from it
         head.norm.weight.copy_(norm)
     if isinstance(head, DSpark):
-        head.markov_head["markov_w2"].weight.zero_()
+        added: Any = head.markov_head["markov_w2"]
+        added.weight.zero_()
     if isinstance(head, Eagle3):
         head.lm_head.weight.copy_(teacher.model.get_output_embeddings().weight[head.hot])
 
