@@ -115,7 +115,7 @@ _MATCHES = _smc("exact", "", speculative_smc_ngram_weight=1.0)
 _BESIDE = _smc("exact", speculative_smc_ngram_weight=0.1)
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
-_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"}
+_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
 _NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
 COPYING = {
     "STANDALONE": CHAIN | _FEW_SLOTS,
