@@ -99,8 +99,8 @@ def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) 
     return found
 
 
-def _smc(mode: str, draft: str = "draft", **more: Any) -> dict[str, Any]:
-    return _own("SMC", draft, **{"speculative_num_steps": 8, "speculative_smc_mode": mode, **more})
+def _smc(mode: str, draft: str = "draft") -> dict[str, Any]:
+    return _own("SMC", draft, speculative_num_steps=8, speculative_smc_mode=mode)
 
 
 def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
@@ -110,9 +110,9 @@ def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
 CHAIN = _own("STANDALONE", "draft", 1)
 TREE = _own("STANDALONE", "draft", 4)
 EAGLE_TREE = _own("EAGLE3", "eagle3", 4)
-_ONE_CHAIN = _smc("exact", **_shape(1, 8))
-_MATCHES = _smc("exact", "", speculative_smc_ngram_weight=1.0)
-_BESIDE = _smc("exact", speculative_smc_ngram_weight=0.1)
+_ONE_CHAIN = _smc("exact") | _shape(1, 8)
+_MATCHES = _smc("exact", "") | {"speculative_smc_ngram_weight": 1.0}
+_BESIDE = _smc("exact") | {"speculative_smc_ngram_weight": 0.1}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
 _RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
@@ -138,13 +138,13 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "EAGLE-3 tree": EAGLE_TREE,
     "EAGLE-3 tree without radix cache": EAGLE_TREE | _NO_RADIX,
     "NGRAM": _own("NGRAM"),
-    "NGRAM without radix cache": _own("NGRAM", **_NO_RADIX),
+    "NGRAM without radix cache": _own("NGRAM") | _NO_RADIX,
     "DFLASH": _own("DFLASH", "dflash"),
     "SMC exact": _smc("exact"),
-    "SMC exact without radix cache": _smc("exact", **_NO_RADIX),
-    "SMC exact of pages": _smc("exact", **_PAGES),
+    "SMC exact without radix cache": _smc("exact") | _NO_RADIX,
+    "SMC exact of pages": _smc("exact") | _PAGES,
     "SMC exact N=1": _ONE_CHAIN,
-    "SMC exact N=16 K=4": _smc("exact", **_shape(16, 4)),
+    "SMC exact N=16 K=4": _smc("exact") | _shape(16, 4),
     "SMC exact by EAGLE-3": _smc("exact", "eagle3"),
     "SMC exact by MTP": _smc("exact", "mtp"),
     "SMC exact by DFlash": _smc("exact", "dflash"),

@@ -131,7 +131,7 @@ def _forward(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return broken
 
 
-def _noted(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+def _noted(reset: Callable[..., None]) -> Callable[..., None]:
     @wraps(reset)
     def broken(request: Any) -> None:
         _retracted.add(request.rid)
