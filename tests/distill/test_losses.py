@@ -10,7 +10,6 @@ import torch
 from sglang_smc.tools.distill.losses import (
     LOSSES,
     Loss,
-    chains,
     chi2,
     forward_kl,
     rejection,
@@ -75,31 +74,3 @@ def test_chi2_stays_finite_where_q_misses_all() -> None:
     value.backward()
     assert logits.grad is not None
     assert float(value) == pytest.approx(80.0) and float(logits.grad.abs().sum()) <= 2.0 + 1e-6
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_chains_are_the_mean_over_texts_of_what_is_left(count: int) -> None:
-    """By enumeration of all texts of three tokens; red where a prefix or the least share is not."""
-    depth, size = 3, 2
-    every = [words for n in range(depth) for words in itertools.product(range(size), repeat=n)]
-    p, q = (dict(zip(every, laws(len(every), size, seed), strict=True)) for seed in (7, 8))
-
-    def chance(of: dict, words: tuple[int, ...]) -> float:
-        return math.exp(sum(float(of[words[:j]][word]) for j, word in enumerate(words)))
-
-    def share(words: tuple[int, ...]) -> float:
-        drafted = [1 - (1 - chance(q, words[: j + 1])) ** count for j in range(len(words))]
-        return min([1.0, *(d / chance(p, words[: j + 1]) for j, d in enumerate(drafted))])
-
-    texts = list(itertools.product(range(size), repeat=depth))
-    log_p, log_q = (
-        torch.stack([torch.stack([of[text[:j]] for j in range(depth)]) for text in texts])
-        for of in (p, q)
-    )
-    found = chains(log_p, log_q, torch.tensor(texts), count)
-    weights = torch.tensor([chance(p, text) for text in texts], dtype=torch.float64)
-    for j in range(depth):
-        prefixes = itertools.product(range(size), repeat=j + 1)
-        kept = sum(chance(p, words) * share(words) for words in prefixes)
-        assert float(weights @ found[:, j]) == pytest.approx(1 - kept, abs=1e-6)
-    assert chains(log_p, log_p, torch.tensor(texts), count).abs().max() < 1e-5

@@ -108,7 +108,6 @@ def test_anchors_lie_before_answers() -> None:
 
 COURSE = Course(
     loss="forward-kl",
-    particles=4,
     steps=60,
     batch=12,
     anchors=6,
@@ -376,7 +375,6 @@ def test_refusals(
         "--block-size does not go with --new eagle3": {"new": "eagle3", "block-size": 4},
         "--layer-ids does not go with --new mtp": {"new": "mtp", "layer-ids": "1"},
         "--hot-tokens is 25; allowed: 1 to 24": {"new": "eagle3", "hot-tokens": 25},
-        "this head drafts 9 alone": {"new": "eagle3", "hot-tokens": 9, "loss": "chains"},
         "--num-heads does not go with --draft": {"draft": draft, "num-heads": 4},
         "No such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
     }

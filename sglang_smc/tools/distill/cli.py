@@ -19,7 +19,7 @@ import transformers
 from sglang_smc.tools.commands import command, number, positive, several, table
 from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
-from sglang_smc.tools.distill.losses import CHAINS, LOSSES
+from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.teacher import (
     Teacher,
     Text,
@@ -83,8 +83,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sampler", choices=(ENGINE, "transformers"), default=default, help=engine)
     add("--held-out", type=positive, default=200, help="texts that only measure; default 200")
     add("--temperature", type=above_0, default=1.0, help="of samples, p and q; default 1.0")
-    add("--loss", choices=(*LOSSES, CHAINS), default="forward-kl", help="default forward-kl")
-    particles = "N of the chains that are measured, and of the loss chains; default 8"
+    add("--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl")
+    particles = "N of the drafts that are measured; default 8"
     add("--particles", type=positive, default=8, help=particles)
     add("--steps", type=positive, default=1000, help="default 1000")
     add("--batch", type=positive, default=32, help="texts a step; default 32")
@@ -173,8 +173,6 @@ def _begin(
     if arguments.draft is not None:
         return load_draft(arguments.draft, target, device)
     if "hot_tokens" in sizes:
-        if arguments.loss == CHAINS:
-            _require_every_token(sizes["hot_tokens"])
         sizes["hot_tokens"] = _most_frequent(sizes["hot_tokens"], texts, teacher)
     with tempfile.TemporaryDirectory() as folder:
         how = {"dtype": torch.float32, "seed": arguments.seed}
@@ -197,25 +195,15 @@ def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher
     return times.argsort(descending=True, stable=True)[:count].sort().values.tolist()
 
 
-def _require_every_token(hot_tokens: int | None) -> None:
-    if hot_tokens is not None:
-        raise ValueError(
-            f"--loss {CHAINS} needs the draft's probability of every token, and this head drafts "
-            f"{hot_tokens} alone. Take another --loss, or a head without hot tokens."
-        )
-
-
 def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
-    """Return the course for this draft; a draft model trains at depth 1, unless prefixes count.
+    """Return the course for this draft; a draft model trains at depth 1.
 
     Its logits at a position are the same at any depth.
 
-    Raises ValueError if the depth exceeds the block, or the loss needs tokens that are not drafted.
+    Raises ValueError if the depth exceeds the block.
     """
     course = Course(**{name: getattr(arguments, name) for name in Course.__struct_fields__})
-    if course.loss == CHAINS:
-        _require_every_token(None if draft.hot is None else len(draft.hot))
-    elif not draft.layer_ids:
+    if not draft.layer_ids:
         return msgspec.structs.replace(course, depth=1)
     if draft.longest is not None and course.depth > draft.longest:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Define the losses between a target distribution p and a draft distribution q.
 
-Those of a token take log-probabilities ``[..., V]`` in nats, without -inf, and return ``[...]``, 0
-if q = p and more otherwise. Their gradients with respect to q's logits are 0 there, too.
+All take log-probabilities ``[..., V]`` in nats, without -inf, and return ``[...]``, 0 if q = p and
+more otherwise. Their gradients with respect to q's logits are 0 there, too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import pad
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-CHAINS = "chains"  # the loss of a block, beside `LOSSES` of a token
-EPSILON, TINY = 1e-6, 1e-30
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -51,36 +47,6 @@ def rejection_of_all(log_p: torch.Tensor, log_q: torch.Tensor, drafts: int) -> t
     order = (log_p - log_q).argsort(-1)
     p, q = (log.gather(-1, order).exp().cumsum(-1) for log in (log_p, log_q))
     return (q.clamp_max(1.0) ** drafts - p).amax(-1).clamp_min(0.0)
-
-
-def chains(
-    log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, count: int
-) -> torch.Tensor:
-    """Return a lower bound on the probability that the target's text is left, for each column.
-
-    A prefix y is drafted by one of ``count`` chains with probability d(y) = 1 - (1 - q(y))^count,
-    so that at most a share a(y) = min d / p, over y and all that it begins with, is kept. The
-    tokens before a column are the target's own draw, and its own are summed over: sum over x of
-    min(a(y) p(x | y), d(yx) / p(y)). For one chain it is the loss of block verification (arXiv
-    2609.34832).
-
-    Args:
-        log_p, log_q: ``[..., depth, V]``, conditional on the tokens before.
-        tokens: ``[..., depth]`` int64, drawn from p.
-        count: of chains, N.
-
-    Returns ``[..., depth]``, 0 if q = p.
-    """
-    chosen = tokens.unsqueeze(-1)
-    log_p_before, log_q_before = (  # [..., depth, 1]
-        pad(log.gather(-1, chosen).squeeze(-1).cumsum(-1)[..., :-1], (1, 0)).unsqueeze(-1)
-        for log in (log_p, log_q)
-    )
-    none = count * torch.log1p(-(log_q_before + log_q).exp().clamp_max(1 - EPSILON))
-    drafted = (-none.expm1()).clamp_min(TINY).log() - log_p_before  # [..., depth, V]
-    shares = (drafted - log_p).gather(-1, chosen).squeeze(-1).clamp_max(0).cummin(-1).values
-    before = pad(shares[..., :-1], (1, 0)).unsqueeze(-1)
-    return 1 - torch.minimum(before + log_p, drafted).exp().sum(-1)
 
 
 #: Choices of ``--loss``. `rejection_of_all` is only measured: it is nearly zero after a few

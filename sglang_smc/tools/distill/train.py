@@ -15,15 +15,7 @@ from tqdm import tqdm
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.tools.distill.drafts import Blocks, Draft, compare
-from sglang_smc.tools.distill.losses import (
-    CHAINS,
-    LOSSES,
-    chains,
-    chi2,
-    forward_kl,
-    rejection,
-    rejection_of_all,
-)
+from sglang_smc.tools.distill.losses import LOSSES, chi2, forward_kl, rejection, rejection_of_all
 from sglang_smc.tools.distill.teacher import (
     Batch,
     Lesson,
@@ -42,8 +34,7 @@ SAVED = 50  # steps, of a minute or so
 class Course(msgspec.Struct, frozen=True):
     """Hyperparameters of training."""
 
-    loss: str  # a name of `LOSSES`, or `CHAINS`
-    particles: int  # N of `CHAINS`
+    loss: str  # a name of `LOSSES`
     steps: int
     batch: int  # texts per step
     anchors: int  # of each text, drawn anew each step; a draft model trains at all positions
@@ -154,10 +145,10 @@ def _loss(
 ) -> torch.Tensor:
     """Return the loss: the weighted mean over columns of the means over anchors.
 
-    A draft model trains at all positions that have a next token, unless prefixes count.
+    A draft model trains at all positions that have a next token.
     """
     batch = lesson.batch
-    if draft.layer_ids or course.loss == CHAINS:
+    if draft.layer_ids:
         anchors = draw_anchors(batch, course.anchors, rng)
     else:
         places = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
@@ -165,11 +156,7 @@ def _loss(
     products = products_of(batch.ids.device)
     with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
         blocks = compare(draft, teacher, lesson, anchors, course.depth, draft.hot)
-    log_p, log_q = blocks.log_p, blocks.log_q
-    if course.loss == CHAINS:
-        values = chains(log_p, log_q, blocks.tokens, course.particles)  # [B, A, depth]
-    else:
-        values = LOSSES[course.loss](log_p, log_q)
+    values = LOSSES[course.loss](blocks.log_p, blocks.log_q)  # [B, A, depth]
     values = values.where(blocks.counted, 0.0)
     columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
     weights = course.decay ** torch.arange(course.depth, device=columns.device)
