@@ -118,6 +118,8 @@ LISTED: Listed = {
     "cpu/threads.py": {"read_text"},
     # The file of a page in the storage of a hierarchical cache: its name is a hash.
     "patches/weights.py": {"unlink"},
+    # What the same command left, read as weights alone.
+    "tools/distill/train.py": {"torch.load"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
 }
@@ -145,13 +147,11 @@ OWN_TEXTS: Listed = {
     "process.py": {"memory.as_text()", "memory.advice"},
     "options/policy.py": {"self.reason"},  # numbers
     "round/costs.py": {"found.as_dict()"},
-    "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
+    "ops/check.py": {"problem", "FLAG"},  # of a kernel's check
     "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
-    "models/recorder.py": {
-        "*(gigabytes, self._free / 2 ** 30, seconds, largest / 2 ** 30, recorded)"
-    },
+    "models/recorder.py": {"recorded"},
     # Why a round is not replayed, and why none is recorded.
-    "round/graph.py": {"*(reason, self.launched)", "told"},
+    "round/graph.py": {"reason", "told"},
     "state/metrics.py": {"ess", "self._watched.all", "warning"},  # of numbers
     "patches/metrics.py": {"' and no '.join(unread)"},  # names of SGLang's counters
 }

@@ -119,7 +119,7 @@ def test_verification() -> None:
     """The table of two chains of one token."""
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
     drafts = torch.cartesian_prod(*[torch.arange(2)] * 2)  # [G, N]
-    tree = verification.grow(drafts.unsqueeze(2), torch.ones_like(drafts), None)
+    tree = verification.grow(drafts.unsqueeze(2), torch.ones_like(drafts))
     law_p, law_q = (TokenDistribution.of_log_probs(x.log().repeat(16, 1)) for x in (p, q))
     layers = verification.descend(tree, law_p, [law_q.at(slice(8))])
     shares, stops = layers.shares[1], verification.exits(layers)[:, 0, 0]  # [G, N], [G]
