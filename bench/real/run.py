@@ -35,7 +35,7 @@ from results import (
 )
 from study import PUBLISHED, code_fingerprint, copy
 
-from sglang_smc.tools.real.models import CACHE, HEAD, checkpoint, origin
+from sglang_smc.tools.real.models import CACHE, checkpoint, origin
 
 # --- Cells
 
@@ -44,11 +44,10 @@ class Pair(NamedTuple):
     """A target and its draft, by their names in `tools.real.models`."""
 
     target: str
-    draft: str | None
+    draft: str | None = None
 
 
-PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2", HEAD)}
-ALGORITHMS = {"coder": "STANDALONE", "smollm2": "EAGLE3"}  # SGLang's own for such a draft
+PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2")}
 TEMPERATURES = (0.7, 1.0, 0.0, 0.3)
 MAX_TOKENS = 96
 #: Settings of all engines. The models are in bfloat16, as are most that are served.
@@ -62,7 +61,7 @@ SMC, PLAIN, MATCHES, MIXED = "SMC", "plain decoding", "n-grams", "model and n-gr
 NUM_PARTICLES, MOST_STEPS = 8, 23
 WEIGHT = "speculative_smc_ngram_weight"
 #: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
-TREES = {
+STANDALONE = {
     "SGLang chain of 8": (1, 8, 9),
     "SGLang chain of 23": (1, 23, 24),
     "SGLang tree 8 / 8 / 72": (8, 8, 72),
@@ -119,7 +118,9 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
     yield stock(NGRAM, NGRAM_TOKENS, 0)
     yield smc("exact by n-grams", USUAL, MATCHES, mode="exact")
-    yield from (stock(label, rows, k) for label, (_, k, rows) in TREES.items())
+    if PAIRS[pair].draft is None:
+        return
+    yield from (stock(label, rows, k) for label, (_, k, rows) in STANDALONE.items())
     yield from (smc("exact", size, mode="exact") for size in EXACT)
     yield smc("exact with n-grams", USUAL, MIXED, mode="exact")
     if temperature:  # at 0 all modes are one
@@ -131,11 +132,11 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
 def settings(engine: str) -> dict[str, Any]:
     """Return the keywords of an engine except the models."""
-    pair, _, name = engine.partition(" ")
-    if name in TREES:
-        topk, steps, tokens = TREES[name]
+    _, _, name = engine.partition(" ")
+    if name in STANDALONE:
+        topk, steps, tokens = STANDALONE[name]
         return COMMON | {
-            "speculative_algorithm": ALGORITHMS[pair],
+            "speculative_algorithm": "STANDALONE",
             "speculative_eagle_topk": topk,
             "speculative_num_steps": steps,
             "speculative_num_draft_tokens": tokens,
@@ -201,12 +202,12 @@ def rows_of(found: Mapping[Cell, Sequence[Yielded]], plugin: Callable[[Cell], st
 
 
 def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Yielded] | None:
-    """Return the answers of SGLang's own setting of the same draft with the most tokens a pass."""
+    """Return the answers of SGLang's own draft-model setting with the most tokens a pass."""
     like = (cell.pair, cell.temperature)
     trees = [
         some
         for one, some in found.items()
-        if one.label in TREES and (one.pair, one.temperature) == like
+        if one.label in STANDALONE and (one.pair, one.temperature) == like
     ]
     return max(trees, key=lambda some: tokens_a_pass(infos(some)).mean, default=None)
 

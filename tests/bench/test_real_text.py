@@ -11,7 +11,7 @@ from answers import MAX_PROBLEMS
 from real import prompts as sources
 from real import run as frame
 from real.prompts import KINDS, LONGEST, NAMES, kind_of, prompts
-from real.run import TREES, Real, cells, settings
+from real.run import STANDALONE, Real, cells, settings
 from speed_stand_ins import Runner
 from study import BenchError
 
@@ -74,7 +74,7 @@ def test_the_server_takes_every_setting_within_the_rows_that_are_named() -> None
         if cell.smc:
             config = request_config(SERVER, {"smc": cell.smc})
             assert cell.rows == config.num_particles * (config.num_steps + 1) <= 72
-        elif cell.label in TREES:
+        elif cell.label in STANDALONE:
             engine = settings(cell.engine)
             assert cell.rows == engine["speculative_num_draft_tokens"] <= 72
             assert cell.draft_passes == engine["speculative_num_steps"]

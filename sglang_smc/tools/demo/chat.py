@@ -1,7 +1,7 @@
 """Chat with a real language model in a terminal: ``sglang-smc demo --real``.
 
-SmolLM2-135M-Instruct comes from the package index; the package has an EAGLE-3 head that drafts for
-it.
+SmolLM2-135M-Instruct comes from the package index. N-gram matches draft for it where its text
+repeats; elsewhere it decodes plainly.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.commands import client_of
 from sglang_smc.tools.demo.serving import Launch, ServerError, describe_log, running, streamed
-from sglang_smc.tools.real.models import (
-    CACHE,
-    HEAD,
-    check_room,
-    checkpoint,
-    install,
-    is_current,
-    told,
-)
+from sglang_smc.tools.real.models import CACHE, check_room, install, is_current, told
 
 MODEL = "smollm2"
 NUM_PARTICLES, NUM_STEPS = 4, 4
@@ -57,7 +49,7 @@ def chat(logs: Path) -> None:
         "speculative_smc_num_particles": NUM_PARTICLES,
         "speculative_num_steps": NUM_STEPS,
         "speculative_smc_mode": "exact",
-        "speculative_draft_model_path": str(checkpoint(HEAD)),
+        "speculative_smc_ngram_weight": 1.0,
         "speculative_smc_adaptive": True,
     }
     launch = Launch(arguments, label="SmolLM2-135M-Instruct", log=logs / "server.log")

@@ -29,8 +29,6 @@ from sglang_smc.tools.commands import ScriptError, as_script, bar, command
 from sglang_smc.tools.real.proof import Proof, prove
 
 CACHE = Path.home() / ".cache" / "sglang-smc" / "real"
-#: The EAGLE-3 head for smollm2 that is part of the package; `distill.json` there says how it came.
-HEAD = "smollm2-eagle3"
 #: Of a container's checkpoint, the file that names what it was converted from, and by what code.
 ORIGIN = "origin.json"
 CHUNK = 1 << 22
@@ -116,8 +114,6 @@ MODELS = {
 
 def checkpoint(name: str) -> Path:
     """Return the folder of a model's checkpoint; raise ScriptError unless it is there."""
-    if name == HEAD:
-        return Path(__file__).with_name(HEAD)
     folder = CACHE / name
     if not is_current(folder, name):
         raise ScriptError(
@@ -141,10 +137,6 @@ def is_current(folder: Path, name: str) -> bool:
 
 def origin(name: str) -> dict[str, str]:
     """Return what a model's checkpoint is made from, the provenance of its numbers."""
-    if name == HEAD:
-        content = (checkpoint(name) / "model.safetensors").read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        return {"model": name, "sha256": sha256, "quantisation": "bfloat16"}
     model = MODELS[name]
     return {"model": name, "sha256": model.sha256, "quantisation": model.quantisation}
 
