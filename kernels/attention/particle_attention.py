@@ -207,7 +207,8 @@ def _attend_spans(
 @triton.jit
 def _attend(query, keys, seen, scaling, cap, before, layer):
     """Return the softmax of a block of rows, with one more block of keys and values."""
-    (key, value), (highest, total, output) = keys, before
+    key, value = keys
+    highest, total, output = before
     scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
     if layer.has_cap:  # cap * tanh(score), in a form that does not overflow
         scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
