@@ -115,7 +115,7 @@ MOST = {
     "grammar_files": 10,
     "package_lines": 29_590,
     "core_lines": 18_761,
-    "kernel_and_hook_lines": 6_188,
+    "kernel_and_hook_lines": 6_189,
     "bench_lines": 8_975,
     "test_lines": 36_270,
     "page_words": 27_000,
