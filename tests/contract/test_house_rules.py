@@ -117,7 +117,7 @@ MOST = {
     "core_lines": 18_761,
     "kernel_and_hook_lines": 6_189,
     "bench_lines": 8_975,
-    "test_lines": 36_270,
+    "test_lines": 36_271,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
