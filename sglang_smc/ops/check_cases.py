@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     num_steps: int = 8
     heads: tuple[Heads, ...] = ()  # of its models' attention
     gated_delta: bool = False  # whether some layers have linear attention (gated delta rule)
+    draft_layers: bool = True  # whether the draft's run as kernels
 
 
 class Inputs:
@@ -314,8 +315,10 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 
-def _skinny(ops: Ops, of: Inputs) -> list[torch.Tensor]:
-    """Run the products of a draft's layer: of queries and keys, also of a head, and of its MLP."""
+def _skinny(ops: Ops, of: Inputs) -> Any:
+    """Run the products of a draft's layer, where it is fused: of attention, a head, and the MLP."""
+    if not of.sizes.draft_layers:
+        return ()
     halves = (one.dtype for one in of.sizes.heads if one.dtype.itemsize == 2)
     dtype, rows, hidden = next(halves, torch.float16), min(of.shape[1], MOST_SKINNY_ROWS), 256
     normal = partial(of.normal, dtype=dtype)

@@ -47,7 +47,8 @@ def operations(
     runners = [worker.model_runner for worker in (target, draft) if worker is not None]
     heads = tuple(dict.fromkeys(map(heads_of, runners)))
     linear = is_gated_delta(target.model_runner.model_config)
-    sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear)
+    fused = config.draft_layers == "fused"
+    sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear, fused)
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
         raise ValueError(
