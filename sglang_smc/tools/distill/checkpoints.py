@@ -304,6 +304,8 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         given.append("layer_types")
     if settings.get("hidden_act", "silu") != "silu":
         given.append("hidden_act")
+    own = {"projector_type": "dspark", "markov_head_type": "vanilla"} if kind == DSPARK else {}
+    given += [name for name, value in own.items() if flat.get(name) not in (None, value)]
     if kind not in (DFLASH, DSPARK) and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")
     if settings.get("num_nextn_predict_layers", 1) != 1:

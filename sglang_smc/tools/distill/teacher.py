@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
@@ -154,18 +155,21 @@ class Teacher:
 
         With ``hot``, ids of tokens, the distribution is restricted to them and renormalized.
         """
-        head = self.model.get_output_embeddings()
-        weight = head.weight if hot is None else head.weight[hot]
-        logits = torch.nn.functional.linear(states.to(weight.dtype), weight)
-        return (logits.float() / self.temperature).log_softmax(-1)
+        return (self.head(states, hot).float() / self.temperature).log_softmax(-1)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[..., D]`` float32 of ``ids`` ``[...]`` int64."""
         return self.model.get_input_embeddings()(ids).float()
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[..., V]`` of normed states ``[..., D]``; gradients flow through."""
-        return self.model.get_output_embeddings()(states.to(self.model.dtype))
+    def head(self, states: torch.Tensor, hot: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits ``[..., V]`` of normed states ``[..., D]``; gradients flow through.
+
+        With ``hot``, ids of tokens, those of these alone.
+        """
+        rows = slice(None) if hot is None else hot
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias[rows]
+        return functional.linear(states.to(self.model.dtype), head.weight[rows], bias)
 
 
 class Lessons:
