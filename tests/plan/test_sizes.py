@@ -314,6 +314,7 @@ DOMINO = {"projector_type": "domino"}
         (draft_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
         (draft_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
         (draft_of, DFLASH_CONFIG | {"dflash_config": DOMINO}, "projector_type: more than one pass"),
+        (draft_of, DFLASH_CONFIG | {"projector_type": "dspark"}, "projector_type: more than one"),
         (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
         (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
         (draft_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),

@@ -574,7 +574,9 @@ def _read_block(config: Config) -> ModelShape:
     hint = " A DFlash block's sizes are those of its own layers, not of the target's."
     layers = dense(config, None, tied=True, hint=hint)  # without an LM head
     options = {**config, **(config.get("dflash_config") or {})}
-    beyond = [key for key in NOT_PLANNED if options.get(key) not in (None, 0, "dspark")]
+    if is_dspark and options.get("projector_type") == "dspark":
+        del options["projector_type"]
+    beyond = [key for key in NOT_PLANNED if options.get(key)]
     if beyond:
         raise ValueError(
             f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
