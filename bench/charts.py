@@ -13,7 +13,7 @@ from results import Interval
 matplotlib.use("Agg")
 
 #: Okabe and Ito's.
-COLOURS = ("#0072B2", "#D55E00", "#999999", "#000000", "#009E73", "#CC79A7", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#999999", "#000000", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
 class Point(NamedTuple):

@@ -17,6 +17,8 @@ from sglang_smc.round.play import Round, Steps
 class ReadSlots:
     """A target whose states, the contexts of the texts so far, go to a head."""
 
+    merges = True
+
     def __init__(self, model: SlotModel, head: EagleHead) -> None:
         self.model, self.head = model, head
 

@@ -56,6 +56,7 @@ PROPOSALS = (
     Proposal("EAGLE-3", "eagle3", "eagle3", "eagle3-8b"),
     Proposal("MTP layer", "mtp", "mtp", "mtp"),
     Proposal("DFlash", "dflash", "dflash", "dflash-8b"),
+    Proposal("DSpark", "dspark", "dflash", "dspark-8b"),
     Proposal("n-gram", None, "ngram", "ngram", {WEIGHT: 1.0, "speculative_smc_mode": EXACT}),
     Proposal("model + n-gram", "draft", "ngram", "ngram+llama-3.2-1b", {WEIGHT: 0.1}),
 )

@@ -50,7 +50,7 @@ PLAIN, STOCK_DRAFT = _case(grid.AR, (*ALL, (64, 256))), _case(grid.CHAIN, SHORT)
 DEEP = (_case(grid.EXACT_HEAD, SHORT, 40.0, 4, 17),)
 SERVED = (_case(grid.SERVED, SHORT, 85.0, 4, 16),)
 OTHERS = (
-    _case(grid.EXACT_DFLASH, SHORT, 55.0),
+    _case(grid.EXACT_BLOCK, SHORT, 55.0),
     _case(grid.EAGLE_TREE, SHORT, 55.0, **OF_TREES),
     PLAIN,
     _case(grid.BLOCK, ALL),

@@ -19,10 +19,10 @@ from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
 # --- Models
 
 #: The folders of a pair.
-TARGET, DRAFT, HEAD, BLOCK_HEAD = "target", "draft", "eagle3", "dflash"
+TARGET, DRAFT, HEAD, BLOCK_HEAD = "target", "draft", "eagle3", "dspark"
 HEADS = (HEAD, BLOCK_HEAD)
-#: Of published heads for Llama 3.1 8B: the draft vocabulary of EAGLE-3, the depth of DFlash.
-HOT_TOKENS, FIVE_LAYERS = 32_000, {"num_layers": 5}
+#: Of published heads for 8B: the draft vocabulary of EAGLE-3, the sizes of DSpark.
+HOT_TOKENS, BLOCK_SIZES = 32_000, {"num_layers": 5, "markov_rank": 256}
 
 
 class Pair(NamedTuple):
@@ -65,7 +65,7 @@ def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
             from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
 
             hot = {"hot_tokens": range(min(HOT_TOKENS, pair.target.vocab_size))}
-            new_head(head, folder / TARGET, folder / head, **(hot if head == HEAD else FIVE_LAYERS))
+            new_head(head, folder / TARGET, folder / head, **(hot if head == HEAD else BLOCK_SIZES))
 
 
 # --- Presets
@@ -151,10 +151,10 @@ CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
 BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 #: Of bench/gpu alone. One head with random weights drafts for SGLang's EAGLE-3 and for SMC.
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
-EAGLE_TREE, EXACT_DFLASH = "EAGLE-3 tree of 64", "SMC exact with DFlash"
+EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
 STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
-_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_DFLASH, SERVED), "exact")
+_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, SERVED), "exact")
 SMC = {BLOCK: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
@@ -183,7 +183,7 @@ class System:
         """Return the folder of its draft in the pair; None without one."""
         if self.family in (*EAGLES, EXACT_HEAD, SERVED):
             return HEAD
-        if self.family == EXACT_DFLASH:
+        if self.family == EXACT_BLOCK:
             return BLOCK_HEAD
         return DRAFT if self.family in (*STANDALONE, *SMC) else None
 

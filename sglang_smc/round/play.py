@@ -169,6 +169,7 @@ class Steps:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, greedy, drawn)
+            q = self._merged(q, slots.slots[step + 1].unsqueeze(2))
             q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if is_tree is not None and divisors is not None:
@@ -238,6 +239,15 @@ class Steps:
         at_0 = greedy if Need.GREEDY in batch.shape.needs else None
         return self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
 
+    def _merged(self, rows: TokenDistribution, slots: torch.Tensor) -> TokenDistribution:
+        """Let draws of one text, of slots ``[G, N, C]``, share the row that the model ran once."""
+        if self.ops.kind != "torch" or not self.target.merges or slots.shape[1] == 1:
+            return rows
+        flat = slots.flatten(1)  # [G, R]; slot 0 is of no text
+        own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
+        first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
+        return rows._replace(rows=torch.where(flat == 0, own, first).flatten())
+
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
     ) -> tuple[TokenDistribution, torch.Tensor, TokenDistribution | None]:
@@ -260,6 +270,7 @@ class Steps:
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits, temperature = logits.flatten(1, 2), batch.settings.temperature
         p = self._distribution(batch, logits, temperature, batch.settings.greedy, allowed).summed()
+        p = self._merged(p, written)
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:

@@ -307,7 +307,8 @@ class Prefill:
         num_particles, own = self._tables.particles.num_particles, self._tables.ops
         places = num_emitted.unsqueeze(1).repeat(1, num_particles)  # [G, N]
         numbers = own.uniforms(settings.seeds, places, Purpose.BONUS)
-        shared = sample(log_p, numbers[:, 0]).unsqueeze(1)
+        row = torch.arange(len(log_p), device=log_p.device)
+        shared = sample(log_p, numbers[:, 0], row).unsqueeze(1)
         if not any(map(has_open_token, reqs)):
             return shared, torch.zeros_like(shared, dtype=torch.bool)
         particle = torch.arange(num_particles, device=log_p.device)
@@ -316,7 +317,8 @@ class Prefill:
         numbers, _ = own.stratify(numbers, same_text)
         if any(state_of(req).config.num_chains > 1 for req in reqs):
             numbers = settings.of_first_chains(numbers)
-        drawn = sample(log_p.unsqueeze(1).expand(-1, num_particles, -1), numbers)
+        row = row.repeat_interleave(num_particles)
+        drawn = sample(log_p, numbers.flatten(), row).view_as(numbers)
         is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])
         tokens = torch.where(is_open, drawn, shared)
         cells, positions = tokens.unsqueeze(2), num_emitted.view(-1, 1, 1)  # [G, N, 1]

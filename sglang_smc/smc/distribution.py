@@ -101,28 +101,38 @@ class TokenDistribution(NamedTuple):
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
         tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
         scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-        for some, part in self._parts():
+        for some, part, row in self._parts():
             log_p = part.log_probs()
-            tokens[some] = sample(log_p, uniforms[some])
-            scores[some] = token_log_probs(log_p, tokens[some])
+            tokens[some] = sample(log_p, uniforms[some], row)
+            scores[some] = log_p[row, tokens[some]]
         return tokens, scores
 
     def _score(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities ``[D]`` float32 of tokens ``[D]``."""
         scores = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-        for some, part in self._parts():
-            scores[some] = token_log_probs(part.log_probs(), tokens[some])
+        for some, part, row in self._parts():
+            scores[some] = part.log_probs()[row, tokens[some]]
         return scores
 
-    def _parts(self) -> Iterator[tuple[slice, "TokenDistribution"]]:
-        """Yield slices of draws whose intermediate tensors fit in the cache, and these draws' p."""
-        size, num_draws = max(1, _ENTRIES // self.scores.shape[1]), self.num_draws
-        if num_draws <= size:
-            yield slice(None), self
+    def _parts(self) -> Iterator[tuple[torch.Tensor, "TokenDistribution", torch.Tensor]]:
+        """Yield draws, the distributions of their rows, and which of these each draw has.
+
+        On a CPU each row is normalised once, in parts that fit in the cache.
+        """
+        size = max(1, _ENTRIES // self.scores.shape[1])
+        draw = torch.arange(self.num_draws, device=self.scores.device)
+        if self.rows is None or draw.device.type != "cpu":  # elsewhere reading `rows` is a wait
+            for some in draw.split(size):
+                yield some, self if len(some) == len(draw) else self.at(some), draw[: len(some)]
             return
-        for first in range(0, num_draws, size):
-            some = slice(first, first + size)
-            yield some, self.at(some)
+        distinct, row = self.rows.unique(return_inverse=True)
+        distinct = torch.empty_like(distinct).scatter_(0, row, draw)  # a draw of each row
+        draw = row.argsort()
+        ends = row.bincount().cumsum(0).tolist()  # of each row's draws
+        for first in range(0, len(distinct), size):
+            past = min(first + size, len(distinct))
+            some = draw[ends[first - 1] if first else 0 : ends[past - 1]]
+            yield some, self.at(distinct[first:past]), row[some] - first
 
     def at(self, draws: slice | torch.Tensor) -> "TokenDistribution":
         """Return the distributions of some of the draws, of their numbers ``[M]`` int64."""
@@ -220,44 +230,37 @@ class TokenDistribution(NamedTuple):
         return self._replace(rows=rows, log_mass=masses, rejects=rejects, left=left)
 
 
-def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample one token per row by inverting the cumulative distribution.
+def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Sample tokens by inverting cumulative distributions.
 
     A token of probability zero is never drawn, whatever the uniform and however
     the sum was rounded.
 
     Args:
-        log_p: ``[..., V]`` normalised log-probabilities.
-        uniforms: ``[...]`` float64 in [0, 1).
+        log_p: ``[R, V]`` normalised log-probabilities.
+        uniforms: ``[D]`` float64 in [0, 1).
+        rows: ``[D]`` int64: whose distribution each draw has.
 
     Returns:
-        ``[...]`` int64 token ids.
+        ``[D]`` int64 token ids.
     """
-    padding = -log_p.shape[-1] % _TILE
-    tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(-1, (-1, _TILE))
-    masses = tiles.sum(-1, dtype=torch.float64)  # [..., tiles]
-    through = masses.cumsum(-1)
-    target = uniforms * through[..., -1]  # [...], of as many draws as one row may serve
-    tile = _find(through, target).unsqueeze(-1)  # [..., 1]
-    before = (through - masses).expand(*target.shape, -1).gather(-1, tile).squeeze(-1)
-    at_tile = tile.unsqueeze(-1).expand(*tile.shape, _TILE)
-    inside = tiles.expand(*target.shape, -1, -1).gather(-2, at_tile).squeeze(-2)
+    padding = -log_p.shape[1] % _TILE
+    tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
+    masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
+    through = masses.cumsum(1)
+    target = uniforms * through[rows, -1]  # [D]
+    tile = _find(through[rows], target)  # [D]
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - before).clamp_min(0.0)
-    return tile.squeeze(-1) * _TILE + _find(inside.double().cumsum(-1), rest)
+    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
+    return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
 
 
 def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the first index at which cumulative mass ``[..., J]`` exceeds a target ``[...]``."""
-    below = (through <= target.unsqueeze(-1)).sum(-1)
+    """Return the first index at which cumulative mass ``[D, J]`` exceeds a target ``[D]``."""
+    below = (through <= target.unsqueeze(1)).sum(1)
     # The first index that reaches the total is the last of positive mass.
-    last = (through < through[..., -1:]).sum(-1)
+    last = (through < through[:, -1:]).sum(1)
     return torch.minimum(below, last)
-
-
-def token_log_probs(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return ``log_p[..., token]``: ``[..., V]`` and ``[...]`` to ``[...]``."""
-    return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:

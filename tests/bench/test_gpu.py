@@ -54,7 +54,7 @@ from sglang_smc import __version__
 from sglang_smc.tools.command.machine import ENTRY_POINTS
 
 CODE = {"code": 1}
-OF_DFLASH = {"architectures", "model_type", "dtype"}
+OF_BLOCK = {"architectures", "model_type", "dtype"}
 VERSIONS = {"sglang": "0.5.17"}
 ON_H200 = {**ORIGIN, "hardware": "H200", "gpu": {"driver_version": "580"}, "versions": VERSIONS}
 H200 = "H200, driver 580, SGLang 0.5.17"
@@ -331,8 +331,8 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
         head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": HOT_TOKENS}
         dummies.write_model(tmp_path / "models" / pair.name / HEAD, head)
         sizes = dummies.llama_config(replace(pair.target, num_layers=5))
-        blocks = json.loads((PAIR / "dflash" / "config.json").read_text())
-        blocks |= {name: sizes[name] for name in blocks.keys() & sizes.keys() - OF_DFLASH}
+        blocks = json.loads((PAIR / BLOCK_HEAD / "config.json").read_text())
+        blocks |= {name: sizes[name] for name in blocks.keys() & sizes.keys() - OF_BLOCK}
         layers = {"layer_types": ["full_attention"] * 5}
         blocks |= layers | {"num_target_layers": pair.target.num_layers}
         dummies.write_model(tmp_path / "models" / pair.name / BLOCK_HEAD, blocks)

@@ -40,6 +40,7 @@ DATA = {
     "pair/eagle3": HEAD | {"distill.json"},
     "pair/mtp": HEAD | {"distill.json"},
     "pair/dflash": HEAD | {"distill.json"},
+    "pair/dspark": HEAD | {"distill.json"},
 }
 ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"
 REPOSITORY, TAG = "https://github.com/o/n", "v1.2"

@@ -10,7 +10,7 @@ from laws import ALL, SamplingRules, rules, sorted_law
 from torch import Tensor
 
 from sglang_smc.smc import distribution
-from sglang_smc.smc.distribution import TokenDistribution, sample, token_log_probs
+from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.edits import likeliest, mix, restrict
 from sglang_smc.smc.filters import EXTENT, NUM_KEYS, keep_tokens
 
@@ -60,14 +60,16 @@ def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
 
 
 def test_draws_in_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draw keeps its own group's temperature and greediness."""
+    """Each draw keeps its own group's temperature and greediness, draws of one row as well."""
     heat, greedy = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([False, False, True])
     logits, uniforms = drawn(12, 40), torch.linspace(0.01, 0.99, 12).double()
-    law = TokenDistribution(logits, heat, greedy=greedy)
+    rows = torch.tensor([2, 0, 2, 2, 5, 7, 5, 4, 9, 8, 8, 11])  # of groups of four
+    law = TokenDistribution(logits[rows], heat, greedy=greedy)
     once = law.sample(uniforms)
-    monkeypatch.setattr(distribution, "_ENTRIES", 5 * 40)
-    for whole, part in zip(once, law.sample(uniforms), strict=True):
-        assert torch.equal(whole, part)
+    monkeypatch.setattr(distribution, "_ENTRIES", 3 * 40)
+    for same in (law, law._replace(scores=logits, rows=rows)):
+        assert all(map(torch.equal, once, same.sample(uniforms)))
+        assert torch.equal(once[1], same.score(once[0]))
 
 
 @pytest.mark.parametrize("size", [6, 700])
@@ -76,8 +78,9 @@ def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) ->
     log_p = drawn(size).double().masked_fill(torch.arange(size) % 3 == 1, -INF).log_softmax(-1)
     num_draws = 4000
     uniforms = (torch.arange(num_draws).double() + 0.5) / num_draws
-    tokens = sample(log_p.expand(num_draws, -1), uniforms)
-    assert int(sample(log_p, uniforms[-1])) == tokens[-1], "alone as in a batch"
+    row = torch.zeros(num_draws, dtype=torch.int64)
+    tokens = sample(log_p.unsqueeze(0), uniforms, row)
+    assert sample(log_p.unsqueeze(0), uniforms[-1:], row[:1]) == tokens[-1], "alone as in a batch"
     counts = torch.bincount(tokens, minlength=size)
     assert (counts - log_p.exp() * num_draws).abs().max() <= 1.0
     assert (tokens.diff() >= 0).all()
@@ -92,8 +95,9 @@ LARGE[:, :300] = LARGE[:, -300:] = -INF
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.25, 0.5, LARGEST])
 @pytest.mark.parametrize("log_p", [torch.tensor(SPARSE).log(), LARGE.log_softmax(-1)])
 def test_sample_never_draws_a_token_of_probability_zero(log_p: Tensor, uniform: float) -> None:
-    tokens = sample(log_p, torch.full((len(log_p),), uniform, dtype=torch.float64))
-    assert (token_log_probs(log_p, tokens) > -INF).all()
+    row = torch.arange(len(log_p))
+    tokens = sample(log_p, torch.full((len(log_p),), uniform, dtype=torch.float64), row)
+    assert (log_p[row, tokens] > -INF).all()
 
 
 # --- Filters, against a sort of all probabilities

@@ -332,10 +332,11 @@ def _head(
     return replace(shape, kind=kind, num_states=states, max_steps=most)
 
 
-#: Heads as published for Llama 3.1 8B and for Qwen3 8B; both fit any target of their hidden size.
+#: Heads as published for Llama 3.1 8B (EAGLE-3) and Qwen3 8B; they fit targets of the same width.
 DRAFTS = BUILT_IN | {
     "eagle3-8b": _head(EAGLE3, 1, 14336, 32000, EAGLE3_STATES),
     "dflash-8b": _head(DFLASH, 5, 12288, 0, 5, BLOCK_SIZE - 1),
+    "dspark-8b": replace(_head(DFLASH, 5, 12288, 0, 5, 8), markov_parameters=151936 * 256),
     NGRAM: ModelShape(0, 0, 0, 0, 0, 0, 0, tied_embeddings=True, kind=NGRAM),
 }
 
