@@ -108,7 +108,7 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1419,
+    "round_lines": 1388,
     "file_changes": 69,
     "types": 24,
     "shape_fields": 9,
