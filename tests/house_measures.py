@@ -21,7 +21,9 @@ NO_PAGES = {".venv", ".venv-oldest", ".pytest_cache", "build", "dist", "results"
 
 def measured() -> dict[str, int | list[str]]:
     """The first three are of one round of mode smc with K = 3, by its calls."""
-    codes = calls_of_a_round()
+    from sglang_smc.round.batch import RoundShape
+
+    codes, shape = calls_of_a_round(), RoundShape.__annotations__
     files = [code.co_filename for code in codes]
     functions = list(functions_of(set(codes)))
     package = lines_in("sglang_smc")
@@ -33,6 +35,9 @@ def measured() -> dict[str, int | list[str]]:
         # Calls whose function stands in another file than the one called before.
         "file_changes": sum(here != there for here, there in pairwise(files)),
         "types": sorted(types_named(functions)),
+        "shape_fields": len(shape),
+        "shape_booleans": list(shape.values()).count(bool),
+        "wide_functions": wide_functions(),
         "worker_imports": sorted(set(own_imports(PACKAGE / "worker.py"))),
         "grammar_files": [
             str(path.relative_to(ROOT))
@@ -115,6 +120,14 @@ def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 if (str(path), first) in called:
                     yield node
+
+
+def wide_functions() -> list[str]:
+    """Functions of eight parameters or more, beside self and cls."""
+    nodes = (node for path in sources() for node in ast.walk(tree_of(path)))
+    every = (one for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+    each = ((one.name, [*(of := one.args).posonlyargs, *of.args, *of.kwonlyargs]) for one in every)
+    return [name for name, args in each if len({a.arg for a in args} - {"self", "cls"}) >= 8]
 
 
 def types_named(functions: list[ast.FunctionDef]) -> set[str]:

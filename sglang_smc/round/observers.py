@@ -10,9 +10,11 @@ one draft step, and reads one of the K + 1 columns twice more: by estimate under
 on a GPU.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.round.batch import RoundBatch
@@ -26,20 +28,33 @@ from sglang_smc.state.record import RoundRecord
 from sglang_smc.state.request import RequestState, state_of
 
 
-class Traced(NamedTuple):
-    """One round of the G requests of a batch; places beyond a request's own N are undefined."""
+class Narrowed(NamedTuple):
+    """Particles at the end of a round, before emission."""
 
-    begins: list[bool]  # of each request: whether this is its first round after a prefill
-    drafts: Drafts  # without distributions
+    population: Population
+    ancestors: torch.Tensor  # [G, N] int64, in the last step
+    dropped: torch.Tensor  # [G] bool: the lag bound dropped particles
+    log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
+
+
+class Stages(NamedTuple):
+    """What the steps of one round return; places beyond a request's own N are undefined."""
+
     resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
     start: Population  # at the start
     before: Population  # at the start, with the latest potential values
+    drafts: Drafts
     decision: Decision
     failure: torch.Tensor  # [G] int64 `Failure`
     extended: Population  # with the kept draft tokens, after resampling
     continued: Population  # after the bonus token
-    narrowed: Population  # at the end, before emission
-    narrowed_to: torch.Tensor  # [G, N] ancestors in the last step
+    end: Narrowed
+    begins: Sequence[bool] = ()  # of a trace: whether it is each request's first after a prefill
+
+    def traced(self, reqs: Sequence[Req]) -> "Stages":
+        """Return the round for a trace, without distributions."""
+        drafts = self.drafts._replace(q=None, measured_q=None)
+        return self._replace(drafts=drafts, begins=[state_of(req).take_start() for req in reqs])
 
     def record_of(
         self, group: int, state: RequestState, emitted: list[int], log_evidence: float
@@ -57,8 +72,8 @@ class Traced(NamedTuple):
             return values[group, :size]
 
         begins = of(self.before.last_emitted).tolist() if self.begins[group] else None
-        ancestors, narrowed_to = of(self.decision.ancestors).tolist(), of(self.narrowed_to).tolist()
-        weighed, potentials = of(self.decision.weighed), None
+        ancestors, weighed = of(self.decision.ancestors).tolist(), of(self.decision.weighed)
+        narrowed_to, potentials = of(self.end.ancestors).tolist(), None
         before = base = of(self.start.log_weights)
         if self.before.scores is not None and state.potentials:
             base = of(self.before.log_weights)
@@ -88,7 +103,7 @@ class Traced(NamedTuple):
             bonus=[token if took else None for took, token in bonus],
             ended=of(self.continued.ended).tolist(),
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
-            log_weights_after=_finite(of(self.narrowed.log_weights)),
+            log_weights_after=_finite(of(self.end.population.log_weights)),
             log_evidence=finite(log_evidence) if knows_evidence else None,
             emitted=[*self._closed_token(state, begins), *emitted],
         )
@@ -129,12 +144,6 @@ class Traced(NamedTuple):
         if config.resample_at == "token" and bool(decision.resampled[group]) and bool(kept.any()):
             return "ess"
         return "dead" if bool(decision.all_zero[group]) else "evidence"
-
-
-def trace_of(batch: RoundBatch, drafts: Drafts, **others: Any) -> Traced:
-    """Return the trace of a round, on the device; other arguments as the fields of `Traced`."""
-    begins = [state_of(req).take_start() for req in batch.reqs]
-    return Traced(begins, drafts._replace(q=None, measured_q=None), **others)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:

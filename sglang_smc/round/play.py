@@ -20,7 +20,6 @@ The host waits for the device only where some request's rules read its sequences
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -34,10 +33,10 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
-from sglang_smc.round.observers import measure, trace_of
+from sglang_smc.round.observers import Narrowed, Stages, measure
 from sglang_smc.round.result import Outcome, shown_particles
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc import deciding, trees, weighing
+from sglang_smc.smc import deciding, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
@@ -45,19 +44,11 @@ from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
+from sglang_smc.smc.trees import begin_trees
 from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
-from sglang_smc.state.logprobs import logprob_distribution, score_tails
+from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.request import state_of
-
-
-class Narrowed(NamedTuple):
-    """Particles at the end of a round."""
-
-    population: Population
-    ancestors: torch.Tensor  # [G, N] int64, in the last step
-    dropped: torch.Tensor  # [G] bool: the lag bound dropped particles
-    log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
 
 
 @dataclass(eq=False)
@@ -154,10 +145,11 @@ class Steps:
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
         matches, greedy = batch.matches, settings.greedy
-        is_tree = divisors = paths = None
+        tree = None
         if Need.TREES in batch.shape.needs:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-            is_tree, divisors = settings.branches, trees.log_divisors(ahead, texts.shape[1])
+            prunes, is_tree = equal is not None and self.target.merges, settings.branches
+            tree = begin_trees(is_tree, ahead, population.ended, prunes=prunes)
             greedy = greedy ^ is_tree  # trees draft more than the likeliest token
         measured = tokens = None
         drawn: list[torch.Tensor] = []
@@ -172,14 +164,8 @@ class Steps:
             q = self._merged(q, slots.slots[step + 1].unsqueeze(2))
             q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
-            if is_tree is not None and divisors is not None:
-                likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text, divisors[step])
-                tokens = torch.where(is_tree.unsqueeze(1), likely, tokens)
-                scored = q.score(tokens)
-                if equal is not None and self.target.merges:
-                    in_tree = is_tree.unsqueeze(1) & ~population.ended
-                    pruned = trees.prune(tokens, scored, paths, equal, in_tree)
-                    tokens, scored, paths, equal = pruned
+            if tree is not None:
+                tokens, scored, equal = tree.grow(step, q, tokens, same_text, equal)
             if equal is not None:
                 place = slots.positions[step + 2]
                 equal = self.ledger.share(batch.rows, place, slots.slots[step + 2], equal, tokens)
@@ -290,9 +276,8 @@ class Steps:
         """Edit logits, and return them with the mask of the requests' rules; see `rules.base`."""
         if batch.edits is not None:
             self.ops.edit_logits(logits, batch.edits, chains, first)
-        if Need.RULES not in batch.shape.needs:
-            return logits, None
-        return batch.rules.apply(logits, chains, first)
+        has_rules = Need.RULES in batch.shape.needs
+        return batch.rules.apply(logits, chains, first) if has_rules else (logits, None)
 
     def decide(
         self,
@@ -472,31 +457,23 @@ class Round:
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens)
         if shown is not None:
-            table = self._tables.particles.logprobs
-            listed = table.listed_ids(batch.rows, shape.logprobs.listed)
-            continued = score_tails(before, continued, decision.ancestors, shown, listed)
+            score_tails = self._tables.particles.logprobs.score_tails
+            continued = score_tails(batch.rows, before, continued, decision.ancestors, shown)
         continued = continued.stop(failure > 0)
         continued = measure(batch, before, continued, decision.ancestors, p, drafts)
-        narrowed = steps.narrow(batch, continued)
-        outcome = self._commit(batch, continued, narrowed, decision, failure)
-        if steps.routed is not None:
-            outcome = outcome._replace(experts=steps.experts(slots))
-        if Need.TRACE not in shape.needs:
-            return outcome
-        trace = trace_of(
-            batch,
-            drafts,
+        stages = Stages(
             resized_from=resized_from,
             start=start,
             before=before,
+            drafts=drafts,
             decision=decision,
             failure=failure,
             extended=extended,
             continued=continued,
-            narrowed=narrowed.population,
-            narrowed_to=narrowed.ancestors,
+            end=steps.narrow(batch, continued),
         )
-        return outcome._replace(trace=trace)
+        outcome = self._commit(batch, stages)
+        return outcome if steps.routed is None else outcome._replace(experts=steps.experts(slots))
 
     def play_in_slices(
         self,
@@ -558,9 +535,6 @@ class Round:
             settings = settings.bounded(own_particles, own_steps, is_exact)
         seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
-        rules = NO_RULES
-        if Need.RULES in shape.needs:
-            rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
         edits = None
         if Need.EDITS in shape.needs:
             # The last emitted token is not in the counts: particles may differ in a first token.
@@ -583,35 +557,27 @@ class Round:
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
-            rules=rules,
+            rules=self._rules(reqs, before) if Need.RULES in shape.needs else NO_RULES,
             ops=self.steps.ops,
             edits=edits,
             matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
         )
         return batch, before
 
+    def _rules(self, reqs: Sequence[Req], before: Population) -> TextRules:
+        """Return the rules of the sequences before the round."""
+        vocab_size, device = self._tables.requests.vocab_size, before.lengths.device
+        return TextRules.of(list(reqs), before, vocab_size, device)
+
     def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
         """Return the n-gram matches of the sequences before the round."""
         assert self._corpus is not None, "a request has matches where the server keeps texts alone"
         return Matches.of(self._corpus, list(reqs), before)
 
-    def _commit(
-        self,
-        batch: RoundBatch,
-        continued: Population,
-        end: Narrowed,
-        decision: Decision,
-        failure: torch.Tensor,
-    ) -> Outcome:
-        """Emit the tokens that all particles share, and store the rest for the next round.
-
-        Args:
-            continued: population before `Steps.narrow`.
-            end: result of it.
-            failure: ``[G]`` int64 `Failure`, where logits gave no distribution.
-        """
-        tables, shape, ops, narrowed = self._tables, batch.shape, batch.ops, end.population
-        needs = shape.needs
+    def _commit(self, batch: RoundBatch, stages: Stages) -> Outcome:
+        """Emit the tokens that all particles share, and store the rest for the next round."""
+        tables, shape, ops, needs = self._tables, batch.shape, batch.ops, batch.shape.needs
+        decision, continued, narrowed = stages.decision, stages.continued, stages.end.population
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
         if narrowed.scores is not None:
@@ -643,16 +609,16 @@ class Round:
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
             resample_ct=decision.resampled,
-            narrow_ct=end.dropped,
+            narrow_ct=stages.end.dropped,
             all_zero_ct=decision.all_zero,
-            nan_ct=failure > 0,
+            nan_ct=stages.failure > 0,
             exact_ct=decision.verified,
             killed_ct=(num_weights - num_parents) * decision.resampled,
             ess_sum=decision.ess,
             particles_sum=num_weights,
             steps_sum=settings.num_steps,
             ancestors=num_roots,
-            log_evidence=end.log_evidence,
+            log_evidence=stages.end.log_evidence,
         )
         return Outcome(
             tokens=tokens,
@@ -661,8 +627,9 @@ class Round:
             last_emitted=last_emitted,
             num_correct_drafts=decision.num_columns,
             counters=counters,
-            failure=failure,
+            failure=stages.failure,
             first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in needs else None,
             particles=shown_particles(continued, narrowed) if Need.PARTICLES in needs else None,
             logprobs=emitted,
+            trace=stages.traced(batch.reqs) if Need.TRACE in needs else None,
         )

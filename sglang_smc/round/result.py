@@ -20,7 +20,7 @@ from sglang_smc.kv.transfer import each_tensor, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
-from sglang_smc.round.observers import Traced
+from sglang_smc.round.observers import Stages
 from sglang_smc.rules import registry
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import choose
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
     first_tokens: torch.Tensor | None  # [G] the first token of prefill, -1 while particles differ
     particles: Population | None  # before the final draw, where some request sets return_particles
     logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
-    trace: Traced | None = None  # where some request sets trace
+    trace: Stages | None = None  # where some request sets trace
     # KV slots [G, N, K + 1] and experts [G, N, K + 1, layers, experts a token], where kept
     experts: tuple[torch.Tensor, torch.Tensor] | None = None
 

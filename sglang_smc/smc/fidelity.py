@@ -108,10 +108,8 @@ def watch(
     q_rows = ancestors + group * num_particles
     drafted = _drafted(coins, num_steps).unsqueeze(1)
     p_rows = q_rows * (len(p.scores) // len(q.scores)) + drafted
-    log_p, log_q = (
-        law._replace(rows=rows.flatten(), greedy=None).log_probs()
-        for law, rows in ((p, p_rows), (q, q_rows))
-    )
+    log_p = p._replace(rows=p_rows.flatten(), greedy=None).log_probs()
+    log_q = q._replace(rows=q_rows.flatten(), greedy=None).log_probs()
     pull, information, innovation = (
         found.view(size, num_particles) for found in moments(log_p, log_q, tokens)
     )

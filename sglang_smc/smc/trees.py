@@ -8,8 +8,11 @@ an evidence threshold of 0). So the output is the target's own, whatever the tre
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
+
+from sglang_smc.smc.distribution import TokenDistribution
 
 _STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the shipped pair
 _LOG_LEAST = math.log(0.02)  # a row that the target follows more seldom is not worth its time
@@ -44,29 +47,51 @@ def branch(scores: torch.Tensor, same_text: torch.Tensor, divisors: torch.Tensor
     return tokens.gather(2, which).squeeze(2)
 
 
-def prune(
-    tokens: torch.Tensor,
-    log_q: torch.Tensor,
-    paths: torch.Tensor | None,
-    equal: torch.Tensor,
-    is_tree: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give unlikely chains the first one's tokens, so that they share its rows from there on.
+@dataclass(eq=False)
+class Trees:
+    """The trees of a batch, which grow column by column."""
 
-    Their log q is inf there, and so their weight 0: the round keeps them up to there at most.
+    is_tree: torch.Tensor  # [G, 1] bool: which groups draft one
+    divisors: torch.Tensor  # [K, G, N] of `log_divisors`
+    ended: torch.Tensor | None  # [G, N] bool: not to be pruned; None: no chain is
+    paths: torch.Tensor | float = 0.0  # [G, N] sums of log q so far, of pruned chains -inf
 
-    Args:
-        tokens, log_q: ``[G, N]`` of the chains' next tokens.
-        paths: ``[G, N]`` sums of log q before, of pruned chains -inf; None in the first column.
-        equal: ``[G, N, N]`` bool: whose rows are shared, an equivalence but for pruned chains.
-        is_tree: ``[G, N]`` bool: which chains are of trees.
+    def grow(
+        self,
+        step: int,
+        q: TokenDistribution,
+        tokens: torch.Tensor,
+        same_text: torch.Tensor,
+        equal: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the next tokens, with those of trees in place of ``tokens`` ``[G, N]``; and log q.
 
-    Returns:
-        The first four: ``paths`` with ``log_q``, ``equal`` yet without ``tokens``.
-    """
-    paths = log_q if paths is None else paths + log_q
-    pruned = is_tree & (paths < _LOG_LEAST)
-    pruned[:, 0] = False
-    tokens = torch.where(pruned, tokens[:, :1], tokens)
-    equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
-    return tokens, log_q.masked_fill(pruned, math.inf), paths.masked_fill(pruned, -math.inf), equal
+        Where rows are shared, unlikely chains get the first one's tokens, and share its rows from
+        there on. Their log q is inf there, and so their weight 0: the round keeps them up to there
+        at most.
+
+        Args:
+            same_text: as for `branch`.
+            equal: ``[G, N, N]`` bool: whose rows are shared, an equivalence but for pruned chains.
+                Returned yet without these tokens.
+        """
+        likely = branch(q.scores.view(*tokens.shape, -1), same_text, self.divisors[step])
+        tokens = torch.where(self.is_tree, likely, tokens)
+        log_q = q.score(tokens)
+        if equal is None or self.ended is None:
+            return tokens, log_q, equal
+        paths = self.paths + log_q
+        pruned = self.is_tree & ~self.ended & (paths < _LOG_LEAST)
+        pruned[:, 0] = False
+        self.paths = paths.masked_fill(pruned, -math.inf)
+        tokens = torch.where(pruned, tokens[:, :1], tokens)
+        equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
+        return tokens, log_q.masked_fill(pruned, math.inf), equal
+
+
+def begin_trees(
+    is_tree: torch.Tensor, ahead: torch.Tensor, ended: torch.Tensor, *, prunes: bool
+) -> Trees:
+    """Return the roots of the groups ``is_tree`` ``[G]``; ``ahead`` ``[K, G]``; see `Trees`."""
+    divisors = log_divisors(ahead, ended.shape[1])
+    return Trees(is_tree.unsqueeze(1), divisors, ended if prunes else None)

@@ -114,9 +114,43 @@ class LogprobTable:
             padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]
             self._ids[rows, : widths.listed] = on_device(self._device, padded)
 
-    def listed_ids(self, rows: torch.Tensor, num_listed: int) -> torch.Tensor:
-        """Return the token ids that the requests in ``rows`` list, ``[G, num_listed]``."""
-        return self._ids[rows, :num_listed]
+    def score_tails(
+        self,
+        rows: torch.Tensor,
+        before: Population,
+        population: Population,
+        ancestors: torch.Tensor,
+        shown: TokenDistribution,
+    ) -> Population:
+        """Score the tokens that a round has appended, draft tokens and the target's own.
+
+        The j-th of them is scored by column j of the ancestor's chain.
+
+        Args:
+            rows: ``[G]`` of the requests.
+            before: population at the start of the round.
+            population: population now.
+            ancestors: ``[G, N]`` the earlier particle that each one continues.
+            shown: distribution of all columns of all chains.
+        """
+        logprobs = population.logprobs
+        assert logprobs is not None, "gathered where some request returns them"
+        num_groups, num_particles, width = population.tokens.shape
+        starts = before.lengths.gather(1, ancestors)
+        num_columns = shown.num_draws // ancestors.numel()
+        column = torch.arange(num_columns, device=ancestors.device)
+        # Places past a tail's new end are undefined, and the last is never part of a tail.
+        place = (starts.unsqueeze(2) + column).clamp_max(width - 1)
+        group = torch.arange(num_groups, device=ancestors.device).unsqueeze(1)
+        chain = group * num_particles + ancestors  # [G, N]
+        new = score(
+            shown,
+            population.tokens.gather(2, place),
+            chain.unsqueeze(2) * num_columns + column,
+            self._ids[rows, : logprobs.listed.shape[3]],
+            logprobs.top.shape[3],
+        )
+        return population._replace(logprobs=logprobs.write(place, new))
 
     def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
         """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
@@ -221,40 +255,3 @@ def score(
     listed = by_group.gather(2, ids.unsqueeze(1).expand(-1, by_group.shape[1], -1)).flatten(0, 1)
     top, listed = top.clamp_min(lowest), listed.clamp_min(lowest)
     return TailLogprobs(own, top[rows], top_ids[rows], listed[rows])
-
-
-def score_tails(
-    before: Population,
-    population: Population,
-    ancestors: torch.Tensor,
-    shown: TokenDistribution,
-    listed_ids: torch.Tensor,
-) -> Population:
-    """Score the tokens that a round has appended, draft tokens and the target's own.
-
-    The j-th of them is scored by column j of the ancestor's chain.
-
-    Args:
-        before: population at the start of the round.
-        population: population now.
-        ancestors: ``[G, N]`` the earlier particle that each one continues.
-        shown: distribution of all columns of all chains.
-        listed_ids: ``[G, M]`` tokens that each request lists.
-    """
-    assert population.logprobs is not None
-    num_groups, num_particles, width = population.tokens.shape
-    starts = before.lengths.gather(1, ancestors)
-    num_columns = shown.num_draws // ancestors.numel()
-    column = torch.arange(num_columns, device=ancestors.device)
-    # Places past a tail's new end are undefined, and the last is never part of a tail.
-    place = (starts.unsqueeze(2) + column).clamp_max(width - 1)
-    group = torch.arange(num_groups, device=ancestors.device).unsqueeze(1)
-    chain = group * num_particles + ancestors  # [G, N]
-    new = score(
-        shown,
-        population.tokens.gather(2, place),
-        chain.unsqueeze(2) * num_columns + column,
-        listed_ids,
-        population.logprobs.top.shape[3],
-    )
-    return population._replace(logprobs=population.logprobs.write(place, new))

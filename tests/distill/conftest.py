@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_smc.tools.distill.teacher import Teacher, Text, load_model, sample_answers
+from sglang_smc.tools.distill.teacher import Sampling, Teacher, Text, load_model, sample_answers
 
 CPU = torch.device("cpu")
 
@@ -32,5 +32,5 @@ def texts(teacher: Teacher) -> list[Text]:
     """Sixty answers of the target to prompts of 1 to 4 tokens."""
     prompts = [[2 + i % 20] * (1 + i % 4) for i in range(60)]
     torch.manual_seed(0)
-    how = {"temperature": 1.0, "max_new_tokens": 20, "batch": 30}
-    return sample_answers(teacher.model, prompts, ends=frozenset([1]), **how)
+    how = Sampling(1.0, max_new_tokens=20, batch=30, ends=frozenset([1]))
+    return sample_answers(teacher.model, prompts, how)

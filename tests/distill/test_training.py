@@ -22,6 +22,7 @@ from sglang_smc.tools.distill.teacher import (
     Batch,
     Lesson,
     Lessons,
+    Sampling,
     Teacher,
     Text,
     collate,
@@ -47,41 +48,38 @@ KINDS = ("eagle3", "mtp", "dflash", "dspark")
 # --- Samples
 
 
-def test_answers_are_what_the_target_says(teacher: Teacher) -> None:
-    """Nearly at temperature 0 they are its most likely tokens, whatever stands beside a prompt.
+PROMPTS = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
 
-    Red where padding is seen or kept, positions are off, or rows are mixed up.
-    """
-    prompts = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
-    plain = [best(teacher, prompt, 12) for prompt in prompts]
-    # Ends that some answers meet early and others never.
-    ends = frozenset([plain[0][2], plain[1][2], plain[4][5]])
+
+def wanted(teacher: Teacher) -> tuple[Sampling, list[Text]]:
+    """Nearly at temperature 0 answers are the likeliest tokens; some end early, others never."""
+    plain = [best(teacher, prompt, 12) for prompt in PROMPTS]
+    ends = frozenset([1, plain[0][2], plain[4][5]])  # 1 is the checkpoint's own
     cut = [until(answer, ends) for answer in plain]
-    how = {"temperature": 1e-4, "max_new_tokens": 12, "batch": 4}
-    found = sample_answers(teacher.model, prompts, ends=ends, **how)
-    assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
     assert len({len(answer) for answer in cut}) > 2
+    texts = [Text(p + a, len(p)) for p, a in zip(PROMPTS, cut, strict=True)]
+    return Sampling(1e-4, max_new_tokens=12, batch=2, ends=ends), texts
+
+
+def test_answers_are_what_the_target_says(teacher: Teacher) -> None:
+    """Red where padding is seen or kept, positions are off, or rows are mixed up."""
+    how, texts = wanted(teacher)
+    assert sample_answers(teacher.model, PROMPTS, how) == texts
 
 
 @pytest.mark.engine
 def test_an_engine_says_what_the_target_says(
     teacher: Teacher, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More prompts than run at once; red where ends are missed, or answers mixed up."""
+    """Red where ends are missed, or answers mixed up."""
     bars: list[tqdm] = []
     monkeypatch.setattr(
         "sglang_smc.tools.distill.teacher._bar",
         lambda most: bars.append(tqdm(total=most)) or bars[0],
     )
-    prompts = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
-    plain = [best(teacher, prompt, 12) for prompt in prompts]
-    ends = frozenset([1, plain[0][2], plain[4][5]])  # 1 is the checkpoint's own
-    how = {"temperature": 1e-4, "max_new_tokens": 12, "batch": 2, "seed": 0, "device": "cpu"}
-    found = sample_with_engine(target, prompts, ends=ends, **how)
-    cut = [until(answer, ends) for answer in plain]
-    assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
-    assert len({len(answer) for answer in cut}) > 2
-    assert bars[0].n == sum(map(len, cut))
+    how, texts = wanted(teacher)
+    assert sample_with_engine(target, PROMPTS, how, seed=0, device="cpu") == texts
+    assert bars[0].n == sum(len(text.ids) - text.prompt for text in texts)
 
 
 @torch.no_grad()

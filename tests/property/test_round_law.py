@@ -210,13 +210,6 @@ def test_requests_without_drafts_follow_p_beside_any_others(others: tuple[Any, .
         assert outcome.num_tokens == outcome.num_rounds
 
 
-def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
-    """Error probability 1e-4: it is weighed, as without one, and so follows q where drafted."""
-    chosen = ({"num_particles": 1, "num_steps": 2},)
-    outcome = run(num_particles=4, **SELDOM, chosen=chosen, budgets=(Budget(1, 2),))
-    assert p_value(outcome, law(TARGET, DRAFT, DRAFT)) > 1e-4
-
-
 # --- A power of p: whole texts follow p(x)^alpha over its sum, and Z-hat estimates that sum. So
 # particles draw their first tokens apart: one for all would follow the power of its own law,
 # whatever N is, since no weight tells it from another.
@@ -305,14 +298,6 @@ def test_verified_texts_are_not_resampled_for_their_lengths() -> None:
     outcome = run((flat, ENDLESS[1]), num_particles=8, num_steps=3, **own)
     assert outcome.num_resampled == 0
     assert_properly_weighted(outcome, law(flat), 2.0)
-
-
-def test_a_power_keeps_its_particles() -> None:
-    """With one particle left its texts would follow powers of next-token laws, which are far."""
-    budgets = (OFF, Budget(1, 1))
-    outcome = run(num_particles=16, power=2.0, **SELDOM, budgets=budgets, num_runs=800)
-    assert_properly_weighted(outcome, P, 2.0)
-    assert total_variation(outcome, P, 2.0) < 0.12
 
 
 # --- What the evidence threshold trades, on models that hardly agree; margins are several times

@@ -299,7 +299,7 @@ RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
         (RequestConfig(num_particles=4, mode="auto"), Budget(2, 0), 2, 0, "auto"),
         (ASKED[1], OFF, 1, 0, "smc"),
         # A power of p cannot be verified, and keeps its particles.
-        (ASKED[-1], OFF, 8, 0, "smc"),
+        *((ASKED[-1], budget, 8, budget.num_steps, "smc") for budget in (OFF, Budget(1, 2))),
     ],
 )
 def test_what_a_request_runs_with(

@@ -21,6 +21,7 @@ from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.teacher import (
+    Sampling,
     Teacher,
     Text,
     load_model,
@@ -223,17 +224,17 @@ def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Text]:
     prompts = read_prompts(arguments.prompts, load_tokenizer(arguments.target))
     wanted = [prompt for prompt in prompts for _ in range(arguments.answers)]
     ends = teacher.model.generation_config.eos_token_id  # one, several or None
-    how: dict[str, Any] = {
-        "temperature": temperature,
-        "max_new_tokens": arguments.max_new_tokens,
-        "batch": 8 * arguments.batch,
-        "ends": frozenset([ends] if isinstance(ends, int) else ends or ()),
-    }
+    how = Sampling(
+        temperature,
+        max_new_tokens=arguments.max_new_tokens,
+        batch=8 * arguments.batch,
+        ends=frozenset([ends] if isinstance(ends, int) else ends or ()),
+    )
     if arguments.sampler == ENGINE:
-        where = {"seed": arguments.seed, "device": arguments.device.type}
-        texts = sample_with_engine(arguments.target, wanted, **how, **where)
+        seed, device = arguments.seed, arguments.device.type
+        texts = sample_with_engine(arguments.target, wanted, how, seed=seed, device=device)
     else:
-        texts = sample_answers(teacher.model, wanted, **how)
+        texts = sample_answers(teacher.model, wanted, how)
     if path is not None:
         write_texts(path, texts, temperature)
     return texts

@@ -231,38 +231,39 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 @torch.no_grad()
-def sample_answers(
-    target: Any,
-    prompts: Sequence[list[int]],
-    *,
-    temperature: float,
-    max_new_tokens: int,
-    batch: int,
-    ends: frozenset[int],
-) -> list[Text]:
+class Sampling(NamedTuple):
+    """How answers are sampled."""
+
+    temperature: float
+    max_new_tokens: int
+    batch: int  # prompts at a time
+    ends: frozenset[int]  # tokens that end an answer
+
+
+def sample_answers(target: Any, prompts: Sequence[list[int]], how: Sampling) -> list[Text]:
     """Sample an answer to each prompt from the target's own distribution, in their order.
 
-    By torch's global generator, ``batch`` at a time, each up to a token of ``ends``.
+    By torch's global generator.
     """
     target.generation_config = GenerationConfig()  # of a checkpoint: its filters and penalties
     settings = GenerationConfig(
         do_sample=True,
-        temperature=temperature,
+        temperature=how.temperature,
         top_k=0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(ends) or None,
+        max_new_tokens=how.max_new_tokens,
+        eos_token_id=sorted(how.ends) or None,
         pad_token_id=0,
     )
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     found = dict.fromkeys(range(len(prompts)), Text([], 0))
-    progress = _bar(len(order) * max_new_tokens)
+    progress = _bar(len(order) * how.max_new_tokens)
 
     def count(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # it stops none
         progress.update(len(ids))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    for start in range(0, len(order), batch):
-        chunk = order[start : start + batch]
+    for start in range(0, len(order), how.batch):
+        chunk = order[start : start + how.batch]
         length = len(prompts[chunk[-1]])
         ids = [[0] * (length - len(prompts[place])) + prompts[place] for place in chunk]
         read = [[0] * (length - len(prompts[place])) + [1] * len(prompts[place]) for place in chunk]
@@ -273,47 +274,38 @@ def sample_answers(
             stopping_criteria=StoppingCriteriaList([count]),
         )
         for place, row in zip(chunk, told[:, length:].tolist(), strict=True):
-            end = next((count for count, token in enumerate(row, 1) if token in ends), len(row))
+            end = next((count for count, token in enumerate(row, 1) if token in how.ends), len(row))
             found[place] = Text(prompts[place] + row[:end], len(prompts[place]))
     progress.close()
     return list(found.values())
 
 
 def sample_with_engine(
-    folder: Path,
-    prompts: Sequence[list[int]],
-    *,
-    temperature: float,
-    max_new_tokens: int,
-    batch: int,
-    ends: frozenset[int],
-    seed: int,
-    device: str,
+    folder: Path, prompts: Sequence[list[int]], how: Sampling, *, seed: int, device: str
 ) -> list[Text]:
     """Sample as `sample_answers` by an SGLang engine.
 
-    ``batch`` requests run at once; another begins where one ends. The checkpoint's own EOS ends
-    them, too.
+    Another request begins where one ends. The checkpoint's own EOS ends them, too.
     """
     from sglang import Engine
 
-    longest = max(map(len, prompts)) + max_new_tokens
+    longest = max(map(len, prompts)) + how.max_new_tokens
     engine = Engine(
         model_path=str(folder),
         device=device,
         random_seed=seed,
         skip_tokenizer_init=True,
-        max_running_requests=batch,
-        max_total_tokens=batch * (longest + 1),
+        max_running_requests=how.batch,
+        max_total_tokens=how.batch * (longest + 1),
         log_level="error",
     )
     params = {
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "stop_token_ids": sorted(ends),
+        "temperature": how.temperature,
+        "max_new_tokens": how.max_new_tokens,
+        "stop_token_ids": sorted(how.ends),
     }
     found: list[list[int]] = [[] for _ in prompts]
-    with engine, _bar(len(prompts) * max_new_tokens) as progress:
+    with engine, _bar(len(prompts) * how.max_new_tokens) as progress:
         for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
             place, answer = told["index"], list(told["output_ids"])  # SGLang appends to its own
             progress.update(len(answer) - len(found[place]))

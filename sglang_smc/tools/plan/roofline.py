@@ -110,8 +110,8 @@ class Rows(NamedTuple):
     batch: int
     num_particles: int
     context: float
-    tail: float
-    shared_prefix: bool
+    tail: float = 0.0
+    shared_prefix: bool = True
 
     @property
     def count(self) -> int:
@@ -151,28 +151,17 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
 
 def ar_step(target: ModelShape, batch: int, context: float) -> Round:
     """Return the pass for one token of each of ``batch`` requests with ``context`` tokens."""
-    rows = Rows(batch, 1, context, 0.0, shared_prefix=True)
+    rows = Rows(batch, 1, context)
     return Round((forward("decode", target, rows, 1, 1),))
 
 
-def smc_round(
-    target: ModelShape,
-    draft: ModelShape,
-    batch: int,
-    num_particles: int,
-    num_steps: int,
-    context: float,
-    tail: float = 0.0,
-    shared_prefix: bool = True,
-) -> Round:
+def smc_round(target: ModelShape, draft: ModelShape, rows: Rows, num_steps: int) -> Round:
     """Return the draft's passes over all particles, and a target pass over K + 1 tokens of each.
 
-    ``context`` tokens are common to a request's particles, ``tail`` are each particle's own when
-    the round starts. With one particle it is a round of speculative decoding with one chain.
+    With one particle it is a round of speculative decoding with one chain.
 
     Raises ValueError for a draft that does not fit.
     """
-    rows = Rows(batch, num_particles, context, tail, shared_prefix)
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
     draft.require_fit(target, num_steps)
     if draft.kind == DFLASH:
@@ -304,11 +293,11 @@ class Scenario:
         length = self.context + self.tail  # of a method's single text
         if self.method == "AR":
             return ar_step(self.target, self.batch, length)
-        sizes = self.batch, self.num_particles, self.num_steps
-        if self.method == "SD":
-            return smc_round(self.target, self.draft, *sizes, length)
-        lengths = self.context, self.tail
-        return smc_round(self.target, self.draft, *sizes, *lengths, self.shared_prefix)
+        rows = Rows(self.batch, 1, length)
+        if self.method != "SD":
+            count = self.num_particles
+            rows = Rows(self.batch, count, self.context, self.tail, self.shared_prefix)
+        return smc_round(self.target, self.draft, rows, self.num_steps)
 
     @cached_property
     def seconds(self) -> float:
