@@ -148,7 +148,7 @@ class Steps:
         tree = None
         if Need.TREES in batch.shape.needs:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-            prunes, is_tree = equal is not None and self.target.merges, settings.branches
+            prunes, is_tree = self.runs_texts_once, settings.branches
             tree = begin_trees(is_tree, ahead, population.ended, prunes=prunes)
             greedy = greedy ^ is_tree  # trees draft more than the likeliest token
         measured = tokens = None
@@ -160,8 +160,7 @@ class Steps:
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            q = self._q(batch, logits, greedy, drawn)
-            q = self._merged(q, slots.slots[step + 1].unsqueeze(2))
+            q = self._q(batch, logits, greedy, drawn, slots.slots[step + 1])
             q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if tree is not None:
@@ -200,8 +199,12 @@ class Steps:
         logits: torch.Tensor,
         greedy: torch.Tensor,
         drawn: list[torch.Tensor],
+        slots: torch.Tensor,
     ) -> TokenDistribution:
-        """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
+        """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``.
+
+        ``slots`` are those of the last tokens, ``[G, N]``.
+        """
         allowed = None
         if batch.edits is not None or Need.RULES in batch.shape.needs:
             nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
@@ -209,8 +212,8 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        temperature = batch.settings.draft_temperature
-        return self._distribution(batch, logits, temperature, greedy, allowed).summed()
+        temperature, slots = batch.settings.draft_temperature, slots.unsqueeze(2)
+        return self._distribution(batch, logits, temperature, greedy, allowed, slots).summed()
 
     def _distribution(
         self,
@@ -219,20 +222,26 @@ class Steps:
         temperature: torch.Tensor,
         greedy: torch.Tensor,
         allowed: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> TokenDistribution:
-        """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points."""
+        """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points.
+
+        Where models run each of the ``slots`` ``[G, N, C]`` once, its rows share the first's logits.
+        """
         filters = batch.settings.filters if Need.FILTERS in batch.shape.needs else None
         at_0 = greedy if Need.GREEDY in batch.shape.needs else None
-        return self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
-
-    def _merged(self, rows: TokenDistribution, slots: torch.Tensor) -> TokenDistribution:
-        """Let draws of one text, of slots ``[G, N, C]``, share the row that the model ran once."""
-        if self.ops.kind != "torch" or not self.target.merges or slots.shape[1] == 1:
-            return rows
-        flat = slots.flatten(1)  # [G, R]; slot 0 is of no text
+        found = self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
+        if slots is None or slots.shape[1] == 1 or not self.runs_texts_once:
+            return found
+        flat = slots.flatten(1)  # [G, M]; slot 0 is of no text
         own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
         first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
-        return rows._replace(rows=torch.where(flat == 0, own, first).flatten())
+        return found._replace(rows=torch.where(flat == 0, own, first).flatten())
+
+    @property
+    def runs_texts_once(self) -> bool:
+        """Return whether models run once for particles of one text, which share KV slots."""
+        return self.ops.kind == "torch" and self.target.merges
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -255,8 +264,8 @@ class Steps:
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits, temperature = logits.flatten(1, 2), batch.settings.temperature
-        p = self._distribution(batch, logits, temperature, batch.settings.greedy, allowed).summed()
-        p = self._merged(p, written)
+        greedy = batch.settings.greedy
+        p = self._distribution(batch, logits, temperature, greedy, allowed, written).summed()
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:
