@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from sglang_smc.ops import TORCH
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
+from sglang_smc.smc.ops import Fused
 
 EPS, PROMPT, REPLAYS, TURNS = 1e-5, 256, 20, 5
 TOLERANCE = 0.1  # of bfloat16, over layers: relative to the largest output
@@ -127,10 +128,11 @@ def fused(
 ) -> torch.Tensor:
     """Run layers in four products each, and attention."""
     for (first, second), (qkv, o, gate_up, down), scales in layers:
-        rows = attend(skinny(x, qkv, norm=first, eps=EPS, scale=scales[0]))
-        x = skinny(rows, o, residual=x, scale=scales[1])
-        rows = skinny(x, gate_up, norm=second, eps=EPS, gated=True, scale=scales[2])
-        x = skinny(rows, down, residual=x, scale=scales[3])
+        rows = attend(skinny(x, qkv, Fused(norm=first, eps=EPS, scale=scales[0])))
+        x = skinny(rows, o, Fused(residual=x, scale=scales[1]))
+        gated = Fused(norm=second, eps=EPS, gated=True, scale=scales[2])
+        rows = skinny(x, gate_up, gated)
+        x = skinny(rows, down, Fused(residual=x, scale=scales[3]))
     return x
 
 

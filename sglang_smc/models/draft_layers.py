@@ -27,7 +27,7 @@ from sglang.srt.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from sglang.srt.models.utils import apply_qk_norm
 
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.smc.ops import MOST_SKINNY_ROWS
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
 from sglang_smc.upstream import IS_NEWER
 
 _Midlayer = llama_eagle3.LlamaDecoderLayer  # of EAGLE-3 heads
@@ -129,8 +129,8 @@ class DraftLayer:
         """Run an EAGLE-3 head's layer, which reads embeddings and states side by side."""
         if not self._is_asked(hidden_states):
             return self._forward(positions, embeds, hidden_states, forward_batch, residual)
-        beside = hidden_states, self._layer.hidden_norm.weight
-        qkv = self._product(0, embeds, norm=self._layer.input_layernorm, beside=beside)
+        beside = {"beside": hidden_states, "beside_norm": self._layer.hidden_norm.weight}
+        qkv = self._product(0, embeds, norm=self._layer.input_layernorm, **beside)
         return self._rest(qkv, hidden_states, positions, forward_batch)
 
     def _is_asked(self, hidden_states: torch.Tensor) -> bool:
@@ -144,7 +144,7 @@ class DraftLayer:
         linear = _projections(self._layer)[nth]
         if norm is not None:
             around |= {"norm": norm.weight, "eps": norm.variance_epsilon}
-        return self._skinny(rows, linear.weight, bias=linear.bias, **around)
+        return self._skinny(rows, linear.weight, Fused(bias=linear.bias, **around))
 
     def _rest(
         self,
