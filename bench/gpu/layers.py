@@ -29,6 +29,7 @@ EPS, PROMPT, REPLAYS, TURNS = 1e-5, 256, 20, 5
 TOLERANCE = 0.1  # of bfloat16, over layers: relative to the largest output
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
+Attend = Callable[[torch.Tensor], torch.Tensor]
 LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
 if DEVICE == "cpu":
     LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
@@ -40,9 +41,6 @@ class Layer(NamedTuple):
     norms: tuple[torch.Tensor, torch.Tensor]
     matrices: tuple[torch.Tensor, ...]  # qkv, o, gate and up, down
     scales: tuple[torch.Tensor | None, ...] = (None,) * 4
-
-
-Attend = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_layer() -> Layer:
@@ -130,8 +128,7 @@ def fused(
     for (first, second), (qkv, o, gate_up, down), scales in layers:
         rows = attend(skinny(x, qkv, Fused(norm=first, eps=EPS, scale=scales[0])))
         x = skinny(rows, o, Fused(residual=x, scale=scales[1]))
-        gated = Fused(norm=second, eps=EPS, gated=True, scale=scales[2])
-        rows = skinny(x, gate_up, gated)
+        rows = skinny(x, gate_up, Fused(norm=second, eps=EPS, gated=True, scale=scales[2]))
         x = skinny(rows, down, Fused(residual=x, scale=scales[3]))
     return x
 

@@ -328,6 +328,8 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
         weight = (of.normal(outputs, inputs) / inputs**0.5).to(dtype)
         return ops.skinny(x, weight, Fused(eps=1e-5, **around))
 
+    small, scale = of.whole(-127, 128, 64, hidden).to(torch.int8), of.uniforms(64).float() / 1024
+    of_int8 = Fused(scale=scale, gated=True), Fused(scale=scale, dtype=torch.float32)
     norm, beside = normal(hidden), {"beside": normal(rows, hidden), "beside_norm": normal(hidden)}
     return [
         product(64, hidden, norm=norm, bias=normal(64)),
@@ -335,6 +337,7 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
         product(64, hidden, residual=normal(rows, 64)),
         product(128, hidden, norm=norm, gated=True),
         product(64, 5120, residual=normal(rows, 64)),
+        *(ops.skinny(normal(rows, hidden), small, one) for one in of_int8),
     ]
 
 

@@ -134,9 +134,15 @@ def _products(sizes: Sizes) -> None:
         return
     hidden, wide = q * dim, 4 * q * dim
 
-    def product(outputs: int, inputs: int, columns: int | None = None, **around: Any) -> None:
+    def product(
+        outputs: int,
+        inputs: int,
+        columns: int | None = None,
+        kind: torch.dtype = sizes.dtype,
+        **around: Any,
+    ) -> None:
         x = torch.empty(rows, inputs, dtype=sizes.dtype)
-        weight = torch.empty(outputs, columns or inputs, dtype=sizes.dtype)
+        weight = torch.empty(outputs, columns or inputs, dtype=kind)
         skinny(x, weight, Fused(eps=1e-5, **around))
 
     x, norm = (torch.empty(*shape, dtype=sizes.dtype) for shape in ((rows, hidden), (hidden,)))
@@ -147,6 +153,12 @@ def _products(sizes: Sizes) -> None:
     product(hidden, hidden, residual=x)
     product(2 * wide, hidden, norm=norm, gated=True)
     product(hidden, wide, residual=x)
+    small = {"scale": torch.empty(4 * wide), "kind": torch.int8}
+    product(qkv, hidden, norm=norm, **small)
+    product(hidden, hidden, residual=x, **small)
+    product(2 * wide, hidden, norm=norm, gated=True, **small)
+    product(hidden, wide, residual=x, **small)
+    product(128_256, hidden, dtype=torch.float32, **small)
 
 
 def _linear_attention(sizes: Sizes) -> None:

@@ -96,23 +96,28 @@ FUSED = ["_skinny", "_attend_spans", "_skinny", "_skinny", "_skinny"]
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("size", "num_columns", "is_fused"),
-    [(1, 1, False), (48, 2, False), (1, 1, True), (1, 2, True), (4, 2, True), (48, 1, True)],
+    ("size", "num_columns", "layers"),
+    [
+        *((size, num_columns, "sglang") for size, num_columns in ((1, 1), (48, 2))),
+        *((size, num_columns, "fused") for size, num_columns in ((1, 1), (1, 2), (4, 2), (48, 1))),
+        (1, 1, "fused-int8"),
+    ],
 )
 def test_a_layer_of_a_draft_pass_takes_few_launches(
-    num_columns: int, size: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    num_columns: int, size: int, layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red where a pass launches more than the layer's products, norms and attention.
 
     Or reads other weights than the planner says.
     """
-    launches, read, overlap = layer_pass(monkeypatch, num_columns, size, is_fused=is_fused)
+    launches, read, overlap = layer_pass(monkeypatch, num_columns, size, layers=layers)
     print(*launches)
-    if is_fused and 8 * size * num_columns <= MOST_SKINNY_ROWS:
+    if layers != "sglang" and 8 * size * num_columns <= MOST_SKINNY_ROWS:
         assert launches == FUSED and overlap == 5
     else:
         assert launches.count("mm") == 4 and len(launches) <= 8, launches
     model = from_config("llama-3.2-1b")
+    model = model.fused_in_int8() if layers == "fused-int8" else model
     assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
 
 
