@@ -35,18 +35,18 @@ EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
 #: torch read and write, and MB a group alive at once, the models' logits among them.
 ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "smc": (SMCConfig(), {}, 189, 1, 61),
-    "exact": (EXACT, {}, 254, 5.5, 94),
-    "auto": (AUTO, {}, 254, 5.5, 94),
+    "exact": (EXACT, {}, 230, 5.5, 94),
+    "auto": (AUTO, {}, 230, 5.5, 94),
     "smc, filtered": (SMCConfig(), FILTERS, 239, 1, 61),
-    "exact, filtered": (EXACT, FILTERS, 304, 5.5, 94),
+    "exact, filtered": (EXACT, FILTERS, 280, 5.5, 94),
     "powered": (SMCConfig(power=2.0), {}, 213, 1, 61),
     "edited": (SMCConfig(), EDITS, 209, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 260, 76, 81),
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 310, 76, 81),
-    "exact, shown": (EXACT, SHOWN, 325, 81, 115),
+    "exact, shown": (EXACT, SHOWN, 300, 81, 115),
     "greedy": (EXACT, GREEDY, 296, 34, 64),
     "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 149, 1, 0.8),
-    "anything": (SMCConfig(), ANYTHING, 525, 124, 121),
+    "anything": (SMCConfig(), ANYTHING, 500, 124, 121),
 }
 
 
