@@ -21,16 +21,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_smc.kernels.attention import work
-from sglang_smc.smc.ops import MOST_SKINNY_ROWS
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
 
 
 class Blocks(NamedTuple):
     """The tile sizes of one program, and the stages of its pipeline."""
 
-    rows: int
-    outputs: int  # with a gate, twice as many rows of the matrix
-    inputs: int
-    stages: int
+    rows: Any
+    outputs: Any  # with a gate, twice as many rows of the matrix
+    inputs: Any
+    stages: Any
 
 
 @lru_cache
@@ -58,18 +58,7 @@ def blocks_of(
     return Blocks(rows, at_once, math.gcd(inputs, most), stages)
 
 
-def skinny(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
+def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
     """Multiply rows by the transpose of a matrix, in one launch.
 
     Reference: `sglang_smc.smc.ops.skinny`, with the same arguments, up to the rounding of inputs
@@ -77,93 +66,70 @@ def skinny(
 
     Raises ValueError as `blocks_of`.
     """
-    (num_rows, inputs), outputs = x.shape, len(weight) // (1 + gated)
+    (num_rows, inputs), outputs = x.shape, len(weight) // (1 + fused.gated)
     chip = work.chip_of(x.device)
-    blocks = blocks_of(num_rows, (outputs, inputs), weight.element_size(), gated, chip)
-    assert not gated or bias is beside is None, "which no layer has"
-    other, other_norm = beside or (None, None)
-    rows = (one for one in (x, other, residual) if one is not None)
+    blocks = blocks_of(num_rows, (outputs, inputs), weight.element_size(), fused.gated, chip)
+    assert not fused.gated or fused.bias is fused.beside is None, "which no layer has"
+    rows = (one for one in (x, fused.beside, fused.residual) if one is not None)
     assert all(one.is_contiguous() for one in rows), "a row's place follows from its number"
-    assert weight.shape[1] == inputs * (1 if other is None else 2), "matrix and rows do not fit"
-    y = x.new_empty(num_rows, outputs)
+    width = inputs * (1 if fused.beside is None else 2)
+    assert weight.shape[1] == width, "matrix and rows do not fit"
+    y = x.new_empty(num_rows, outputs, dtype=fused.dtype or x.dtype)
     launch: dict[str, Any] = {"launch_pdl": True} if chip.overlaps else {}
     _skinny[(outputs // blocks.outputs,)](
         x,
-        norm,
-        other,
-        other_norm,
         weight,
-        scale,
-        bias,
-        residual,
         y,
         num_rows,
-        eps,
-        inputs=inputs,
-        columns=weight.shape[1],
-        outputs=outputs,
-        gated=gated,
+        fused._replace(gated=tl.constexpr(fused.gated), dtype=None),
+        sizes=_Sizes(*map(tl.constexpr, (inputs, width, outputs))),
+        blocks=Blocks(*map(tl.constexpr, blocks)),
         overlaps=chip.overlaps,
-        block_rows=blocks.rows,
-        block_outputs=blocks.outputs,
-        block_inputs=blocks.inputs,
-        stages=blocks.stages,
         num_warps=4,
         **launch,
     )
     return y
 
 
+class _Sizes(NamedTuple):
+    """Constants that the kernel is compiled for."""
+
+    inputs: Any
+    columns: Any  # of the matrix
+    outputs: Any
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def _skinny(
-    x,
-    norm,
-    other,
-    other_norm,
-    weight,
-    scale,
-    bias,
-    residual,
-    y,
-    num_rows,
-    eps,
-    inputs: tl.constexpr,
-    columns: tl.constexpr,
-    outputs: tl.constexpr,
-    gated: tl.constexpr,
-    overlaps: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_outputs: tl.constexpr,
-    block_inputs: tl.constexpr,
-    stages: tl.constexpr,
-):
+def _skinny(x, weight, y, num_rows, fused, sizes, blocks, overlaps: tl.constexpr):
     """Compute a block of outputs of all rows, transposed: weights are a dot's left operand."""
-    output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
-    row = tl.arange(0, block_rows)
-    own = weight + output.to(tl.int64)[:, None] * columns
+    output = tl.program_id(0) * blocks.outputs + tl.arange(0, blocks.outputs)
+    row = tl.arange(0, blocks.rows)
+    own = weight + output.to(tl.int64)[:, None] * sizes.columns
+    up_from: tl.constexpr = sizes.outputs * sizes.columns if fused.gated else 0
     if overlaps:
         gdc_launch_dependents()
-        _prefetch(own, columns)
-        if gated:
-            _prefetch(own + outputs * columns, columns)
+        _prefetch(own, sizes.columns)
+        if fused.gated:
+            _prefetch(own + up_from, sizes.columns)
         gdc_wait()
-    up_from: tl.constexpr = outputs * columns if gated else 0
-    blocks: tl.constexpr = (block_outputs, block_inputs, stages)
-    sums, up = _sums(x, norm, own, row, num_rows, eps, inputs, up_from, blocks)
-    if other is not None:
-        more, _ = _sums(other, other_norm, own + inputs, row, num_rows, eps, inputs, 0, blocks)
+    sums, up = _sums(x, fused.norm, own, row, num_rows, fused.eps, sizes.inputs, up_from, blocks)
+    if fused.beside is not None:
+        norm, beside = fused.beside_norm, own + sizes.inputs
+        more, _ = _sums(
+            fused.beside, norm, beside, row, num_rows, fused.eps, sizes.inputs, 0, blocks
+        )
         sums += more
-    if scale is not None:
-        sums *= tl.load(scale + output)[:, None]
-        if gated:
-            up *= tl.load(scale + outputs + output)[:, None]
-    if bias is not None:
-        sums += tl.load(bias + output).to(tl.float32)[:, None]
-    if gated:
+    if fused.scale is not None:
+        sums *= tl.load(fused.scale + output)[:, None]
+        if fused.gated:
+            up *= tl.load(fused.scale + sizes.outputs + output)[:, None]
+    if fused.bias is not None:
+        sums += tl.load(fused.bias + output).to(tl.float32)[:, None]
+    if fused.gated:
         sums = sums / (1 + tl.exp(-sums)) * up
-    place, present = row[None, :] * outputs + output[:, None], (row < num_rows)[None, :]
-    if residual is not None:
-        sums += tl.load(residual + place, mask=present, other=0.0).to(tl.float32)
+    place, present = row[None, :] * sizes.outputs + output[:, None], (row < num_rows)[None, :]
+    if fused.residual is not None:
+        sums += tl.load(fused.residual + place, mask=present, other=0.0).to(tl.float32)
     tl.store(y + place, sums, mask=present)
 
 
@@ -177,19 +143,19 @@ def _sums(
     eps,
     inputs: tl.constexpr,
     up_from: tl.constexpr,
-    blocks: tl.constexpr,
+    blocks,
 ):
     """Return the products of normalized rows by a block of weights, and by the one ``up_from`` it.
 
     Both ``[outputs, rows]`` float32; the second is 0 where ``up_from`` is.
     """
-    column = tl.arange(0, blocks[1])
+    column = tl.arange(0, blocks.inputs)
     rows = x + row[:, None] * inputs + column[None, :]
     own = weight + column[None, :]
-    sums = tl.zeros([blocks[0], row.shape[0]], tl.float32)
-    up = tl.zeros([blocks[0], row.shape[0]], tl.float32)
-    squares = tl.zeros([row.shape[0]], tl.float32)
-    for begin in tl.range(0, inputs, blocks[1], num_stages=blocks[2]):
+    sums = tl.zeros([blocks.outputs, blocks.rows], tl.float32)
+    up = tl.zeros([blocks.outputs, blocks.rows], tl.float32)
+    squares = tl.zeros([blocks.rows], tl.float32)
+    for begin in tl.range(0, inputs, blocks.inputs, num_stages=blocks.stages):
         given = tl.load(rows + begin, mask=(row < num_rows)[:, None], other=0.0)
         if norm is not None:
             exact = given.to(tl.float32)

@@ -1,16 +1,16 @@
-"""Verify drafted chains as a tree: four launches for each column, and two beside.
+"""Verify drafted chains as a tree: two launches for each column, and four beside.
 
 Down the tree, a column's rows of the vocabulary are read twice. Tiles of each node store the mass
 of p and q in each bin; one program a group has the chains race, and shares the layer out among its
-children; tiles store parts of the residual's sum. Then one program a group goes up and draws where
-it stops, and tiles store the residual there.
+children. Then tiles of all columns store parts of residuals' sums, one program a group goes up and
+draws where it stops, and tiles store the residual there.
 
 Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
 differently: differences, and a product with a power of two.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,9 +110,9 @@ def verify(
         padded_tiles=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )
-    for column, sizes in _columns(tree, p, q):
-        grid = size, num_tiles
-        _store_residual[grid](tree, layers, column, found, **sizes, num_warps=8, **_EXACT)
+    columns, sizes = _columns(tree, p, q)
+    grid = size, num_tiles
+    _store_residual[grid](tree, layers, columns, found, len(q), **sizes, num_warps=8, **_EXACT)
     return found
 
 
@@ -130,7 +130,7 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
 
 
 def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
-    """Share out each layer in turn, in three launches a column.
+    """Share out each layer in turn, in two launches a column and one.
 
     Reference: `sglang_smc.smc.verification.descend`, same arguments. Here residuals are parts of
     their sums, ``[K, G, N, tiles]`` float32, of all layers but the last; shares and densities are
@@ -153,30 +153,30 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
     read = _Read(masses, of_nodes(size, num_chains), of_nodes(size, num_chains))
     padded_chains = triton.next_power_of_2(num_chains)
     warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
-    for column, sizes in _columns(tree, p, q):
-        grid = size * num_chains, num_tiles
+    columns, sizes = _columns(tree, p, q)
+    grid = size * num_chains, num_tiles
+    for column in columns:
         _read_nodes[grid](tree, layers, column, read, **sizes, num_warps=8, **_EXACT)
         _share_out[(size,)](
             tree, layers, column, read, padded_chains=padded_chains, num_warps=warps, **_EXACT
         )
-        _add_up_residual[grid](tree, layers, column, **sizes, num_warps=8, **_EXACT)
+    all_columns = *grid, num_steps
+    _add_up_residual[all_columns](tree, layers, columns, num_steps, **sizes, num_warps=8, **_EXACT)
     return layers
 
 
 def _columns(
     tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]
-) -> Iterator[tuple[_Column, dict[str, int]]]:
-    """Yield each column, and the compile-time sizes of the kernels that read its rows."""
+) -> tuple[tuple[_Column, ...], dict[str, int]]:
+    """Return all columns, and the compile-time sizes of the kernels that read their rows."""
     _, num_chains, num_steps = tree.tokens.shape
     tile, num_tiles = tiles(p.scores.shape[1], _TILE)
     of_p, p_sums, sizes = summed(p)
-    for column, law in enumerate(q):
-        of_q, q_sums, _ = summed(law)
-        numbers = column, tree.lengths.numel(), num_chains, num_steps, num_tiles
-        yield (
-            _Column(of_p, p_sums, of_q, q_sums, *numbers),
-            sizes | {"tile": tile, "padded_chains": triton.next_power_of_2(num_chains)},
-        )
+    numbers = tree.lengths.numel(), num_chains, num_steps, num_tiles
+    laws = (summed(law)[:2] for law in q)
+    columns = (_Column(of_p, p_sums, *law, column, *numbers) for column, law in enumerate(laws))
+    padded = {"tile": tile, "padded_chains": triton.next_power_of_2(num_chains)}
+    return tuple(columns), sizes | padded
 
 
 @triton.jit
@@ -401,11 +401,32 @@ def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _add_up_residual(
-    tree, layers, at, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
+    tree,
+    layers,
+    columns,
+    num_columns: tl.constexpr,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
 ):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
-    node = tl.program_id(0)
-    part = tl.program_id(1)
+    node, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    for column in tl.static_range(num_columns):
+        if column == own:
+            _add_up(tree, layers, columns[column], node, part, padded_chains, padded_tiles, tile)
+
+
+@triton.jit
+def _add_up(
+    tree,
+    layers,
+    at,
+    node,
+    part,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
+):
     splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
     of_layer = at.column * at.num_nodes + node
     share = tl.load(layers.shares + of_layer)
@@ -476,16 +497,24 @@ def _leave(
 def _store_residual(
     tree,
     layers,
-    at,
+    columns,
     found,
+    num_columns: tl.constexpr,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    part = tl.program_id(1)
-    if tl.load(found.num_columns + group) != at.column or tl.load(found.rejects + group) == 0:
+    group, part = tl.program_id(0), tl.program_id(1)
+    if tl.load(found.rejects + group) == 0:
         return
+    stop = tl.load(found.num_columns + group)
+    for column in tl.static_range(num_columns):
+        if column == stop:
+            _store(layers, columns[column], found, group, part, padded_tiles, tile)
+
+
+@triton.jit
+def _store(layers, at, found, group, part, padded_tiles: tl.constexpr, tile: tl.constexpr):
     node = group * at.num_chains + tl.load(found.winner + group).to(tl.int32)
     share = tl.load(layers.shares + at.column * at.num_nodes + node)
     columns = part * tile + tl.arange(0, tile)

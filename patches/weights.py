@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc import upstream
 from sglang_smc.models.weight_update import NO_DRAFT, name_of_kv, names_in, reason_not_to_name
-from sglang_smc.process import is_smc
+from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Hooks
 
 Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
@@ -35,8 +35,8 @@ _STORED = (
 _COPIES = "ongoing_write_through", "ongoing_load_back"  # of a hierarchical cache
 _LOADED_BY_MODELS = None, "flattened_bucket"
 _NOT_BY_MODELS = (
-    "; allowed: none or 'flattened_bucket', since the LM head of a draft with "
-    "--speculative-token-map is a copy, which only the model's own loading renews. Leave it out."
+    "; allowed: none or 'flattened_bucket', since weights of a draft in 8 bits, or its LM head "
+    "with --speculative-token-map, are copies that the model's own loading renews. Leave it out."
 )
 _NOT_LOADED = (
     "Tensors cannot be read, or do not fit the model. Those before them in the list may be in "
@@ -321,12 +321,14 @@ def _unfit(manager: Any, recv_req: Any, names: Iterable[str]) -> str | None:
 
 
 def _past_loaders(manager: Any, recv_req: Any) -> str | None:
-    """Return why a payload would leave a cut LM head as it was; None if it would not."""
+    """Return why a payload would leave a draft's copies as they were; None if it would not."""
     is_drafts = getattr(recv_req, "selector", "draft") == "draft"
     if not is_drafts or recv_req.load_format in _LOADED_BY_MODELS:
         return None
-    is_cut = upstream.resolved(_scheduler(manager).server_args).speculative_token_map is not None
-    return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}" if is_cut else None
+    given = _scheduler(manager).server_args
+    has_copies = upstream.resolved(given).speculative_token_map is not None
+    has_copies |= config_of(given).draft_layers == "fused-int8"
+    return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}" if has_copies else None
 
 
 def _tags(obj: Any, allowed: set[str]) -> list[str]:

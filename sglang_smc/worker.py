@@ -53,7 +53,7 @@ class SMCWorker(WeightUpdates):
         self._target_worker = target_worker
         self._draft_worker = None
         if not self.config.has_no_draft:
-            self._draft_worker = drafts.build(target_worker, server_args, placement)
+            self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
         self.read_shapes()
         group = get_parallel().tp_group
         self._ops = operations(

@@ -22,7 +22,7 @@ from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.chains import Chains
-from sglang_smc.models.draft_layers import fuse_layers
+from sglang_smc.models.draft_layers import fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.rotary import leave_rotations
 
@@ -113,7 +113,7 @@ class FakeLlama(torch.nn.Module):
 
 
 def layer_pass(
-    monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int, *, is_fused: bool
+    monkeypatch: pytest.MonkeyPatch, num_columns: int, size: int, *, layers: str
 ) -> tuple[list[str], int, int]:
     """Launches of one layer, the bytes of weights that its products read, launches that overlap.
 
@@ -157,7 +157,10 @@ def layer_pass(
         runner.model = model = FakeLlama(account)
         forward = ParticleForward(runner, tails, "triton", max_columns=9)
         leave_rotations(model, forward.attn_backend)
-        if is_fused:
+        if layers == "fused-int8":
+            assert quantize_layers(model) == 1
+            account.calls.clear()
+        if layers != "sglang":
             assert fuse_layers(model, forward.attn_backend, skinny) == 1
         chains = Chains.of_padding((size, 8, num_columns), MAX_TAIL, "cuda")
         with gpu.no_waiting(), account:

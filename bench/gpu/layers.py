@@ -23,11 +23,13 @@ from torch.nn import functional
 
 from sglang_smc.ops import TORCH
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
+from sglang_smc.smc.ops import Fused
 
 EPS, PROMPT, REPLAYS, TURNS = 1e-5, 256, 20, 5
 TOLERANCE = 0.1  # of bfloat16, over layers: relative to the largest output
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
+Attend = Callable[[torch.Tensor], torch.Tensor]
 LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
 if DEVICE == "cpu":
     LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
@@ -39,9 +41,6 @@ class Layer(NamedTuple):
     norms: tuple[torch.Tensor, torch.Tensor]
     matrices: tuple[torch.Tensor, ...]  # qkv, o, gate and up, down
     scales: tuple[torch.Tensor | None, ...] = (None,) * 4
-
-
-Attend = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_layer() -> Layer:
@@ -127,10 +126,10 @@ def fused(
 ) -> torch.Tensor:
     """Run layers in four products each, and attention."""
     for (first, second), (qkv, o, gate_up, down), scales in layers:
-        rows = attend(skinny(x, qkv, norm=first, eps=EPS, scale=scales[0]))
-        x = skinny(rows, o, residual=x, scale=scales[1])
-        rows = skinny(x, gate_up, norm=second, eps=EPS, gated=True, scale=scales[2])
-        x = skinny(rows, down, residual=x, scale=scales[3])
+        rows = attend(skinny(x, qkv, Fused(norm=first, eps=EPS, scale=scales[0])))
+        x = skinny(rows, o, Fused(residual=x, scale=scales[1]))
+        rows = skinny(x, gate_up, Fused(norm=second, eps=EPS, gated=True, scale=scales[2]))
+        x = skinny(rows, down, Fused(residual=x, scale=scales[3]))
     return x
 
 

@@ -3,7 +3,8 @@
 There launches cost as much as what they do, and SGLang's layer takes a dozen: norms, products, sums
 of their parts, SiLU. Here a product (`skinny`) does what stands around it. All reads the layer's
 own parameters, so that new weights take effect. Roundings differ from SGLang's, which changes the
-draft's distribution alone, as it is drawn from.
+draft's distribution alone, as it is drawn from. So do weights in 8 bits: int8 rows with a float32
+factor each (W8A16), by which the kernel multiplies as well.
 """
 
 from collections.abc import Callable
@@ -16,18 +17,21 @@ from sglang.srt.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import llama_eagle3
 from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from sglang.srt.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from sglang.srt.models.utils import apply_qk_norm
+from torch.nn import functional
 
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.smc.ops import MOST_SKINNY_ROWS
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
 from sglang_smc.upstream import IS_NEWER
 
 _Midlayer = llama_eagle3.LlamaDecoderLayer  # of EAGLE-3 heads
@@ -39,6 +43,62 @@ _PARTS: dict[type, tuple[type, type]] = {
     _Midlayer: (LlamaAttention, LlamaMLP),
 }
 _LINEAR = QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+_ROWS_AT_ONCE = 4096  # quantized, which bounds the memory that it takes
+
+
+class Int8Rows(LinearMethodBase):
+    """How a layer or an embedding multiplies by its weights, or looks them up, in 8 bits.
+
+    Its parameter holds int8 at one address from now on, which captured rounds read.
+    """
+
+    skinny: Callable[..., torch.Tensor] | None = None
+    """For an LM head, what computes float32 logits of few rows; as `sglang_smc.smc.ops.skinny`."""
+
+    def __init__(self, layer: Any) -> None:
+        table, loaded = layer.weight, layer.weight.data
+        self.dtype = loaded.dtype
+        self.scale = loaded.new_zeros(len(loaded), dtype=torch.float32)
+        self._load_rows = vars(table).get("weight_loader", default_weight_loader)
+        table.data = torch.zeros_like(loaded, dtype=torch.int8)
+        self._quantize(table, loaded)
+        table.weight_loader = self._load
+        layer.quant_method = self
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply rows ``[M, inputs]``."""
+        table: Any = layer.weight
+        if self.skinny is not None and 0 < len(x) <= MOST_SKINNY_ROWS:
+            fused = Fused(scale=self.scale, bias=bias, dtype=torch.float32)
+            return self.skinny(x, table, fused)
+        whole = (table * self.scale.unsqueeze(1)).to(self.dtype)  # [outputs, inputs]
+        return functional.linear(x, whole, bias)
+
+    def embedding(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Look up rows of a table that is an LM head, too."""
+        table: Any = layer.weight
+        return (table[ids] * self.scale[ids].unsqueeze(-1)).to(self.dtype)
+
+    def _load(self, table: torch.nn.Parameter, weights: torch.Tensor, *shard: Any) -> None:
+        """Take new weights of all rows or of some, as SGLang's loader of the table."""
+        staged = torch.full_like(table, torch.nan, dtype=self.dtype, device=weights.device)
+        whole: Any = torch.nn.Parameter(staged, requires_grad=False)
+        vars(whole).update(vars(table))
+        self._load_rows(whole, weights, *shard)
+        self._quantize(table, whole.data)
+
+    def _quantize(self, table: torch.nn.Parameter, weights: torch.Tensor) -> None:
+        """Replace rows by those of ``weights`` ``[outputs, inputs]``, but where these are NaN."""
+        parts = (table.data, self.scale, weights)
+        for rows, scale, part in zip(*(one.split(_ROWS_AT_ONCE) for one in parts), strict=True):
+            new = part.to(rows.device, torch.float32)  # [R, inputs]
+            given = ~new.isnan().all(1)
+            # A row of zeros, such as pads a vocabulary, has any factor.
+            by = new.abs().amax(1).div(127).clamp_min(torch.finfo(torch.float32).tiny)
+            scale.copy_(by.where(given, scale))
+            rows.copy_(new.div(by.unsqueeze(1)).round().where(given.unsqueeze(1), rows))
 
 
 def fuse_layers(
@@ -52,16 +112,30 @@ def fuse_layers(
     Returns:
         How many they are; 0 where one has another type, other parts, or sizes that no kernel takes.
     """
-    layers = [one for one in model.modules() if type(one) in _PARTS]
-    num_attentions = sum(isinstance(one, RadixAttention) for one in model.modules())
-    if len(layers) != num_attentions or not all(map(_is_plain, layers)):
-        return 0
-    if _Midlayer in map(type, layers) and len(layers) > 1:  # the others hand on pairs
-        return 0
+    layers = _layers_of(model)
     for layer in layers:
         own: Any = DraftLayer(layer, attention, skinny, is_last=layer is layers[-1])
         layer.forward = own.run_pairs if type(layer) is _Midlayer else own.run
     return len(layers)
+
+
+def quantize_layers(model: torch.nn.Module) -> int:
+    """Keep the projections of all layers in 8 bits, or none; return how many layers these are."""
+    layers = _layers_of(model)
+    for linear in (one for layer in layers for one in _projections(layer)):
+        Int8Rows(linear)
+    return len(layers)
+
+
+def _layers_of(model: torch.nn.Module) -> list[Any]:
+    """Return all decoder layers of a model, or none where one cannot be fused."""
+    layers = [one for one in model.modules() if type(one) in _PARTS]
+    num_attentions = sum(isinstance(one, RadixAttention) for one in model.modules())
+    if len(layers) != num_attentions or not all(map(_is_plain, layers)):
+        return []
+    if _Midlayer in map(type, layers) and len(layers) > 1:  # the others hand on pairs
+        return []
+    return layers
 
 
 def _is_plain(layer: Any) -> bool:
@@ -73,12 +147,17 @@ def _is_plain(layer: Any) -> bool:
     if parts != _PARTS[type(layer)] or tuple(map(type, linears)) != _LINEAR:
         return False
     return (
-        all(type(one.quant_method) is UnquantizedLinearMethod for one in linears)
+        all(type(one.quant_method) in (UnquantizedLinearMethod, Int8Rows) for one in linears)
         and all(one.bias is None for one in linears[1:])
         and all(one.weight.shape[0] % 32 == one.weight.shape[1] % 128 == 0 for one in linears)
         and all(type(one) is RMSNorm and one.variance_size_override is None for one in norms)
-        and len({one.weight.dtype for one in (*norms, *linears)}) == 1
+        and len({_dtype_of(one) for one in (*norms, *linears)}) == 1
     )
+
+
+def _dtype_of(part: Any) -> torch.dtype:
+    method = vars(part).get("quant_method")
+    return method.dtype if isinstance(method, Int8Rows) else part.weight.dtype
 
 
 def _projections(layer: Any) -> tuple[Any, ...]:
@@ -129,8 +208,8 @@ class DraftLayer:
         """Run an EAGLE-3 head's layer, which reads embeddings and states side by side."""
         if not self._is_asked(hidden_states):
             return self._forward(positions, embeds, hidden_states, forward_batch, residual)
-        beside = hidden_states, self._layer.hidden_norm.weight
-        qkv = self._product(0, embeds, norm=self._layer.input_layernorm, beside=beside)
+        beside = {"beside": hidden_states, "beside_norm": self._layer.hidden_norm.weight}
+        qkv = self._product(0, embeds, norm=self._layer.input_layernorm, **beside)
         return self._rest(qkv, hidden_states, positions, forward_batch)
 
     def _is_asked(self, hidden_states: torch.Tensor) -> bool:
@@ -142,9 +221,11 @@ class DraftLayer:
     ) -> torch.Tensor:
         """Multiply normalized rows by a projection, the ``nth`` of `_projections`."""
         linear = _projections(self._layer)[nth]
+        method = linear.quant_method
+        scale = method.scale if isinstance(method, Int8Rows) else None
         if norm is not None:
             around |= {"norm": norm.weight, "eps": norm.variance_epsilon}
-        return self._skinny(rows, linear.weight, bias=linear.bias, **around)
+        return self._skinny(rows, linear.weight, Fused(scale=scale, bias=linear.bias, **around))
 
     def _rest(
         self,

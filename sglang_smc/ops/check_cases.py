@@ -17,7 +17,7 @@ from sglang_smc.smc import fidelity, filters, verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
-from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused, Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
@@ -326,15 +326,18 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
     def product(outputs: int, inputs: int, **around: Any) -> torch.Tensor:
         x = normal(rows, hidden if "beside" in around else inputs)
         weight = (of.normal(outputs, inputs) / inputs**0.5).to(dtype)
-        return ops.skinny(x, weight, eps=1e-5, **around)
+        return ops.skinny(x, weight, Fused(eps=1e-5, **around))
 
-    norm, beside = normal(hidden), (normal(rows, hidden), normal(hidden))
+    small, scale = of.whole(-127, 128, 64, hidden).to(torch.int8), of.uniforms(64).float() / 1024
+    of_int8 = Fused(scale=scale, gated=True), Fused(scale=scale, dtype=torch.float32)
+    norm, beside = normal(hidden), {"beside": normal(rows, hidden), "beside_norm": normal(hidden)}
     return [
         product(64, hidden, norm=norm, bias=normal(64)),
-        product(64, 2 * hidden, norm=norm, beside=beside),
+        product(64, 2 * hidden, norm=norm, **beside),
         product(64, hidden, residual=normal(rows, 64)),
         product(128, hidden, norm=norm, gated=True),
         product(64, 5120, residual=normal(rows, 64)),
+        *(ops.skinny(normal(rows, hidden), small, one) for one in of_int8),
     ]
 
 

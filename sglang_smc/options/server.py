@@ -28,7 +28,7 @@ PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
 KERNELS = ("auto", "triton", "torch")
-DRAFT_LAYERS = ("sglang", "fused")
+DRAFT_LAYERS = ("sglang", "fused", "fused-int8")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
@@ -252,7 +252,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             one_of(DRAFT_LAYERS),
             "What runs the layers of a draft: 'sglang', or 'fused' kernels, five launches a layer "
-            "for up to 64 rows of a draft in bfloat16 on one GPU. No GPU has run these yet",
+            "for up to 64 rows of a draft in bfloat16 on one GPU, or 'fused-int8', which are over "
+            "weights in 8 bits, with its LM head. No GPU has run these yet",
             is_key=False,
         ),
     ] = "sglang"

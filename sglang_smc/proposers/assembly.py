@@ -13,7 +13,7 @@ from sglang_smc import upstream
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
-from sglang_smc.models.draft_layers import fuse_layers
+from sglang_smc.models.draft_layers import Int8Rows, fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.models.rotary import leave_rotations
@@ -22,7 +22,7 @@ from sglang_smc.proposers.base import DraftProposer, LanguageModel
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
 from sglang_smc.proposers.hidden_states import ReadRecurrent, ReadTarget, StateTable
-from sglang_smc.proposers.hot_tokens import cut_head, read_map
+from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.upstream import Arguments
@@ -42,17 +42,23 @@ _GIVES_OUT = {
 
 
 def build(
-    target: TpModelWorker, server_args: ServerArgs, placement: Mapping[str, Any]
+    target: TpModelWorker,
+    server_args: ServerArgs,
+    placement: Mapping[str, Any],
+    config: SMCConfig,
 ) -> TpModelWorker:
     """Build the draft's worker and load its model.
 
     Args:
         placement: the other arguments with which SGLang builds the SMC worker.
 
-    Raises ValueError for a head, if the target returns no hidden states.
+    Raises ValueError for a head, if the target returns no hidden states, and for a draft whose
+    layers cannot be fused, if they are to be kept in 8 bits.
     """
     worker = upstream.build_draft(target, server_args, placement)
-    connect(target, worker)
+    own_head = connect(target, worker)
+    if config.draft_layers == "fused-int8":
+        _quantize(worker.model_runner.model, own_head)
     # SGLang reads the draft's runner under names that only EAGLE's workers declare.
     runner = worker.model_runner
     worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as above
@@ -63,10 +69,11 @@ def build(
 _SHARED = "embed_tokens.weight", "lm_head.weight"
 
 
-def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
+def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | None:
     """Share the target's states, embedding and LM head with a head; cut a draft model's LM head.
 
-    Runs before pools and graphs are built, which depend on it.
+    Runs before pools and graphs are built, which depend on it. Returns the LM head that is the
+    draft's own, cut or not; None where it is the target's, or known to SGLang's class alone.
 
     Raises ValueError for a target that does not expose them, and an LM head that cannot be cut.
     """
@@ -75,11 +82,11 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
     head: Any = draft.model_runner.model
     if kind == "model":
         path = upstream.resolved(draft.server_args).speculative_token_map
-        if path is not None:
-            both = config, target.model_runner.model_config
-            hot = read_map(path, min(one.vocab_size for one in both))
-            cut_head(head, hot.to(draft.model_runner.device))
-        return
+        if path is None:
+            return lm_head_of(head)
+        both = config, target.model_runner.model_config
+        hot = read_map(path, min(one.vocab_size for one in both))
+        return cut_head(head, hot.to(draft.model_runner.device))
     model: Any = target.model_runner.model
     lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
@@ -102,6 +109,8 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> None:
         )
     if kind == "eagle" and config.hf_config.to_dict().get("bias") is False:
         torch.nn.init.zeros_(head.model.fc.bias)  # random in SGLang's class, where none is loaded
+    has_own = kind == "eagle3" and not head.load_lm_head_from_target
+    return head.lm_head if has_own and head.lm_head is not head.model.embed_tokens else None
 
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
@@ -143,14 +152,38 @@ def load_own(
         setattr(owner, name, tensor)
 
 
+def _quantize(model: Any, head: Any) -> None:
+    """Keep the layers of a draft in 8 bits, and its LM head if it is its own."""
+    if not quantize_layers(model):
+        raise _not_fused(model, "fused-int8")
+    if head is None:
+        return
+    rows, width = head.weight.shape
+    if rows % 16 or width % 64:
+        raise ValueError(
+            "--speculative-smc-draft-layers is 'fused-int8', and the draft's LM head has "
+            f"{rows} rows of {width} numbers; allowed: multiples of 16 and of 64. Shorten "
+            "--speculative-token-map, or pass fused."
+        )
+    model.int8_head = Int8Rows(head)
+
+
 def _fuse(model: Any, forward: ParticleForward, skinny: Callable[..., torch.Tensor] | None) -> None:
     """Fuse the layers of a draft where a kernel is given; raise ValueError unless they fit."""
-    if skinny is not None and not fuse_layers(model, forward.attn_backend, skinny):
-        raise ValueError(
-            "--speculative-smc-draft-layers is 'fused', and the draft is a "
-            f"{type(model).__name__}; allowed: layers of Llama, Qwen 2, Qwen 3 and EAGLE-3, not "
-            "quantized, in sizes that 128 divides. Leave it out."
-        )
+    if skinny is None:
+        return
+    if not fuse_layers(model, forward.attn_backend, skinny):
+        raise _not_fused(model, "fused")
+    if (head := vars(model).get("int8_head")) is not None:
+        head.skinny = skinny
+
+
+def _not_fused(model: Any, given: str) -> ValueError:
+    return ValueError(
+        f"--speculative-smc-draft-layers is {given!r}, and the draft is a "
+        f"{type(model).__name__}; allowed: layers of Llama, Qwen 2, Qwen 3 and EAGLE-3, not "
+        "quantized, in sizes that 128 divides. Leave it out."
+    )
 
 
 def assemble(

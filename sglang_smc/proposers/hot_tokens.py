@@ -45,17 +45,23 @@ def read_map(path: str, width: int) -> torch.Tensor:
     return hot
 
 
-def cut_head(model: Any, hot: torch.Tensor) -> None:
+def lm_head_of(model: torch.nn.Module) -> Any:
+    """Return the LM head of a model, or the embedding in its place; None where none is found."""
+    places = dict(model.named_modules(remove_duplicate=False))
+    ends = ((end, place) for end in ("lm_head", "embed_tokens") for place in places)
+    return next((places[place] for end, place in ends if place.split(".")[-1] == end), None)
+
+
+def cut_head(model: Any, hot: torch.Tensor) -> torch.nn.Module:
     """Have a loaded model compute logits ``[..., H]`` of the tokens ``hot`` ``[H]`` alone.
 
-    The rows are a copy, at one address, and follow new weights. A table that is the embedding too
-    stays whole; another is freed. Ranks have equal shares of the rows, the last ones padded.
+    Returns the LM head of these rows. They are a copy, at one address, and follow new weights. A
+    table that is the embedding too stays whole; another is freed. Ranks have equal shares of the
+    rows, the last ones padded.
 
     Raises ValueError for a model whose LM head is quantized, or not known.
     """
-    places = dict(model.named_modules(remove_duplicate=False))
-    ends = ((end, place) for end in ("lm_head", "embed_tokens") for place in places)
-    head = next((places[place] for end, place in ends if place.split(".")[-1] == end), None)
+    head = lm_head_of(model)
     sharded = isinstance(head, VocabParallelEmbedding)
     if not isinstance(head, torch.nn.Embedding) and not (
         sharded and isinstance(head.quant_method, UnquantizedEmbeddingMethod)
@@ -75,6 +81,7 @@ def cut_head(model: Any, hot: torch.Tensor) -> None:
         if isinstance(each, LogitsProcessor):
             each.register_forward_pre_hook(put_in_place)
     model.hot_token_id = hot  # as of SGLang's heads
+    return cut
 
 
 class CutHead(torch.nn.Module):
@@ -115,4 +122,5 @@ class CutHead(torch.nn.Module):
         """Take new weights ``[V, hidden]``, as SGLang's loader of the table."""
         if self._load_table is not None:
             self._load_table(table, weights)
-        self.weight.copy_(self._share(weights[self._hot.to(weights.device)]))
+        rows = self._share(weights[self._hot.to(weights.device)])
+        vars(self.weight).get("weight_loader", default_weight_loader)(self.weight, rows)

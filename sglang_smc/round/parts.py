@@ -47,7 +47,7 @@ def operations(
     runners = [worker.model_runner for worker in (target, draft) if worker is not None]
     heads = tuple(dict.fromkeys(map(heads_of, runners)))
     linear = is_gated_delta(target.model_runner.model_config)
-    fused = config.draft_layers == "fused"
+    fused = config.draft_layers != "sglang"
     sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear, fused)
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
@@ -115,7 +115,7 @@ def skinny_for(
     given = (ops.kind, device, dtype, get_parallel().tp_size)
     if given != ("triton", "cuda", torch.bfloat16, 1):
         raise ValueError(
-            "--speculative-smc-draft-layers is 'fused', with "
+            f"--speculative-smc-draft-layers is {config.draft_layers!r}, with "
             + (f"a draft in {dtype} on {device}" if draft else "no draft")
             + f", {given[3]} ranks and {ops.kind} operations; allowed: a draft in torch.bfloat16 "
             "on cuda, one rank and triton operations. Leave it out."

@@ -52,50 +52,49 @@ def tally(
 MOST_SKINNY_ROWS = 64
 
 
-def skinny(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
+class Fused(NamedTuple):
+    """What stands around the product of `skinny` in a layer, and is done in the same launch."""
+
+    norm: torch.Tensor | None = None  # [I] weights of an RMS norm of the rows
+    eps: float = 0.0  # added to the mean of squares
+    beside: torch.Tensor | None = None  # [M, I] further inputs, not with `gated`
+    beside_norm: torch.Tensor | None = None  # [I] weights of their own norm
+    scale: torch.Tensor | None = None  # [O] or [2 O] float32 factors of the matrix's rows
+    bias: torch.Tensor | None = None  # [O], not with `gated`
+    residual: torch.Tensor | None = None  # [M, O] added last
+    gated: bool = False  # whether the result is SiLU of the first products, times the others
+    dtype: torch.dtype | None = None  # of the result; None: as the rows
+
+
+def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
     """Multiply few rows by the transpose of a matrix, with what stands around it in a layer.
 
     Args:
         x: ``[M, I]``, M up to `MOST_SKINNY_ROWS`.
         weight: ``[O, I]``; ``[2 O, I]`` of a gate and then of what it multiplies; ``[O, 2 I]`` with
-            ``beside``.
-        norm: ``[I]`` weights of an RMS norm of the rows, with ``eps`` added to the mean of squares.
-        beside: ``[M, I]`` further inputs, and ``[I]`` the weights of their own norm, not with
-            ``gated``.
-        scale: ``[O]`` or ``[2 O]`` float32 factors of the rows of ``weight``.
-        bias: ``[O]``, not with ``gated``.
-        residual: ``[M, O]`` added last.
-        gated: whether the result is SiLU of the gate, times the other products.
+            further inputs.
 
     Returns:
-        ``[M, O]`` of the type of ``x``, computed in float32.
+        ``[M, O]``, computed in float32.
     """
-    inputs = [(x, norm)] + ([] if beside is None else [beside])
+    inputs = [(x, fused.norm), (fused.beside, fused.beside_norm)]
     normed = [
         rows.float()
-        if own is None
-        else functional.rms_norm(rows.float(), own.shape, own.float(), eps)
-        for rows, own in inputs
+        if norm is None
+        else functional.rms_norm(rows.float(), norm.shape, norm.float(), fused.eps)
+        for rows, norm in inputs
+        if rows is not None
     ]
-    matrix = weight.float() if scale is None else weight.float() * scale.unsqueeze(1)
-    found = functional.linear(torch.cat(normed, dim=1), matrix)  # [M, O] or [M, 2 O]
-    if bias is not None:
-        found = found + bias.float()
-    if gated:
+    scale = 1 if fused.scale is None else fused.scale.unsqueeze(1)
+    found = functional.linear(torch.cat(normed, dim=1), weight.float() * scale)  # [M, O or 2 O]
+    if fused.bias is not None:
+        found = found + fused.bias.float()
+    if fused.gated:
         gate, up = found.chunk(2, dim=1)
         found = functional.silu(gate) * up
-    return (found if residual is None else found + residual.float()).to(x.dtype)
+    if fused.residual is not None:
+        found = found + fused.residual.float()
+    return found.to(fused.dtype or x.dtype)
 
 
 class Ops(NamedTuple):

@@ -41,7 +41,7 @@ from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
-from sglang_smc.smc.ops import MOST_SKINNY_ROWS
+from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
 from sglang_smc.state.logprobs import recorded_logprobs
 
 
@@ -134,18 +134,31 @@ def _products(sizes: Sizes) -> None:
         return
     hidden, wide = q * dim, 4 * q * dim
 
-    def product(outputs: int, inputs: int, columns: int | None = None, **around: Any) -> None:
+    def product(
+        outputs: int,
+        inputs: int,
+        columns: int | None = None,
+        kind: torch.dtype = sizes.dtype,
+        **around: Any,
+    ) -> None:
         x = torch.empty(rows, inputs, dtype=sizes.dtype)
-        skinny(x, torch.empty(outputs, columns or inputs, dtype=sizes.dtype), eps=1e-5, **around)
+        weight = torch.empty(outputs, columns or inputs, dtype=kind)
+        skinny(x, weight, Fused(eps=1e-5, **around))
 
     x, norm = (torch.empty(*shape, dtype=sizes.dtype) for shape in ((rows, hidden), (hidden,)))
     qkv = (q + 2 * kv) * dim
     product(qkv, hidden, norm=norm)
     product(qkv, hidden, norm=norm, bias=torch.empty(qkv, dtype=sizes.dtype))
-    product(qkv, hidden, 2 * hidden, norm=norm, beside=(x, norm))
+    product(qkv, hidden, 2 * hidden, norm=norm, beside=x, beside_norm=norm)
     product(hidden, hidden, residual=x)
     product(2 * wide, hidden, norm=norm, gated=True)
     product(hidden, wide, residual=x)
+    small = {"scale": torch.empty(4 * wide), "kind": torch.int8}
+    product(qkv, hidden, norm=norm, **small)
+    product(hidden, hidden, residual=x, **small)
+    product(2 * wide, hidden, norm=norm, gated=True, **small)
+    product(hidden, wide, residual=x, **small)
+    product(128_256, hidden, dtype=torch.float32, **small)
 
 
 def _linear_attention(sizes: Sizes) -> None:

@@ -9,8 +9,10 @@ import triton
 from sglang_smc.kernels import skinny as kernel
 from sglang_smc.kernels.attention import work
 from sglang_smc.ops import TORCH
+from sglang_smc.smc.ops import Fused
 
 INPUTS, OUTPUTS = 192, 48
+Given = tuple[torch.Tensor, torch.Tensor, Fused]
 AROUND = {
     "plain": (),
     "norm": ("norm",),
@@ -19,12 +21,13 @@ AROUND = {
     "two inputs": ("norm", "beside"),
     "gated": ("norm", "gated"),
     "8 bits": ("norm", "scale", "bias"),
+    "8 bits, float32 results": ("scale", "wide"),
     "8 bits, gated, residual": ("norm", "scale", "gated", "residual"),
     "8 bits, two inputs, residual": ("norm", "beside", "scale", "residual"),
 }
 
 
-def arguments(num_rows: int, around: tuple[str, ...], device: str) -> dict[str, Any]:
+def arguments(num_rows: int, around: tuple[str, ...], device: str) -> Given:
     """What comes of an epilogue differs in size from the product that it goes with, or is 0.5."""
     generator = torch.Generator().manual_seed(num_rows)
     # In Triton 3.6's interpreter products of bfloat16 are wrong.
@@ -35,15 +38,16 @@ def arguments(num_rows: int, around: tuple[str, ...], device: str) -> dict[str, 
 
     height, width = OUTPUTS * (1 + ("gated" in around)), INPUTS * (1 + ("beside" in around))
     weight = normal(height, width) / width**0.5
-    found: dict[str, Any] = {"x": normal(num_rows, INPUTS) * 3, "weight": weight, "eps": 0.5}
+    x, found = normal(num_rows, INPUTS) * 3, {}
     if "scale" in around:
         scale = weight.abs().amax(1).float() / 127
-        found |= {"weight": (weight / scale.unsqueeze(1)).round().to(torch.int8), "scale": scale}
+        weight, found["scale"] = (weight / scale.unsqueeze(1)).round().to(torch.int8), scale
     if "beside" in around:
-        found["beside"] = normal(num_rows, INPUTS), normal(INPUTS)
+        found |= {"beside": normal(num_rows, INPUTS), "beside_norm": normal(INPUTS)}
     shapes = {"norm": (INPUTS,), "bias": (OUTPUTS,), "residual": (num_rows, OUTPUTS)}
     found |= {name: normal(*shape) for name, shape in shapes.items() if name in around}
-    return found | {"gated": "gated" in around}
+    found["dtype"] = torch.float32 if "wide" in around else None
+    return x, weight, Fused(**found, eps=0.5, gated="gated" in around)
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
@@ -51,24 +55,26 @@ def arguments(num_rows: int, around: tuple[str, ...], device: str) -> dict[str, 
 @pytest.mark.parametrize("name", AROUND)
 def test_products_equal_torchs(name: str, num_rows: int, device: str) -> None:
     given = arguments(num_rows, AROUND[name], device)
-    found, expected = kernel.skinny(**given), TORCH.skinny(**given)
-    tolerance = {torch.float16: 5e-3, torch.bfloat16: 4e-2}[found.dtype]
+    found, expected = kernel.skinny(*given), TORCH.skinny(*given)
+    assert found.dtype == (given[2].dtype or given[0].dtype)
+    tolerance = {torch.float32: 5e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}[found.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["8 bits, gated, residual", "8 bits, two inputs, residual"])
 def test_the_reference_by_hand(name: str) -> None:
     """Norms over each input alone, factors by output, the gate first, the residual last."""
-    given = arguments(3, AROUND[name], "cpu")
-    inputs = [(given["x"], given["norm"]), given.get("beside")]
-    pairs = [(x.double(), own.double()) for x, own in filter(None, inputs)]
+    given: Any = arguments(3, AROUND[name], "cpu")
+    x, weight, fused = given
+    inputs: Any = [(x, fused.norm), (fused.beside, fused.beside_norm)]
+    pairs = [(one.double(), own.double()) for one, own in inputs if one is not None]
     normed = [x / (x.square().mean(1, keepdim=True) + 0.5).sqrt() * own for x, own in pairs]
-    products = torch.cat(normed, dim=1) @ given["weight"].double().T * given["scale"]
-    if given["gated"]:
+    products = torch.cat(normed, dim=1) @ weight.double().T * fused.scale
+    if fused.gated:
         gate, up = products[:, :OUTPUTS], products[:, OUTPUTS:]
         products = gate * gate.sigmoid() * up
-    expected = products + given["residual"]
-    torch.testing.assert_close(TORCH.skinny(**given).double(), expected, atol=5e-3, rtol=5e-3)
+    expected = products + fused.residual
+    torch.testing.assert_close(TORCH.skinny(*given).double(), expected, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("chip", [work.A100, work.H100, work.Chip(142, 99 << 10)])
@@ -86,4 +92,4 @@ def test_every_output_has_one_program(num_rows: int, chip: work.Chip) -> None:
 def test_other_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
     num_rows, outputs, inputs = sizes
     with pytest.raises(ValueError, match=f"^{num_rows} rows of {inputs} inputs and {outputs} outp"):
-        kernel.skinny(torch.zeros(num_rows, inputs), torch.zeros(outputs, inputs))
+        kernel.skinny(torch.zeros(num_rows, inputs), torch.zeros(outputs, inputs), Fused())

@@ -94,6 +94,7 @@ def test_json_has_what_the_table_has(capsys: Capture) -> None:
     [
         (("--dtype", "fp8"), True),
         (("--draft-dtype", "fp8"), True),
+        (("--draft-dtype", "int8"), True),
         (("--tp", "2"), True),
         (("--no-shared-prefix",), False),
         (("--context", "8192"), False),
@@ -186,6 +187,7 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
         ((*H200, "--steps", "4", "--kept", "5"), "within 0 and the 4 steps"),
         ((*H200, "--min-particles", "99"), "No number of particles"),
         ((*PAIR, "--device", "measured:cpu", "--dtype", "fp8"), "not 1"),
+        ((*PAIR[:3], "dflash-8b", *H200[4:], "--draft-dtype", "int8"), "int8 with a draft of kind"),
         ((*H200, "--plot", "/no/such/folder/plan.png"), "there is no folder"),
         (ALL, "--draft has 4 values.*--tokens-per-pass 5,6,7"),
         ((*H200, "h100"), "--device has 2 values"),

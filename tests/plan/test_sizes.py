@@ -112,6 +112,18 @@ def test_fp8_leaves_head_and_kv_in_16_bits() -> None:
     assert (wide.streamed_bytes, wide.kv_bytes) == (4 * 200, 4)
 
 
+def test_int8_is_of_layers_and_lm_head() -> None:
+    """A table that is the LM head too is kept once; a cut one is a copy beside it."""
+    tied = draft_of(LLAMA_CONFIG | {"tie_word_embeddings": True}).fused_in_int8()
+    assert (tied.streamed_bytes, tied.resident_bytes, tied.kv_bytes) == (120 + 80, 120 + 80, 2)
+    own = draft_of(LLAMA_CONFIG | {"tie_word_embeddings": False}).fused_in_int8()
+    assert (own.streamed_bytes, own.resident_bytes) == (120 + 80, 120 + 80 + 2 * 80)
+    cut = tied.with_head_of(3)
+    assert cut.streamed_bytes == 120 + 3 * tied.hidden_size
+    assert cut.resident_bytes == cut.streamed_bytes + 2 * 80
+    assert lowest_precision(tied) == 2, "products are in 16 bits"
+
+
 def test_latents_and_experts_by_hand() -> None:
     shape = from_config(DEEPSEEK)
     # Queries 4 x 3 + 3 x 2 x (6 + 2), latents 4 x 7, keys and values 5 x 2 x 13, output 2 x 7 x 4.

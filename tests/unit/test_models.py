@@ -215,7 +215,7 @@ def test_new_weights_go_where_captured_rounds_read_them() -> None:
     model = SimpleNamespace(embed_tokens=SimpleNamespace(), fc=None)
     model.midlayer = SimpleNamespace(self_attn=attention)
     head = SimpleNamespace(model=model, load_weights=load, load_lm_head_from_target=False)
-    head.hot_token_id = hot
+    head.hot_token_id, head.lm_head = hot, SimpleNamespace()
     weights = torch.zeros(1), torch.zeros(1)
     target = SimpleNamespace(get_embed_and_head=lambda: weights)
     target.set_eagle3_layers_to_capture = lambda _: None

@@ -17,7 +17,7 @@ from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
 from sglang_smc.tools.plan.shapes import BESIDE, DEFAULT_STEPS, MTP, NGRAM, ModelShape
 
 ACCEPTANCE = 0.8
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
+WEIGHT_BYTES, INT8 = {"bf16": 2.0, "fp8": 1.0}, "int8"
 MEASURED = {"measured": None, "measured:cpu": "cpu", "measured:cuda": "cuda"}
 Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these coincide
 
@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
     names = names if len(set(names)) == len(names) else arguments.draft
     rows = arguments.hot_tokens
     whole = (shapes.draft_for(target, source, of_drafts) for source in arguments.draft)
-    cut = (one if rows is None else one.with_head_of(rows) for one in whole)
+    small = (one.fused_in_int8() if arguments.draft_dtype == INT8 else one for one in whole)
+    cut = (one if rows is None else one.with_head_of(rows) for one in small)
     drafts = {name: one.on_devices(arguments.tp) for name, one in zip(names, cut, strict=True)}
     weight_bytes = shapes.lowest_precision(target, *drafts.values())
     lengths = arguments.context, arguments.tail, not arguments.no_shared_prefix
@@ -67,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tp", type=positive, default=1, help="tensor-parallel devices; default 1")
     precision = "of the weights; without it fp8 where the configuration says so, otherwise bf16"
     add("--dtype", choices=WEIGHT_BYTES, help=precision)
-    add("--draft-dtype", choices=WEIGHT_BYTES, help="of the drafts' weights; default: as --dtype")
+    of_drafts = "of the drafts' weights; int8: with --speculative-smc-draft-layers fused-int8; "
+    add("--draft-dtype", choices=(*WEIGHT_BYTES, INT8), help=f"{of_drafts}default: as --dtype")
     add("--batch", type=positives, default=(1,), help="requests at once; default 1")
     shared = "tokens of prompt and answer that particles share; default 1024"
     add("--context", type=positive, default=1024, help=shared)

@@ -107,7 +107,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a target or a draft. Norms and biases are left out: below 0.1 % of all weights."""
+    """Sizes of a target or a draft, without norms, biases and factors: below 0.3 % of weights."""
 
     num_layers: int
     hidden_size: int
@@ -117,7 +117,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied_embeddings: bool
-    weight_bytes: float = SIXTEEN_BIT  # a weight of a layer: 2 bf16, 1 fp8, 4 float32
+    weight_bytes: float = SIXTEEN_BIT  # a weight of a layer: 2 bf16, 1 fp8 or int8, 4 float32
+    in_int8: bool = False  # layers and LM head, for products in 16 bits
     kv_bytes: float = SIXTEEN_BIT  # a number in the KV cache
     latents: Latents | None = None  # MLA, in place of keys and values of each head
     experts: Experts | None = None  # in place of the MLP
@@ -197,7 +198,7 @@ class ModelShape:
 
     @property
     def head_bytes(self) -> float:
-        """Return the bytes per weight of the LM head and fc: SGLang quantizes only the layers."""
+        """Return the bytes per weight of tables and fc: SGLang quantizes only the layers."""
         return max(self.weight_bytes, SIXTEEN_BIT)
 
     @property
@@ -212,13 +213,14 @@ class ModelShape:
         """Return the bytes of weights that a pass reads: of experts, those that tokens visit."""
         visited = self.experts.visited(num_tokens) if self.experts else 0
         layers = self._weights_of_layers(visited) * self.weight_bytes
-        return layers + (self.head_parameters * self.head_bytes if with_head else 0)
+        head_bytes = self.weight_bytes if self.in_int8 else self.head_bytes
+        return layers + (self.head_parameters * head_bytes if with_head else 0)
 
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of weights in the device's memory."""
-        more = self.num_parameters - self.layer_parameters
-        return self.bytes_read(math.inf, with_head=False) + more * self.head_bytes
+        more = self.num_parameters - self.layer_parameters - self.in_int8 * self.head_parameters
+        return self.bytes_read(math.inf, with_head=self.in_int8) + more * self.head_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -291,6 +293,15 @@ class ModelShape:
                 "it out."
             )
         return replace(self, head_rows=rows)
+
+    def fused_in_int8(self) -> ModelShape:
+        """Return a draft for `--speculative-smc-draft-layers fused-int8`; ValueError for others."""
+        if self.kind not in (MODEL, EAGLE3):
+            raise ValueError(
+                f"--draft-dtype is int8 with a draft of kind {self.kind}; allowed: language models "
+                "and EAGLE-3 heads. Take fp8, or leave it out."
+            )
+        return replace(self, weight_bytes=1.0, kv_bytes=SIXTEEN_BIT, in_int8=True)
 
     def in_precision(self, weight_bytes: float | None) -> ModelShape:
         """Return the model with weights of ``weight_bytes``, or with its own for None.
@@ -479,8 +490,10 @@ def is_name(source: str) -> bool:
 
 
 def lowest_precision(*shapes: ModelShape) -> float:
-    """Return the fewest bytes per weight of all models; its FLOP/s bound each of them."""
-    return min(shape.weight_bytes for shape in shapes if shape.num_layers)
+    """Return the fewest bytes per number that a model computes in; its FLOP/s bound each."""
+    computed = (shape.head_bytes if shape.in_int8 else shape.weight_bytes for shape in shapes)
+    layers = (shape.num_layers for shape in shapes)
+    return min(size for size, count in zip(computed, layers, strict=True) if count)
 
 
 def contents(source: Source, known: Collection[str] = ()) -> Config:
