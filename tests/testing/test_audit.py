@@ -467,7 +467,7 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
     asked = ["--answers", "200", "--copies", "60", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
-    assert re.search("^At most 354 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
+    assert re.search("^At most 360 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
     told = json.loads(numbers.read_text())
     assert not told["passed"] and told["model"] == "toy"
     text = page.read_text()

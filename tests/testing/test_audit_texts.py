@@ -83,9 +83,9 @@ class Copier:
         (prompt,) = [body["messages"][0]["content"]] if is_chat else body.get("prompt", [""])
         if prompt not in INDICES or "prompt_logprobs" in body:
             return httpx.Response(404)
-        if "response_format" in body:
-            self.beside.append("json")
-            return httpx.Response(400, text="no grammars")
+        if wants := {"response_format", "tools"} & body.keys():
+            self.beside += wants
+            return httpx.Response(500, text="no grammars")
         is_judged = body.get("return_token_ids") or body.get("logprobs")
         self.asked[prompt] += bool(is_judged)
         if not is_judged:
@@ -152,7 +152,7 @@ def test_a_correct_server_passes_with_mistakes_of_its_model(
     server = Copier(tells=tells)
     results = checked(serve, server, chat)
     assert [result.verdict for result in results] == [Verdict.PASS] * 3
-    assert Counter(server.beside) == {"json": 24, "hang up": 26}  # twice one in eight
+    assert Counter(server.beside) == {"response_format": 24, "tools": 26, "hang up": 26}
     for result in results:
         assert result.note.startswith("0 of 100 answers (95 %: 0.0% to 3.6%)")
         lacking, innocent = map(int, re.findall(r"(\d+) lack.* (\d+) of them", result.note)[0])

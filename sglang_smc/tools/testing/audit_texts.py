@@ -144,7 +144,7 @@ def num_repeats(prompts: Sequence[str]) -> int:
 
 def num_copies(count: int) -> int:
     """Return the most answers that `check_copies` asks for, of so many copies."""
-    return count * len(WIDTHS) + 2 * math.ceil(count / BESIDE) * (len(WIDTHS) - 1)
+    return count * len(WIDTHS) + 3 * math.ceil(count / BESIDE) * (len(WIDTHS) - 1)
 
 
 def _differs(result: Result, prompt: str, how: str) -> Result:
@@ -187,7 +187,7 @@ Samples = Sequence[Sample | None]
 def ask_copies(endpoint: Endpoint, copies: Sequence[Copy]) -> list[list[Sample | None]]:
     """Return the answers to all copies, by each of `WIDTHS` requests at once.
 
-    Under load other requests hang up in the middle, or want JSON, beside those that are judged.
+    Under load others hang up in the middle, want JSON or call a tool, beside those that are judged.
     """
     asked = [(copy.prompt, copy.params) for copy in copies]
     return [endpoint.at_once(asked, width) for width in WIDTHS]
