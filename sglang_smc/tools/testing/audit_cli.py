@@ -15,6 +15,7 @@ from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
 from sglang_smc.tools.testing import report
 from sglang_smc.tools.testing.audit import audit, most_answers
 from sglang_smc.tools.testing.audit_page import page_of
+from sglang_smc.tools.testing.audit_pressure import full_context, sweep, update_weights
 from sglang_smc.tools.testing.audit_texts import LENGTH, WIDTHS
 from sglang_smc.tools.testing.checks import MOST_OF_EVIDENCE, PROMPTS
 from sglang_smc.tools.testing.cli import run
@@ -46,9 +47,11 @@ def parser() -> argparse.ArgumentParser:
     add("--params", type=_object, default={}, metavar="JSON", help="added to each request")
     add("--prompts", type=Path, help="a text file, one prompt a line")
     add("--answers", type=positive, default=400, help="of all checks together; default 400")
-    many = "identifiers in the prompt of a copy, more in each fourth; default 8"
+    many = "identifiers in a prompt, more in each fourth; full: as many as fit there; default 8"
     add("--copies", type=number(int, 0), default=300, help="of identifiers; default 300; 0: none")
-    add("--records", type=number(int, 3), default=8, help=many)
+    add("--records", type=_records, default=8, metavar="NUMBER", help=many)
+    add("--updates", action="store_true", help="SGLang loads its weights again between copies")
+    add("--sweep", action="store_true", help="SMC's depths and numbers of particles, in turns")
     add("--minutes", type=number(float, 0.1), default=30.0, help="at most; default 30")
     add("--seed", type=int, default=0, help="of the tests' own randomness; default 0")
     add("--page", type=Path, metavar="FILE", help="write an HTML page with histograms there")
@@ -65,6 +68,10 @@ def _object(text: str) -> dict[str, Any]:
 _object.__name__ = "JSON object"  # as argparse names what is none
 
 
+def _records(text: str) -> int:
+    return 0 if text == "full" else number(int, 3)(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if a check failed, else 0."""
     if options.reference and options.target:
@@ -73,10 +80,15 @@ def _run(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     settings = {"model": options.model, "chat": options.chat, "params": options.params}
     endpoint = open_endpoint(options.url, options.api_key, **settings)
-    copies = copies_of(math.ceil(options.copies / len(WIDTHS)), options.records, options.seed)
+    endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
+    if options.sweep:
+        sweep(endpoint)
+    if options.updates:
+        update_weights(endpoint, options.api_key)
+    num_records = options.records or full_context(endpoint)
+    copies = copies_of(math.ceil(options.copies / len(WIDTHS)), num_records, options.seed)
     total = most_answers(options.answers, prompts, len(copies))
     end = begin + 60 * options.minutes
-    endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
     print(
         f"At most {total} answers of {LENGTH} tokens, of {COPY_LENGTH} where identifiers are copied"
         f"{f', {MOST_OF_EVIDENCE} short ones of SMC' if endpoint.smc else ''}"

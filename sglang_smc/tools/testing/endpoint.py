@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import httpx
@@ -60,6 +60,8 @@ class Endpoint:
 
     Attributes:
         params: of each request, besides those of the checks.
+        turns: more of them, one for each request.
+        weights: that the server loads again beside copies, as its flags name them; none if empty.
         score: of a server that scores token ids; None: distributions are those that come with the
             answers.
         rounding: nats by which two log-probabilities of one token may differ.
@@ -71,6 +73,8 @@ class Endpoint:
     model: str = ""
     chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
+    turns: Iterator[Mapping[str, Any]] = field(default_factory=partial(repeat, {}))
+    weights: str = ""
     score: Score | None = None
     rounding: float = COARSEST
     deadline: float = float("inf")
@@ -120,6 +124,8 @@ class Endpoint:
             prompt, params = asked[index]
             if width > 1:
                 self._ask_beside(index % BESIDE, prompt, params)
+            if self.weights and index % CHUNK == BESIDE:
+                self.client.post("/update_weights_from_disk", {"model_path": self.weights})
             ask = partial(self._asked, [prompt], dict(params), index % 2 == 1)
             (pieces,) = self.client.with_top(ask)
             self.on_answers(1)
@@ -141,7 +147,7 @@ class Endpoint:
 
     def _ask_beside(self, turn: int, prompt: str, params: Mapping[str, Any]) -> None:
         """Ask among many for what is not judged: answers that nobody reads on, JSON, tool calls."""
-        body = {"model": self.model, **self.params, **params}
+        body = {"model": self.model, **self.params, **next(self.turns), **params}
         with contextlib.suppress(ValueError):  # of what the server does not have
             if turn == 0:
                 events = self.client.stream(self._route, {**body, **self._asking([prompt])})
@@ -213,7 +219,7 @@ class Endpoint:
     def _reply(self, body: dict[str, Any], count: int, streamed: bool) -> list[list[_Piece]]:
         """Return the pieces of ``count`` choices: one each, or those of their streams."""
         route = self._route
-        body = {"model": self.model, **self.params, **body}
+        body = {"model": self.model, **self.params, **next(self.turns), **body}
         client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
         try:
             for reply in client.stream(route, body) if streamed else [client.post(route, body)]:
