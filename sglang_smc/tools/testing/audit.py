@@ -126,8 +126,7 @@ def audit(
 
 def most_answers(num_answers: int, prompts: Sequence[str], num_copies: int) -> int:
     """Return the most answers of an audit, besides those to clients that hang up."""
-    few = audit_texts.num_repeats(prompts)
-    return num_answers + few + audit_texts.num_copies(num_copies)
+    return num_answers + audit_texts.num_repeats(prompts) + audit_texts.num_copies(num_copies)
 
 
 # --- Sampled tokens

@@ -193,12 +193,8 @@ class Endpoint:
         self, asked: Sequence[str], body: dict[str, Any], streamed: bool, top: int
     ) -> list[list[_Piece]]:
         """Return the pieces of each answer; of streams no more once the server refuses one."""
-        if self.score:
-            body = {**body, "return_token_ids": True}
-        elif self.chat:
-            body = {**body, "logprobs": True, "top_logprobs": top}
-        else:
-            body = {**body, "logprobs": top}
+        tell = {"logprobs": True, "top_logprobs": top} if self.chat else {"logprobs": top}
+        body = body | ({"return_token_ids": True} if self.score else tell)
         if streamed and self.streams:
             with contextlib.suppress(RefusedError):
                 return self._pieces(asked, body, True)
