@@ -192,18 +192,18 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     try:
         audits = list(simulated(options) if server is SIMULATED else audited(server, options))
     except ServerError as error:
-        reason = reason_in(log_of(server, options).read_text(errors="replace"))
-        return {**facts, "error": f"does not start: {reason or str(error).splitlines()[0]}", "audits": []}
+        reason = reason_in(log_of(server, options).read_text(errors="replace"), str(error))
+        return {**facts, "error": f"does not start: {reason}", "audits": []}
     except ValueError as error:
         return {**facts, "error": f"stops: {error}", "audits": []}
     facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
     return {**facts, "audits": [audits[0], *(one for one in audits[1:] if not one["passed"])]}
 
 
-def reason_in(log: str) -> str:
-    """Return the last error that a log names, in SGLang's words; empty if it names none."""
+def reason_in(log: str, otherwise: str) -> str:
+    """Return the last error that a log names, in SGLang's words; else what was seen here."""
     found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
-    return found[-1] if found else ""
+    return found[-1] if found else otherwise.partition("\n")[0]
 
 
 def log_of(server: Server, options: argparse.Namespace) -> Path:

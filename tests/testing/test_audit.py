@@ -86,7 +86,7 @@ class Server:
             pieces = (convert(piece) for choice in choices for piece in self.pieces(choice))
             lines = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
             return httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
-        told = {"choices": [convert(choice) for choice in choices[::-1]]}
+        told = {"choices": [*map(convert, choices[::-1])]}
         return httpx.Response(200, json=told | {"usage": {"prompt_tokens": len(body["prompt"][0])}})
 
     def pieces(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -497,12 +497,11 @@ def test_a_reference_must_score(serve: Serve) -> None:
 
 
 def test_a_sweep_asks_for_all_depths_in_turns() -> None:
-    most, asked = Model(client.Client(URL), SETTINGS), {"custom_params": {"smc": {"mode": "exact"}}}
-    swept = Endpoint(client.Client(URL), params=asked, smc=most)
+    most, mode = Model(client.Client(URL), SETTINGS), {"mode": "exact"}
+    swept = Endpoint(client.Client(URL), params={"custom_params": {"smc": mode}}, smc=most)
     sweep(swept)
     found = [next(swept.turns)["custom_params"]["smc"] for _ in range(6)]
-    shapes = [(1, 1), (1, 4), (2, 1), (2, 4)]
-    depths = [{"mode": "exact", "num_steps": k, "num_particles": n} for k, n in shapes]
+    depths = [{**mode, "num_steps": k, "num_particles": n} for k in (1, 2) for n in (1, 4)]
     assert found == [{"num_steps": 0}, *depths, {"num_steps": 0}]
     with pytest.raises(ValueError, match="does not run SMC"):
         sweep(Endpoint(client.Client(URL)))
