@@ -3,9 +3,8 @@
     .venv/bin/python bench/audit                      # all servers, a file of results for each
     .venv/bin/python bench/audit --correct --answers 120 --copies 30 --publish
 
-Servers of the shipped pair on this machine's CPU, one after the other: correct ones, SMC's
-approximate modes, and SGLang's workers and ours with a fault each (`faults/`), of verification or
-of KV: those are asked for copies alone. How often a correct one fails, `simulated` tells.
+Servers on this machine's CPU: correct ones, SMC's approximate modes, and SGLang's workers and ours
+with a fault each (`faults/`), of verification or of KV, which are asked for copies alone.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ from sglang_smc.tools.testing.audit import (
     most_answers,
     result_of,
 )
+from sglang_smc.tools.testing.audit_pressure import sweep
 from sglang_smc.tools.testing.audit_texts import (
     STRAY,
     WIDTHS,
@@ -82,6 +82,7 @@ class Server(NamedTuple):
     is_lossless: bool = True
     copies: bool = False  # whether it is asked for copies alone
     environment: Mapping[str, str] = MappingProxyType({})
+    is_swept: bool = False  # whether requests have all depths, and weights are loaded between them
 
     @property
     def slug(self) -> str:
@@ -155,6 +156,7 @@ SERVERS = (
     SIMULATED,
     *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
     Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
+    Server("SMC exact of all depths", _smc("exact"), is_swept=True),
     Server("SmolLM2 exact by n-grams", {**_MATCHES, "model_path": "smollm2"}),
     Server("SMC auto", _smc("auto"), is_lossless=False),
     Server("SMC default", _smc("smc"), is_lossless=False),
@@ -189,20 +191,19 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     facts |= provenance(settings)
     try:
         audits = list(simulated(options) if server is SIMULATED else audited(server, options))
-    except ServerError:
-        reason = reason_in(log_of(server, options).read_text(errors="replace"))
+    except ServerError as error:
+        reason = reason_in(log_of(server, options).read_text(errors="replace"), str(error))
         return {**facts, "error": f"does not start: {reason}", "audits": []}
     except ValueError as error:
         return {**facts, "error": f"stops: {error}", "audits": []}
-    kept = [audits[0], *(one for one in audits[1:] if not one["passed"])]
     facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
-    return {**facts, "audits": kept}
+    return {**facts, "audits": [audits[0], *(one for one in audits[1:] if not one["passed"])]}
 
 
-def reason_in(log: str) -> str:
-    """Return the last error that a log names, in SGLang's words."""
+def reason_in(log: str, otherwise: str) -> str:
+    """Return the last error that a log names, in SGLang's words; else what was seen here."""
     found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
-    return found[-1] if found else log.strip()[-200:]
+    return found[-1] if found else otherwise.partition("\n")[0]
 
 
 def log_of(server: Server, options: argparse.Namespace) -> Path:
@@ -215,21 +216,20 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
     arguments = {**_CPU, **server.arguments}
     if (name := arguments["model_path"]) in MODELS:
         arguments["model_path"] = str(checkpoint(name))
-    launch = Launch(
-        arguments,
-        {"PYTHONPATH": path, "AUDIT_FAULT": server.fault, **server.environment},
-        log=log_of(server, options),
-    )
-    about = {"desc": server.name, "unit": " answers", "disable": None, "leave": False}
+    given = {"PYTHONPATH": path, "AUDIT_FAULT": server.fault, **server.environment}
+    launch = Launch(arguments, given, log=log_of(server, options))
+    total = options.audits * most(server, options)
     with (
         running(launch) as (url,),
-        bar(total=options.audits * most(server, options), **about) as line,
+        bar(total=total, desc=server.name, unit=" answers", disable=None, leave=False) as line,
     ):
         for seed in range(options.audits):
-            endpoint = open_endpoint(url)
-            endpoint.on_answers = line.update
-            endpoint.deadline = time.monotonic() + 60 * options.minutes
-            endpoint.client.deadline = endpoint.deadline + 60 * options.minutes
+            end = time.monotonic() + 60 * options.minutes
+            endpoint = open_endpoint(url, deadline=end, on_answers=line.update)
+            endpoint.client.deadline = end + 60 * options.minutes
+            if server.is_swept:
+                sweep(endpoint)
+                endpoint.weights = arguments["model_path"]
             if server.copies:
                 yield copied(endpoint, options.copies, seed)
                 continue
@@ -308,11 +308,11 @@ def row_of(told: dict[str, Any]) -> list[str]:
     audits, is_lossless = told["audits"], "yes" if told["is_lossless"] else "no"
     if not audits:
         return [told["name"], is_lossless, "", "none", told["error"].replace("|", "/"), "", ""]
-    failed = sum(not audit["passed"] for audit in audits)
     checks = _with(audits, "fail") or ["none"]
     if undecided := _with(audits[:1], "not enough data"):
         checks[-1] += f"; too few tokens: {', '.join(undecided)}"
     first, total = audits[0], told.get("num_audits", len(audits))
+    failed = sum(not audit["passed"] for audit in audits)
     _, low, high, _ = wilson(failed, total)
     share = f"{failed} of {total}" + f" ({low:.1%} to {high:.1%})" * (total > 1)
     answers = sum(one["num_answers"] for one in first["results"] if one["check"] != "together")

@@ -222,6 +222,7 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
     assert main(["--output-dir", str(tmp_path)]) == 0
     cells = "one | yes |  | none | does not start: no pages / here |"
     assert cells in (tmp_path / "audit.md").read_text()
+    assert run.reason_in("Warning: slow", "not up\nin time") == "not up"
     monkeypatch.delattr(run, "measure")  # it is not started again
     assert main(["--output-dir", str(tmp_path)]) == 0
 

@@ -1,6 +1,5 @@
 """Audits of toy servers: correct ones pass, each fault is found, broken ones get a sentence."""
 
-import contextlib
 import json
 import math
 import random
@@ -31,13 +30,14 @@ from sglang_smc.tools.testing.audit import (
     limited,
     result_of,
 )
-from sglang_smc.tools.testing.audit_texts import check_repeats
+from sglang_smc.tools.testing.audit_pressure import full_context, sweep
+from sglang_smc.tools.testing.audit_texts import ask_copies, check_repeats
 from sglang_smc.tools.testing.copies import Copy, copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
-from sglang_smc.tools.testing.model import Position
+from sglang_smc.tools.testing.model import Model, Position
 from sglang_smc.tools.testing.report import Verdict
 from sglang_smc.tools.testing.statistics import Text
-from tests.testing.conftest import URL, VOCAB, Handler, Serve, Table, random_table
+from tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
 
 WIDE = 20  # tokens, so that top_k 10 leaves some out
 
@@ -56,17 +56,19 @@ class Server:
     penalizes: float = 1.0  # times as much as asked for
     shifts: Callable[[list[str], int], bool] = lambda prompts, index: False  # an answer's tokens
     streams: Callable[[str], str] = lambda text: text
+    context: int = 0  # characters that it takes for tokens, if it tells that
     bonus: bool = False  # whether a round of four likeliest tokens ends with another
     table: Table = field(default_factory=lambda: wide_table(1))
     source: random.Random = field(default_factory=lambda: random.Random("server"))
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "toy"}]})
+            limit = {"max_model_len": self.context} if self.context else {}
+            return httpx.Response(200, json={"data": [{"id": "toy", **limit}]})
         is_chat = request.url.path == "/v1/chat/completions"
+        body = json.loads(request.content or "{}")
         if request.url.path != "/v1/completions" and not is_chat:
-            return httpx.Response(404)
-        body = json.loads(request.content)
+            return httpx.Response(404, text=body.get("model_path"))
         if is_chat:
             assert body["messages"][0]["role"] == "user"
             body["prompt"] = body["messages"][0]["content"]
@@ -84,7 +86,8 @@ class Server:
             pieces = (convert(piece) for choice in choices for piece in self.pieces(choice))
             lines = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
             return httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
-        return httpx.Response(200, json={"choices": [convert(choice) for choice in choices[::-1]]})
+        told = {"choices": [*map(convert, choices[::-1])]}
+        return httpx.Response(200, json=told | {"usage": {"prompt_tokens": len(body["prompt"][0])}})
 
     def pieces(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a choice's rounds, as a stream does."""
@@ -99,7 +102,6 @@ class Server:
             yield piece
 
     def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
-        source = random.Random(body["seed"]) if "seed" in body else self.source
         is_shifted = self.shifts(body["prompt"], index)
         tokens, tops, sizes, last = [], [], [0], 1
         for _ in range(body["max_tokens"]):
@@ -107,7 +109,7 @@ class Server:
                 self.table[last], tokens, self.penalizes * body.get("frequency_penalty", 0.0)
             )
             likeliest = law.index(max(law))
-            last = likeliest if self.bonus and sizes[-1] == 4 else self.draw(law, body, source)
+            last = likeliest if self.bonus and sizes[-1] == 4 else self.draw(law, body, self.source)
             sizes[-1] += 1
             if last != likeliest or sizes[-1] == 5:
                 sizes.append(0)
@@ -291,7 +293,7 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Serve) -> None:
 def test_a_correct_server_passes(serve: Serve, tells: str, chat: bool) -> None:
     found = audited(serve, Server(rightly, tells), chat=chat, copies=copies_of(20, 8))
     verdicts = [result.verdict for result in found.results]
-    assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED] + [Verdict.PASS] * 3
+    assert verdicts == [Verdict.PASS] * 12
     assert sum(result.alpha or 0 for result in found.results) == pytest.approx(0.01)
     assert all(len(found.ranks[check.name]) > 500 for check in CHECKS)
 
@@ -300,7 +302,7 @@ TURNED = ["four", "three"]
 
 #: By what is wrong: a server, and the least that is to be found of it.
 FAULTS: dict[str, tuple[Server, set[str]]] = {
-    "greedy": (Server(greedily(1.0)), {"sampled", "temperature", "seeds"}),
+    "greedy": (Server(greedily(1.0)), {"sampled", "temperature"}),
     "now and then greedy": (Server(greedily(0.05)), {"sampled"}),
     "a fifth of the draft": (Server(towards_draft(0.2)), {"sampled"}),
     "temperature": (Server(without("temperature")), {"temperature", "greedy"}),
@@ -415,13 +417,6 @@ def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None
     assert limited(told, rule, 1e-3, {7: 1}) is None
 
 
-def test_too_few_answers_are_no_verdict(serve: Serve) -> None:
-    found = audited(serve, Server(rightly), num_answers=10)
-    results = {result.check: result for result in found.results}
-    assert results["top-k"].verdict is Verdict.NOT_ENOUGH_DATA
-    assert "--answers" in results["top-k"].note
-
-
 def hanging(request: httpx.Request) -> httpx.Response:
     raise httpx.ReadTimeout("", request=request)
 
@@ -467,7 +462,7 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
     asked = ["--answers", "200", "--copies", "60", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
-    assert re.search("^At most 354 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
+    assert re.search("^At most 350 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
     told = json.loads(numbers.read_text())
     assert not told["passed"] and told["model"] == "toy"
     text = page.read_text()
@@ -486,13 +481,12 @@ def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
 
     for module in (audit_cli, endpoint, client):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    started = contextlib.nullcontext
-    monkeypatch.setattr(audit_cli, "_reference", lambda *_: started(takes(120)))
+    monkeypatch.setattr(audit_cli, "_score_by", lambda *_: takes(120))
     serve(lambda request: takes(0.3) or server(request))
     asked = ["--minutes", "3", "--answers", "9999", "--copies", "0", "--json", str(numbers)]
-    assert audit_cli.main([URL, *asked]) == 0
+    assert audit_cli.main([URL, *asked, "--reference", URL]) == 0
     verdicts = {one["check"]: one["verdict"] for one in json.loads(numbers.read_text())["results"]}
-    assert (verdicts["repeats"], verdicts["seeds"]) == ("pass", "measured")
+    assert verdicts["repeats"] == "pass"
     assert verdicts["penalty"] == "not enough data" and 180 < clock[0] < 185
 
 
@@ -500,3 +494,26 @@ def test_a_reference_must_score(serve: Serve) -> None:
     serve(Server(rightly, "texts"))
     with pytest.raises(ValueError, match="does not score token ids"):
         audit_cli._score_by(Endpoint(client.Client(URL)), open_endpoint(URL))
+
+
+def test_a_sweep_asks_for_all_depths_in_turns() -> None:
+    most, mode = Model(client.Client(URL), SETTINGS), {"mode": "exact"}
+    swept = Endpoint(client.Client(URL), params={"custom_params": {"smc": mode}}, smc=most)
+    sweep(swept)
+    found = [next(swept.turns)["custom_params"]["smc"] for _ in range(6)]
+    depths = [{**mode, "num_steps": k, "num_particles": n} for k in (1, 2) for n in (1, 4)]
+    assert found == [{"num_steps": 0}, *depths, {"num_steps": 0}]
+    with pytest.raises(ValueError, match="does not run SMC"):
+        sweep(Endpoint(client.Client(URL)))
+
+
+def test_prompts_fill_the_context_and_weights_are_loaded_between_them(serve: Serve) -> None:
+    serve(Server(rightly, "texts", context=4000))
+    found = open_endpoint(URL, weights="folder")
+    copies = copies_of(36, full_context(found))
+    assert max(len(copy.prompt) for copy in copies) in range(3000, 3857)
+    with pytest.raises(ValueError, match="HTTP 404: 'folder'"):
+        ask_copies(found, copies)
+    serve(Server(rightly, "texts"))
+    with pytest.raises(ValueError, match="does not tell max_model_len"):
+        full_context(open_endpoint(URL))

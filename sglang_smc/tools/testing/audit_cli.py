@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
+from sglang_smc.tools.commands import bar, command, number, positive, prompts_in, told_by
 from sglang_smc.tools.testing import report
 from sglang_smc.tools.testing.audit import audit, most_answers
 from sglang_smc.tools.testing.audit_page import page_of
+from sglang_smc.tools.testing.audit_pressure import full_context, sweep
 from sglang_smc.tools.testing.audit_texts import LENGTH, WIDTHS
 from sglang_smc.tools.testing.checks import MOST_OF_EVIDENCE, PROMPTS
 from sglang_smc.tools.testing.cli import run
 from sglang_smc.tools.testing.copies import LENGTH as COPY_LENGTH
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
-from sglang_smc.tools.testing.model import Pair, check_folder, launched
+from sglang_smc.tools.testing.model import Pair
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,21 +33,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("url", help="of the server, such as http://localhost:30000")
-    add(
-        "--reference", metavar="URL", help="a plain server of the same model; it scores the answers"
-    )
-    add("--target", metavar="DIR", help="the model's folder, for a reference that is started here")
-    add(
-        "--model", default="", help="the model's name in requests; default: the first of /v1/models"
-    )
+    add("--reference", metavar="URL", help="a plain server of the model; it scores the answers")
+    add("--model", default="", help="its name in requests; default: the first of /v1/models")
     add("--chat", action="store_true", help="ask by the chat route, each prompt as one message")
     add("--api-key", help="of the server, where it has one")
     add("--params", type=_object, default={}, metavar="JSON", help="added to each request")
     add("--prompts", type=Path, help="a text file, one prompt a line")
     add("--answers", type=positive, default=400, help="of all checks together; default 400")
-    many = "identifiers in the prompt of a copy, more in each fourth; default 8"
+    many = "identifiers in a prompt, more in each fourth; full: as many as fit there; default 8"
     add("--copies", type=number(int, 0), default=300, help="of identifiers; default 300; 0: none")
-    add("--records", type=number(int, 3), default=8, help=many)
+    add("--records", type=_records, default=8, metavar="NUMBER", help=many)
+    add("--updates", action="store_true", help="SGLang loads its weights again between copies")
+    add("--sweep", action="store_true", help="SMC's depths and numbers of particles, in turns")
     add("--minutes", type=number(float, 0.1), default=30.0, help="at most; default 30")
     add("--seed", type=int, default=0, help="of the tests' own randomness; default 0")
     add("--page", type=Path, metavar="FILE", help="write an HTML page with histograms there")
@@ -65,29 +61,36 @@ def _object(text: str) -> dict[str, Any]:
 _object.__name__ = "JSON object"  # as argparse names what is none
 
 
+def _records(text: str) -> int:
+    return 0 if text == "full" else number(int, 3)(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if a check failed, else 0."""
-    if options.reference and options.target:
-        raise ValueError("--reference and --target are two references. Leave one of them out.")
     prompts = prompts_in(options.prompts) if options.prompts else PROMPTS
     begin = time.monotonic()
     settings = {"model": options.model, "chat": options.chat, "params": options.params}
     endpoint = open_endpoint(options.url, options.api_key, **settings)
-    copies = copies_of(math.ceil(options.copies / len(WIDTHS)), options.records, options.seed)
-    total = most_answers(options.answers, prompts, len(copies))
-    end = begin + 60 * options.minutes
     endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
+    if options.sweep:
+        sweep(endpoint)
+    if options.updates:
+        told = told_by(options.url, "/server_info", "model_path", options.api_key)
+        endpoint.weights = told["model_path"]
+    num_records = options.records or full_context(endpoint)
+    copies = copies_of(math.ceil(options.copies / len(WIDTHS)), num_records, options.seed)
+    total = most_answers(options.answers, prompts, len(copies))
     print(
         f"At most {total} answers of {LENGTH} tokens, of {COPY_LENGTH} where identifiers are copied"
         f"{f', {MOST_OF_EVIDENCE} short ones of SMC' if endpoint.smc else ''}"
         f"; nothing is asked for after {options.minutes:g} minutes, or read after twice as many.",
         flush=True,
     )
-    with (
-        _reference(endpoint, options),
-        bar(total=total, unit=" answers", disable=None, leave=False) as line,
-    ):
-        endpoint.deadline, endpoint.on_answers = end, line.update
+    if options.reference:
+        _score_by(endpoint, open_endpoint(options.reference, options.api_key))
+    with bar(total=total, unit=" answers", disable=None, leave=False) as line:
+        endpoint.deadline = begin + 60 * options.minutes
+        endpoint.on_answers = line.update
         how = {"num_answers": options.answers, "seed": options.seed}
         results, ranks = audit(endpoint, prompts, copies, **how)
         if endpoint.smc and time.monotonic() < endpoint.deadline:
@@ -96,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
             note = "No time was left. Give more --minutes, or ask for fewer --answers."
             lacks = report.Verdict.NOT_ENOUGH_DATA
             results.append(report.Result("evidence", "E[Z] = 1", lacks, note))
-    how = "a reference" if options.reference or options.target else "the server itself"
+    how = "a reference" if options.reference else "the server itself"
     if endpoint.score is None:
         how = f"the {endpoint.client.top} log-probabilities that come with the answers"
     about = f"Model {endpoint.model}, answers of at most {LENGTH} tokens, scored by {how}."
@@ -115,19 +118,6 @@ def _run(options: argparse.Namespace) -> int:
         told = report.as_dict(results, **facts, seconds=round(seconds, 1), seed=options.seed)
         options.json.write_text(json.dumps(told, indent=2) + "\n")
     return int(any(result.failed for result in results))
-
-
-@contextlib.contextmanager
-def _reference(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[None]:
-    """Let a plain server score the answers for the ``with`` block, where one is asked for."""
-    with contextlib.ExitStack() as servers:
-        if options.target:
-            check_folder("--target", options.target)
-            (url,) = servers.enter_context(launched(options.target, log_level="warning"))
-            _score_by(endpoint, open_endpoint(url))
-        if options.reference:
-            _score_by(endpoint, open_endpoint(options.reference, options.api_key))
-        yield
 
 
 def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:

@@ -15,21 +15,19 @@ _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --ink: light-dark(#1b2430, #e7ebf1); --soft: light-dark(#5d6878,
-  #98a4b5); --line: light-dark(#e2e7ed, #29313d); --bar: light-dark(#aabfdd, #38506f);
-  --band: light-dark(#e8f3e9, #1b3322); --pass: light-dark(#1a7f37, #4ac26b);
-  --fail: light-dark(#c93c2a, #ff7565); }
+:root { color-scheme: light dark; --ink: light-dark(#1b2430, #e7ebf1); --bar: light-dark(#aabfdd,
+  #38506f); --soft: light-dark(#5d6878, #98a4b5); --line: light-dark(#e2e7ed, #29313d); --band:
+  light-dark(#e8f3e9, #1b3322); --pass: light-dark(#1a7f37, #4ac26b); --fail: light-dark(#c93c2a,
+  #ff7565); }
 body { margin: 24px auto; padding: 0 20px; max-width: 1080px; font: 15px/1.5 system-ui, sans-serif;
   color: var(--ink); background: light-dark(#fff, #10141a); }
-h1 { font-size: 20px; } p.about { color: var(--soft); }
+h1 { font-size: 20px; } h2 { font-size: 16px; margin: 0; } article p { margin: 4px 0; }
 article { display: grid; grid-template-columns: 1fr ${width}px; gap: 8px 32px; padding: 14px 0;
   border-top: 1px solid var(--line); }
-h2 { font-size: 16px; margin: 0; } article p { margin: 4px 0; }
-.verdict { margin-left: 10px; font-weight: 400; color: var(--soft); }
-.pass .verdict { color: var(--pass); } .fail .verdict { color: var(--fail); font-weight: 650; }
-.numbers { color: var(--soft); font-variant-numeric: tabular-nums; }
-svg { width: 100%; } svg .band { fill: var(--band); } svg .bar { fill: var(--bar); }
-svg text { fill: var(--soft); font-size: 10px; }
+.about, .numbers, .verdict { color: var(--soft); font-variant-numeric: tabular-nums; }
+.verdict { margin-left: 10px; font-weight: 400; } .pass .verdict { color: var(--pass); }
+.fail .verdict { color: var(--fail); font-weight: 650; } svg { width: 100%; max-width: ${width}px; }
+.band { fill: var(--band); } .bar { fill: var(--bar); } text { fill: var(--soft); font-size: 10px; }
 @media (max-width: 700px) { article { grid-template-columns: 1fr; } }
 </style>
 <h1>$title</h1>

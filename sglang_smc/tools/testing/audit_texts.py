@@ -15,7 +15,6 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from sglang_smc.tools.testing import statistics
@@ -38,11 +37,8 @@ _NEVER = 8.0  # roundings by which they do not
 def too_few(result: Result, total: int, samples: Sequence[Sample]) -> Result:
     """Return the result of a check with too few tokens."""
     most = max((len(position.top) for one in samples for position in one.positions), default=0)
-    note = (
-        f"{total} tokens of {len(samples)} answers could be compared, with {most} "
-        f"log-probabilities each; needed: {FEWEST}. Ask for more --answers, --copies or --minutes, "
-        "or let the server tell more."
-    )
+    note = f"{total} tokens of {len(samples)} answers, with {most} log-probabilities each, could be"
+    note += f" compared; needed: {FEWEST}. Ask for more --answers, --copies or --minutes."
     return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
 
 
@@ -144,7 +140,7 @@ def num_repeats(prompts: Sequence[str]) -> int:
 
 def num_copies(count: int) -> int:
     """Return the most answers that `check_copies` asks for, of so many copies."""
-    return count * len(WIDTHS) + 2 * math.ceil(count / BESIDE) * (len(WIDTHS) - 1)
+    return count * len(WIDTHS) + 3 * math.ceil(count / BESIDE) * (len(WIDTHS) - 1)
 
 
 def _differs(result: Result, prompt: str, how: str) -> Result:
@@ -187,7 +183,7 @@ Samples = Sequence[Sample | None]
 def ask_copies(endpoint: Endpoint, copies: Sequence[Copy]) -> list[list[Sample | None]]:
     """Return the answers to all copies, by each of `WIDTHS` requests at once.
 
-    Under load other requests hang up in the middle, or want JSON, beside those that are judged.
+    Under load others hang up in the middle, want JSON or call a tool, beside those that are judged.
     """
     asked = [(copy.prompt, copy.params) for copy in copies]
     return [endpoint.at_once(asked, width) for width in WIDTHS]
@@ -222,9 +218,7 @@ def copied_of(
     Args:
         alone: the answers to the same requests, each asked alone; empty for these themselves.
     """
-    uniforms, all_gaps, all_tails = random.Random(seed), list[list[float]](), list[float]()
-    is_corrupted, lacks, lacked_alone = list[bool](), list[bool](), list[bool]()
-    example = ""
+    uniforms, found = random.Random(seed), Copied(0, [], [], [], [], [])
     for copy, one, other in zip(copies, samples, alone or [None] * len(copies), strict=True):
         if one is None or (alone and other is None):
             continue
@@ -232,30 +226,25 @@ def copied_of(
             gaps = [_gap(position) for position in one.positions]
             if other:  # where two texts part; all that a server shows that does not score texts
                 gaps.append(_first_gap(other, [one])[1])
-            all_gaps.append(gaps)
-            is_corrupted.append(max(gaps, default=0.0) > _NEVER * rounding)
+            found.gaps.extend(gaps)
+            found = found._replace(num_greedy=found.num_greedy + 1)
+            is_corrupted = max(gaps, default=0.0) > _NEVER * rounding
         else:
             ranks = (
                 statistics.rank_uniform(token, top, uniforms.random())
                 for token, _, top in one.positions
             )
             tails = [1.0 - rank for rank in ranks]
-            all_tails += tails
-            is_corrupted.append(min(tails, default=1.0) < RARE)
-        lacks.append(copy.is_lacking(one.text))
+            found.tails.extend(tails)
+            is_corrupted = min(tails, default=1.0) < RARE
+        found.is_corrupted.append(is_corrupted)
+        found.lacks.append(copy.is_lacking(one.text))
         if other:
-            lacked_alone.append(copy.is_lacking(other.text))
-        if is_corrupted[-1] and not example:
+            found.lacked_alone.append(copy.is_lacking(other.text))
+        if is_corrupted and not found.example:
             example = f" First: {copy.prompt[-24:]!r} is answered by {one.text[:60]!r}."
-    return Copied(
-        num_greedy=len(all_gaps),
-        gaps=[*chain(*all_gaps)],
-        tails=all_tails,
-        is_corrupted=is_corrupted,
-        lacks=lacks,
-        lacked_alone=lacked_alone,
-        example=example,
-    )
+            found = found._replace(example=example)
+    return found
 
 
 def result_of_copies(width: int, copied: Copied, rounding: float, level: float) -> Result:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import httpx
@@ -19,8 +19,13 @@ from sglang_smc.tools.testing.model import COARSEST, Model, Position, connect
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 32  # prompts in one request
-BESIDE = 8  # requests of a load, with one that hangs up and one for JSON beside them
-JSON = {"type": "json_object"}
+CHAT = "/v1/chat/completions"
+BESIDE = (
+    8  # requests of a load, with one that hangs up, one for JSON and one for a tool beside them
+)
+_JSON = {"response_format": {"type": "json_object"}}
+_NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _NAME}}
 PROMPT_TOP = 20  # prompt log-probabilities, of which vLLM allows no more
 
 Score = Callable[[Sequence[Text], Sequence[Text]], list[list[Position]]]
@@ -55,6 +60,8 @@ class Endpoint:
 
     Attributes:
         params: of each request, besides those of the checks.
+        turns: more of them, one for each request.
+        weights: that the server loads again beside copies, as its flags name them; none if empty.
         score: of a server that scores token ids; None: distributions are those that come with the
             answers.
         rounding: nats by which two log-probabilities of one token may differ.
@@ -66,6 +73,8 @@ class Endpoint:
     model: str = ""
     chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
+    turns: Iterator[Mapping[str, Any]] = field(default_factory=partial(repeat, {}))
+    weights: str = ""
     score: Score | None = None
     rounding: float = COARSEST
     deadline: float = float("inf")
@@ -106,20 +115,17 @@ class Endpoint:
     ) -> list[Sample | None]:
         """Return the answers to prompts with their parameters, ``width`` requests at a time.
 
-        Answers are scored when all are there; None are those that the deadline leaves out. Among
-        many, a client in `BESIDE` first hangs up on an answer, and one asks for JSON, where the
-        server gives it.
+        Answers are scored when all are there; None are those that the deadline leaves out.
         """
 
         def answer(index: int) -> list[_Piece] | None:
             if time.monotonic() > self.deadline:
                 return None
             prompt, params = asked[index]
-            if width > 1 and index % BESIDE == 0:
-                self._hang_up(prompt, params)
-            if width > 1 and index % BESIDE == BESIDE // 2:
-                with contextlib.suppress(RefusedError):
-                    self._pieces([prompt], {**params, "response_format": JSON}, False)
+            if width > 1:
+                self._ask_beside(index % BESIDE, prompt, params)
+            if self.weights and index % CHUNK == BESIDE:
+                self.client.post("/update_weights_from_disk", {"model_path": self.weights})
             ask = partial(self._asked, [prompt], dict(params), index % 2 == 1)
             (pieces,) = self.client.with_top(ask)
             self.on_answers(1)
@@ -139,22 +145,27 @@ class Endpoint:
                 samples[index] = sample
         return samples
 
-    def _hang_up(self, prompt: str, params: Mapping[str, Any]) -> None:
-        """Begin a streamed answer, and leave at its first piece."""
-        body = {"model": self.model, **self.params, **params, **self._asking([prompt])}
-        events = self.client.stream(self._route, body)
-        with contextlib.suppress(RefusedError), contextlib.closing(events):
-            next(events, None)
+    def _ask_beside(self, turn: int, prompt: str, params: Mapping[str, Any]) -> None:
+        """Ask among many for what is not judged: answers that nobody reads on, JSON, tool calls."""
+        body = {"model": self.model, **self.params, **next(self.turns), **params}
+        with contextlib.suppress(ValueError):  # of what the server does not have
+            if turn == 0:
+                events = self.client.stream(self._route, {**body, **self._asking([prompt])})
+                with contextlib.closing(events):
+                    next(events, None)
+            elif turn == 2:
+                body |= {"tools": [_TOOL], "tool_choice": "required"}
+                self.client.post(CHAT, {**body, **_message(prompt)})
+            elif turn == 4:
+                self.client.post(self._route, {**body, **_JSON, **self._asking([prompt])})
 
     @property
     def _route(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return CHAT if self.chat else "/v1/completions"
 
     def _asking(self, prompts: Sequence[str]) -> dict[str, Any]:
         """Return the fields of a body that ask: of one prompt, where it is a chat's."""
-        if self.chat:
-            return {"messages": [{"role": "user", "content": prompts[0]}]}
-        return {"prompt": list(prompts)}
+        return _message(prompts[0]) if self.chat else {"prompt": list(prompts)}
 
     def _samples(self, asked: Sequence[str], answers: Sequence[list[_Piece]]) -> Iterator[Sample]:
         whole = [_joined(pieces) for pieces in answers]
@@ -182,12 +193,8 @@ class Endpoint:
         self, asked: Sequence[str], body: dict[str, Any], streamed: bool, top: int
     ) -> list[list[_Piece]]:
         """Return the pieces of each answer; of streams no more once the server refuses one."""
-        if self.score:
-            body = {**body, "return_token_ids": True}
-        elif self.chat:
-            body = {**body, "logprobs": True, "top_logprobs": top}
-        else:
-            body = {**body, "logprobs": top}
+        tell = {"logprobs": True, "top_logprobs": top} if self.chat else {"logprobs": top}
+        body = body | ({"return_token_ids": True} if self.score else tell)
         if streamed and self.streams:
             with contextlib.suppress(RefusedError):
                 return self._pieces(asked, body, True)
@@ -208,7 +215,7 @@ class Endpoint:
     def _reply(self, body: dict[str, Any], count: int, streamed: bool) -> list[list[_Piece]]:
         """Return the pieces of ``count`` choices: one each, or those of their streams."""
         route = self._route
-        body = {"model": self.model, **self.params, **body}
+        body = {"model": self.model, **self.params, **next(self.turns), **body}
         client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
         try:
             for reply in client.stream(route, body) if streamed else [client.post(route, body)]:
@@ -220,6 +227,10 @@ class Endpoint:
         if all(found):
             return found
         raise ValueError(f"{client.url}{route}: {count} answers asked for, {reply!r:.200}")
+
+
+def _message(prompt: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}]}
 
 
 def _joined(pieces: Sequence[_Piece]) -> _Piece:
