@@ -226,7 +226,7 @@ class Steps:
     ) -> TokenDistribution:
         """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points.
 
-        Where models run each of the ``slots`` ``[G, N, C]`` once, its rows share the first's logits.
+        Where models run each of the ``slots`` ``[G, N, C]`` once, all its rows use the first's.
         """
         filters = batch.settings.filters if Need.FILTERS in batch.shape.needs else None
         at_0 = greedy if Need.GREEDY in batch.shape.needs else None

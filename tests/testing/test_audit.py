@@ -102,6 +102,7 @@ class Server:
             yield piece
 
     def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
+        source = random.Random(body["seed"]) if "seed" in body else self.source
         is_shifted = self.shifts(body["prompt"], index)
         tokens, tops, sizes, last = [], [], [0], 1
         for _ in range(body["max_tokens"]):
@@ -109,7 +110,7 @@ class Server:
                 self.table[last], tokens, self.penalizes * body.get("frequency_penalty", 0.0)
             )
             likeliest = law.index(max(law))
-            last = likeliest if self.bonus and sizes[-1] == 4 else self.draw(law, body, self.source)
+            last = likeliest if self.bonus and sizes[-1] == 4 else self.draw(law, body, source)
             sizes[-1] += 1
             if last != likeliest or sizes[-1] == 5:
                 sizes.append(0)
@@ -293,7 +294,7 @@ def test_prompt_logprobs_are_those_of_the_table(serve: Serve) -> None:
 def test_a_correct_server_passes(serve: Serve, tells: str, chat: bool) -> None:
     found = audited(serve, Server(rightly, tells), chat=chat, copies=copies_of(20, 8))
     verdicts = [result.verdict for result in found.results]
-    assert verdicts == [Verdict.PASS] * 12
+    assert verdicts == [Verdict.PASS] * 9 + [Verdict.MEASURED] + [Verdict.PASS] * 3
     assert sum(result.alpha or 0 for result in found.results) == pytest.approx(0.01)
     assert all(len(found.ranks[check.name]) > 500 for check in CHECKS)
 
@@ -302,7 +303,7 @@ TURNED = ["four", "three"]
 
 #: By what is wrong: a server, and the least that is to be found of it.
 FAULTS: dict[str, tuple[Server, set[str]]] = {
-    "greedy": (Server(greedily(1.0)), {"sampled", "temperature"}),
+    "greedy": (Server(greedily(1.0)), {"sampled", "temperature", "seeds"}),
     "now and then greedy": (Server(greedily(0.05)), {"sampled"}),
     "a fifth of the draft": (Server(towards_draft(0.2)), {"sampled"}),
     "temperature": (Server(without("temperature")), {"temperature", "greedy"}),
@@ -417,6 +418,13 @@ def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None
     assert limited(told, rule, 1e-3, {7: 1}) is None
 
 
+def test_too_few_answers_are_no_verdict(serve: Serve) -> None:
+    found = audited(serve, Server(rightly), num_answers=10)
+    results = {result.check: result for result in found.results}
+    assert results["top-k"].verdict is Verdict.NOT_ENOUGH_DATA
+    assert "--answers" in results["top-k"].note
+
+
 def hanging(request: httpx.Request) -> httpx.Response:
     raise httpx.ReadTimeout("", request=request)
 
@@ -462,7 +470,7 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     page, numbers = tmp_path / "audit.html", tmp_path / "audit.json"
     asked = ["--answers", "200", "--copies", "60", "--page", str(page), "--json", str(numbers)]
     assert audit_cli.main([URL, *asked]) == 1
-    assert re.search("^At most 350 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
+    assert re.search("^At most 360 answers(.|\n)*sampled(.|\n)*copies-64", capsys.readouterr().out)
     told = json.loads(numbers.read_text())
     assert not told["passed"] and told["model"] == "toy"
     text = page.read_text()
@@ -486,7 +494,7 @@ def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
     asked = ["--minutes", "3", "--answers", "9999", "--copies", "0", "--json", str(numbers)]
     assert audit_cli.main([URL, *asked, "--reference", URL]) == 0
     verdicts = {one["check"]: one["verdict"] for one in json.loads(numbers.read_text())["results"]}
-    assert verdicts["repeats"] == "pass"
+    assert (verdicts["repeats"], verdicts["seeds"]) == ("pass", "measured")
     assert verdicts["penalty"] == "not enough data" and 180 < clock[0] < 185
 
 

@@ -21,11 +21,12 @@ from sglang_smc.tools.testing.audit_texts import (
     STRAY,
     Copied,
     ask_copies,
+    check_greedy,
     judge_copies,
     result_of_copies,
 )
 from sglang_smc.tools.testing.copies import FORMS, KINDS, copies_of, identifiers
-from sglang_smc.tools.testing.endpoint import open_endpoint
+from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc.tools.testing.model import Position
 from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Text
@@ -216,6 +217,23 @@ def gaps_of(copied: Sequence[float], **more: Any) -> Copied:
 def test_a_rule_tells_rounding_and_chance_from_faults(copied: Copied, words: str) -> None:
     result = result_of_copies(12, copied, 2**-3, LEVEL)
     assert result.failed == bool(words) and (not words or f"fails by {words}" in result.note)
+
+
+def test_no_token_at_temperature_0_is_far_below_the_likeliest() -> None:
+    """One in a thousand is fewer than may stray, yet no rounding moves by so much."""
+
+    class One(Endpoint):
+        gap = 0.01
+
+        def sample(self, prompts: Sequence[str], length: int, **how: Any) -> list[Sample]:
+            top = {0: -0.1, 1: -0.1 - self.gap}
+            positions = [Position(0, -0.1, top)] * 999 + [Position(1, top[1], top)]
+            return [Sample(prompts[0], "", positions, [1000])]
+
+    endpoint = One(client.Client(URL), rounding=FLOAT32)
+    assert check_greedy(endpoint, ["one"], LEVEL).failed
+    endpoint.gap = 7 * FLOAT32
+    assert not check_greedy(endpoint, ["one"], LEVEL).failed
 
 
 def fails_by_chance(source: random.Random) -> bool:

@@ -65,6 +65,7 @@ CHECKS = (
 )
 TOGETHER = Check("together", Rules(), 0.0, "the tokens of all these checks follow the target")
 _GREEDY_SHARE = 0.05
+NUM_SEEDS = 10  # answers with a seed, the first two with one
 LEVEL = ALPHA / (4 * (len(CHECKS) + 1) + audit_texts.NUM_TESTS)  # of one p-value
 
 
@@ -105,6 +106,7 @@ def audit(
     # Of few answers, so they come first: the deadline leaves out others.
     few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
     few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
+    few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
     if copies:  # before the samples, which show what load has left behind
         samples = audit_texts.ask_copies(endpoint, copies)
@@ -126,7 +128,8 @@ def audit(
 
 def most_answers(num_answers: int, prompts: Sequence[str], num_copies: int) -> int:
     """Return the most answers of an audit, besides those to clients that hang up."""
-    return num_answers + audit_texts.num_repeats(prompts) + audit_texts.num_copies(num_copies)
+    few = audit_texts.num_repeats(prompts) + NUM_SEEDS
+    return num_answers + few + audit_texts.num_copies(num_copies)
 
 
 # --- Sampled tokens
@@ -302,3 +305,24 @@ def _penalized(ranked: Top, penalty: float, earlier: Mapping[Any, int], rest: fl
 def _normalized(values: Top, rest: float = 0.0) -> dict[Any, float]:
     total = math.log(math.fsum(map(math.exp, values.values())) + rest)
     return {token: value - total for token, value in values.items()}
+
+
+# --- Seeds
+
+
+def check_seeds(endpoint: Endpoint, prompt: str) -> Result:
+    """Measure whether a seed repeats an answer, and another seed gives another one."""
+    result = Result("seeds", "answers with one seed are equal, with others different")
+    seeds = (1, *range(1, NUM_SEEDS))
+    found = [endpoint.sample([prompt], LENGTH, seed=seed, temperature=1.0) for seed in seeds]
+    if not all(found):
+        return too_few(result, 0, [])
+    texts = [one[0].tokens for one in found]
+    repeats = "repeat" if texts[0] == texts[1] else "do not repeat"
+    others = len(set(texts[1:]))
+    note = f"Answers with one seed {repeats}; {others} different ones of {len(texts) - 1} seeds."
+    log_mass = math.fsum(position.logprob for position in found[0][0].positions)
+    if others == 1 and len(texts[0]) > 1 and log_mass <= -1.0:
+        note = f"{len(texts) - 1} seeds give one and the same answer: nothing is sampled."
+        return result._replace(verdict=Verdict.FAIL, note=note, num_answers=len(texts))
+    return result._replace(verdict=Verdict.MEASURED, note=note, num_answers=len(texts))

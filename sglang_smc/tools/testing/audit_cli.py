@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from sglang_smc.tools.testing.cli import run
 from sglang_smc.tools.testing.copies import LENGTH as COPY_LENGTH
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
-from sglang_smc.tools.testing.model import Pair
+from sglang_smc.tools.testing.model import Pair, check_folder, launched
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("url", help="of the server, such as http://localhost:30000")
     add("--reference", metavar="URL", help="a plain server of the model; it scores the answers")
+    add("--target", metavar="DIR", help="the model's folder, for a reference that is started here")
     add("--model", default="", help="its name in requests; default: the first of /v1/models")
     add("--chat", action="store_true", help="ask by the chat route, each prompt as one message")
     add("--api-key", help="of the server, where it has one")
@@ -67,6 +70,8 @@ def _records(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if a check failed, else 0."""
+    if options.reference and options.target:
+        raise ValueError("--reference and --target are two references. Leave one of them out.")
     prompts = prompts_in(options.prompts) if options.prompts else PROMPTS
     begin = time.monotonic()
     settings = {"model": options.model, "chat": options.chat, "params": options.params}
@@ -86,9 +91,10 @@ def _run(options: argparse.Namespace) -> int:
         f"; nothing is asked for after {options.minutes:g} minutes, or read after twice as many.",
         flush=True,
     )
-    if options.reference:
-        _score_by(endpoint, open_endpoint(options.reference, options.api_key))
-    with bar(total=total, unit=" answers", disable=None, leave=False) as line:
+    with (
+        _reference(endpoint, options),
+        bar(total=total, unit=" answers", disable=None, leave=False) as line,
+    ):
         endpoint.deadline = begin + 60 * options.minutes
         endpoint.on_answers = line.update
         how = {"num_answers": options.answers, "seed": options.seed}
@@ -99,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
             note = "No time was left. Give more --minutes, or ask for fewer --answers."
             lacks = report.Verdict.NOT_ENOUGH_DATA
             results.append(report.Result("evidence", "E[Z] = 1", lacks, note))
-    how = "a reference" if options.reference else "the server itself"
+    how = "a reference" if options.reference or options.target else "the server itself"
     if endpoint.score is None:
         how = f"the {endpoint.client.top} log-probabilities that come with the answers"
     about = f"Model {endpoint.model}, answers of at most {LENGTH} tokens, scored by {how}."
@@ -118,6 +124,19 @@ def _run(options: argparse.Namespace) -> int:
         told = report.as_dict(results, **facts, seconds=round(seconds, 1), seed=options.seed)
         options.json.write_text(json.dumps(told, indent=2) + "\n")
     return int(any(result.failed for result in results))
+
+
+@contextlib.contextmanager
+def _reference(endpoint: Endpoint, options: argparse.Namespace) -> Iterator[None]:
+    """Let a plain server score the answers for the ``with`` block, where one is asked for."""
+    with contextlib.ExitStack() as servers:
+        if options.target:
+            check_folder("--target", options.target)
+            (url,) = servers.enter_context(launched(options.target, log_level="warning"))
+            _score_by(endpoint, open_endpoint(url))
+        if options.reference:
+            _score_by(endpoint, open_endpoint(options.reference, options.api_key))
+        yield
 
 
 def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:

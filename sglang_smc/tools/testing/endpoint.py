@@ -20,9 +20,7 @@ from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 32  # prompts in one request
 CHAT = "/v1/chat/completions"
-BESIDE = (
-    8  # requests of a load, with one that hangs up, one for JSON and one for a tool beside them
-)
+BESIDE = 8  # requests of a load, beside one that hangs up, one for JSON and one for a tool
 _JSON = {"response_format": {"type": "json_object"}}
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _NAME}}
