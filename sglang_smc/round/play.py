@@ -160,7 +160,7 @@ class Steps:
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            q = self._q(batch, logits, greedy, drawn, slots.slots[step + 1])
+            q = self._q(batch, logits, greedy, drawn, slots.slots[step + 1].unsqueeze(2))
             q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if tree is not None:
@@ -201,10 +201,7 @@ class Steps:
         drawn: list[torch.Tensor],
         slots: torch.Tensor,
     ) -> TokenDistribution:
-        """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``.
-
-        ``slots`` are those of the last tokens, ``[G, N]``.
-        """
+        """Return q after the ``drawn`` tokens, ``[G, N]`` each, which `_distribution` explains."""
         allowed = None
         if batch.edits is not None or Need.RULES in batch.shape.needs:
             nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
@@ -212,7 +209,7 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        temperature, slots = batch.settings.draft_temperature, slots.unsqueeze(2)
+        temperature = batch.settings.draft_temperature
         return self._distribution(batch, logits, temperature, greedy, allowed, slots).summed()
 
     def _distribution(
@@ -226,17 +223,18 @@ class Steps:
     ) -> TokenDistribution:
         """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points.
 
-        Where models run each of the ``slots`` ``[G, N, C]`` once, all its rows use the first's.
+        Where models run each of the last tokens' ``slots`` ``[G, N, C]`` once, rows share logits.
         """
         filters = batch.settings.filters if Need.FILTERS in batch.shape.needs else None
         at_0 = greedy if Need.GREEDY in batch.shape.needs else None
+        rows = None
+        if slots is not None and slots.shape[1] > 1 and self.runs_texts_once:
+            flat = slots.flatten(1)  # [G, M]; slot 0 is of no text
+            own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
+            first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
+            rows = torch.where(flat == 0, own, first).flatten()
         found = self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
-        if slots is None or slots.shape[1] == 1 or not self.runs_texts_once:
-            return found
-        flat = slots.flatten(1)  # [G, M]; slot 0 is of no text
-        own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
-        first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
-        return found._replace(rows=torch.where(flat == 0, own, first).flatten())
+        return found if rows is None else found._replace(rows=rows)
 
     @property
     def runs_texts_once(self) -> bool:

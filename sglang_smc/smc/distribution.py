@@ -128,11 +128,10 @@ class TokenDistribution(NamedTuple):
         distinct, row = self.rows.unique(return_inverse=True)
         distinct = torch.empty_like(distinct).scatter_(0, row, draw)  # a draw of each row
         draw = row.argsort()
-        ends = row.bincount().cumsum(0).tolist()  # of each row's draws
+        ends = [0, *row.bincount().cumsum(0).tolist()]  # of each row's draws
         for first in range(0, len(distinct), size):
-            past = min(first + size, len(distinct))
-            some = draw[ends[first - 1] if first else 0 : ends[past - 1]]
-            yield some, self.at(distinct[first:past]), row[some] - first
+            some = draw[ends[first] : ends[min(first + size, len(distinct))]]
+            yield some, self.at(distinct[first : first + size]), row[some] - first
 
     def at(self, draws: slice | torch.Tensor) -> "TokenDistribution":
         """Return the distributions of some of the draws, of their numbers ``[M]`` int64."""
