@@ -43,7 +43,8 @@ MODULES = (
 #: Read by libraries in C, unseen by `_names_read`.
 READ_IN_C = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON")
 #: Set before processes start: logs of a GPU library, and how threads wait, of which there is one.
-OF_NO_CONSEQUENCE = {"CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE", "OMP_WAIT_POLICY"}
+OF_NO_CONSEQUENCE = {"CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE"}
+OF_NO_CONSEQUENCE |= {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 MOST_FDS = 6000 if _HARD == resource.RLIM_INFINITY else min(_HARD, 6000)
 #: Below are files of a starting process, of which engines leave some behind; above those that

@@ -116,11 +116,11 @@ MOST = {
     "wide_functions": 19,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_780,
+    "package_lines": 29_782,
     "core_lines": 18_908,
     "kernel_and_hook_lines": 6_189,
     "bench_lines": 8_975,
-    "test_lines": 36_405,
+    "test_lines": 36_407,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,

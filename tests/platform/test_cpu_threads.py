@@ -10,6 +10,7 @@ from sglang_smc.cpu import threads
 VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_NCCL_SO_PATH",
     "SGLANG_MAMBA_CONV_DTYPE",
@@ -62,7 +63,7 @@ def test_ranks_and_replicas_share_the_cores_and_have_their_own(host, cores, size
     host(cores=cores)
     threads.set_default_environment(**sizes)
     assert os.environ["OMP_NUM_THREADS"] == share
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("PASSIVE", "20000")
     assert os.environ.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 
@@ -72,7 +73,7 @@ def test_what_the_user_set_stays_and_the_next_engine_of_a_process_gets_its_own(h
     threads.set_default_environment(tp_size=2, dtype="bfloat16")
     threads.set_default_environment(tp_size=1, dtype="float32")
     found = [os.environ.get(name) for name in VARIABLES]
-    assert found == ["8", "ACTIVE", None, None, "float32"]
+    assert found == ["8", "ACTIVE", None, None, None, "float32"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads.set_default_environment(tp_size=2)
     assert os.environ["OMP_NUM_THREADS"] == "3"
