@@ -125,6 +125,7 @@ COPYING = {
 }
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
+_HEADS = "eagle3", "mtp", "dflash", "dspark"  # of the shipped pair
 #: Names of correct servers that answer by rows of the target, and their arguments.
 LOSSLESS: dict[str, dict[str, Any]] = {
     "AR": {},
@@ -146,9 +147,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "SMC exact of pages": _smc("exact") | _PAGES,
     "SMC exact N=1": _ONE_CHAIN,
     "SMC exact N=16 K=4": _smc("exact") | _shape(16, 4),
-    "SMC exact by EAGLE-3": _smc("exact", "eagle3"),
-    "SMC exact by MTP": _smc("exact", "mtp"),
-    "SMC exact by DFlash": _smc("exact", "dflash"),
+    **{f"SMC exact by {head}": _smc("exact", head) for head in _HEADS},
     "SMC exact by n-grams": _MATCHES,
     "SMC exact by draft and n-grams": _BESIDE,
 }
