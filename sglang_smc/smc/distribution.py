@@ -115,18 +115,17 @@ class TokenDistribution(NamedTuple):
         return scores
 
     def _parts(self) -> Iterator[tuple[torch.Tensor, "TokenDistribution", torch.Tensor]]:
-        """Yield draws, the distributions of their rows, and which of these each draw has.
-
-        On a CPU each row is normalised once, in parts that fit in the cache.
-        """
+        """Yield draws, p of their rows (on a CPU each once), and the place of each draw's row."""
         size = max(1, _ENTRIES // self.scores.shape[1])
         draw = torch.arange(self.num_draws, device=self.scores.device)
         if self.rows is None or draw.device.type != "cpu":  # elsewhere reading `rows` is a wait
             for some in draw.split(size):
                 yield some, self if len(some) == len(draw) else self.at(some), draw[: len(some)]
             return
-        distinct, row = self.rows.unique(return_inverse=True)
-        distinct = torch.empty_like(distinct).scatter_(0, row, draw)  # a draw of each row
+        # Draws of one row may have different temperatures.
+        group = of_each_draw(torch.arange(len(self.temperature)), len(draw))
+        distinct, row = (self.rows * len(self.temperature) + group).unique(return_inverse=True)
+        distinct = torch.empty_like(distinct).scatter_(0, row, draw)  # a draw of each
         draw = row.argsort()
         ends = [0, *row.bincount().cumsum(0).tolist()]  # of each row's draws
         for first in range(0, len(distinct), size):

@@ -108,7 +108,7 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1419,
+    "round_lines": 1418,
     "file_changes": 69,
     "types": 24,
     "shape_fields": 9,
@@ -116,10 +116,10 @@ MOST = {
     "wide_functions": 19,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_782,
-    "core_lines": 18_908,
+    "package_lines": 29_781,
+    "core_lines": 18_907,
     "kernel_and_hook_lines": 6_189,
-    "bench_lines": 8_975,
+    "bench_lines": 8_974,
     "test_lines": 36_407,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
