@@ -326,8 +326,8 @@ def _past_loaders(manager: Any, recv_req: Any) -> str | None:
     if not is_drafts or recv_req.load_format in _LOADED_BY_MODELS:
         return None
     given = _scheduler(manager).server_args
-    has_copies = upstream.resolved(given).speculative_token_map is not None
-    has_copies |= config_of(given).draft_layers == "fused-int8"
+    is_cut = upstream.resolved(given).speculative_token_map is not None
+    has_copies = is_cut or config_of(given).draft_layers == "fused-int8"
     return f"load_format is {recv_req.load_format!r}{_NOT_BY_MODELS}" if has_copies else None
 
 
