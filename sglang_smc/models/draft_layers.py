@@ -47,7 +47,7 @@ _ROWS_AT_ONCE = 4096  # quantized, which bounds the memory that it takes
 
 
 class Int8Rows(LinearMethodBase):
-    """How a layer or an embedding multiplies by its weights, or looks them up, in 8 bits.
+    """Multiply by the weights of a layer or an embedding, or look them up, in 8 bits.
 
     Its parameter holds int8 at one address from now on, which captured rounds read.
     """

@@ -38,7 +38,7 @@ class Narrowed(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """What the steps of one round return; places beyond a request's own N are undefined."""
+    """Hold what the steps of a round return; places beyond a request's own N are undefined."""
 
     resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
     start: Population  # at the start

@@ -53,7 +53,7 @@ MOST_SKINNY_ROWS = 64
 
 
 class Fused(NamedTuple):
-    """What stands around the product of `skinny` in a layer, and is done in the same launch."""
+    """Name what stands around the product of `skinny` in a layer, all done in its launch."""
 
     norm: torch.Tensor | None = None  # [I] weights of an RMS norm of the rows
     eps: float = 0.0  # added to the mean of squares

@@ -232,7 +232,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 @torch.no_grad()
 class Sampling(NamedTuple):
-    """How answers are sampled."""
+    """Set how answers are sampled."""
 
     temperature: float
     max_new_tokens: int
