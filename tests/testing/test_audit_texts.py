@@ -85,7 +85,7 @@ class Copier:
             return httpx.Response(404)
         if wants := {"response_format", "tools"} & body.keys():
             self.beside += wants
-            return httpx.Response(500, text="no grammars")
+            return httpx.Response(400, text="no grammars")
         is_judged = body.get("return_token_ids") or body.get("logprobs")
         self.asked[prompt] += bool(is_judged)
         if not is_judged:

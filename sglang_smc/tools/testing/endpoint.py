@@ -146,7 +146,7 @@ class Endpoint:
     def _ask_beside(self, turn: int, prompt: str, params: Mapping[str, Any]) -> None:
         """Ask among many for what is not judged: answers that nobody reads on, JSON, tool calls."""
         body = {"model": self.model, **self.params, **next(self.turns), **params}
-        with contextlib.suppress(ValueError):  # of what the server does not have
+        with contextlib.suppress(RefusedError):  # of what the server does not have
             if turn == 0:
                 events = self.client.stream(self._route, {**body, **self._asking([prompt])})
                 with contextlib.closing(events):
