@@ -89,7 +89,7 @@ def validate_request(
         check_fields(obj, vocab_size)
         served = refusals.served_by(resolved(manager.server_args))
         config = check_request(obj, config_of(manager.server_args), served=served)
-        refusals.check(config, manager.server_args)
+        refusals.check_offered(config, manager.server_args)
         check_ids(input_ids, vocab_size)
         room = manager.context_len - len(input_ids or ())
         check_trace(obj, config, room, manager.preferred_sampling_params or {})

@@ -57,7 +57,7 @@ _BORDERS = {
 _REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT)
 
 
-class State(NamedTuple):
+class PatternState(NamedTuple):
     """The state of a pattern after a text."""
 
     live: int = 0  # places that took the last character
@@ -68,7 +68,7 @@ class State(NamedTuple):
     ended_before: bool = False
 
 
-START = State()
+START = PatternState()
 
 
 class _Part(NamedTuple):
@@ -120,7 +120,7 @@ class Pattern:
         self._at = lru_cache(_KEPT)(self._automaton_at)
         self._automaton = lru_cache(None)(self._build)
 
-    def read(self, state: State, text: str) -> State | None:
+    def read(self, state: PatternState, text: str) -> PatternState | None:
         """Advance over a text; None where a match has ended before its last character."""
         for character in text:
             following = self._step(state, character)
@@ -129,16 +129,16 @@ class Pattern:
             state = following
         return state
 
-    def _stepped(self, state: State, character: str) -> State | None:
+    def _stepped(self, state: PatternState, character: str) -> PatternState | None:
         here, taking = self._at(state.last, character, "x"), self._taking(character)
         if here.accepts(state.live):
             return None
         live = here.after(state.live) & taking
         at_end = self._at(state.last, character, "") if character == "\n" else here
         live_at_end = live if at_end is here else at_end.after(state.live) & taking
-        return State(live, character, live_at_end, at_end.accepts(state.live))
+        return PatternState(live, character, live_at_end, at_end.accepts(state.live))
 
-    def ends(self, state: State) -> bool:
+    def ends(self, state: PatternState) -> bool:
         """Return whether a match ends at the present end of the text."""
         here = self._at(state.last, "", "")
         return state.ended_before or here.accepts(state.live) or here.accepts(state.live_at_end)

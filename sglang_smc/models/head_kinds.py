@@ -150,7 +150,7 @@ def num_states(config: ModelConfig) -> int:
     return len(captured_layers(config, 0) or ()) or _NUM_DEFAULT_LAYERS
 
 
-def problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
     name, kind = _named(config.hf_config), kind_of(config)
     if kind == "model":

@@ -94,7 +94,7 @@ _UNSERVED = (
 )
 
 
-def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
+def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     """Return a sentence for everything about target and draft that SMC cannot run.
 
     Args:
@@ -135,7 +135,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     found += [
         f"{flag} {draft} {what}; allowed: a language model, a head of {', '.join(kinds.HEADS)}, or "
         "an MTP layer of this target. Choose another draft."
-        for what in kinds.problems(config, target, num_steps)
+        for what in kinds.head_problems(config, target, num_steps)
     ]
     if kinds.kind_of(config) == "model":
         found += [

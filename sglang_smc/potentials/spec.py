@@ -222,7 +222,7 @@ def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
     return found.func.id, {key.arg or "": ast.literal_eval(key.value) for key in found.keywords}
 
 
-def problems(given: Iterable[str]) -> list[str]:
+def declaration_problems(given: Iterable[str]) -> list[str]:
     """Return what is wrong with the flag's values, a sentence each; import what they name."""
     found, names = [], []
     for one in given:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX, Req
 
-from sglang_smc.guard.pattern import START, State, pattern_of
+from sglang_smc.guard.pattern import START, PatternState, pattern_of
 from sglang_smc.rules.base import BatchTexts, LogitsRule, decoder_of
 from sglang_smc.smc.population import Population
 from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
@@ -79,7 +79,7 @@ class _Reading(NamedTuple):
 
     tokens: list[int]  # the last ones, with which new ones are decoded
     num_known: int  # characters of their text that the patterns have consumed
-    states: tuple[State, ...]  # by pattern
+    states: tuple[PatternState, ...]  # by pattern
 
 
 class _Match(NamedTuple):

@@ -117,4 +117,4 @@ def validate_server_args(server_args: "ServerArgs") -> None:
             "loaded. Call sglang.srt.plugins.load_plugins() first, then build them."
         )
     hooks.install(hooks.DRAFTS)
-    arguments.check(server_args)
+    arguments.check_arguments(server_args)

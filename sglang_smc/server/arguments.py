@@ -33,14 +33,14 @@ _DEFAULT_MAX_RUNNING_REQUESTS = 48
 ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
 
 
-def check(server_args: Arguments) -> None:
+def check_arguments(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     _draft_from_target(server_args)
     problems = [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
         *requirements.unmet(server_args),
-        *supported.problems(server_args, _widest_heads(server_args)),
+        *supported.model_problems(server_args, _widest_heads(server_args)),
     ]
     if problems:
         raise ValueError(
@@ -164,7 +164,7 @@ def _setting_problems(server_args: Arguments) -> Iterator[str]:
         )
     else:
         yield from _kernel_problems(config, server_args)
-    yield from refusals.problems(server_args) or presets.problems(server_args)
+    yield from refusals.potential_problems(server_args) or presets.preset_problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
         yield (

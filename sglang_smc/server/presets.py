@@ -31,7 +31,7 @@ Presets = Mapping[str, dict[str, Any]]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def problems(server_args: Arguments) -> list[str]:
+def preset_problems(server_args: Arguments) -> list[str]:
     """Return what is wrong with the flag's presets, a sentence each."""
     given = getattr(server_args, FIELD)
     if given is None:
@@ -46,7 +46,7 @@ def problems(server_args: Arguments) -> list[str]:
 
 
 def as_json(server_args: Arguments) -> str | None:
-    """Return the flag's presets, which `problems` has accepted, as JSON."""
+    """Return the flag's presets, which `preset_problems` has accepted, as JSON."""
     given = getattr(server_args, FIELD)
     return None if given is None else json.dumps(_parsed(given))
 
@@ -155,7 +155,7 @@ def _problem(name: str, settings: Any, server: SMCConfig, server_args: Arguments
         return f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."
     try:
         asked = request_config(server, {"smc": settings}, where=where)
-        refusals.check(asked, server_args, where)
+        refusals.check_offered(asked, server_args, where)
     except ValueError as error:
         return str(error)
     return None

@@ -16,8 +16,7 @@ from sglang_smc.guard.grammar_text import check_grammars
 from sglang_smc.guard.validation import change_params
 from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
 from sglang_smc.options.server import SETTINGS, SMCConfig, out_of_range
-from sglang_smc.potentials.spec import FLAG, load
-from sglang_smc.potentials.spec import problems as problems_of
+from sglang_smc.potentials.spec import FLAG, declaration_problems, load
 from sglang_smc.process import potentials_of
 from sglang_smc.state.logprobs import MOST_LISTED
 from sglang_smc.upstream import Arguments, resolved
@@ -201,14 +200,14 @@ def _is_serialized(given: Any) -> bool:
         return False
 
 
-def problems(server_args: Arguments) -> list[str]:
+def potential_problems(server_args: Arguments) -> list[str]:
     """Return what is wrong with the server's potentials, a sentence each."""
     given = server_args.speculative_smc_potential
     if given is None:
         return []
     if not SETTINGS["potential"].allowed.holds(given):
         return [out_of_range("potential", given)]
-    found = problems_of(given)
+    found = declaration_problems(given)
     if given and server_args.skip_tokenizer_init:
         found.append(
             f"{FLAG} is given with --skip-tokenizer-init; allowed: one of both, since potentials "
@@ -224,7 +223,7 @@ def problems(server_args: Arguments) -> list[str]:
     return found
 
 
-def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARAMS) -> None:
+def check_offered(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARAMS) -> None:
     """Raise ValueError where a request names potentials or arguments that the server lacks.
 
     Errors call these settings ``where``; the server's arguments may be resolved or not.

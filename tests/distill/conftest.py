@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_smc.tools.distill.teacher import Sampling, Teacher, Text, load_model, sample_answers
+from sglang_smc.tools.distill.teacher import Example, Sampling, Teacher, load_model, sample_answers
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def teacher(target: Path) -> Teacher:
 
 
 @pytest.fixture(scope="session")
-def texts(teacher: Teacher) -> list[Text]:
+def texts(teacher: Teacher) -> list[Example]:
     """Sixty answers of the target to prompts of 1 to 4 tokens."""
     prompts = [[2 + i % 20] * (1 + i % 4) for i in range(60)]
     torch.manual_seed(0)

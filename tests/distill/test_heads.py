@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from sglang_smc.tools.distill.checkpoints import load_head, new_head
 from sglang_smc.tools.distill.drafts import Draft, load_draft
 from sglang_smc.tools.distill.heads import MTP
-from sglang_smc.tools.distill.teacher import Lesson, Teacher, Text, collate
+from sglang_smc.tools.distill.teacher import Example, Lesson, Teacher, collate
 
 CPU = torch.device("cpu")
 DEPTH = 3
@@ -27,7 +27,7 @@ def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Draft:
 
 def lesson(teacher: Teacher, head: Draft, ids: list[int], other: list[int] | None = None) -> Lesson:
     """Of a text, in a batch with another one."""
-    rows = [Text(row, 2) for row in (ids, *([other] if other else []))]
+    rows = [Example(row, 2) for row in (ids, *([other] if other else []))]
     return teacher.teach(collate(rows, CPU), head.layer_ids)
 
 

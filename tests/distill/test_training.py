@@ -20,11 +20,11 @@ from sglang_smc.tools.distill.cli import main
 from sglang_smc.tools.distill.drafts import Blocks, begin_as_target, load_draft
 from sglang_smc.tools.distill.teacher import (
     Batch,
+    Example,
     Lesson,
     Lessons,
     Sampling,
     Teacher,
-    Text,
     collate,
     read_prompts,
     sample_answers,
@@ -51,13 +51,13 @@ KINDS = ("eagle3", "mtp", "dflash", "dspark")
 PROMPTS = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
 
 
-def wanted(teacher: Teacher) -> tuple[Sampling, list[Text]]:
+def wanted(teacher: Teacher) -> tuple[Sampling, list[Example]]:
     """Nearly at temperature 0 answers are the likeliest tokens; some end early, others never."""
     plain = [best(teacher, prompt, 12) for prompt in PROMPTS]
     ends = frozenset([1, plain[0][2], plain[4][5]])  # 1 is the checkpoint's own
     cut = [until(answer, ends) for answer in plain]
     assert len({len(answer) for answer in cut}) > 2
-    texts = [Text(p + a, len(p)) for p, a in zip(PROMPTS, cut, strict=True)]
+    texts = [Example(p + a, len(p)) for p, a in zip(PROMPTS, cut, strict=True)]
     return Sampling(1e-4, max_new_tokens=12, batch=2, ends=ends), texts
 
 
@@ -97,7 +97,7 @@ def until(answer: list[int], ends: frozenset[int]) -> list[int]:
 
 def test_anchors_lie_before_answers() -> None:
     """All that do, and no other; the first token of a text is none."""
-    batch = collate([Text([5] * 9, 4), Text([5] * 6, 1)], CPU)
+    batch = collate([Example([5] * 9, 4), Example([5] * 6, 1)], CPU)
     found = draw_anchors(batch, 400, torch.Generator().manual_seed(0))
     assert [sorted(set(row)) for row in found.tolist()] == [[3, 4, 5, 6, 7], [1, 2, 3, 4]]
 
@@ -119,7 +119,7 @@ COURSE = Course(
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["model", *KINDS])
 def test_a_draft_learns(
-    kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Text], tmp_path: Path
+    kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Example], tmp_path: Path
 ) -> None:
     """Red where the loss is not between laws of the same token."""
     folder = new_head(kind, target, tmp_path, dtype=torch.float32) if kind in KINDS else draft
@@ -136,7 +136,7 @@ def test_a_draft_learns(
 
 
 def test_interrupted_training_goes_on(
-    target: Path, teacher: Teacher, texts: list[Text], tmp_path: Path, monkeypatch: Any
+    target: Path, teacher: Teacher, texts: list[Example], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Red where weights, momenta, draws or the order of texts begin anew."""
     monkeypatch.setattr("sglang_smc.tools.distill.train.SAVED", 2)
@@ -162,7 +162,7 @@ def test_interrupted_training_goes_on(
 
 
 @pytest.mark.parametrize("room", [0, 1 << 20])
-def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list[Text]) -> None:
+def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list[Example]) -> None:
     """Whatever stands beside it; and computed once, where there is room."""
     taught = []
 
@@ -210,7 +210,9 @@ def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_pat
         assert ((own - torch.eye(32)).abs() < 0.1).all()
 
 
-def test_the_target_itself_is_accepted(target: Path, teacher: Teacher, texts: list[Text]) -> None:
+def test_the_target_itself_is_accepted(
+    target: Path, teacher: Teacher, texts: list[Example]
+) -> None:
     """Red where p and q are not of the same column."""
     learner = load_draft(target, target, CPU)
     worth = validate(learner, teacher, texts, depth=4, anchors=8, batch=20, particles=3)
@@ -282,7 +284,7 @@ def test_products_are_in_what_the_processor_multiplies(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
     stored, texts = tmp_path / "target", tmp_path / "texts.jsonl"
     AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(stored)
-    write_texts(texts, [Text([2, 3, 4, 5, 6], 2)] * 4, 1.0)
+    write_texts(texts, [Example([2, 3, 4, 5, 6], 2)] * 4, 1.0)
     few = {"held-out": 1, "steps": 2, "batch": 2, "depth": 2}
     with Products() as seen:
         assert main(words(stored, tmp_path, new="eagle3", texts=texts, **few)) == 0

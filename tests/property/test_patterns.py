@@ -12,7 +12,7 @@ from drawn import patterns
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, State, num_places
+from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, PatternState, num_places
 
 ATOMS = ("a", "b", "é", " ", r"\n", ".", "[ab]", "[^a]", r"\w", r"\W", r"\s", r"\d", r"[\W\d_]")
 BORDERS = ("^", "$", r"\A", r"\Z", r"\b", r"\B")
@@ -24,7 +24,7 @@ texts = st.text(alphabet="abBéÉ \n7_", max_size=8)
 
 def ends_at(pattern: Pattern, text: str) -> int | None:
     """The length of the shortest beginning of a text that has a match; each is looked at."""
-    state: State | None = START
+    state: PatternState | None = START
     for length in range(len(text) + 1):
         state = pattern.read(state, text[length - 1 : length] if length else "")
         if state is None or pattern.ends(state):

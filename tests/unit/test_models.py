@@ -106,14 +106,14 @@ def test_what_fits_is_taken() -> None:
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
-        assert list(kinds.problems(config, TARGET, num_steps=8)) == []
+        assert list(kinds.head_problems(config, TARGET, num_steps=8)) == []
 
 
 def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
     target = LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=6)
     for names, fits in ((["GptOssForCausalLM"], True), (["LlamaForCausalLM"], False)):
         target.architectures = names
-        found = kinds.problems(eagle3(**with_ids(0, 2, 6)), model_config(target), num_steps=8)
+        found = kinds.head_problems(eagle3(**with_ids(0, 2, 6)), model_config(target), num_steps=8)
         assert (list(found) == []) == fits
 
 
@@ -164,7 +164,7 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
     ],
 )
 def test_what_does_not_fit_is_told(config: Any, told: str) -> None:
-    (found,) = kinds.problems(config, TARGET, num_steps=8)
+    (found,) = kinds.head_problems(config, TARGET, num_steps=8)
     assert re.search(told, found)
 
 
@@ -440,16 +440,16 @@ def test_vocabularies_may_differ_by_padding(
     remedy = r"Choose a draft of the target's family\.$"
     told = rf"^--speculative-draft-model-path: .*{re.escape(says or '')}.*{remedy}"
     with pytest.raises(ValueError, match=told) if says else nullcontext():
-        vocabulary.check(target, draft)
+        vocabulary.check_vocabularies(target, draft)
 
 
 def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """R1-Distill-Llama has Llama's text, and markers of its own in the places of Llama's."""
     sides = [Vocabulary({**TOKENS, name: 4}, 5, frozenset({name})) for name in ("<a>", "<b>")]
     caplog.set_level("WARNING")  # engines of other tests have set another
-    vocabulary.check(sides[0], sides[0])
+    vocabulary.check_vocabularies(sides[0], sides[0])
     assert not caplog.messages
-    vocabulary.check(*sides)
+    vocabulary.check_vocabularies(*sides)
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 special tokens differ")
 
 

@@ -31,9 +31,9 @@ from sglang_smc.potentials.spec import (
     Declaration,
     PotentialSpec,
     Schedule,
+    declaration_problems,
     load,
     parse_specs,
-    problems,
 )
 from sglang_smc.rules.potentials import PrefixTree
 from sglang_smc.state.request import has_open_token
@@ -69,9 +69,9 @@ NO_CALL = ["(1)", "(offset=open('x'))", "()()", ".open", "(**{'offset': 1})"]
     ],
 )
 def test_what_is_no_declaration_or_cannot_be_had_is_told(given: str, told: str) -> None:
-    (problem,) = problems([given])
+    (problem,) = declaration_problems([given])
     assert told in problem and given.split("=")[0] in problem
-    (problem,) = problems(["count=steered:Count", "count=steered:Slow"])
+    (problem,) = declaration_problems(["count=steered:Count", "count=steered:Slow"])
     assert "twice" in problem
 
 

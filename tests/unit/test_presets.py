@@ -32,7 +32,7 @@ def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "presets.json"
     file.write_text(json.dumps(KNOWN, indent=2))
     for given in (str(file), "\n" + json.dumps(KNOWN), None):
-        assert presets.problems(arguments(given)) == []
+        assert presets.preset_problems(arguments(given)) == []
         found = presets.as_json(arguments(given))
         assert found is None if given is None else json.loads(found or "") == KNOWN
 
@@ -54,11 +54,11 @@ def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_a_preset_is_said_at_start(given: Any, said: list[str]) -> None:
-    (problem,) = presets.problems(arguments(given, num_particles=4))
+    (problem,) = presets.preset_problems(arguments(given, num_particles=4))
     assert presets.FLAG in problem
     assert [word for word in said if word not in problem] == []
     each = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
-    assert len(presets.problems(arguments(each))) == 2
+    assert len(presets.preset_problems(arguments(each))) == 2
 
 
 def test_adapters_are_left_to_sglang_beside_presets() -> None:

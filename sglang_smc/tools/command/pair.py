@@ -62,7 +62,7 @@ def findings(
     tail = options.max_lag / 2  # tokens by which a particle runs ahead on average
     scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)
     given = scenario.smc(1, options.num_particles, options.num_steps)
-    pair = Pair(given, options, most_slots)
+    pair = ModelPair(given, options, most_slots)
     yield pair.memory()
     if pair.slots > 0:
         yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
@@ -205,7 +205,7 @@ def _context(target: str) -> int:
 # --- Memory and speed
 
 
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
     """A target and a draft on a device with one request, and the options."""
 
     given: Scenario

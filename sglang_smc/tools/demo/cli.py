@@ -56,7 +56,7 @@ So few problems tell nothing about accuracy: docs/fidelity.md has 2,000. Your ow
 sglang-smc doctor --target DIR --draft DIR."""
 
 
-class Answer(NamedTuple):
+class DemoAnswer(NamedTuple):
     """An answer, with a client's measurements in seconds since its request was sent."""
 
     right: bool
@@ -152,7 +152,7 @@ class Party(NamedTuple):
         index: int,
         smc: dict[str, Any] | None = None,
         on_text: Callable[[str], None] = lambda _: None,
-    ) -> Answer:
+    ) -> DemoAnswer:
         """Stream the answer to held-out problem ``index``; call ``on_text`` with each piece.
 
         Raises ServerError with the end of the server's log.
@@ -181,7 +181,7 @@ class Party(NamedTuple):
         end = time.perf_counter()
         # An answer cut off by the length limit may end in a right number by chance.
         right = info["finish_reason"]["type"] == "stop" and check(text, item)
-        return Answer(right, (first or end) - start, end - start, info)
+        return DemoAnswer(right, (first or end) - start, end - start, info)
 
 
 @contextlib.contextmanager
@@ -228,11 +228,11 @@ def _show(*both: Party) -> None:
     print()
 
 
-def _ask(target: Party, smc: Party, count: int) -> dict[str, list[Answer]]:
+def _ask(target: Party, smc: Party, count: int) -> dict[str, list[DemoAnswer]]:
     """Run one problem at a time of each row in turn, so that background load affects all alike."""
-    rows: dict[str, Callable[[int], Answer]] = {"AR, target alone": target.ask}
+    rows: dict[str, Callable[[int], DemoAnswer]] = {"AR, target alone": target.ask}
     rows |= {f"SMC, mode {mode}": partial(smc.ask, smc={"mode": mode}) for mode in MODES}
-    answers: dict[str, list[Answer]] = {name: [] for name in rows}
+    answers: dict[str, list[DemoAnswer]] = {name: [] for name in rows}
     with bar(total=len(rows) * count, desc="Asking", unit="problem") as line:
         for index in range(FIRST_PROBLEM, FIRST_PROBLEM + count):
             for name, ask in rows.items():
@@ -241,7 +241,7 @@ def _ask(target: Party, smc: Party, count: int) -> dict[str, list[Answer]]:
     return answers
 
 
-def numbers_of(row: str, answers: Sequence[Answer]) -> dict[str, Any]:
+def numbers_of(row: str, answers: Sequence[DemoAnswer]) -> dict[str, Any]:
     """Return the summary of a row's answers; seconds are the client's."""
     infos = [answer.info for answer in answers]
     tokens = sum(info["completion_tokens"] for info in infos)

@@ -21,9 +21,9 @@ from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.teacher import (
+    Example,
     Sampling,
     Teacher,
-    Text,
     load_model,
     load_tokenizer,
     read_prompts,
@@ -168,7 +168,7 @@ def _begin(
     arguments: argparse.Namespace,
     sizes: dict[str, Any],
     teacher: Teacher,
-    texts: Callable[[], list[Text]],
+    texts: Callable[[], list[Example]],
 ) -> Draft:
     target, device = arguments.target, arguments.device
     if arguments.draft is not None:
@@ -183,7 +183,7 @@ def _begin(
     return draft
 
 
-def _most_frequent(count: int, texts: Callable[[], list[Text]], teacher: Teacher) -> list[int]:
+def _most_frequent(count: int, texts: Callable[[], list[Example]], teacher: Teacher) -> list[int]:
     """Return the ``count`` most frequent tokens of the texts' answers, ascending.
 
     Of equal ones the first: a tokenizer's merges have those of frequent tokens first.
@@ -214,7 +214,7 @@ def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
     return course
 
 
-def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Text]:
+def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Example]:
     """Return the texts: read if the file exists, else sampled, and written if a file is given."""
     path, temperature = arguments.texts, arguments.temperature
     if path is not None and path.is_file():
@@ -240,7 +240,7 @@ def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Text]:
     return texts
 
 
-def _split(texts: list[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+def _split(texts: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
     """Split off the last texts as held out, together with all answers to their prompts."""
     if not 1 <= held_out < len(texts):
         raise ValueError(

@@ -126,7 +126,7 @@ def following(ids: torch.Tensor, anchors: torch.Tensor, depth: int) -> torch.Ten
     return ids.gather(1, places.flatten(1)).view_as(places)
 
 
-class Blocks(NamedTuple):
+class DraftBlocks(NamedTuple):
     """``depth`` columns behind each anchor: log-distributions, and the target's own tokens."""
 
     log_p: torch.Tensor  # [B, A, depth, V] float32
@@ -134,13 +134,13 @@ class Blocks(NamedTuple):
     tokens: torch.Tensor  # [B, A, depth] int64, drawn from p
     counted: torch.Tensor  # [B, A, depth] bool: the token belongs to the answer
 
-    def on_hot(self, hot: torch.Tensor | None) -> Blocks:
+    def on_hot(self, hot: torch.Tensor | None) -> DraftBlocks:
         """Return blocks with p restricted to the tokens ``hot`` of q, renormalized."""
         if hot is None:
             return self
         return self._replace(log_p=self.log_p[..., hot].log_softmax(-1))
 
-    def on_all(self, hot: torch.Tensor | None) -> Blocks:
+    def on_all(self, hot: torch.Tensor | None) -> DraftBlocks:
         """Return blocks for measuring: q extended to all tokens."""
         if hot is None:
             return self
@@ -156,7 +156,7 @@ def compare(
     anchors: torch.Tensor,
     depth: int,
     hot: torch.Tensor | None = None,
-) -> Blocks:
+) -> DraftBlocks:
     """Compute p and q behind ``anchors`` ``[B, A]`` int64, at the teacher's temperature.
 
     With ``hot``, ids of tokens, p is restricted to them and renormalized.
@@ -168,4 +168,4 @@ def compare(
     places = anchors.unsqueeze(2) + torch.arange(1, depth + 1, device=anchors.device)
     counted = (places < batch.lengths[:, None, None]) & (places >= batch.prompts[:, None, None])
     log_p = teacher.log_p(behind(lesson.states, anchors, depth), hot)
-    return Blocks(log_p, log_q, tokens, counted)
+    return DraftBlocks(log_p, log_q, tokens, counted)

@@ -22,7 +22,7 @@ from sglang_smc.tools.commands import prompts_in
 from sglang_smc.tools.distill.checkpoints import loaded
 
 
-class Text(NamedTuple):
+class Example(NamedTuple):
     """Token ids of a prompt and its answer, and the prompt's length."""
 
     ids: list[int]
@@ -74,14 +74,14 @@ def _prompt(path: Path, number: int, line: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def write_texts(path: Path, texts: Sequence[Text], temperature: float) -> None:
+def write_texts(path: Path, texts: Sequence[Example], temperature: float) -> None:
     """Write texts to a file for `read_texts`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [{"temperature": temperature}, *(text._asdict() for text in texts)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def read_texts(path: Path, temperature: float) -> list[Text]:
+def read_texts(path: Path, temperature: float) -> list[Example]:
     """Read texts of `write_texts`; raise ValueError if they have another temperature."""
     head, *lines = (json.loads(line) for line in path.read_text().splitlines())
     if head["temperature"] != temperature:
@@ -89,10 +89,10 @@ def read_texts(path: Path, temperature: float) -> list[Text]:
             f"--texts {path} was sampled at temperature {head['temperature']}, and --temperature "
             f"is {temperature}; name another file, which is then written."
         )
-    return [Text(**line) for line in lines]
+    return [Example(**line) for line in lines]
 
 
-def collate(texts: Sequence[Text], device: torch.device) -> Batch:
+def collate(texts: Sequence[Example], device: torch.device) -> Batch:
     """Return ``texts`` as one padded batch."""
     ids = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True)
     prompts = torch.tensor([text.prompt for text in texts])
@@ -100,7 +100,7 @@ def collate(texts: Sequence[Text], device: torch.device) -> Batch:
     return Batch(ids.to(device), prompts.to(device), lengths.to(device))
 
 
-def batches(texts: Sequence[Text], size: int, rng: torch.Generator) -> Iterator[list[Text]]:
+def batches(texts: Sequence[Example], size: int, rng: torch.Generator) -> Iterator[list[Example]]:
     """Yield endless batches of ``size`` texts of similar lengths, which reduces padding."""
     by_length = sorted(texts, key=lambda text: len(text.ids))
     while True:
@@ -192,7 +192,7 @@ class Lessons:
         self._device, self._room = device, room
         self._stored: dict[int, list[torch.Tensor]] = {}  # by the id of a text
 
-    def of(self, texts: Sequence[Text]) -> Lesson:
+    def of(self, texts: Sequence[Example]) -> Lesson:
         """Return the lesson of a batch of texts; the caller holds on to them."""
         found = self._taught([text for text in texts if id(text) not in self._stored])
         for text, parts in found.items():
@@ -206,7 +206,7 @@ class Lessons:
         )
         return Lesson(collate(texts, self._device), states, features.float())
 
-    def _taught(self, texts: Sequence[Text]) -> dict[int, list[torch.Tensor]]:
+    def _taught(self, texts: Sequence[Example]) -> dict[int, list[torch.Tensor]]:
         if not texts:
             return {}
         lesson = self._teacher.teach(collate(texts, self._device), self._layer_ids)
@@ -240,7 +240,7 @@ class Sampling(NamedTuple):
     ends: frozenset[int]  # tokens that end an answer
 
 
-def sample_answers(target: Any, prompts: Sequence[list[int]], how: Sampling) -> list[Text]:
+def sample_answers(target: Any, prompts: Sequence[list[int]], how: Sampling) -> list[Example]:
     """Sample an answer to each prompt from the target's own distribution, in their order.
 
     By torch's global generator.
@@ -255,7 +255,7 @@ def sample_answers(target: Any, prompts: Sequence[list[int]], how: Sampling) -> 
         pad_token_id=0,
     )
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    found = dict.fromkeys(range(len(prompts)), Text([], 0))
+    found = dict.fromkeys(range(len(prompts)), Example([], 0))
     progress = _bar(len(order) * how.max_new_tokens)
 
     def count(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # it stops none
@@ -275,14 +275,14 @@ def sample_answers(target: Any, prompts: Sequence[list[int]], how: Sampling) -> 
         )
         for place, row in zip(chunk, told[:, length:].tolist(), strict=True):
             end = next((count for count, token in enumerate(row, 1) if token in how.ends), len(row))
-            found[place] = Text(prompts[place] + row[:end], len(prompts[place]))
+            found[place] = Example(prompts[place] + row[:end], len(prompts[place]))
     progress.close()
     return list(found.values())
 
 
 def sample_with_engine(
     folder: Path, prompts: Sequence[list[int]], how: Sampling, *, seed: int, device: str
-) -> list[Text]:
+) -> list[Example]:
     """Sample as `sample_answers` by an SGLang engine.
 
     Another request begins where one ends. The checkpoint's own EOS ends them, too.
@@ -310,7 +310,7 @@ def sample_with_engine(
             place, answer = told["index"], list(told["output_ids"])  # SGLang appends to its own
             progress.update(len(answer) - len(found[place]))
             found[place] = answer
-    return [Text(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]
+    return [Example(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]
 
 
 def _bar(most: int) -> tqdm:

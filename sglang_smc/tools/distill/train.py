@@ -14,14 +14,14 @@ from torch import nn
 from tqdm import tqdm
 
 from sglang_smc.dtype import default_dtype
-from sglang_smc.tools.distill.drafts import Blocks, Draft, compare
+from sglang_smc.tools.distill.drafts import Draft, DraftBlocks, compare
 from sglang_smc.tools.distill.losses import LOSSES, chi2, forward_kl, rejection, rejection_of_all
 from sglang_smc.tools.distill.teacher import (
     Batch,
+    Example,
     Lesson,
     Lessons,
     Teacher,
-    Text,
     batches,
     collate,
 )
@@ -103,7 +103,7 @@ class Progress:
 def train(
     draft: Draft,
     teacher: Teacher,
-    texts: Sequence[Text],
+    texts: Sequence[Example],
     course: Course,
     path: Path | None = None,
 ) -> Progress:
@@ -257,7 +257,7 @@ class Worth(NamedTuple):
 def validate(
     draft: Draft,
     teacher: Teacher,
-    texts: Sequence[Text],
+    texts: Sequence[Example],
     *,
     depth: int,
     anchors: int,
@@ -301,7 +301,7 @@ def validate(
     return Worth(mean, error, kl, moment, one, all_, particles, blocks=count, texts=len(texts))
 
 
-def accepted(blocks: Blocks) -> torch.Tensor:
+def accepted(blocks: DraftBlocks) -> torch.Tensor:
     """Return ``[B, A]``, the expected number of a block's tokens that the chain rule accepts.
 
     A drafted prefix x is accepted with probability prod min(1, p / q), so that all prefixes of j

