@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 
 PATH = Path(__file__).parent / "trace.schema.json"
 

@@ -8,8 +8,8 @@ from toy_request import ToyRequest
 from toy_worker import ToyWorker
 from trace_replay import read
 
-from sglang_smc.state.record import Trace
 from sglang_smc.state.request import publish
+from sglang_smc.state.trace import Trace
 
 LENGTH = 24
 SERVER = {"num_particles": 5, "num_steps": 4, "evidence_threshold": 0.5, "limit": LENGTH}

@@ -236,7 +236,7 @@ class ToyWorker:
         count = 0 if req.is_stuck else int(result.accept_lens[group])
         new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
         if outcome.trace is not None and state.config.trace:
-            state.rounds.append(outcome.trace.record_of(group, state, new, state.counters[-1]))
+            state.rounds.append(outcome.trace.traced_round(group, state, new, state.counters[-1]))
         state.open_token.take()
         req.say(new)
         req.kv_committed_len += len(new)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from scipy.special import logsumexp
 
-from sglang_smc.state.record import RoundRecord, Trace
+from sglang_smc.state.trace import Trace, TracedRound
 from sglang_smc.tools.view.finding import checked
 
 
@@ -33,8 +33,8 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
         tolerance: of all numbers.
     """
     state = Replay(is_plain and trace.mode == "smc", tolerance, trace.chains_per_particle)
-    for record in trace.rounds:
-        state.play(record, weighs=trace.mode == "smc")
+    for traced in trace.rounds:
+        state.play(traced, weighs=trace.mode == "smc")
     state.emitted += trace.emitted_after
     weighed = state.particles, state.weights, state.log_evidence
     return Replayed(state.emitted, *weighed, state.texts, state.scores)
@@ -56,94 +56,94 @@ class Replay:
         self.banked = 0.0
         self.offset: float | None = 0.0 if is_plain else None
 
-    def play(self, record: RoundRecord, *, weighs: bool) -> None:
-        self.begin(record)
-        num_particles = len(record.ancestors)
-        before, weighed = as_floats(record.log_weights_before), as_floats(record.log_weights)
+    def play(self, traced: TracedRound, *, weighs: bool) -> None:
+        self.begin(traced)
+        num_particles = len(traced.ancestors)
+        before, weighed = as_floats(traced.log_weights_before), as_floats(traced.log_weights)
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
-            assert record.ess == self.near(ess_of(weighed[:: self.num_chains]))
-        added = as_floats(record.log_potentials or [0.0] * num_particles)
+            assert traced.ess == self.near(ess_of(weighed[:: self.num_chains]))
+        added = as_floats(traced.log_potentials or [0.0] * num_particles)
         judged = [old + new for old, new in zip(before, added, strict=True)]
         self.scores |= {tuple(t): new for t, new in zip(self.texts, added, strict=True) if new}
         gain = log_mean(weighed) - log_mean(judged)
-        assert (record.log_block_evidence or 0.0) == self.near(gain)
-        self.check_ended(record)
-        self.extend(record, weighs=weighs)
+        assert (traced.log_block_evidence or 0.0) == self.near(gain)
+        self.check_ended(traced)
+        self.extend(traced, weighs=weighs)
         if weighs:
-            pairs = zip(record.kept, record.drafted, strict=True)
+            pairs = zip(traced.kept, traced.drafted, strict=True)
             assert all(count <= len(tokens) for count, tokens in pairs)
-        self.weights = [0.0] * num_particles if record.resampled else weighed
-        self.banked += log_mean(weighed) if record.resampled else 0.0
-        self.narrow(record)
+        self.weights = [0.0] * num_particles if traced.resampled else weighed
+        self.banked += log_mean(weighed) if traced.resampled else 0.0
+        self.narrow(traced)
         if weighs:
-            self.check_evidence(record)
+            self.check_evidence(traced)
 
-    def begin(self, record: RoundRecord) -> None:
-        if record.begins is not None:
-            assert record.resized_from is None
+    def begin(self, traced: TracedRound) -> None:
+        if traced.begins is not None:
+            assert traced.resized_from is None
             # What a retraction drops has been counted as it stood, and all weigh the same anew.
             self.banked = self.log_evidence
-            self.emitted = [*self.emitted, *record.emitted_before]
-            begun = [[*self.emitted, token] for token in record.begins]
+            self.emitted = [*self.emitted, *traced.emitted_before]
+            begun = [[*self.emitted, token] for token in traced.begins]
             self.texts, self.after = begun, [0.0] * len(begun)
             self.ended = []  # a first token may be the last, which only its reader can tell
-            if len(set(record.begins)) == 1:
+            if len(set(traced.begins)) == 1:
                 self.emitted = [*begun[0]]
-        if record.resized_from is not None:
+        if traced.resized_from is not None:
             self.banked = self.log_evidence
-            self.texts = [self.texts[who] for who in record.resized_from]
+            self.texts = [self.texts[who] for who in traced.resized_from]
             self.after = [0.0] * len(self.texts)
-            self.ended = [self.ended[who] for who in record.resized_from] if self.ended else []
+            self.ended = [self.ended[who] for who in traced.resized_from] if self.ended else []
 
-    def check_ended(self, record: RoundRecord) -> None:
+    def check_ended(self, traced: TracedRound) -> None:
         """Nothing is drafted for texts that have ended, and something for all others."""
-        if self.ended and any(record.drafted):
-            assert self.ended == [not tokens for tokens in record.drafted]
-        assert all(record.ended[i] for i, token in enumerate(record.bonus) if token is None)
-        self.ended = record.ended
+        if self.ended and any(traced.drafted):
+            assert self.ended == [not tokens for tokens in traced.drafted]
+        assert all(traced.ended[i] for i, token in enumerate(traced.bonus) if token is None)
+        self.ended = traced.ended
 
-    def extend(self, record: RoundRecord, *, weighs: bool) -> None:
-        kept = record.kept
-        each = zip(self.texts, record.drafted, kept, strict=True)
+    def extend(self, traced: TracedRound, *, weighs: bool) -> None:
+        kept = traced.kept
+        each = zip(self.texts, traced.drafted, kept, strict=True)
         drafted = [[*text, *tokens[:count]] for text, tokens, count in each]
-        whole = [count >= len(tokens) for count, tokens in zip(kept, record.drafted, strict=True)]
+        whole = [count >= len(tokens) for count, tokens in zip(kept, traced.drafted, strict=True)]
         if weighs:  # of a particle's chains one keeps tokens
             size = self.num_chains
             keeps_all = all(any(whole[at : at + size]) for at in range(0, len(kept), size))
         else:  # the winner alone goes on
-            keeps_all = all(whole[who] for who in record.ancestors)
-        assert (record.cut == "none") == keeps_all
-        handed = [drafted[who] for who in record.ancestors]
-        assert all(len(record.drafted[who]) >= kept[who] for who in record.ancestors)
-        pairs = zip(handed, record.bonus, strict=True)
+            keeps_all = all(whole[who] for who in traced.ancestors)
+        assert (traced.cut == "none") == keeps_all
+        handed = [drafted[who] for who in traced.ancestors]
+        assert all(len(traced.drafted[who]) >= kept[who] for who in traced.ancestors)
+        pairs = zip(handed, traced.bonus, strict=True)
         self.texts = [text if token is None else [*text, token] for text, token in pairs]
         self.particles = self.texts
 
-    def narrow(self, record: RoundRecord) -> None:
+    def narrow(self, traced: TracedRound) -> None:
         """Who is left, with what weights, and what all of them say."""
-        self.after = as_floats(record.log_weights_after)
-        if record.narrowed_to is not None:
-            self.texts = [self.texts[who] for who in record.narrowed_to]
-            self.ended = [self.ended[who] for who in record.narrowed_to]
+        self.after = as_floats(traced.log_weights_after)
+        if traced.narrowed_to is not None:
+            self.texts = [self.texts[who] for who in traced.narrowed_to]
+            self.ended = [self.ended[who] for who in traced.narrowed_to]
             assert self.particles != self.texts or len(set(map(tuple, self.texts))) == 1
         elif self.is_plain:
             assert self.after == self.near(self.weights)
         if self.is_plain:
             assert log_mean(self.after) == self.near(log_mean(self.weights))
-        self.emitted = [*self.emitted, *record.emitted]
+        self.emitted = [*self.emitted, *traced.emitted]
         shared = common(self.texts)
         # With potentials the last token of texts that have all ended waits for their values.
-        waits = record.log_potentials is not None and all(self.ended)
+        waits = traced.log_potentials is not None and all(self.ended)
         assert self.emitted in (shared, shared[:-1] if waits else shared), "what they share"
 
-    def check_evidence(self, record: RoundRecord) -> None:
+    def check_evidence(self, traced: TracedRound) -> None:
         """What weights have gained is in the estimate, from the first round to the last."""
-        if record.log_evidence is None:
+        if traced.log_evidence is None:
             return
         if self.offset is None:
-            self.offset = record.log_evidence - self.log_evidence
-        assert record.log_evidence == self.near(self.log_evidence + self.offset)
+            self.offset = traced.log_evidence - self.log_evidence
+        assert traced.log_evidence == self.near(self.log_evidence + self.offset)
 
     @property
     def log_evidence(self) -> float:

@@ -1,7 +1,7 @@
-"""Record a round for requests that set ``trace``, and measure its distance to the target.
+"""Trace a round for requests that set ``trace``, and measure its distance to the target.
 
 A trace: the round's tensors are kept on the device and copied with its result; the host makes a
-`RoundRecord` of them. Rounds without a request that sets ``trace`` keep nothing.
+`TracedRound` of them. Rounds without a request that sets ``trace`` keep nothing.
 
 The distance (`smc.fidelity` has the statistics) is measured at one position of each request and
 round. The draft distribution of a step exists when the step is drafted, p's row only after the
@@ -24,8 +24,8 @@ from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
-from sglang_smc.state.record import RoundRecord
 from sglang_smc.state.request import RequestState, state_of
+from sglang_smc.state.trace import TracedRound
 
 
 class Narrowed(NamedTuple):
@@ -56,13 +56,13 @@ class Stages(NamedTuple):
         drafts = self.drafts._replace(q=None, measured_q=None)
         return self._replace(drafts=drafts, begins=[state_of(req).take_start() for req in reqs])
 
-    def record_of(
+    def traced_round(
         self, group: int, state: RequestState, emitted: list[int], log_evidence: float
-    ) -> RoundRecord:
-        """Return the record of one request's round, on the host.
+    ) -> TracedRound:
+        """Return the trace of one request's round, on the host.
 
         Args:
-            state: with the records of its rounds so far.
+            state: with its rounds so far.
             emitted: tokens of the round in SGLang's lists.
             log_evidence: log Z-hat at the end of the round.
         """
@@ -86,7 +86,7 @@ class Stages(NamedTuple):
         bonus = zip(took_bonus.tolist(), of(self.continued.last_tokens).tolist(), strict=True)
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
-        return RoundRecord(
+        return TracedRound(
             emitted_before=state.unrecorded if self.begins[group] else [],
             begins=begins,
             resized_from=self._resized_from(group, state, size),
@@ -109,7 +109,7 @@ class Stages(NamedTuple):
         )
 
     def _resized_from(self, group: int, state: RequestState, size: int) -> list[int] | None:
-        """Return the earlier particle of each, if the record before has another number of them."""
+        """Return the earlier particle of each, if the round before has another number of them."""
         if self.begins[group] or not state.rounds or len(state.rounds[-1].ancestors) == size:
             return None
         assert self.resized_from is not None, "N changes by a resizing step alone"

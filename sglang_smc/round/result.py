@@ -196,7 +196,7 @@ class SMCBatchResult(GenerationBatchResult):
         state.take(totals, replayed)
         end_failed(req, int(outcome.failure[group]))
         if outcome.trace is not None and config.trace:
-            state.rounds.append(outcome.trace.record_of(group, state, emitted, totals[-1]))
+            state.rounds.append(outcome.trace.traced_round(group, state, emitted, totals[-1]))
 
     def _keep_particles(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Store the particles of requests that set ``return_particles``, with own first tokens."""

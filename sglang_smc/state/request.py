@@ -42,8 +42,8 @@ from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, finite, meta_info, zero_counters
-from sglang_smc.state.record import RoundRecord, Trace
 from sglang_smc.state.settings import Start, stop_tokens
+from sglang_smc.state.trace import Trace, TracedRound
 from sglang_smc.upstream import allocated, kv_of
 
 
@@ -166,7 +166,7 @@ class RequestState(msgspec.Struct):
     has_ended: bool = False  # its answer is counted in the server's totals
     potentials: tuple[PotentialSpec, ...] = ()  # that multiply its target, resolved
     runners: tuple[PotentialRunner, ...] = ()  # that call each of these
-    rounds: list[RoundRecord] = []  # of its trace, if it sets `trace`
+    rounds: list[TracedRound] = []  # of its trace, if it sets `trace`
     is_fresh: bool = False  # no round has been launched since its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
     unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
@@ -198,7 +198,7 @@ class RequestState(msgspec.Struct):
         """Return the output tokens after those in the rounds of the trace."""
         if not self.config.trace:
             return []
-        return list(output_ids[sum(len(record.tokens) for record in self.rounds) :])
+        return list(output_ids[sum(len(traced.tokens) for traced in self.rounds) :])
 
     def step_to(self, budget: Budget | None) -> None:
         """Set the next round's N and K by ``budget``."""

@@ -10,7 +10,7 @@ import msgspec
 from trace_replay import replay
 
 from sglang_smc.server.refusals import MOST_TRACED
-from sglang_smc.state.record import RoundRecord, Trace
+from sglang_smc.state.trace import Trace, TracedRound
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "trace.md").read_text()
@@ -35,7 +35,7 @@ def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
 
 def test_every_field_has_an_item() -> None:
     named = set(re.findall(r"`(\w+)`", "".join(re.findall("^- (`.*?): ", PAGE, re.M))))
-    assert {*Trace.__struct_fields__, *RoundRecord.__struct_fields__} <= named
+    assert {*Trace.__struct_fields__, *TracedRound.__struct_fields__} <= named
 
 
 def test_the_limit_is_said() -> None:

@@ -7,7 +7,7 @@ from steered import log_phi
 from trace_replay import Replayed, read, replay
 
 from server.kinds import CHOICES, KINDS, POTENTIALS
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 
 NEAR = 1e-5  # weights are sums of numbers in float32
 
@@ -52,9 +52,9 @@ def test_a_trace_tells_what_potentials_added(crowd: dict[str, dict[str, Any]]) -
 
 def gains_of_answer(trace: Trace) -> float:
     place, total = 0, 0.0
-    for record in reversed(trace.rounds):
-        place = place if record.narrowed_to is None else record.narrowed_to[place]
-        place = record.ancestors[place]
-        assert record.log_potentials is not None
-        total += record.log_potentials[place] or 0.0
+    for traced in reversed(trace.rounds):
+        place = place if traced.narrowed_to is None else traced.narrowed_to[place]
+        place = traced.ancestors[place]
+        assert traced.log_potentials is not None
+        total += traced.log_potentials[place] or 0.0
     return total

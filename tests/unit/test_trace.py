@@ -62,33 +62,33 @@ def test_a_reader_comes_to_the_answer() -> None:
     token of who had ended, and an evidence without what weights have gained.
     """
     told = serve(3 * len(TRACED), *TRACED, max_lag=30)
-    every = [record for one in told for record in one.trace.rounds]
+    every = [traced for one in told for traced in one.trace.rounds]
     for number, choice in enumerate(TRACED):
         of_choice = told[number :: len(TRACED)]
-        rounds = [record for one in of_choice for record in one.trace.rounds]
-        sizes = {len(record.ancestors) for record in rounds}
+        rounds = [traced for one in of_choice for traced in one.trace.rounds]
+        sizes = {len(traced.ancestors) for traced in rounds}
         assert sizes == {choice.get("num_particles", 5)}
-        longest = max(len(draft) for record in rounds for draft in record.drafted)
+        longest = max(len(draft) for traced in rounds for draft in traced.drafted)
         assert longest == choice.get("num_steps", 4)
-        cuts = {record.cut for record in rounds}
+        cuts = {traced.cut for traced in rounds}
         assert "ess" not in cuts or choice.get("resample_at") == "token"
         for one in of_choice:
             found = assert_told(one)
-            begins = [record.begins is not None for record in one.trace.rounds]
+            begins = [traced.begins is not None for traced in one.trace.rounds]
             assert begins == [place == 0 for place in range(len(begins))]
             if one.trace.mode == "smc":
                 evidence = one.req.smc_state.counters[-1]
                 assert found.log_evidence == pytest.approx(evidence, abs=1e-9)
             elif one.trace.mode != "exact":
-                assert all(record.log_evidence is None for record in one.trace.rounds)
+                assert all(traced.log_evidence is None for traced in one.trace.rounds)
     # All of it happens, else the above says nothing of it.
-    assert {"none", "evidence", "ess", "verification"} <= {record.cut for record in every}
-    assert any(record.resampled and len(set(record.ancestors)) > 1 for record in every)
-    assert any(record.narrowed_to is not None and not all(record.ended) for record in every)
-    assert any(record.narrowed_to is not None and all(record.ended) for record in every)
-    assert any(None in record.bonus and any(record.bonus) for record in every)
-    assert any([] in record.drafted and any(record.drafted) for record in every)
-    assert any(not record.emitted for record in every)
+    assert {"none", "evidence", "ess", "verification"} <= {traced.cut for traced in every}
+    assert any(traced.resampled and len(set(traced.ancestors)) > 1 for traced in every)
+    assert any(traced.narrowed_to is not None and not all(traced.ended) for traced in every)
+    assert any(traced.narrowed_to is not None and all(traced.ended) for traced in every)
+    assert any(None in traced.bonus and any(traced.bonus) for traced in every)
+    assert any([] in traced.drafted and any(traced.drafted) for traced in every)
+    assert any(not traced.emitted for traced in every)
 
 
 BUDGETS = Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3)
@@ -124,25 +124,25 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
     for one in told:
         assert_told(one, is_plain=is_plain)
         rounds = one.trace.rounds
-        sizes = [len(record.ancestors) for record in rounds]
+        sizes = [len(traced.ancestors) for traced in rounds]
         changes = [before != now for before, now in itertools.pairwise([*sizes[:1], *sizes])]
-        assert [record.resized_from is not None for record in rounds] == changes
+        assert [traced.resized_from is not None for traced in rounds] == changes
         assert name == "adaptive" or not any(changes)
         if name == "retracted":
-            assert sum(record.begins is not None for record in rounds) <= 2
+            assert sum(traced.begins is not None for traced in rounds) <= 2
             assert len(rounds) < 3 or rounds[2].begins == [0] * 5
-    rounds = [record for one in told for record in one.trace.rounds]
-    cuts = {record.cut for record in rounds}
+    rounds = [traced for one in told for traced in one.trace.rounds]
+    cuts = {traced.cut for traced in rounds}
     if name == "cut by evidence":
         assert cuts == {"none", "evidence"}
         assert any(one.cut == "evidence" and one.resampled and any(one.kept) for one in rounds)
     elif name == "adaptive":
-        assert any(record.resized_from is not None for record in rounds)
+        assert any(traced.resized_from is not None for traced in rounds)
     elif name == "dead":
-        assert "dead" in cuts and any(None in record.log_weights for record in rounds)
-        assert any(None in record.log_weights_before for record in rounds)
+        assert "dead" in cuts and any(None in traced.log_weights for traced in rounds)
+        assert any(None in traced.log_weights_before for traced in rounds)
     elif name == "greedy":
-        assert {len(record.ancestors) for record in rounds} == {5}, cuts
+        assert {len(traced.ancestors) for traced in rounds} == {5}, cuts
     elif name.startswith("powered"):
         kinds = {len(set(one.trace.rounds[0].begins or ())) > 1 for one in told}
         assert kinds == ({True, False} if name == "powered" else {False})
@@ -199,12 +199,12 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     for group, req in enumerate(reqs):
         states = [copy.deepcopy(req.smc_state) for _ in range(2)]
         of_copy, own = (
-            found.record_of(group, state, [], 0.0)  # type: ignore[union-attr]
+            found.traced_round(group, state, [], 0.0)  # type: ignore[union-attr]
             for found, state in zip((copied, result.outcome.trace), states, strict=True)
         )
         assert of_copy == own
         worker.take(result, group, req)
-        (record,) = req.smc_state.rounds
-        assert record.cut == "failure" and record.emitted == []
-        assert set(record.bonus) == {None}
+        (traced,) = req.smc_state.rounds
+        assert traced.cut == "failure" and traced.emitted == []
+        assert set(traced.bonus) == {None}
         assert "NaN" not in json.dumps(read(told(req)).rounds, default=msgspec.to_builtins)

@@ -18,7 +18,7 @@ from toy_grammar import Letters, runners
 from toy_traces import a_trace, serve
 from trace_replay import replay
 
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 from sglang_smc.tools.view.genealogy import genealogy
 from sglang_smc.tools.view.page import _sizes_of, main, page_of
 

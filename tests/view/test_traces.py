@@ -15,7 +15,7 @@ from trace_replay import replay
 
 import sglang_smc
 from sglang_smc.options.request import Budget
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 from sglang_smc.tools.view.finding import BY_PARTICLE, checked
 from sglang_smc.tools.view.genealogy import Genealogy, genealogy, lineage
 from sglang_smc.tools.view.page import page_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_smc.state.record import VERSION, RoundRecord, Trace
+from sglang_smc.state.trace import VERSION, Trace, TracedRound
 
 KEY = "spec_smc_trace"
 BY_PARTICLE = (
@@ -66,7 +66,7 @@ def values_in(value: Any, pick: Callable[[Mapping[str, Any]], Any]) -> Iterator[
 
 
 def checked(value: Any) -> Trace:
-    """Validate a trace, and return it as a record with lists and indices that fit their rounds.
+    """Validate a trace, and return it as a `Trace` with lists and indices that fit their rounds.
 
     Raises ValueError for another version, another type, or an inconsistent round.
     """
@@ -79,14 +79,14 @@ def checked(value: Any) -> Trace:
     try:
         trace = msgspec.convert(value, Trace)
         size = 0
-        for number, record in enumerate(trace.rounds):
-            size = checked_size(record, size, f"`$.rounds[{number}]`")
+        for number, traced in enumerate(trace.rounds):
+            size = checked_size(traced, size, f"`$.rounds[{number}]`")
     except (msgspec.ValidationError, ValueError) as error:
         raise ValueError(f"this is no trace: {error}") from error
     return trace
 
 
-def checked_size(record: RoundRecord, size: int, where: str) -> int:
+def checked_size(traced: TracedRound, size: int, where: str) -> int:
     """Validate a round, and return its number of particles.
 
     Args:
@@ -94,23 +94,23 @@ def checked_size(record: RoundRecord, size: int, where: str) -> int:
 
     Raises ValueError if a list has another length, or an index is out of range.
     """
-    if record.begins is not None:
-        size = len(record.begins)
-    elif record.emitted_before:
+    if traced.begins is not None:
+        size = len(traced.begins)
+    elif traced.emitted_before:
         raise ValueError(f"`emitted_before` stands without `begins` - at {where}")
-    if record.resized_from is not None:
-        check_range("resized_from", record.resized_from, size, where)
-        size = len(record.resized_from)
+    if traced.resized_from is not None:
+        check_range("resized_from", traced.resized_from, size, where)
+        size = len(traced.resized_from)
     if not size:
         raise ValueError(f"no particle has begun: `begins` is missing or empty - at {where}")
     for name in BY_PARTICLE:
-        column = getattr(record, name)
+        column = getattr(traced, name)
         if column is not None and len(column) != size:
             raise ValueError(f"`{name}` has {len(column)} values of {size} - at {where}")
-    for name, by in (("ancestors", record.ancestors), ("narrowed_to", record.narrowed_to or [])):
+    for name, by in (("ancestors", traced.ancestors), ("narrowed_to", traced.narrowed_to or [])):
         check_range(name, by, size, where)
-    if min(record.kept) < 0:
-        raise ValueError(f"`kept` has {min(record.kept)}, below 0 - at {where}")
+    if min(traced.kept) < 0:
+        raise ValueError(f"`kept` has {min(traced.kept)}, below 0 - at {where}")
     return size
 
 

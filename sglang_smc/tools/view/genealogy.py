@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_smc.state.record import RoundRecord, Trace
+from sglang_smc.state.trace import Trace, TracedRound
 
 FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
 
@@ -20,7 +20,7 @@ class Segment(msgspec.Struct, kw_only=True, array_like=True):
 
     A ``fate`` is the reason why no segment continues this one to its end: `dead` (weight 0),
     `resampled`, `verification`, `narrowed`, `drawn` (another particle was drawn as the answer),
-    `resized`, `retracted`, `failure`, or `end` at the end of the record.
+    `resized`, `retracted`, `failure`, or `end` at the end of the trace.
     """
 
     parent: int | None  # the segment that it continues; None at the prompt's end
@@ -67,20 +67,20 @@ class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
     length: int  # positions that any particle or draft reaches
     segments: list[Segment]
     steps: list[Step]
-    heads: list[int]  # each particle's last segment at the end of the record
+    heads: list[int]  # each particle's last segment at the end of the trace
     answer: list[int]  # the emitted tokens
 
 
 def genealogy(trace: Trace) -> Genealogy:
-    """Build the genealogy that a trace records.
+    """Build the genealogy that a trace holds.
 
     Raises ValueError if the trace has no round.
     """
     if not trace.rounds:
         raise ValueError("the trace has no round: the answer was prefill's token alone")
     growth = _Growth(verifies=trace.mode != "smc", num_chains=trace.chains_per_particle)
-    for number, record in enumerate(trace.rounds):
-        growth.play(number, record, is_last=number == len(trace.rounds) - 1)
+    for number, traced in enumerate(trace.rounds):
+        growth.play(number, traced, is_last=number == len(trace.rounds) - 1)
     for token in trace.emitted_after:
         growth.begin(len(trace.rounds) - 1, [token] * len(growth.heads))
     return growth.result()
@@ -122,34 +122,34 @@ class _Growth:
         """Return the length of each particle's text."""
         return [self.segments[head].end for head in self.heads]
 
-    def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
-        retracted = record.begins is not None and (number > 0 or bool(record.emitted_before))
-        for token in record.emitted_before:
+    def play(self, number: int, traced: TracedRound, *, is_last: bool) -> None:
+        retracted = traced.begins is not None and (number > 0 or bool(traced.emitted_before))
+        for token in traced.emitted_before:
             self.begin(number, [token])
-        if record.begins is not None:
-            self.begin(number, record.begins)
-        if record.resized_from is not None:
-            self.descend(record.resized_from, "resized")
-        if record.log_potentials is not None:
-            for head, value in zip(self.heads, record.log_potentials, strict=True):
+        if traced.begins is not None:
+            self.begin(number, traced.begins)
+        if traced.resized_from is not None:
+            self.descend(traced.resized_from, "resized")
+        if traced.log_potentials is not None:
+            for head, value in zip(self.heads, traced.log_potentials, strict=True):
                 if value != 0:
                     self.segments[self.wrote[head]].log_potential = value
-        weights = shares(record.log_weights)
+        weights = shares(traced.log_weights)
         start = min(self.ends)
-        self.draft(number, record, weights)
+        self.draft(number, traced, weights)
         kept_to = max(self.ends)
-        self.hand_down(record, weights)
-        self.add_bonus(number, record, weights)
+        self.hand_down(traced, weights)
+        self.add_bonus(number, traced, weights)
         end, gone = max(self.ends), 0
-        if record.narrowed_to is not None:
-            gone = len(record.narrowed_to) - len(set(record.narrowed_to))
-            self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
-        self.emitted += record.emitted
+        if traced.narrowed_to is not None:
+            gone = len(traced.narrowed_to) - len(set(traced.narrowed_to))
+            self.descend(traced.narrowed_to, "drawn" if is_last else "narrowed")
+        self.emitted += traced.emitted
         same = ("ess", "log_block_evidence", "log_evidence", "cut", "resampled")
-        fields = {name: getattr(record, name) for name in same}
+        fields = {name: getattr(traced, name) for name in same}
         fields |= {"start": start, "kept_to": kept_to, "end": end, "gone": gone}
         fields |= {"num_particles": len(weights) // self.num_chains, "retracted": retracted}
-        fields |= {"resized": record.resized_from is not None, "emitted_to": len(self.emitted)}
+        fields |= {"resized": traced.resized_from is not None, "emitted_to": len(self.emitted)}
         self.steps.append(Step(**fields))
 
     def begin(self, number: int, tokens: list[int]) -> None:
@@ -168,34 +168,34 @@ class _Growth:
         if len(set(tokens)) == 1:
             self.emitted.append(tokens[0])
 
-    def draft(self, number: int, record: RoundRecord, weights: list[float]) -> None:
+    def draft(self, number: int, traced: TracedRound, weights: list[float]) -> None:
         """Append each particle's draft, split into kept and rejected tokens."""
-        before = shares(record.log_weights_before)
-        for lane, drafted in enumerate(record.drafted):
-            loses = self.verifies and lane not in record.ancestors
-            kept = 0 if loses else min(record.kept[lane], len(drafted))
+        before = shares(traced.log_weights_before)
+        for lane, drafted in enumerate(traced.drafted):
+            loses = self.verifies and lane not in traced.ancestors
+            kept = 0 if loses else min(traced.kept[lane], len(drafted))
             shown = {"before": before[lane], "after": weights[lane]}
-            shown |= {"log_weight": record.log_weights[lane], "rejected": drafted[kept:]}
+            shown |= {"log_weight": traced.log_weights[lane], "rejected": drafted[kept:]}
             self.extend(lane, drafted[:kept], kind=DRAFTED, round=number, **shown)
 
-    def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
-        if record.cut == "failure":
+    def hand_down(self, traced: TracedRound, weights: list[float]) -> None:
+        if traced.cut == "failure":
             self.end(self.heads, "failure")
         dead = {head for head, weight in zip(self.heads, weights, strict=True) if weight == 0}
-        loses = self.num_chains > 1 and not record.resampled  # to other chains of its particle
+        loses = self.num_chains > 1 and not traced.resampled  # to other chains of its particle
         fate = "verification" if self.verifies or loses else "resampled"
-        kept = {self.heads[ancestor] for ancestor in record.ancestors}
+        kept = {self.heads[ancestor] for ancestor in traced.ancestors}
         self.end(dead - kept, "dead" if fate == "resampled" else fate)
-        self.descend(record.ancestors, fate)
+        self.descend(traced.ancestors, fate)
 
-    def add_bonus(self, number: int, record: RoundRecord, weights: list[float]) -> None:
-        if record.resampled:
+    def add_bonus(self, number: int, traced: TracedRound, weights: list[float]) -> None:
+        if traced.resampled:
             weights = [1 / len(weights)] * len(weights)
-        # Powers and masks weigh bonus tokens, too; behind a narrowing the record has no weights.
-        is_told = record.narrowed_to is None
-        weights_after = shares(record.log_weights_after) if is_told else weights
-        for lane, token in enumerate(record.bonus):
-            log_weight = None if record.narrowed_to else record.log_weights_after[lane]
+        # Powers and masks weigh bonus tokens, too; behind a narrowing the round has no weights.
+        is_told = traced.narrowed_to is None
+        weights_after = shares(traced.log_weights_after) if is_told else weights
+        for lane, token in enumerate(traced.bonus):
+            log_weight = None if traced.narrowed_to else traced.log_weights_after[lane]
             shown = {
                 "before": weights[lane],
                 "after": weights_after[lane],

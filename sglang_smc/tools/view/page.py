@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 from sglang_smc.tools.commands import command
 from sglang_smc.tools.view.finding import load
 from sglang_smc.tools.view.genealogy import genealogy

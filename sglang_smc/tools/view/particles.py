@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_smc.state.record import Trace
+from sglang_smc.state.trace import Trace
 from sglang_smc.tools.view.finding import checked, values_in
 from sglang_smc.tools.view.genealogy import Genealogy, genealogy
 

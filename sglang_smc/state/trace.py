@@ -9,7 +9,7 @@ import msgspec
 VERSION = 1
 
 
-class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TracedRound(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One round of one request.
 
     A round drafts, scores and decides; each particle then becomes a copy of its entry in
@@ -65,7 +65,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def tokens(self) -> list[int]:
-        """Return the tokens of the answer that this record contains."""
+        """Return the tokens of the answer that this round contains."""
         shared = self.begins[:1] if self.begins and len(set(self.begins)) == 1 else []
         return [*self.emitted_before, *shared, *self.emitted]
 
@@ -77,9 +77,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: str
     num_particles: int
     num_steps: int
-    # That many consecutive particles of a record weigh as one, and one of them keeps draft tokens.
+    # That many consecutive particles of a round weigh as one, and one of them keeps draft tokens.
     chains_per_particle: int = 1
     prompt_length: int  # in tokens
-    rounds: list[RoundRecord]
+    rounds: list[TracedRound]
     emitted_after: list[int] = []  # after the last round: tokens of a prefill that ended the answer
     pieces: dict[str, str] = {}  # text of each token id, decoded alone; empty without a tokenizer
