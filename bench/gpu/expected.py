@@ -22,7 +22,7 @@ from speed.report import Results
 from study import PUBLISHED
 
 from sglang_smc.tools.plan.devices import named
-from sglang_smc.tools.plan.roofline import RoundCost, TokenRows, ar_step, forward, smc_round
+from sglang_smc.tools.plan.roofline import PassRows, RoundCost, ar_step, forward, smc_round
 from sglang_smc.tools.plan.shapes import DRAFTS
 
 TEMPERATURE, TEMPERATURES = "0.7", ("0", "0.7", "1")
@@ -47,7 +47,7 @@ def ours(family: str, n: int, k: int) -> Shape:
     draft = HEAD if family == grid.EXACT_HEAD else MODEL
 
     def bound(batch: int) -> float:
-        return 1000 * smc_round(TARGET, draft, TokenRows(batch, n, CONTEXT), k).seconds(H200)
+        return 1000 * smc_round(TARGET, draft, PassRows(batch, n, CONTEXT), k).seconds(H200)
 
     return Shape(grid.System(family, n, k), n * (k + 1), bound)
 
@@ -57,7 +57,7 @@ def tree(family: str, passes: int, width: int, rows: int, system: bool = False) 
     draft = HEAD if family == grid.EAGLE else MODEL
 
     def bound(batch: int) -> float:
-        one, wide = (TokenRows(batch, n, CONTEXT) for n in (1, width))
+        one, wide = (PassRows(batch, n, CONTEXT) for n in (1, width))
         drafts = [forward("draft", draft, wide, 1, 1)] * passes
         found = RoundCost((*drafts, forward("verify", TARGET, one, rows, rows)))
         return 1000 * found.seconds(H200)

@@ -40,10 +40,6 @@ class _Form(NamedTuple):
     maps: tuple[str, ...]
 
 
-def _request(texts: list[str], model: str) -> dict[str, Any]:
-    return {"input": texts, "model": model}
-
-
 def _of_data(answer: Any) -> list[list[float]]:
     found = sorted(answer["data"], key=lambda one: one["index"])
     return [list(map(float, one["probs"])) for one in found]
@@ -55,12 +51,10 @@ _FORMS = {
         lambda answer: [list(map(float, one["embedding"])) for one in answer],
         ("value", "sigmoid", "softmax"),
     ),
-    "/v1/classify": _Form(_request, _of_data, ("log",)),
+    "/v1/classify": _Form(
+        lambda texts, model: {"input": texts, "model": model}, _of_data, ("log",)
+    ),
 }
-
-
-def _log(share: float) -> float:
-    return math.log(share) if share > 0 else -math.inf
 
 
 def _log_sigmoid(logit: float) -> float:
@@ -77,7 +71,7 @@ _MAPS: dict[str, Callable[[Sequence[float], int], float]] = {
     "value": lambda values, label: values[label],
     "sigmoid": lambda values, label: _log_sigmoid(values[label]),
     "softmax": _log_softmax,
-    "log": lambda values, label: _log(values[label]),
+    "log": lambda values, label: math.log(values[label]) if values[label] > 0 else -math.inf,
 }
 
 

@@ -84,6 +84,8 @@ class Stages(NamedTuple):
         length = of(self.extended.lengths) + 1
         took_bonus = ~of(self.extended.ended) & (of(self.continued.lengths) == length)
         bonus = zip(took_bonus.tolist(), of(self.continued.last_tokens).tolist(), strict=True)
+        counts = of(self.drafts.up_to_end).sum(1).tolist()
+        drafted = zip(self.drafts.tokens[group].tolist(), counts, strict=False)
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return TracedRound(
@@ -91,7 +93,7 @@ class Stages(NamedTuple):
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),
-            drafted=_cut_to(self.drafts.tokens[group], of(self.drafts.up_to_end).sum(1)),
+            drafted=[tokens[:count] for tokens, count in drafted],
             kept=of(self.decision.num_kept).tolist(),
             log_weights=_finite(weighed),
             log_potentials=None if potentials is None else _finite(potentials),
@@ -148,12 +150,6 @@ class Stages(NamedTuple):
 
 def _finite(values: torch.Tensor) -> list[float | None]:
     return [finite(value) for value in values.tolist()]
-
-
-def _cut_to(tokens: torch.Tensor, counts: torch.Tensor) -> list[list[int]]:
-    """Return the first ``counts[n]`` of each row of ``tokens`` ``[N, K]``."""
-    rows = zip(tokens.tolist(), counts.tolist(), strict=False)
-    return [row[:count] for row, count in rows]
 
 
 def measure(

@@ -210,9 +210,7 @@ def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_pat
         assert ((own - torch.eye(32)).abs() < 0.1).all()
 
 
-def test_the_target_itself_is_accepted(
-    target: Path, teacher: Teacher, texts: list[Example]
-) -> None:
+def test_the_target_is_accepted(target: Path, teacher: Teacher, texts: list[Example]) -> None:
     """Red where p and q are not of the same column."""
     learner = load_draft(target, target, CPU)
     worth = validate(learner, teacher, texts, depth=4, anchors=8, batch=20, particles=3)

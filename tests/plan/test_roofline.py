@@ -11,7 +11,7 @@ from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tools.plan.devices import Device, named
 from sglang_smc.tools.plan.memory import kv_slots
-from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Scenario, TokenRows, ar_step, smc_round
+from sglang_smc.tools.plan.roofline import LARGEST_BATCH, PassRows, Scenario, ar_step, smc_round
 from sglang_smc.tools.plan.shapes import DRAFTS, NGRAM, ModelShape
 from sglang_smc.tools.plan.shapes import draft_from_config as draft_of
 
@@ -31,7 +31,7 @@ sizes = st.tuples(st.integers(1, 32), st.integers(1, 32), st.integers(1, 14), le
 
 def toy_round(draft: ModelShape, **more: Any) -> Any:
     """Two requests of three particles, with 10 tokens in common and 4 of their own each."""
-    return smc_round(TOY, draft, TokenRows(2, 3, 10, tail=4, **more), 2)
+    return smc_round(TOY, draft, PassRows(2, 3, 10, tail=4, **more), 2)
 
 
 def test_ar_step_by_hand() -> None:
@@ -116,7 +116,7 @@ def test_matches_cost_the_target_alone_and_beside_a_draft_what_it_costs() -> Non
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
-    found, device = smc_round(TOY, SMALL, TokenRows(1, 4, 0), 3), Device("", 1.0, 2.0)
+    found, device = smc_round(TOY, SMALL, PassRows(1, 4, 0), 3), Device("", 1.0, 2.0)
     assert found.bound(device) == "draft memory, verify compute"
     # Each pass takes the longer of its two times: more than the sums of either.
     assert found.seconds(device) > max(found.bytes, found.flops / 2)
@@ -135,13 +135,13 @@ def test_more_of_anything_is_never_faster(of: Sizes, name: str) -> None:
 @given(sizes, st.integers(0, 256))
 def test_sharing_never_costs_more_and_one_particle_is_speculation(of: Sizes, tail: int) -> None:
     batch, n, k, context = of
-    each = (TokenRows(batch, n, context, tail, is_shared) for is_shared in (True, False))
+    each = (PassRows(batch, n, context, tail, is_shared) for is_shared in (True, False))
     shared, apart = (smc_round(*LLAMA, rows, k) for rows in each)
     assert shared.bytes <= apart.bytes
     assert (shared.bytes == apart.bytes) == (n == 1 or context == 0)
     weights = LLAMA[0].streamed_bytes + k * LLAMA[1].streamed_bytes
     assert shared.traffic["weights"] == pytest.approx(weights), "read once a pass"
-    alone = (TokenRows(batch, 1, context, tail), TokenRows(batch, 1, context + tail))
+    alone = (PassRows(batch, 1, context, tail), PassRows(batch, 1, context + tail))
     one, other = (smc_round(*LLAMA, rows, k) for rows in alone)
     assert (one.bytes, one.flops) == pytest.approx((other.bytes, other.flops))
 
@@ -156,8 +156,8 @@ def test_one_text_has_its_tail_in_its_context() -> None:
     """All methods are compared at the same length of text."""
     scenario = Scenario(TOY, SMALL, DEVICE, context=10, tail=4, shared_prefix=False)
     assert scenario.ar(2).round == ar_step(TOY, 2, 14)
-    assert scenario.sd(2, 3, 0.5).round == smc_round(TOY, SMALL, TokenRows(2, 1, 14), 3)
-    assert scenario.smc(2, 4, 3).round == smc_round(TOY, SMALL, TokenRows(2, 4, 10, 4, False), 3)
+    assert scenario.sd(2, 3, 0.5).round == smc_round(TOY, SMALL, PassRows(2, 1, 14), 3)
+    assert scenario.smc(2, 4, 3).round == smc_round(TOY, SMALL, PassRows(2, 4, 10, 4, False), 3)
     speculative = scenario.sd(2, 3, 0.5)
     assert speculative.tokens_per_second == pytest.approx(2 * 1.875 / speculative.seconds)
 

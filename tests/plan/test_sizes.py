@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_8B, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
-from sglang_smc.tools.plan.roofline import TokenRows, forward
+from sglang_smc.tools.plan.roofline import PassRows, forward
 from sglang_smc.tools.plan.shapes import BUILT_IN, DRAFTS, draft_for, from_config, lowest_precision
 from sglang_smc.tools.plan.shapes import draft_from_config as draft_of
 
@@ -148,7 +148,7 @@ def test_latents_and_experts_by_hand() -> None:
 
 def test_a_pass_computes_with_what_each_token_visits() -> None:
     shape = from_config(DEEPSEEK)
-    rows = TokenRows(batch=2, num_particles=3, context=10, tail=4, shared_prefix=True)
+    rows = PassRows(batch=2, num_particles=3, context=10, tail=4, shared_prefix=True)
     found = forward("verify", shape, rows, num_tokens=2, num_logits=2)
     assert found.weights == shape.bytes_read(12)
     # Two prefixes once, six tails of 4, and 12 new tokens.
@@ -238,7 +238,7 @@ def test_layers_with_a_window_read_the_end_of_a_prefix(said: Any, windowed: int)
     assert (shape.windowed_layers, shape.window) == (windowed, 512)
     assert shape.seen(300) == 300
     seen = (windowed * 512 + (26 - windowed) * 5120) / 26
-    rows = TokenRows(batch=2, num_particles=4, context=5120, tail=3, shared_prefix=True)
+    rows = PassRows(batch=2, num_particles=4, context=5120, tail=3, shared_prefix=True)
     found = forward("draft", shape, rows, num_tokens=1, num_logits=1)
     assert found.kv == pytest.approx((2 * seen + 8 * 3 + 8) * shape.kv_bytes_per_token)
 
@@ -248,7 +248,7 @@ def test_a_pass_moves_each_state(num_tokens: int, moves: int) -> None:
     """Read and written once to decode; twice where kept columns are caught up with first."""
     shape = from_config(QWEN)
     assert shape.states is not None and shape.states.bytes == 48 * 48 * 128 * 128 * 4
-    rows = TokenRows(batch=2, num_particles=4, context=100, tail=0, shared_prefix=True)
+    rows = PassRows(batch=2, num_particles=4, context=100, tail=0, shared_prefix=True)
     found = forward("verify", shape, rows, num_tokens, num_tokens)
     tokens = 2 * 100 + 8 * num_tokens
     assert found.kv == tokens * shape.kv_bytes_per_token + moves * 8 * shape.states.bytes

@@ -54,43 +54,53 @@ def parser() -> argparse.ArgumentParser:
     )
     add, positives = result.add_argument, several(positive)
     models = f"a config.json, its folder, or one of {', '.join(shapes.BUILT_IN)}"
-    heads = [name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM)]
-    add("--target", required=True, help=models)
-    drafts = f"the same; or that of an EAGLE-3 head or a block, or {', '.join(heads)}; "
-    drafts += f"or {MTP}, the target's MTP layer; or {NGRAM}, alone or beside a model, as "
-    drafts += f"{BESIDE}llama-3.2-1b. Several are compared"
-    add("--draft", required=True, nargs="+", help=drafts)
+    heads = ", ".join(name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM))
+    several_drafts = (
+        f"the same; or that of an EAGLE-3 head or a block, or {heads}; or {MTP}, the target's MTP "
+        f"layer; or {NGRAM}, alone or beside a model, as {BESIDE}llama-3.2-1b. Several are compared"
+    )
+    devices = (
+        f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch sees "
+        "none, in about three seconds (measured:cpu and measured:cuda insist)"
+    )
     rows = "tokens in the draft model's --speculative-token-map; default: the whole vocabulary"
+    dtype = "of the weights; without it fp8 where the configuration says so, otherwise bf16"
+    draft_dtype = (
+        "of the drafts' weights; int8: with --speculative-smc-draft-layers fused-int8; default: as "
+        "--dtype"
+    )
+    context = "tokens of prompt and answer that particles share; default 1024"
+    tail = f"tokens of each particle beyond these, on average; default {LAG // 2}"
+    apart = "for attention that reads the shared tokens once for each particle"
+    steps = f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a block goes"
+    least = "the smallest N that the quality allows; default 1"
+    acceptance = f"SD: the chance that a draft token is accepted; default {ACCEPTANCE}"
+    kept = (
+        "SMC: drafts that a round keeps on average, one number for each of --steps; default: all "
+        "K, as in the paper. A server's spec_accept_length is one more"
+    )
+    tokens = (
+        "measured tokens per pass, e.g. 5,6,7: print the time of a round with each draft, and the "
+        "tokens/s at each, for all of --device, --batch (by commas), --particles and --steps"
+    )
+    add("--target", required=True, help=models)
+    add("--draft", required=True, nargs="+", help=several_drafts)
     add("--hot-tokens", type=positive, help=rows)
-    devices = f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
-    devices += "sees none, in about three seconds (measured:cpu and measured:cuda insist)"
     add("--device", required=True, nargs="+", help=devices)
     add("--tp", type=positive, default=1, help="tensor-parallel devices; default 1")
-    precision = "of the weights; without it fp8 where the configuration says so, otherwise bf16"
-    add("--dtype", choices=WEIGHT_BYTES, help=precision)
-    of_drafts = "of the drafts' weights; int8: with --speculative-smc-draft-layers fused-int8; "
-    add("--draft-dtype", choices=(*WEIGHT_BYTES, INT8), help=f"{of_drafts}default: as --dtype")
+    add("--dtype", choices=WEIGHT_BYTES, help=dtype)
+    add("--draft-dtype", choices=(*WEIGHT_BYTES, INT8), help=draft_dtype)
     add("--batch", type=positives, default=(1,), help="requests at once; default 1")
-    shared = "tokens of prompt and answer that particles share; default 1024"
-    add("--context", type=positive, default=1024, help=shared)
-    own = f"tokens of each particle beyond these, on average; default {LAG // 2}"
-    add("--tail", type=natural, default=LAG // 2, help=own)
-    apart = "for attention that reads the shared tokens once for each particle"
+    add("--context", type=positive, default=1024, help=context)
+    add("--tail", type=natural, default=LAG // 2, help=tail)
     add("--no-shared-prefix", action="store_true", help=apart)
-    add("--particles", type=positives, default=DEFAULT_PARTICLES, help="candidates for N; default "
-        "4,8,16")  # fmt: skip
-    steps = f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a "
-    add("--steps", type=positives, help=f"{steps}block goes")
-    least = "the smallest N that the quality allows; default 1"
+    candidates = "candidates for N; default 4,8,16"
+    add("--particles", type=positives, default=DEFAULT_PARTICLES, help=candidates)
+    add("--steps", type=positives, help=steps)
     add("--min-particles", type=positive, default=1, help=least)
-    accepted = f"SD: the chance that a draft token is accepted; default {ACCEPTANCE}"
-    add("--acceptance", type=number(float, 0, 1), help=accepted)
-    kept = "SMC: drafts that a round keeps on average, one number for each of --steps; default: "
-    kept += "all K, as in the paper. A server's spec_accept_length is one more"
+    add("--acceptance", type=number(float, 0, 1), help=acceptance)
     add("--kept", type=several(number(float)), help=kept)
-    yields = "measured tokens per pass, e.g. 5,6,7: print the time of a round with each draft, and "
-    yields += "the tokens/s at each, for all of --device, --batch (by commas), --particles and "
-    add("--tokens-per-pass", type=several(number(float)), help=f"{yields}--steps")
+    add("--tokens-per-pass", type=several(number(float)), help=tokens)
     add("--plot", type=Path, help="write a PNG: tokens/s against the batch")
     add("--json", action="store_true", help="print JSON instead of a table")
     return result

@@ -100,7 +100,7 @@ class RoundCost(NamedTuple):
         return values.pop() if len(values) == 1 else ", ".join(f"{n} {v}" for n, v in found.items())
 
 
-class TokenRows(NamedTuple):
+class PassRows(NamedTuple):
     """The sequences that one pass continues: ``batch`` requests of ``num_particles`` each.
 
     The particles of a request share ``context`` tokens, and each has a ``tail`` of its own, all in
@@ -118,9 +118,7 @@ class TokenRows(NamedTuple):
         return self.batch * self.num_particles
 
 
-def forward(
-    name: str, shape: ModelShape, rows: TokenRows, num_tokens: int, num_logits: int
-) -> Pass:
+def forward(name: str, shape: ModelShape, rows: PassRows, num_tokens: int, num_logits: int) -> Pass:
     """Return a pass over ``num_tokens`` new tokens per row, with logits of the last ``num_logits``.
 
     Without logits the LM head is not read.
@@ -153,11 +151,11 @@ def forward(
 
 def ar_step(target: ModelShape, batch: int, context: float) -> RoundCost:
     """Return the pass for one token of each of ``batch`` requests with ``context`` tokens."""
-    rows = TokenRows(batch, 1, context)
+    rows = PassRows(batch, 1, context)
     return RoundCost((forward("decode", target, rows, 1, 1),))
 
 
-def smc_round(target: ModelShape, draft: ModelShape, rows: TokenRows, num_steps: int) -> RoundCost:
+def smc_round(target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: int) -> RoundCost:
     """Return the draft's passes over all particles, and a target pass over K + 1 tokens of each.
 
     With one particle it is a round of speculative decoding with one chain.
@@ -177,7 +175,7 @@ def smc_round(target: ModelShape, draft: ModelShape, rows: TokenRows, num_steps:
     return RoundCost((*_drafted(draft, rows, tokens), verify))
 
 
-def _drafted(draft: ModelShape, rows: TokenRows, num_tokens: Iterable[int]) -> list[Pass]:
+def _drafted(draft: ModelShape, rows: PassRows, num_tokens: Iterable[int]) -> list[Pass]:
     """Return a pass over so many tokens of each row for each step.
 
     An EAGLE-3 head reads fc's output first, computed before, and then its own states.
@@ -189,13 +187,13 @@ def _drafted(draft: ModelShape, rows: TokenRows, num_tokens: Iterable[int]) -> l
     return found
 
 
-def _follow(draft: ModelShape, rows: TokenRows, num_steps: int) -> Pass:
+def _follow(draft: ModelShape, rows: PassRows, num_steps: int) -> Pass:
     """Return an EAGLE-3 head's pass over N (K + 1) target columns: all but its LM head."""
     follow = forward("follow", draft, rows, num_steps + 1, 0)
     return follow.with_weights(draft.fc_parameters, draft.head_bytes, rows.count * (num_steps + 1))
 
 
-def _markov(target: ModelShape, draft: ModelShape, rows: TokenRows, num_steps: int) -> list[Pass]:
+def _markov(target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: int) -> list[Pass]:
     """Return what a DSpark block adds to the logits of each step by the token before."""
     if not draft.markov_parameters:
         return []
@@ -205,7 +203,7 @@ def _markov(target: ModelShape, draft: ModelShape, rows: TokenRows, num_steps: i
 
 
 def _of_block(
-    target: ModelShape, draft: ModelShape, rows: TokenRows, num_steps: int
+    target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: int
 ) -> tuple[Pass, Pass]:
     """Return a pass over the last token and K masks, and one over the target's columns.
 
@@ -295,10 +293,10 @@ class Scenario:
         length = self.context + self.tail  # of a method's single text
         if self.method == "AR":
             return ar_step(self.target, self.batch, length)
-        rows = TokenRows(self.batch, 1, length)
+        rows = PassRows(self.batch, 1, length)
         if self.method != "SD":
             count = self.num_particles
-            rows = TokenRows(self.batch, count, self.context, self.tail, self.shared_prefix)
+            rows = PassRows(self.batch, count, self.context, self.tail, self.shared_prefix)
         return smc_round(self.target, self.draft, rows, self.num_steps)
 
     @cached_property
