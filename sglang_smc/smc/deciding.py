@@ -179,10 +179,10 @@ class VerifyEach(Decider):
         num_weighed = num_kept + continues
         gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
         lengths = population.lengths[:, each] + num_weighed
-        ahead = length_correction(gains, num_weighed, lengths, continues)
+        correction = length_correction(gains, num_weighed, lengths, continues)
         zero, one = torch.zeros_like(block.power), torch.ones_like(block.num_steps)
         weigh = Block(
-            log_weights=population.log_weights[:, each] - ahead,
+            log_weights=population.log_weights[:, each] - correction,
             log_p=gains.unsqueeze(2),
             log_q=torch.zeros_like(gains).unsqueeze(2),
             up_to_end=torch.ones_like(present).unsqueeze(2),
@@ -206,7 +206,7 @@ class VerifyEach(Decider):
         )
         masses = None if p.log_mass is None else p.log_mass[row]
         residual = p.of_log_probs(found.residuals.log(), left)
-        log_weights = decision.log_weights + ahead.gather(1, decision.ancestors)
+        log_weights = decision.log_weights + correction.gather(1, decision.ancestors)
         decision = decision._replace(
             num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
             num_kept=num_kept,

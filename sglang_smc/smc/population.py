@@ -124,8 +124,8 @@ class Population(NamedTuple):
         """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
         if ancestors.shape[1] == 1:
             return self
-        own = {name: getattr(self, name) for name in _COPIED}
-        copies = tree_map_only(torch.Tensor, lambda of: of.gather(1, _like(ancestors, of)), own)
+        copied = {name: getattr(self, name) for name in _COPIED}
+        copies = tree_map_only(torch.Tensor, lambda of: of.gather(1, _like(ancestors, of)), copied)
         return self._replace(**copies)
 
     def resample(
@@ -197,8 +197,8 @@ class Population(NamedTuple):
     def apply_potentials(self, scores: Scores) -> "Population":
         """Update the weights to new potential values; a group with no positive weight ends."""
         assert self.scores is not None, "carried where some request has scorers"
-        held = self.scores.log_values
-        log_weights, log_values = weighing.revalue(self.log_weights, held, scores.log_values)
+        log_before = self.scores.log_values
+        log_weights, log_values = weighing.revalue(self.log_weights, log_before, scores.log_values)
         forbidden = (log_weights == -torch.inf).all(1)
         return self._replace(
             log_weights=log_weights,

@@ -276,7 +276,7 @@ def _first_true(flags: torch.Tensor) -> torch.Tensor:
 
 
 def revalue(
-    log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Tensor
+    log_weights: torch.Tensor, log_before: torch.Tensor, log_values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace phi_{t-1} in the weights by phi_t: they gain log phi_t - log phi_{t-1}.
 
@@ -286,12 +286,12 @@ def revalue(
 
     Args:
         log_weights: ``[G, N]`` float64.
-        held: ``[G, N]`` float64 log phi_{t-1}, finite where a particle is alive.
-        log_values: ``[G, N]`` float64 log phi_t; NaN keeps the held value.
+        log_before: ``[G, N]`` float64 log phi_{t-1}, finite where a particle is alive.
+        log_values: ``[G, N]`` float64 log phi_t; NaN keeps the one before.
 
     Returns:
         The log-weights, and the log phi that they include now, both ``[G, N]``.
     """
-    is_told = (log_weights > -torch.inf) & ~log_values.isnan()
-    gains = torch.where(is_told, log_values - held, 0.0)
-    return log_weights + gains, torch.where(is_told, log_values, held)
+    is_new = (log_weights > -torch.inf) & ~log_values.isnan()
+    gains = torch.where(is_new, log_values - log_before, 0.0)
+    return log_weights + gains, torch.where(is_new, log_values, log_before)
