@@ -230,7 +230,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 # --- Its answers
 
 
-@torch.no_grad()
 class Sampling(NamedTuple):
     """Set how answers are sampled."""
 
