@@ -43,8 +43,7 @@ def num_missing(target: TpModelWorker, draft: TpModelWorker) -> int:
     """
     widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
     of_draft = None if target.tokenizer is None else _tokenizer_of(draft)
-    known = Vocabulary.of(target.tokenizer, widths[0])
-    check_vocabularies(known, Vocabulary.of(of_draft, widths[1]))
+    check_tokens(Vocabulary.of(target.tokenizer, widths[0]), Vocabulary.of(of_draft, widths[1]))
     return widths[0] - widths[1]
 
 
@@ -101,7 +100,7 @@ def _differing(target: Vocabulary, draft: Vocabulary) -> set[str]:
     return {token for token, _ in of_target.items() ^ of_draft.items()}
 
 
-def check_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
+def check_tokens(target: Vocabulary, draft: Vocabulary) -> None:
     """Raise ValueError for a draft that has other tokens.
 
     Special tokens may differ, as those of R1-Distill-Llama and Llama 3.2 do: their ids are scored

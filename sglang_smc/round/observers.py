@@ -89,7 +89,7 @@ class Stages(NamedTuple):
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return TracedRound(
-            emitted_before=state.unrecorded if self.begins[group] else [],
+            emitted_before=state.untraced if self.begins[group] else [],
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),

@@ -169,7 +169,7 @@ class RequestState(msgspec.Struct):
     rounds: list[TracedRound] = []  # of its trace, if it sets `trace`
     is_fresh: bool = False  # no round has been launched since its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
-    unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
+    untraced: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
     was_reduced: bool = False  # some round verified, where the budget left one particle
     num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
@@ -191,10 +191,10 @@ class RequestState(msgspec.Struct):
         """Start new particles on ``budget``, after the output that prefill reads."""
         self._set_budget(budget)
         self.last, self.is_fresh = self.now, True
-        self.num_prefilled, self.unrecorded = len(output_ids), self._unrecorded(output_ids)
+        self.num_prefilled, self.untraced = len(output_ids), self._untraced(output_ids)
         self.particles = self.num_read = None
 
-    def _unrecorded(self, output_ids: Sequence[int]) -> list[int]:
+    def _untraced(self, output_ids: Sequence[int]) -> list[int]:
         """Return the output tokens after those in the rounds of the trace."""
         if not self.config.trace:
             return []
@@ -256,7 +256,7 @@ class RequestState(msgspec.Struct):
             chains_per_particle=self.config.num_chains,
             prompt_length=prompt_length,
             rounds=self.rounds,
-            emitted_after=self._unrecorded(output_ids),
+            emitted_after=self._untraced(output_ids),
         )
         return {"version": trace.version, **msgspec.to_builtins(trace)}
 

@@ -11,11 +11,11 @@ from little_server import answering
 
 from sglang_smc.tools.commands import prompts_in
 from sglang_smc.tools.testing import Model, cli, connect, report
-from sglang_smc.tools.testing.model import Servers
+from sglang_smc.tools.testing.model import SMCPair
 from sglang_smc.tools.testing.report import Result, Verdict
 
 MakeModel = Callable[..., Model]
-AnsweredBy = Callable[[Servers], None]
+AnsweredBy = Callable[[SMCPair], None]
 Capture = pytest.CaptureFixture[str]
 FEW = ["--url", "http://toy", "--scale", "0.5"]
 
@@ -24,7 +24,7 @@ FEW = ["--url", "http://toy", "--scale", "0.5"]
 def answered_by(monkeypatch: pytest.MonkeyPatch) -> AnsweredBy:
     """Puts toys in the server's place."""
 
-    def put(pair: Servers) -> None:
+    def put(pair: SMCPair) -> None:
         monkeypatch.setattr(cli, "_models", lambda arguments: contextlib.nullcontext(pair))
 
     return put
@@ -33,7 +33,7 @@ def answered_by(monkeypatch: pytest.MonkeyPatch) -> AnsweredBy:
 def test_right_models_give_zero_and_all_numbers(
     answered_by: AnsweredBy, model: MakeModel, draft: Model, tmp_path: Path, capsys: Capture
 ) -> None:
-    answered_by(Servers(model(), draft))
+    answered_by(SMCPair(model(), draft))
     assert cli.main([*FEW, "--json", str(tmp_path / "found.json")]) == 0
     written = json.loads((tmp_path / "found.json").read_text())
     verdicts = {result["check"]: result["verdict"] for result in written["results"]}
@@ -48,7 +48,7 @@ def test_right_models_give_zero_and_all_numbers(
 def test_a_wrong_sampler_gives_one_and_says_which_check(
     answered_by: AnsweredBy, model: MakeModel, tables: tuple, capsys: Capture
 ) -> None:
-    answered_by(Servers(model(drawn=tables[1])))
+    answered_by(SMCPair(model(drawn=tables[1])))
     assert cli.main([*FEW, "--only", "exact-answers,draft-distribution"]) == 1
     shown = capsys.readouterr().out
     (row,) = [line for line in shown.splitlines() if "FAIL" in line]

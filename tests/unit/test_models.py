@@ -440,16 +440,16 @@ def test_vocabularies_may_differ_by_padding(
     remedy = r"Choose a draft of the target's family\.$"
     told = rf"^--speculative-draft-model-path: .*{re.escape(says or '')}.*{remedy}"
     with pytest.raises(ValueError, match=told) if says else nullcontext():
-        vocabulary.check_vocabularies(target, draft)
+        vocabulary.check_tokens(target, draft)
 
 
 def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """R1-Distill-Llama has Llama's text, and markers of its own in the places of Llama's."""
     sides = [Vocabulary({**TOKENS, name: 4}, 5, frozenset({name})) for name in ("<a>", "<b>")]
     caplog.set_level("WARNING")  # engines of other tests have set another
-    vocabulary.check_vocabularies(sides[0], sides[0])
+    vocabulary.check_tokens(sides[0], sides[0])
     assert not caplog.messages
-    vocabulary.check_vocabularies(*sides)
+    vocabulary.check_tokens(*sides)
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 special tokens differ")
 
 

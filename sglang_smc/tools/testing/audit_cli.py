@@ -22,7 +22,7 @@ from sglang_smc.tools.testing.cli import run
 from sglang_smc.tools.testing.copies import LENGTH as COPY_LENGTH
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
-from sglang_smc.tools.testing.model import Servers, check_folder, launched
+from sglang_smc.tools.testing.model import SMCPair, check_folder, launched
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
         how = {"num_answers": options.answers, "seed": options.seed}
         results, ranks = audit(endpoint, prompts, copies, **how)
         if endpoint.smc and time.monotonic() < endpoint.deadline:
-            results += run(Servers(endpoint.smc), prompts, ("evidence",), seed=options.seed)
+            results += run(SMCPair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
         elif endpoint.smc:
             note = "No time was left. Give more --minutes, or ask for fewer --answers."
             lacks = report.Verdict.NOT_ENOUGH_DATA

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_smc.tools.commands import bar, command, number, positive, prompts_in
 from sglang_smc.tools.testing import checks, report
 from sglang_smc.tools.testing.checks import FEW, PROMPTS
-from sglang_smc.tools.testing.model import Servers, connect, started
+from sglang_smc.tools.testing.model import SMCPair, connect, started
 from sglang_smc.tools.testing.report import Result
 
 CHECKS = {
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(
-    pair: Servers,
+    pair: SMCPair,
     prompts: Sequence[str] = PROMPTS,
     only: Sequence[str] = NAMES,
     scale: float = 1.0,
@@ -85,7 +85,7 @@ def run(
     return results
 
 
-def _result(name: str, pair: Servers, prompts: Sequence[str], scale: float, seed: int) -> Result:
+def _result(name: str, pair: SMCPair, prompts: Sequence[str], scale: float, seed: int) -> Result:
     """Run one check with ``scale`` times its own number of answers, each with seeds of its own."""
     smc, draft = pair
     check: Any = CHECKS.get(name, checks.check_mode)
@@ -103,13 +103,13 @@ def _result(name: str, pair: Servers, prompts: Sequence[str], scale: float, seed
 
 
 @contextlib.contextmanager
-def _models(arguments: argparse.Namespace) -> Iterator[Servers]:
+def _models(arguments: argparse.Namespace) -> Iterator[SMCPair]:
     if arguments.url:
         smc, draft = connect(arguments.url, api_key=arguments.api_key), None
         if arguments.draft_url:
             url, key = arguments.draft_url, arguments.api_key
             draft = connect(url, api_key=key, needs_smc=False)
-        yield Servers(smc, draft)
+        yield SMCPair(smc, draft)
         return
     names = ("device", "dtype", "tp_size")
     given = {name: getattr(arguments, name) for name in names}

@@ -153,7 +153,7 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 # --- Servers
 
 
-class Servers(NamedTuple):
+class SMCPair(NamedTuple):
     """The checked SMC model, and optionally the draft model alone, which extends two checks."""
 
     smc: Model
@@ -185,7 +185,7 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
 
 
 @contextlib.contextmanager
-def started(target: str, draft: str, **arguments: Any) -> Iterator[Servers]:
+def started(target: str, draft: str, **arguments: Any) -> Iterator[SMCPair]:
     """Start two servers for the ``with`` block: SMC with the pair, and with the draft for both.
 
     The second has equal models, and returns the draft's own distribution.
@@ -200,7 +200,7 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Servers]:
     for flag, path in (("--target", target), ("--draft", draft)):
         check_folder(flag, path)
     with launched(target, draft, **settings) as urls:
-        yield Servers(*map(connect, urls))
+        yield SMCPair(*map(connect, urls))
 
 
 @contextlib.contextmanager
