@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_smc.tools.distill.checkpoints import new_head
 from sglang_smc.tools.distill.cli import main
-from sglang_smc.tools.distill.drafts import Blocks, begin_as_target, load_draft
+from sglang_smc.tools.distill.drafts import DraftBlocks, begin_as_target, load_draft
 from sglang_smc.tools.distill.teacher import (
     Batch,
     Example,
@@ -230,7 +230,7 @@ def test_accepted_tokens_by_enumeration() -> None:
         wanted += float(first[a] * torch.minimum(p[behind, b], q[behind, b]))
         rows = [torch.stack([of[0], of[behind]])[None, None].log() for of in (p, q)]
         drafted, live = torch.tensor([[[a, b]]]), torch.ones(1, 1, 2, dtype=torch.bool)
-        found += float(p[0, a] * p[behind, b] * accepted(Blocks(*rows, drafted, live)))
+        found += float(p[0, a] * p[behind, b] * accepted(DraftBlocks(*rows, drafted, live)))
     assert found == pytest.approx(wanted)
 
 
