@@ -1,8 +1,7 @@
 """Streams of several tokens a chunk: a character is sent once, and a parser sees single tokens."""
 
 import inspect
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,28 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.entrypoints.openai.protocol import Tool
-from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from tool_formats import FORMATS, Call, answer, tokens_of
 
 from sglang_smc.patches.detokenizer import keep_sent
 from sglang_smc.server.streams import Splitter
-from sglang_smc.upstream import IS_NEWER, IS_NEWEST
-
-CITY = {"city": {"type": "string"}, "days": {"type": "integer"}}
-HOUR = {"hour": {"type": "integer"}}
-TOOLS = [
-    Tool(
-        type="function", function={"name": name, "parameters": {"type": "object", "properties": p}}
-    )
-    for name, p in (("alarm", HOUR), ("forecast", CITY))
-]
-CALLS: list[Call] = [("forecast", {"city": "New York", "days": 3}), ("alarm", {"hour": 7})]
-BEFORE, BEHIND = "Let me see. ", " Done then."
-LOSE_A_CALL = {"mistral", "interns1"}  # the second of two, from tokens one by one, without SMC too
-NO_FORMAT = {"response_template"}  # its tokenizer has one
+from sglang_smc.upstream import IS_NEWER
 
 
 def answers(texts: Sequence[str], length: int, incremental: bool = False) -> list[dict[str, Any]]:
@@ -49,54 +31,6 @@ def answers(texts: Sequence[str], length: int, incremental: bool = False) -> lis
         )
     chunks[-1]["meta_info"]["finish_reason"] = {"type": "stop"}
     return chunks
-
-
-def parsed(name: str, texts: Sequence[str]) -> tuple[str, list[Call]]:
-    """Content and calls of a stream, as the chat route sends them."""
-    parser = FunctionCallParser(TOOLS, name)
-    content, calls = "", {}
-    for text, items in (*map(parser.parse_stream_chunk, texts), parser.parse_stream_end()):
-        content += text or ""
-        for item in items:
-            call = calls.setdefault(item.tool_index, ["", ""])
-            call[0] += item.name or ""
-            call[1] += item.parameters
-    serving: Any = object.__new__(OpenAIServingChat)
-    request: Any = SimpleNamespace(model="m")
-    rest = serving._check_for_unstreamed_tool_args(
-        parser, {"meta_info": {"id": "0"}}, request, index=0, created=0
-    )
-    if rest:
-        (call,) = json.loads(rest.removeprefix("data: "))["choices"][0]["delta"]["tool_calls"]
-        calls[call["index"]][1] += call["function"]["arguments"]
-    return content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
-
-
-def canonical(name: str) -> Iterator[tuple[str, list[Call], list[str]]]:
-    """Answers of one call and two, with text before and behind where the format has such."""
-    form = FORMATS[name]
-    for calls in (CALLS[:1], CALLS):
-        for before in ("", BEFORE) if form.text else ("",):
-            for behind in ("",) if form.alone else ("", BEHIND):
-                if not (calls is CALLS and (form.alone or name in LOSE_A_CALL)):
-                    yield answer(name, calls, before, behind), calls, [before, before + behind]
-
-
-@pytest.mark.skipif(not IS_NEWEST, reason="formats are of 0.5.23's parsers")
-@pytest.mark.parametrize("name", sorted({*FunctionCallParser.ToolCallParserEnum} - NO_FORMAT))
-def test_chunks_of_any_length_give_the_calls_of_the_whole_answer(name: str) -> None:
-    """Red if a parser gets several tokens at once, or a marker in pieces."""
-    for text, calls, contents in canonical(name):
-        _, whole = FunctionCallParser(TOOLS, name).parse_non_stream(text)
-        assert [(call.name, json.loads(call.parameters)) for call in whole] == calls
-        tokens = tokens_of(text)
-        for length in (1, 3, 9, len(tokens)):
-            splitter = Splitter(lambda ids, of=tokens: "".join(of[i] for i in ids), False)
-            parts = [p["text"] for chunk in answers(tokens, length) for p in splitter.split(chunk)]
-            new = [part[len(last) :] for last, part in pairwise(["", *parts])]
-            content, streamed = parsed(name, new)
-            assert streamed == calls, f"in chunks of {length}"
-            assert content.split() in [some.split() for some in contents]
 
 
 CHARACTERS = "ab \n日本語😀é⟦"
@@ -132,7 +66,9 @@ cuts = st.lists(st.integers(0, 60), max_size=20)
 def test_parts_of_a_chunk_end_with_a_token_each(
     text: str, cuts: list[int], length: int, incremental: bool
 ) -> None:
-    """Red if a character is lost or sent twice, or comes with a token that has a part of it."""
+    """Red if a character is lost or sent twice, or comes with a token that has a part of it, or if
+    a parser gets several tokens at once.
+    """
     tokens = byte_tokens(text, cuts)
     tokenizer = ByteTokenizer(tokens)
     splitter = Splitter(tokenizer.decode, incremental)
@@ -141,12 +77,12 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     for chunk in answers([""] * len(tokens), length, incremental):
         end = chunk["meta_info"]["completion_tokens"]
         chunk["text"] = complete[end - 1][len(sent) if incremental else 0 :]
-        parts = list(splitter.split(chunk))
-        for part in parts:
+        parts, first = list(splitter.split(chunk)), len(ids)
+        for number, part in enumerate(parts, first + 1):
             sent = sent + part["text"] if incremental else part["text"]
             ids = ids + part["output_ids"] if incremental else part["output_ids"]
             assert sent == complete[len(ids) - 1]
-            assert part["meta_info"]["completion_tokens"] == len(ids)
+            assert part["meta_info"]["completion_tokens"] == len(ids) == number
         finished = [part["meta_info"]["finish_reason"] is not None for part in parts]
         assert finished == [False] * (len(parts) - 1) + [end == len(tokens)]
     assert sent == text and ids == list(range(len(tokens)))
