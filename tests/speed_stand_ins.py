@@ -14,6 +14,7 @@ import pytest
 import results
 import study as frame
 from answers import MAX_PROBLEMS, Study
+from fidelity.scoring import Scores
 from pair.task import held_out
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
@@ -113,11 +114,11 @@ def graded_reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, A
     return {"text": text, "output_ids": [5, index, 1], "meta_info": info}
 
 
-def canned_scores(index: int, tokens: Sequence[int], temperature: float) -> dict[str, Any]:
-    """Return scores of an answer by the number of the problem alone."""
-    sign = (-1) ** index
-    sums = {"log_p": -20.0 - index, "innovation": 0.1 * sign, "tilt": 0.2 * sign}
-    return {**sums, "information": 1.0, "log_ratios": [0.1] * 3}
+def canned_scores(prompt: Sequence[int], *_: object) -> Scores:
+    """Return scores of an answer by its prompt alone."""
+    number = sum(prompt) % 100
+    sign = (-1) ** number
+    return Scores(-20.0 - number, 0.1 * sign, 0.2 * sign, information=1.0, log_ratios=[0.1] * 3)
 
 
 def sample(system: System, work: Work, slower: float = 1.0) -> Sample:

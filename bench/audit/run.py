@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -66,6 +67,7 @@ from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
 from sglang_smc.tools.testing.report import Result, as_dict
+from sglang_smc.upstream import SUPPORTED
 
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives
@@ -397,5 +399,7 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
-        copy(options.output_dir.glob("*.json"), PUBLISHED / "audit")
-        write_table(PUBLISHED / "audit")
+        release = version("sglang")
+        folder = PUBLISHED / "audit" / (release if release != SUPPORTED[-1] else "")
+        copy(options.output_dir.glob("*.json"), folder)
+        write_table(folder)

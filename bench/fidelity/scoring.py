@@ -25,8 +25,8 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Scored(Record):
-    """A graded answer with sums over its tokens by the plain models, in nats; l is log q/p.
+class Scores:
+    """Sums over an answer's tokens by the plain models, in nats; l is log q/p.
 
     Under the target the tokens' terms of innovation and tilt have mean 0, given the tokens before.
     """
@@ -37,43 +37,53 @@ class Scored(Record):
     information: float  # the variance of l under p
     log_ratios: list[float]  # l, token by token
 
+
+@dataclass(frozen=True)
+class Scored(Scores, Record):
+    """A graded answer with its scores."""
+
     @property
     def tokens(self) -> int:
         return len(self.output_ids)
 
 
-def score(index: int, tokens: Sequence[int], temperature: float) -> dict[str, Any]:
-    """Return the scores of an answer to problem ``index``."""
+def score(
+    prompt: Sequence[int], tokens: Sequence[int], temperature: float, models: Sequence[Any]
+) -> Scores:
+    """Return the scores of an answer by the ``models`` target and draft."""
     import torch
 
-    prompt = prompt_ids(held_out(index))
     ids = torch.tensor([[*prompt, *tokens]])  # [1, L]
     own = slice(len(prompt) - 1, ids.shape[1] - 1)
     with torch.inference_mode():
-        logits = [model(input_ids=ids).logits[0, own].double() for model in load()]
+        logits = [model(input_ids=ids).logits[0, own].double() for model in models]
     log_p, log_q = ((one / temperature).log_softmax(-1).numpy() for one in logits)  # [T, V]
     at, p, ratio = (np.arange(len(tokens)), np.asarray(tokens)), np.exp(log_p), log_q - log_p
     mean = (p * ratio).sum(-1)
-    return {
-        "log_p": float(log_p[at].sum()),
-        "innovation": float((log_p[at] - (p * log_p).sum(-1)).sum()),
-        "tilt": float((ratio[at] - mean).sum()),
-        "information": float((p * (ratio - mean[:, None]) ** 2).sum()),
-        "log_ratios": [round(value, DIGITS) for value in ratio[at].tolist()],
-    }
+    return Scores(
+        log_p=float(log_p[at].sum()),
+        innovation=float((log_p[at] - (p * log_p).sum(-1)).sum()),
+        tilt=float((ratio[at] - mean).sum()),
+        information=float((p * (ratio - mean[:, None]) ** 2).sum()),
+        log_ratios=[round(value, DIGITS) for value in ratio[at].tolist()],
+    )
 
 
 @lru_cache(maxsize=1)
-def load() -> list[Any]:
-    """Return the shipped target and draft in float32."""
+def load(*folders: Path) -> list[Any]:
+    """Return the models of these folders in float32."""
     import torch
     from transformers import AutoModelForCausalLM, logging
 
     torch.set_num_threads(1)  # the engine needs the other cores
     logging.disable_progress_bar()
-    folders = [PAIR / name for name in ("target", "draft")]
     found = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders]
     return [model.eval() for model in found]
+
+
+def scorer() -> dict[str, str]:
+    """Return what scores depend on beside the answers and models."""
+    return {"scorer": digest([Path(__file__)]), "transformers": version("transformers")}
 
 
 C = TypeVar("C", bound=Cell)
@@ -92,10 +102,10 @@ class ScoredStudy(Study[C, Scored]):
         return made
 
     def identity(self, cell: C) -> dict[str, Any]:
-        scorer = {"scorer": digest([Path(__file__)]), "transformers": version("transformers")}
-        return super().identity(cell) | scorer
+        return super().identity(cell) | scorer()
 
     def stored(self, cell: C, reply: Reply, sample: int) -> Scored:
         record = grade(reply)
-        scores = score(record.index, record.output_ids, cell.temperature)
-        return Scored(**asdict(record), **scores)
+        prompt, pair = prompt_ids(held_out(record.index)), load(PAIR / "target", PAIR / "draft")
+        scores = score(prompt, record.output_ids, cell.temperature, pair)
+        return Scored(**asdict(record), **asdict(scores))

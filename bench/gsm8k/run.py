@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from answers import Reply
 from intervals import Interval, paired_difference, watched_tilt, wilson
 from real.prompts import Source
-from real.run import COMMON, PAIRS, PLAIN, SMC, USUAL, Cell, Real, Yielded, infos, tokenizer
+from real.run import COMMON, PAIRS, PLAIN, SMC, USUAL, Cell, RealStudy, Yielded, infos, tokenizer
 from results import Report, interval_cell, table, tokens_a_pass
 
 GSM8K = Source(
@@ -136,8 +136,8 @@ def note(origin: Mapping[str, Any]) -> str:
 # --- The study
 
 
-class Gsm8k(Real):
-    """The study, on models and engines of `Real`."""
+class Gsm8k(RealStudy):
+    """The study, on models and engines of `RealStudy`."""
 
     name = "gsm8k"
     about = "Accuracy on GSM8K of plain decoding and of each mode, and each mode's tilt."

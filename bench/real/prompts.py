@@ -65,15 +65,28 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
 
     They are first turns, in the model's chat template. The categories of a kind take turns, too.
     """
+    return [_read(row, tokenizer) for row in _chosen(SPEC_BENCH.rows(path), tokenizer, count)]
+
+
+def others(path: Path, tokenizer: Any, count: int) -> list[str]:
+    """Return the first turns that `prompts` does not, and no longer, as text."""
     rows = SPEC_BENCH.rows(path)
+    chosen = _chosen(rows, tokenizer, count)
+    left = [row for row in rows if row not in chosen]
+    return [row["turns"][0] for row in left if len(_read(row, tokenizer)) <= LONGEST]
+
+
+def _chosen(rows: Sequence[Row], tokenizer: Any, count: int) -> list[Row]:
     turns = [_of_kind(kind, rows) for kind in KINDS.values()]
-    found: list[list[int]] = []
+    found: list[Row] = []
     for index in range(count):
-        read = (_read(row, tokenizer) for row in turns[index % len(turns)])
-        prompt = next((ids for ids in read if len(ids) <= LONGEST), None)
-        if prompt is None:
+        fitting = (
+            row for row in turns[index % len(turns)] if len(_read(row, tokenizer)) <= LONGEST
+        )
+        row = next(fitting, None)
+        if row is None:
             raise BenchError(f"Spec-Bench has no {count} prompts, kinds in turn: ask for fewer.")
-        found.append(prompt)
+        found.append(row)
     return found
 
 

@@ -12,18 +12,21 @@ The models are those of `make real-models`, the prompts Spec-Bench's, and the fr
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import answers
 import numpy as np
 from answers import Reply, Study, kept_of
-from intervals import Interval, paired_ratio_of_ratios, watched_tilt
-from real.prompts import NAMES, SPEC_BENCH, Source, kind_of, prompts
+from fidelity.scoring import Scores, load, score, scorer
+from intervals import Interval, kl_at_least, paired_ratio_of_ratios, ratio, watched_tilt
+from real.prompts import NAMES, SPEC_BENCH, Source, kind_of, others, prompts
 from results import (
     Report,
     by_temperature,
@@ -33,7 +36,7 @@ from results import (
     table,
     tokens_a_pass,
 )
-from study import PUBLISHED, code_fingerprint, copy
+from study import PUBLISHED, BenchError, Log, bar, code_fingerprint, copy
 
 from sglang_smc.tools.real.models import CACHE, checkpoint, origin
 
@@ -47,7 +50,16 @@ class Pair(NamedTuple):
     draft: str | None = None
 
 
-PAIRS = {"coder": Pair("coder-1.5b", "coder-0.5b"), "smollm2": Pair("smollm2")}
+#: Heads that `distill` makes for the small target (bench/README.md), in the cache beside it, and
+#: their passes in a round of K = 5: a block's one; heads also read what was accepted.
+HEADS = {"smollm2-eagle3": 6, "smollm2-mtp": 6, "smollm2-dspark": 1}
+PAIRS = {
+    "coder": Pair("coder-1.5b", "coder-0.5b"),
+    "smollm2": Pair("smollm2"),
+    **{name: Pair("smollm2", name) for name in HEADS},
+}
+HEAD = "model.safetensors"
+KINDS = "answers", "scores"  # folders of results that are published
 TEMPERATURES = (0.7, 1.0, 0.0, 0.3)
 MAX_TOKENS = 96
 #: Settings of all engines. The models are in bfloat16, as are most that are served.
@@ -67,10 +79,14 @@ STANDALONE = {
     "SGLang tree 8 / 8 / 72": (8, 8, 72),
     "SGLang tree 4 / 17 / 72": (4, 17, 72),
 }
+#: Of an EAGLE-3 head, of as many rows as `OF_HEADS`.
+EAGLE = {"SGLang tree 8 / 5 / 48": (8, 5, 48)}
+TREES = STANDALONE | EAGLE
 NGRAM = "SGLang n-grams"
 NGRAM_TOKENS = 12
 #: N and K, of at most 72 rows.
 EXACT = ((1, 8), (8, 8), (4, 17), (3, 23))
+OF_HEADS = ((1, 5), (8, 5))
 USUAL = (8, 8)
 
 
@@ -113,9 +129,14 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
             smc={"num_particles": n, "num_steps": k, **asked},
             pair=pair,
             rows=n * (k + 1),
-            draft_passes=0 if engine == MATCHES else k,
+            draft_passes=0 if engine == MATCHES else HEADS.get(pair, k),
         )
 
+    if pair in HEADS:
+        yield from (smc("exact", size, mode="exact") for size in OF_HEADS)
+        if pair.endswith("eagle3"):
+            yield from (stock(label, rows, k) for label, (_, k, rows) in EAGLE.items())
+        return
     yield stock(NGRAM, NGRAM_TOKENS, 0)
     yield smc("exact by n-grams", USUAL, MATCHES, mode="exact")
     if PAIRS[pair].draft is None:
@@ -132,11 +153,11 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
 
 def settings(engine: str) -> dict[str, Any]:
     """Return the keywords of an engine except the models."""
-    _, _, name = engine.partition(" ")
-    if name in STANDALONE:
-        topk, steps, tokens = STANDALONE[name]
+    pair, _, name = engine.partition(" ")
+    if name in TREES:
+        topk, steps, tokens = TREES[name]
         return COMMON | {
-            "speculative_algorithm": "STANDALONE",
+            "speculative_algorithm": "EAGLE3" if pair in HEADS else "STANDALONE",
             "speculative_eagle_topk": topk,
             "speculative_num_steps": steps,
             "speculative_num_draft_tokens": tokens,
@@ -151,7 +172,7 @@ def settings(engine: str) -> dict[str, Any]:
     weight = {MATCHES: {WEIGHT: 1.0, "speculative_smc_mode": "exact"}, MIXED: {WEIGHT: 0.1}}
     return COMMON | {
         "speculative_algorithm": "SMC",
-        "speculative_num_steps": MOST_STEPS,
+        "speculative_num_steps": OF_HEADS[-1][1] if pair in HEADS else MOST_STEPS,
         "speculative_smc_num_particles": NUM_PARTICLES,
         **weight.get(name, {}),
     }
@@ -168,6 +189,13 @@ class Yielded:
     info: dict[str, Any]
     output_ids: list[int]  # including EOS
     sample: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainScores(Scores):
+    """The scores of the answer to a prompt by its pair's plain models."""
+
+    index: int
 
 
 #: What is stored of `answers.kept_of`; the files are published.
@@ -193,12 +221,22 @@ class Row:
     questions: float | None
     retrieval: float | None
     server_tilt: Interval | None
+    tilt: Interval | None  # these three by the plain models
+    innovation: Interval | None  # nats a token
+    kl_at_least: Interval | None  # nats an answer
     plugin: str  # fingerprint of the code that answered
 
 
-def rows_of(found: Mapping[Cell, Sequence[Yielded]], plugin: Callable[[Cell], str]) -> list[Row]:
+def rows_of(
+    found: Mapping[Cell, Sequence[Yielded]],
+    plugin: Callable[[Cell], str],
+    scores: Callable[[Cell], Sequence[PlainScores]],
+) -> list[Row]:
     """Return a row for each cell that has answers."""
-    return [_row(cell, some, best_tree(cell, found), plugin(cell)) for cell, some in found.items()]
+    return [
+        _row(cell, some, best_tree(cell, found), scores(cell), plugin(cell))
+        for cell, some in found.items()
+    ]
 
 
 def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Yielded] | None:
@@ -207,7 +245,7 @@ def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Y
     trees = [
         some
         for one, some in found.items()
-        if one.label in STANDALONE and (one.pair, one.temperature) == like
+        if one.label in TREES and (one.pair, one.temperature) == like
     ]
     return max(trees, key=lambda some: tokens_a_pass(infos(some)).mean, default=None)
 
@@ -217,8 +255,16 @@ def infos(found: Sequence[Yielded]) -> list[dict[str, Any]]:
     return [one.info for one in found]
 
 
-def _row(cell: Cell, found: Sequence[Yielded], tree: Sequence[Yielded] | None, plugin: str) -> Row:
+def _row(
+    cell: Cell,
+    found: Sequence[Yielded],
+    tree: Sequence[Yielded] | None,
+    scores: Sequence[PlainScores],
+    plugin: str,
+) -> Row:
     kinds = {kind: [one for one in found if kind_of(one.index) == kind] for kind in NAMES}
+    sums = np.array([(one.tilt, one.information, one.innovation) for one in scores]).T  # [3, n]
+    sizes = np.array([len(one.log_ratios) for one in scores])
     return Row(
         pair=cell.pair,
         label=cell.label,
@@ -228,6 +274,9 @@ def _row(cell: Cell, found: Sequence[Yielded], tree: Sequence[Yielded] | None, p
         tokens_per_pass=tokens_a_pass(infos(found)),
         to_best_tree=tree and paired_ratio_of_ratios(_sums(found), _sums(tree)),
         server_tilt=watched_tilt(infos(found)),
+        tilt=ratio(sums[0], sums[1]) if scores else None,
+        innovation=ratio(sums[2], sizes) if scores else None,
+        kl_at_least=kl_at_least([np.array(one.log_ratios) for one in scores]) if scores else None,
         plugin=plugin,
         **{kind: tokens_a_pass(infos(some)).mean for kind, some in kinds.items()},
     )
@@ -249,6 +298,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "times SGLang's best tree": lambda row: interval_cell(row.to_best_tree, ".2f"),
     **{kind: lambda row, kind=kind: number_cell(getattr(row, kind), ".1f") for kind in NAMES},
     "the server's own tilt": lambda row: interval_cell(row.server_tilt, "+.2f"),
+    "tilt": lambda row: interval_cell(row.tilt, "+.2f"),
+    "innovation, nats / token": lambda row: interval_cell(row.innovation, "+.3f"),
+    "KL, nats an answer, at least": lambda row: interval_cell(row.kl_at_least, ".2f"),
 }
 
 
@@ -284,28 +336,22 @@ def note(origin: Mapping[str, Any]) -> str:
         f"{origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals, over answers. "
         "Rows: what the target reads in a pass, equal ones counted. SGLang's best tree is the one "
         "with the most tokens, of at most 72 rows, on the same prompts; trees are topk / steps / "
-        "tokens. The server's own tilt is 0 for the target's law."
+        "tokens. The server's own tilt, and by the plain models in float32 tilt, innovation and "
+        "KL, are 0 for the target's distribution."
     )
 
 
 # --- The study
 
 
-class Real(Study[Cell, Yielded]):
-    """The study; results of cells that are not selected are those of the code that they name.
+class RealStudy(Study[Cell, Yielded]):
+    """A study of real models; results of cells that are not selected are those of the code named.
 
     Attributes:
         source: of the prompts.
     """
 
     source: ClassVar[Source] = SPEC_BENCH
-    name = "real"
-    about = "Tokens per target pass on real text, of SGLang's own settings and of all modes."
-    problems = 28
-    max_tokens = MAX_TOKENS
-    kind = Yielded
-    report = Report("real", Row, markdown)
-    note = staticmethod(note)
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -315,13 +361,11 @@ class Real(Study[Cell, Yielded]):
         return made
 
     def __init__(self, options: argparse.Namespace) -> None:
-        published = PUBLISHED / self.name / "answers"
-        if published.exists() and not (options.output_dir / "answers").exists():
-            shutil.copytree(published, options.output_dir / "answers")
+        for kind in KINDS:
+            published = PUBLISHED / self.name / kind
+            if published.exists() and not (options.output_dir / kind).exists():
+                shutil.copytree(published, options.output_dir / kind)
         super().__init__(options)
-
-    def grid(self) -> list[Cell]:
-        return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
         return settings(name)
@@ -334,13 +378,13 @@ class Real(Study[Cell, Yielded]):
 
     def models(self, name: str) -> tuple[str, str | None]:
         target, draft = self.pair(name)
-        return str(checkpoint(target)), draft and str(checkpoint(draft))
+        return str(checkpoint(target)), draft and str(_folder(draft))
 
     def fingerprint(self) -> dict[str, Any]:
         return code_fingerprint() | {"prompts": self.source.sha256}
 
     def identity(self, cell: Cell) -> dict[str, Any]:
-        models = [origin(name) for name in self.pair(cell.engine) if name]
+        models = [_origin(name) for name in self.pair(cell.engine) if name]
         return super().identity(cell) | {"plugin": self.plugin(cell), "models": models}
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
@@ -356,19 +400,94 @@ class Real(Study[Cell, Yielded]):
         counters = {key: info[key] for key in KEPT if key in info}
         return Yielded(reply.index, counters, reply.output_ids, sample)
 
-    def rows(self) -> list[Row]:
-        return rows_of(self.complete(), self.plugin)
-
     def publish(self) -> None:
         """Copy what is complete, and all answers, from which the study goes on elsewhere."""
         folder = PUBLISHED / self.name
         copy((self.options.output_dir / name for name in self.report.files), folder)
-        copy((self.options.output_dir / "answers").glob("*.jsonl"), folder / "answers")
+        for kind in KINDS:
+            copy((self.options.output_dir / kind).glob("*.jsonl"), folder / kind)
 
     def settings(self) -> dict[str, Any]:
         pairs = (self.pair(cell.engine) for cell in self.cells)
         used = dict.fromkeys(name for pair in pairs for name in pair if name)
-        return super().settings() | {"models": list(map(origin, used))}
+        return super().settings() | {"models": list(map(_origin, used))}
+
+
+class Real(RealStudy):
+    """The study of tokens a target pass, and of the distance from the target."""
+
+    name = "real"
+    about = "Tokens per target pass on real text, of SGLang's own settings and of all modes."
+    problems = 28
+    max_tokens = MAX_TOKENS
+    kind = Yielded
+    report = Report("real", Row, markdown)
+    note = staticmethod(note)
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        made = super().parser()
+        score = "also score the answers of draft models by the plain models: minutes a cell"
+        made.add_argument("--score", action="store_true", help=score)
+        told = "write prompts that are not measured there, for heads to learn from, and stop"
+        made.add_argument("--training-prompts", type=Path, metavar="FILE", help=told)
+        return made
+
+    def run(self) -> None:
+        options = self.options
+        if options.training_prompts is None:
+            return super().run()
+        left = others(options.prompts, tokenizer("smollm2"), type(self).problems)
+        lines = [{"messages": [{"role": "user", "content": text}]} for text in left]
+        options.training_prompts.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    def grid(self) -> list[Cell]:
+        return cells()
+
+    def rows(self) -> list[Row]:
+        if self.options.score:
+            self._score()
+        return rows_of(self.complete(), self.plugin, self.scores)
+
+    def scores(self, cell: Cell) -> list[PlainScores]:
+        """Return the stored scores of a cell's answers, if all of these have some."""
+        log, indices = self._scores_of(cell), [one.index for one in self.read(cell)]
+        found = {one["index"]: PlainScores(**one) for one in log.read()} if log.fits else {}
+        return [found[index] for index in indices] if found.keys() >= set(indices) else []
+
+    def _scores_of(self, cell: Cell) -> Log:
+        identity = self.answers[cell].header() | scorer()
+        return Log(self.options.output_dir / "scores" / f"{cell.slug}.jsonl", identity)
+
+    def _score(self) -> None:
+        drafted = [cell for cell in self.selected if cell.pair not in HEADS and cell.draft_passes]
+        for cell in bar(iterable=drafted, desc="scoring", unit="cell"):
+            log, models = self._scores_of(cell), map(_folder, filter(None, self.pair(cell.engine)))
+            there, plain = {one["index"] for one in log.read()}, load(*models)
+            with log.writing() as write:
+                for one in self.read(cell):
+                    if one.index not in there:
+                        prompt = self.prompt(cell, one.index)
+                        scores = score(prompt, one.output_ids, cell.temperature, plain)
+                        write(asdict(scores) | {"index": one.index})
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of a model or head; raise ScriptError or BenchError unless it is there."""
+    if name not in HEADS:
+        return checkpoint(name)
+    if not (CACHE / name / HEAD).exists():
+        raise BenchError(f"{CACHE / name} is not there. Train it as bench/README.md says.")
+    return CACHE / name
+
+
+def _origin(name: str) -> dict[str, str]:
+    """Return the provenance of a model or head."""
+    if name not in HEADS:
+        return origin(name)
+    weights = CACHE / name / HEAD
+    digest = sha256(weights.read_bytes()).hexdigest() if weights.exists() else ""
+    return {"model": name, "sha256": digest, "quantisation": "trained for this table"}
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """The fidelity benchmark: what is asked and kept, what plain models say of it, and its numbers."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fidelity.scoring import Scored, load, score
 from intervals import Z95, paired_difference
 from pair.task import held_out
 from speed_stand_ins import graded_reply
-from study import BenchError
+from study import PAIR, BenchError
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -170,8 +171,9 @@ def test_scores_are_those_of_a_slow_direct_computation(index: int, length: int) 
     item = held_out(index)
     answer = tokenizer().encode(item.answer, add_special_tokens=False)[:length]
     answer += [tokenizer().eos_token_id] * (index == 0)
-    found = score(index, answer, TEMPERATURE)
-    expected = slowly(load(), prompt_ids(item), answer)
+    models = load(PAIR / "target", PAIR / "draft")
+    found = asdict(score(prompt_ids(item), answer, TEMPERATURE, models))
+    expected = slowly(models, prompt_ids(item), answer)
     assert found.pop("log_ratios") == pytest.approx(expected.pop("log_ratios"), abs=2e-4)
     assert found == pytest.approx(expected, abs=2e-3)
 

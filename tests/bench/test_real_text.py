@@ -10,9 +10,9 @@ import pytest
 from answers import MAX_PROBLEMS
 from real import prompts as sources
 from real import run as frame
-from real.prompts import KINDS, LONGEST, NAMES, kind_of, prompts
+from real.prompts import KINDS, LONGEST, NAMES, kind_of, others, prompts
 from real.run import STANDALONE, Real, cells, settings
-from speed_stand_ins import Runner
+from speed_stand_ins import Runner, canned_scores
 from study import BenchError
 
 from sglang_smc.options.request import request_config
@@ -51,15 +51,16 @@ def spec_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_kinds_take_turns_and_long_prompts_are_left_out(
-    spec_bench: Path,
-) -> None:
+def test_kinds_take_turns_and_long_prompts_are_left_out(spec_bench: Path) -> None:
     words = prompts(spec_bench, Words(), 14)
     assert [kind_of(index) for index in range(7)] == list(NAMES)
     chat, maths, summaries = (words[NAMES.index(kind)] for kind in ("chat", "maths", "summaries"))
     assert [chat, maths] == [[len("writing")], [len("math_reasoning")]]
     assert words[7 + NAMES.index("maths")] == [len("math")]
     assert summaries == [len("summarization")] * 2
+    left = others(spec_bench, Words(), 14)
+    assert len(left) == 3 * sum(map(len, KINDS.values())) - 14 - 1  # nor the long one
+    assert {"writing ", "roleplay "}.isdisjoint(left) and "reasoning " in left
     with pytest.raises(BenchError, match="no 280 prompts"):
         prompts(spec_bench, Words(), 280)
     spec_bench.write_text("{}")
@@ -100,7 +101,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return made
 
 
-def test_a_study_goes_on_from_what_is_published(bench: Runner, tmp_path: Path) -> None:
+def test_a_study_goes_on_from_what_is_published(
+    bench: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bench("--publish") == 0
     assert "coder-1.5b+coder-0.5b" in bench.started and "coder-1.5b" in bench.started
     rows = bench.rows()
@@ -116,6 +119,12 @@ def test_a_study_goes_on_from_what_is_published(bench: Runner, tmp_path: Path) -
     assert "**coder, temperature 0.7**" in page
     assert re.search(r"^\| SGLang tree 8 / 8 / 72 \| 1\.08 \|$", page, re.M)
     asked = len(bench.asked)
+    monkeypatch.setattr(frame, "load", lambda *folders: folders)
+    monkeypatch.setattr(frame, "score", canned_scores)
+    assert bench("--score") == 0 and bench.asked == []
+    scored = bench.rows()
+    assert scored["exact N=8 K=8"].tilt.mean == pytest.approx(-0.2)
+    assert scored["SGLang n-grams"].tilt is None
     # Another folder, such as another machine's, begins with what is published.
     assert bench("--output-dir", str(tmp_path / "other"), "--problems", "21") == 0
     assert len(bench.asked) == asked // 2
