@@ -1,6 +1,5 @@
 """Audit SGLang's algorithms and ours, and measure which faults `sglang-smc audit` finds.
 
-    .venv/bin/python bench/audit                      # all servers, a file of results for each
     .venv/bin/python bench/audit --correct --answers 120 --copies 30 --publish
 
 Servers on this machine's CPU: correct ones, SMC's approximate modes, and SGLang's workers and ours
@@ -15,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -67,7 +65,7 @@ from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
 from sglang_smc.tools.testing.report import Result, as_dict
-from sglang_smc.upstream import SUPPORTED
+from sglang_smc.upstream import SUPPORTED, release
 
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives
@@ -111,7 +109,6 @@ def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
-TREE = _own("STANDALONE", "draft", 4)
 EAGLE_TREE = _own("EAGLE3", "eagle3", 4)
 _ONE_CHAIN = _smc("exact") | _shape(1, 8)
 _MATCHES = _smc("exact", "") | {"speculative_smc_ngram_weight": 1.0}
@@ -137,7 +134,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "STANDALONE chain": CHAIN,
     "STANDALONE chain without radix cache": CHAIN | _NO_RADIX,
     "STANDALONE chain of pages": CHAIN | _PAGES,
-    "STANDALONE tree": TREE,
+    "STANDALONE tree": _own("STANDALONE", "draft", 4),
     "EAGLE-3 chain": _own("EAGLE3", "eagle3", 1),
     "EAGLE-3 tree": EAGLE_TREE,
     "EAGLE-3 tree without radix cache": EAGLE_TREE | _NO_RADIX,
@@ -203,7 +200,7 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
 
 def reason_in(log: str, otherwise: str) -> str:
     """Return the last error that a log names, in SGLang's words; else what was seen here."""
-    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
+    found = re.findall(r"^(?:- )?(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
     return found[-1] if found else otherwise.partition("\n")[0]
 
 
@@ -274,8 +271,8 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     logs = np.sort(scores - np.logaddexp.reduce(scores, 1, keepdims=True))[:, ::-1]
     for seed in range(options.simulated):
         draw = np.random.default_rng(seed)
-        sizes = (round(TOKENS * check.share * options.answers) for check in CHECKS)
-        tokens = [_drawn(draw, logs, size) for size in sizes]
+        size = TOKENS * options.answers
+        tokens = [_drawn(draw, logs, round(size * check.share)) for check in CHECKS]
         pairs = *zip(CHECKS, tokens, strict=True), (TOGETHER, [*chain(*tokens)])
         results = [result_of(*pair) for pair in pairs]
         for width in WIDTHS:
@@ -399,7 +396,6 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
-        release = version("sglang")
-        folder = PUBLISHED / "audit" / (release if release != SUPPORTED[-1] else "")
+        folder = PUBLISHED / "audit" / (release() if release() != SUPPORTED[-1] else "")
         copy(options.output_dir.glob("*.json"), folder)
         write_table(folder)

@@ -127,36 +127,27 @@ class Model:
 def test_faults_of_kv_leave_prefills_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, kept: list[int]
 ) -> None:
-    class Broken(Model):
-        pass
-
-    class BrokenPool(Pool):
-        pass
-
-    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", BrokenPool)
-    monkeypatch.setattr(llama, "LlamaForCausalLM", Broken)
+    broken, pool = type("Broken", (Model,), {}), type("BrokenPool", (Pool,), {})
+    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", pool)
+    monkeypatch.setattr(llama, "LlamaForCausalLM", broken)
     kv_faults.install(name)
     ids, positions = torch.zeros(2), torch.tensor([1, 300])
     for mode, expected in ((ForwardMode.EXTEND, [1, 0, 300]), (ForwardMode.TARGET_VERIFY, kept)):
-        batch = SimpleNamespace(forward_mode=mode, req_pool_indices=[0], pool=BrokenPool())
-        assert Broken().forward(ids, positions, batch).tolist() == expected
+        batch = SimpleNamespace(forward_mode=mode, req_pool_indices=[0], pool=pool())
+        assert broken().forward(ids, positions, batch).tolist() == expected
 
 
 def test_a_retracted_request_keeps_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is prefilled again, once."""
 
-    class Broken(Model):
-        pass
-
-    class BrokenPool(Pool):
-        pass
+    broken, pool = type("Broken", (Model,), {}), type("BrokenPool", (Pool,), {})
 
     class Request(SimpleNamespace):
         def reset_for_retract(self) -> None:
             self.is_retracted = True
 
-    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", BrokenPool)
-    monkeypatch.setattr(llama, "LlamaForCausalLM", Broken)
+    monkeypatch.setattr(memory_pool, "MHATokenToKVPool", pool)
+    monkeypatch.setattr(llama, "LlamaForCausalLM", broken)
     monkeypatch.setattr(schedule_batch, "Req", Request)
     kv_faults.install("retracted")
     request = Request(rid="b")
@@ -168,9 +159,9 @@ def test_a_retracted_request_keeps_what_others_wrote(monkeypatch: pytest.MonkeyP
             forward_mode=ForwardMode.EXTEND,
             rids=["a", "b"],
             extend_seq_lens=lengths,
-            pool=BrokenPool(),
+            pool=pool(),
         )
-        assert Broken().forward(torch.zeros(2), torch.tensor([1, 300]), batch).tolist() == kept
+        assert broken().forward(torch.zeros(2), torch.tensor([1, 300]), batch).tolist() == kept
 
 
 def test_the_fault_of_a_tree_is_in_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,15 +204,18 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
 ) -> None:
     @contextmanager
     def running(launch: Launch) -> Iterator[Any]:
-        launch.log.write_text("Warning: a\nTraceback\nValueError: no pages | here\nkilled\n")
+        launch.log.write_text("Warning: a\nTraceback\n- ValueError: no pages | here\nkilled\n")
         raise ServerError("it ended")
         yield
 
     monkeypatch.setattr(run, "running", running)
     monkeypatch.setattr(run, "SERVERS", [Server("one")])
-    assert main(["--output-dir", str(tmp_path)]) == 0
+    monkeypatch.setattr(run, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(run, "release", lambda: "0.5.22")
+    assert main(["--output-dir", str(tmp_path), "--publish"]) == 0
     cells = "one | yes |  | none | does not start: no pages / here |"
-    assert cells in (tmp_path / "audit.md").read_text()
+    for folder in (tmp_path, tmp_path / "audit" / "0.5.22"):
+        assert cells in (folder / "audit.md").read_text()
     assert run.reason_in("Warning: slow", "not up\nin time") == "not up"
     monkeypatch.delattr(run, "measure")  # it is not started again
     assert main(["--output-dir", str(tmp_path)]) == 0
