@@ -427,7 +427,7 @@ class Real(RealStudy):
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         made = super().parser()
-        score = "also score the answers of draft models by the plain models: minutes a cell"
+        score = "score stored answers of draft models by the plain models; ask for none"
         made.add_argument("--score", action="store_true", help=score)
         told = "write prompts that are not measured there, for heads to learn from, and stop"
         made.add_argument("--training-prompts", type=Path, metavar="FILE", help=told)
@@ -444,9 +444,15 @@ class Real(RealStudy):
     def grid(self) -> list[Cell]:
         return cells()
 
+    def plugin(self, cell: Cell) -> str:
+        score = self.options.score  # of answers of any code
+        there = Log(self.path(cell), {}).header() if score else {}
+        return there.get("plugin") or super().plugin(cell)
+
+    def _answer(self) -> None:
+        return self._score() if self.options.score else super()._answer()
+
     def rows(self) -> list[Row]:
-        if self.options.score:
-            self._score()
         return rows_of(self.complete(), self.plugin, self.scores)
 
     def scores(self, cell: Cell) -> list[PlainScores]:
@@ -461,15 +467,15 @@ class Real(RealStudy):
 
     def _score(self) -> None:
         drafted = [cell for cell in self.selected if cell.pair not in HEADS and cell.draft_passes]
-        for cell in bar(iterable=drafted, desc="scoring", unit="cell"):
-            log, models = self._scores_of(cell), map(_folder, filter(None, self.pair(cell.engine)))
-            there, plain = {one["index"] for one in log.read()}, load(*models)
-            with log.writing() as write:
-                for one in self.read(cell):
-                    if one.index not in there:
-                        prompt = self.prompt(cell, one.index)
-                        scores = score(prompt, one.output_ids, cell.temperature, plain)
-                        write(asdict(scores) | {"index": one.index})
+        answers = [(cell, one) for cell in drafted for one in self.read(cell)]
+        for cell, one in bar(iterable=answers, desc="scoring", unit="answer"):
+            log = self._scores_of(cell)
+            if one.index not in {entry["index"] for entry in log.read()}:
+                models = load(*map(_folder, filter(None, self.pair(cell.engine))))
+                prompt = self.prompt(cell, one.index)
+                scores = score(prompt, one.output_ids, cell.temperature, models)
+                with log.writing() as write:
+                    write(asdict(scores) | {"index": one.index})
 
 
 def _folder(name: str) -> Path:

@@ -119,7 +119,7 @@ MOST = {
     "package_lines": 29_781,
     "core_lines": 18_897,
     "kernel_and_hook_lines": 6_186,
-    "bench_lines": 9_116,
+    "bench_lines": 9_122,
     "test_lines": 36_184,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
