@@ -49,10 +49,6 @@ class Draft:
         self.head: Any = load_head(folder, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
 
-    def probs(self, text: list[int], anchor: int) -> torch.Tensor:
-        """Of the K tokens behind ``text[anchor]``, ``[K, V]``; see `laws`."""
-        return self.laws(torch.tensor([text]), torch.tensor([anchor]))[0]
-
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Of the K tokens behind ``anchors`` ``[R]`` of ``texts`` ``[R, L]``, ``[R, K, V]``.
@@ -109,20 +105,20 @@ QWEN = Layout(
 LAYOUTS = {"qwen2": MIMO, "qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN}
 
 
-def add_mtp_layer(target: str, *, seed: int = 4, scale: float = 0.3) -> None:
+def add_mtp_layer(target: str) -> None:
     """Add a random MTP layer to a checkpoint; one of Qwen2 is MiMo's then."""
     folder, config = Path(target), AutoConfig.from_pretrained(target)
     family, width = config.model_type, config.hidden_size
     layout, last = LAYOUTS.get(family, NEXTN), f"layers.{config.num_hidden_layers - 1}."
     weights = load_file(folder / "model.safetensors")
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(4)
     like = {name: value for name, value in weights.items() if last in name}
     shapes = {layout.inner + name.partition(last)[2]: value.shape for name, value in like.items()}
     parts = layout.token, layout.state, layout.join, layout.last
     shapes |= {f"{name}.weight": (width,) for name in parts}
     shapes[f"{layout.join}.weight"] = (width, 2 * width)
     for name, shape in shapes.items():
-        noise = scale * torch.randn(shape, generator=draw)
+        noise = 0.3 * torch.randn(shape, generator=draw)
         weights[layout.prefix_of(config) + name] = (
             noise + 1 - layout.offset if "norm" in name else noise
         )

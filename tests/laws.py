@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from scipy.stats import chisquare
+
+from sglang_smc.tools.testing.statistics import goodness_of_fit
 
 ALL = 1 << 30  # SGLang's top_k for "no top-k"
 Sequence = tuple[int, ...]
@@ -50,20 +51,12 @@ def enumerate_law(max_new_tokens: int, eos: int, choose: Callable[[int], NextPro
     return law
 
 
-def p_value(samples: Iterable[Sequence], law: Law, smallest_expected: float = 8.0) -> float:
+def p_value(samples: Iterable[Sequence], law: Law) -> float:
     """Chi-square p-value of samples under a law; rare outputs share one cell."""
     counts = Counter(samples)
     impossible = set(counts) - set(law)
     assert not impossible, f"outputs of probability zero: {sorted(impossible)[:5]}"
-    size = counts.total()
-    common = [output for output, mass in law.items() if mass * size >= smallest_expected]
-    observed = [counts[output] for output in common]
-    expected = [law[output] * size for output in common]
-    observed.append(size - sum(observed))
-    expected.append(size - sum(expected))
-    if expected[-1] < smallest_expected:  # too thin to stand alone: join the smallest cell
-        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-    return float(chisquare(observed, expected).pvalue)
+    return goodness_of_fit(counts.elements(), law).p_value
 
 
 # --- The law that filters leave, by sorting: what `keep_tokens` finds without a sort

@@ -167,11 +167,11 @@ class PublishedDraft(PairDraft):
         return normed, self.head.lm_head(normed)
 
 
-def write_head(kind: str, target: str, folder: Path, *, seed: int = 5) -> str:
+def write_head(kind: str, target: str, folder: Path) -> str:
     """Write a random head in the form of published ones; see `Published`."""
     of_target = AutoConfig.from_pretrained(target)
     told = {name: getattr(of_target, name) for name in SIZES} | PUBLISHED[kind]
-    torch.manual_seed(seed)
+    torch.manual_seed(5)
     head = Published(told)
     for name, weight in head.named_parameters():
         nn.init.normal_(weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, STD)

@@ -58,15 +58,11 @@ def stairs(free: int) -> Costs:
     return Costs(curve, curve)
 
 
-def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Budget]:
-    """The budgets in force in so many rounds, of which each keeps that share of its drafts."""
+def rounds(policy: Policy, batch_size: int, number: int) -> list[Budget]:
+    """The budgets in force in so many rounds."""
     seen = []
     for _ in range(number):
         seen.append(policy.budget)
-        if kept is not None:
-            for _ in range(batch_size):
-                policy.learn(policy.budget, round(kept * policy.budget.num_steps))
-            policy.end_round()
         policy.choose(batch_size, TOP)
     return seen
 
