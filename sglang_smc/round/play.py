@@ -17,7 +17,7 @@ vocabulary:
 The host waits for the device only where some request's rules read its sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,6 +124,11 @@ class Steps:
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
         num_steps, settings = batch.shape.num_steps, batch.settings
+        runs_texts_once = self.runs_texts_once
+        is_tree = settings.branches if Need.TREES in batch.shape.needs else None
+        # Trees draft more than the likeliest token.
+        greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
+        distribution = self._distribution(batch, settings.draft_temperature, greedy)
         texts = population.texts[:, :, 1:]
         equal: torch.Tensor | None = None
         # In plain torch models run once for particles of one text, which share KV slots.
@@ -144,13 +149,10 @@ class Steps:
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-        matches, greedy = batch.matches, settings.greedy
-        tree = None
-        if Need.TREES in batch.shape.needs:
+        matches, tree = batch.matches, None
+        if is_tree is not None:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-            prunes, is_tree = self.runs_texts_once, settings.branches
-            tree = begin_trees(is_tree, ahead, population.ended, prunes=prunes)
-            greedy = greedy ^ is_tree  # trees draft more than the likeliest token
+            tree = begin_trees(is_tree, ahead, population.ended, prunes=runs_texts_once)
         measured = tokens = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
@@ -160,8 +162,13 @@ class Steps:
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            q = self._q(batch, logits, greedy, drawn, slots.slots[step + 1].unsqueeze(2))
-            q = q if matches is None else matches.mixed(q)
+            allowed = None
+            if batch.edits is not None or Need.RULES in batch.shape.needs:
+                logits, allowed = self._edited_column(batch, logits, drawn)
+            q = distribution(logits, allowed=allowed)
+            if runs_texts_once:
+                q = q.share_rows(slots.slots[step + 1].unsqueeze(2))
+            q = q.summed() if matches is None else matches.mixed(q.summed())
             tokens, scored = q.sample(stratified)
             if tree is not None:
                 tokens, scored, equal = tree.grow(step, q, tokens, same_text, equal)
@@ -175,7 +182,7 @@ class Steps:
         assert measured is not None
         if matches is None:
             logits = measured.unflatten(0, batch.output_lengths.shape)
-            measured_q = self._distribution(batch, logits, settings.draft_temperature, greedy)
+            measured_q = distribution(logits)
         else:  # these scores are log q itself
             measured_q = self.ops.distribution.of_log_probs(measured, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
@@ -193,48 +200,26 @@ class Steps:
             measured_q=measured_q,
         )
 
-    def _q(
-        self,
-        batch: RoundBatch,
-        logits: torch.Tensor,
-        greedy: torch.Tensor,
-        drawn: list[torch.Tensor],
-        slots: torch.Tensor,
-    ) -> TokenDistribution:
-        """Return q after the ``drawn`` tokens, ``[G, N]`` each, which `_distribution` explains."""
-        allowed = None
-        if batch.edits is not None or Need.RULES in batch.shape.needs:
-            nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
-            chains = torch.stack(drawn, dim=2) if drawn else nothing
-            edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
-            logits = edited.squeeze(2)
-            allowed = allowed if allowed is None else allowed.squeeze(2)
-        temperature = batch.settings.draft_temperature
-        return self._distribution(batch, logits, temperature, greedy, allowed, slots).summed()
+    def _edited_column(
+        self, batch: RoundBatch, logits: torch.Tensor, drawn: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `_edited` logits of the draft after the ``drawn`` tokens, ``[G, N]`` each."""
+        nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
+        chains = torch.stack(drawn, dim=2) if drawn else nothing
+        edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
+        return edited.squeeze(2), allowed if allowed is None else allowed.squeeze(2)
 
     def _distribution(
-        self,
-        batch: RoundBatch,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        greedy: torch.Tensor,
-        allowed: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
-    ) -> TokenDistribution:
-        """Return p or q of rows of logits, both ``[G, M, V]``; ``greedy`` ones are points.
-
-        Where models run each of the last tokens' ``slots`` ``[G, N, C]`` once, rows share logits.
-        """
-        filters = batch.settings.filters if Need.FILTERS in batch.shape.needs else None
-        at_0 = greedy if Need.GREEDY in batch.shape.needs else None
-        rows = None
-        if slots is not None and slots.shape[1] > 1 and self.runs_texts_once:
-            flat = slots.flatten(1)  # [G, M]; slot 0 is of no text
-            own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
-            first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
-            rows = torch.where(flat == 0, own, first).flatten()
-        found = self.ops.distribution.of(logits, temperature, at_0, filters, allowed)
-        return found if rows is None else found._replace(rows=rows)
+        self, batch: RoundBatch, temperature: torch.Tensor, greedy: torch.Tensor
+    ) -> Callable[..., TokenDistribution]:
+        """Return `TokenDistribution.of` for logits of p or q; ``greedy`` groups have points."""
+        needs = batch.shape.needs
+        return partial(
+            self.ops.distribution.of,
+            temperature=temperature,
+            greedy=greedy if Need.GREEDY in needs else None,
+            filters=batch.settings.filters if Need.FILTERS in needs else None,
+        )
 
     @property
     def runs_texts_once(self) -> bool:
@@ -262,8 +247,9 @@ class Steps:
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits, temperature = logits.flatten(1, 2), batch.settings.temperature
-        greedy = batch.settings.greedy
-        p = self._distribution(batch, logits, temperature, greedy, allowed, written).summed()
+        runs_texts_once = self.runs_texts_once
+        p = self._distribution(batch, temperature, batch.settings.greedy)(logits, allowed=allowed)
+        p = (p.share_rows(written) if runs_texts_once else p).summed()
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:

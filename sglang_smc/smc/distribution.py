@@ -73,6 +73,19 @@ class TokenDistribution(NamedTuple):
 
     keep_tokens = staticmethod(keep_tokens)
 
+    def share_rows(self, slots: torch.Tensor) -> "TokenDistribution":
+        """Return this distribution with one row for all draws behind a token of one KV slot.
+
+        Args:
+            slots: ``[G, N, C]`` of the tokens before the draws; 0 is of no text.
+        """
+        if slots.shape[1] == 1:
+            return self
+        flat = slots.flatten(1)  # [G, M]
+        own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
+        first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
+        return self._replace(rows=torch.where(flat == 0, own, first).flatten())
+
     def summed(self) -> "TokenDistribution":
         """Return this distribution; kernels compute each row's normaliser here, once for all."""
         return self
