@@ -1,7 +1,4 @@
-"""Compare particles' tails and roots, share uniforms among siblings, and narrow a group's tails.
-
-Each function is one launch.
-"""
+"""Compare particles' texts, and share uniforms among siblings: each function is one launch."""
 
 from typing import NamedTuple
 
@@ -10,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
-from sglang_smc.kernels.reweight import _ancestors, _members, _normalized
+from sglang_smc.kernels.reweight import _members
 from sglang_smc.kernels.tensors import contiguous
 
 _BLOCK = tl.constexpr(64)  # tokens of each tail that a program loads at once
@@ -72,81 +69,6 @@ def stratify(
     return spread_out, remaining
 
 
-def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Return the number of leading tail tokens that all present particles share, ``[G]``.
-
-    Reference: `sglang_smc.smc.prefixes.common_tail`, same arguments.
-    """
-    num_groups, num_particles, _ = texts.shape
-    shared = torch.empty(num_groups, dtype=torch.int64, device=texts.device)  # [G]
-    padded = triton.next_power_of_2(num_particles)
-    of_particles = contiguous((lengths, present))
-    _common_tail[(num_groups,)](_texts(texts), *of_particles, shared, padded=padded)
-    return shared
-
-
-def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Return the number of distinct places among a group's present particles, ``[G]``.
-
-    Reference: `sglang_smc.smc.prefixes.num_distinct`, same arguments.
-    """
-    num_groups, num_particles = places.shape
-    found = torch.empty(num_groups, dtype=torch.int64, device=places.device)  # [G]
-    padded = triton.next_power_of_2(num_particles)
-    _num_distinct[(num_groups,)](
-        *contiguous((places, present)), found, num_particles, padded=padded
-    )
-    return found
-
-
-class _Before(NamedTuple):
-    """The arguments of `narrow` but its texts."""
-
-    log_weights: torch.Tensor
-    lengths: torch.Tensor
-    counts: torch.Tensor
-    present: torch.Tensor
-    uniforms: torch.Tensor
-    heaviest: torch.Tensor
-
-
-class _Narrowed(NamedTuple):
-    """Its results."""
-
-    ancestors: torch.Tensor
-    log_weights: torch.Tensor
-    log_mean: torch.Tensor
-    drops: torch.Tensor
-
-
-def narrow(
-    log_weights: torch.Tensor,
-    texts: torch.Tensor,
-    lengths: torch.Tensor,
-    counts: torch.Tensor,
-    present: torch.Tensor,
-    uniforms: torch.Tensor,
-    heaviest: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
-
-    Reference: `sglang_smc.smc.prefixes.narrow`, same arguments.
-    """
-    num_groups, num_particles, _ = texts.shape
-    ancestors, narrowed, log_mean = (
-        torch.empty_like(one, memory_format=torch.contiguous_format)
-        for one in (lengths, log_weights, uniforms)
-    )
-    drops = torch.empty_like(heaviest, memory_format=torch.contiguous_format)
-    _narrow[(num_groups,)](
-        _texts(texts),
-        _Before(*contiguous((log_weights, lengths, counts, present, uniforms, heaviest))),
-        _Narrowed(ancestors, narrowed, log_mean, drops),
-        padded=triton.next_power_of_2(num_particles),
-    )
-    return ancestors, narrowed, log_mean, drops
-
-
 @triton.jit
 def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
     num_particles = texts.num_particles
@@ -192,37 +114,6 @@ def _stratify(
 
 
 @triton.jit
-def _common_tail(texts, lengths, present, shared, padded: tl.constexpr):
-    group, particle, own, here = _members(texts.num_particles, padded)
-    is_present = tl.load(present + own, mask=here, other=0) != 0
-    length = tl.load(lengths + own, mask=here, other=0)
-    common = tl.min(tl.where(is_present, length, texts.width), 0) + 1  # with the token before
-    of_group = texts.tokens + group * texts.group_stride
-    for start in range(0, texts.width, _BLOCK):
-        column = start + tl.arange(0, _BLOCK)
-        inside = column < texts.width
-        first = tl.load(of_group + column * texts.token_stride, mask=inside, other=0)
-        at = particle[:, None] * texts.particle_stride + column[None, :] * texts.token_stride
-        asked = is_present[:, None] & inside[None, :]
-        token = tl.load(of_group + at, mask=asked, other=0)
-        differs = asked & (token != first[None, :])
-        parted = tl.where(differs, column[None, :], texts.width)
-        common = tl.minimum(common, tl.min(tl.min(parted, 1), 0))
-    tl.store(shared + group, tl.maximum(common - 1, 0).to(tl.int64))
-
-
-@triton.jit
-def _num_distinct(places, present, found, num_particles, padded: tl.constexpr):
-    group, particle, own, here = _members(num_particles, padded)
-    is_present = tl.load(present + own, mask=here, other=0) != 0
-    place = tl.load(places + own, mask=here, other=0)
-    is_before = is_present[None, :] & (particle[None, :] < particle[:, None])
-    is_again = tl.max((is_before & (place[None, :] == place[:, None])).to(tl.int32), 1)
-    count = tl.sum(tl.where(is_present, 1 - is_again, 0), 0)
-    tl.store(found + group, count.to(tl.int64))
-
-
-@triton.jit
 def _log_sum(log_weights):
     """Return the weights relative to the highest, and the log of their sum."""
     highest = tl.max(log_weights, 0)
@@ -262,32 +153,3 @@ def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
         parts += (particle == best).to(tl.int32)
         share = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64))
     return ancestor, share
-
-
-@triton.jit
-def _narrow(texts, before, found, padded: tl.constexpr):
-    group, particle, own, here = _members(texts.num_particles, padded)
-    weight = tl.load(before.log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(before.present + own, mask=here, other=0) != 0
-    relative, total = _log_sum(weight)
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    tl.store(found.log_mean + group, total - tl.log(size))
-    point = tl.load(before.uniforms + group) + tl.zeros([padded], dtype=tl.float64)
-    by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
-    first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
-    drawn = tl.where(tl.load(before.heaviest + group) != 0, first_heaviest, by_weight)
-
-    count = tl.load(before.counts + group)
-    length = tl.load(before.lengths + own, mask=here, other=0)
-    alike = _begins_alike(texts, length, count, particle, drawn, here)
-    stays = alike & is_present
-    leaves = is_present & (alike == 0)
-    num_free = tl.sum(leaves.to(tl.int32), 0)
-    tl.store(found.drops + group, num_free > 0)
-    ancestor, share = _split(weight, stays, leaves, num_free, particle, padded)
-    _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
-    raised = tl.where(total == -float("inf"), 0.0, total - kept)
-    from_it = ancestor[:, None] == particle[None, :]
-    split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
-    tl.store(found.log_weights + own, tl.where(is_present, split, weight), mask=here)

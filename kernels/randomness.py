@@ -59,6 +59,14 @@ def _mix(state):
 
 
 @triton.jit
+def _uniform(seed, position, particle, purpose: tl.constexpr):
+    state = _mix(seed.to(tl.uint64) ^ (purpose * _INCREMENT % 2**64))
+    state = _mix(state ^ (position.to(tl.uint64) * _INCREMENT))
+    state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
+    return (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP
+
+
+@triton.jit
 def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose: tl.constexpr):
     num_groups, num_particles, num_columns = shape
     place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
@@ -67,13 +75,10 @@ def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose: t
     particle = place // num_columns % num_particles
     group = place // (num_columns * num_particles)
     at = group * strides[0] + particle * strides[1] + column * strides[2]
-    position = tl.load(positions + at, mask=inside, other=0).to(tl.uint64)
-    seed = tl.load(seeds + group, mask=inside, other=0).to(tl.uint64)
-    state = _mix(seed ^ (purpose * _INCREMENT % 2**64))
-    state = _mix(state ^ (position * _INCREMENT))
-    state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
+    position = tl.load(positions + at, mask=inside, other=0)
+    seed = tl.load(seeds + group, mask=inside, other=0)
     to = group * drawn_strides[0] + particle * drawn_strides[1] + column * drawn_strides[2]
-    tl.store(drawn + to, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)
+    tl.store(drawn + to, _uniform(seed, position, particle, purpose), mask=inside)
 
 
 @triton.jit

@@ -43,6 +43,7 @@ def reweight_and_resample(block: Block) -> Decision:
         ancestors=room(torch.int64, num_particles),
         log_weights=room(torch.float64, num_particles),
         log_evidence=room(torch.float64),
+        num_killed=room(torch.int64),
         verified=room(torch.bool),
     )
     _launch(_reweight, block, found)
@@ -115,6 +116,14 @@ def _members(num_particles, padded: tl.constexpr):
     group = tl.program_id(0)
     particle = tl.arange(0, padded)
     return group, particle, group * num_particles + particle, particle < num_particles
+
+
+@triton.jit
+def _num_distinct(places, is_present, particle):
+    """Return the number of distinct places of present particles, int64."""
+    is_before = is_present[None, :] & (particle[None, :] < particle[:, None])
+    is_again = tl.max((is_before & (places[None, :] == places[:, None])).to(tl.int32), 1)
+    return tl.sum(tl.where(is_present, 1 - is_again, 0), 0).to(tl.int64)
 
 
 @triton.jit
@@ -230,6 +239,8 @@ def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_column
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
+    left = _num_distinct(ancestors, is_present, particle)
+    tl.store(found.num_killed + group, size.to(tl.int64) - left)
     tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(found.log_weights + own, tl.where(replaced, 0.0, weighed), mask=here)
     tl.store(found.log_evidence + group, banked)

@@ -208,7 +208,7 @@ class PoolProgram(ToyWorker):
             req.smc_state,
             self.worker._tables.particles.gather(
                 torch.tensor([req.row]), self.config.num_particles, arena.max_tail(self.config)
-            ),
+            )[0],
         )
         emits, waits = int(result.accept_lens[group]) > 0, int(tails.lengths.max()) > 0
         ended = tails.ended[tails.present]

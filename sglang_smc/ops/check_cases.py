@@ -10,10 +10,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from sglang_smc.models.gated_delta import Columns, gated_delta
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
-from sglang_smc.smc import fidelity, filters, verification
+from sglang_smc.smc import fidelity, filters, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
@@ -213,24 +214,37 @@ def _keep(ops: Ops, of: Inputs) -> Any:
     return ops.keep(verified, block, ends)
 
 
-def _narrow(ops: Ops, of: Inputs) -> Any:
-    present, (texts, lengths) = of.present(), _texts(of)
-    log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
-    return ops.narrow(
-        log_weights,
-        texts,
-        lengths * present,
-        counts=of.whole(0, of.shape[2], NUM_GROUPS),
-        present=present,
-        uniforms=of.uniforms(NUM_GROUPS),
-        heaviest=of.flags(0.3, NUM_GROUPS),
-    )
-
-
-def _common_tail(ops: Ops, of: Inputs) -> Any:
+def _population(ops: Ops, of: Inputs) -> Any:
+    """Take particles through a round: from a table, on, to ancestors, and back."""
+    (size, num_particles, num_steps), present = of.shape, of.present()
     texts, lengths = _texts(of)
-    texts[:, :, :4] = texts[:, :1, :4]
-    return ops.common_tail(texts, lengths, of.present())
+    log_weights = of.normal(size, num_particles).double()
+    table = ops.population(
+        texts=functional.pad(texts, (1, 1)),
+        lengths=lengths.clamp_max(num_steps + 1) * present,
+        ended=of.flags(0.3, size, num_particles) | ~present,
+        log_weights=log_weights.masked_fill(~present, -torch.inf),
+        num_emitted=of.whole(0, 20, size),
+        log_evidence=of.uniforms(size),
+        present=present,
+        roots=of.whole(0, num_particles, size, num_particles),
+        unread=of.flags(0.5, size),
+        fidelity=of.uniforms(size, num_particles, 4),
+    )
+    rows = torch.arange(size, device=of.device).flip(0)
+    begun, *more = table.gather(rows, num_particles, table.texts.shape[2])
+    block, ends = _block(of)
+    decision = weighing.reweight_and_resample(block._replace(present=begun.present))
+    extended = begun.extend(of.whole(0, 2, *of.shape), ends, decision)
+    failure = of.flags(0.3, size).long()
+    bonus, end = of.whole(0, 2, size, num_particles), of.flags(0.3, size, num_particles)
+    continued = extended.append_bonus(bonus, end, failure)
+    lag, flags = of.whole(1, 4, size), (of.flags(0.7, size), of.flags(0.3, size))
+    narrowed = continued.narrow(of.seeds(), lag, *flags)
+    last = narrowed.population.store(table, rows, narrowed.num_common)
+    # The last place of texts is never part of a tail.
+    each = [begun, extended, continued, narrowed.population, table]
+    return more, [(one.texts[:, :, :-1], *one[1:-2]) for one in each], narrowed[1:], last
 
 
 def _tally(ops: Ops, of: Inputs) -> Any:
@@ -468,12 +482,7 @@ CHECKS = {
     "log_probs": Check("distribution", _log_probs),
     "log_sums": Check("distribution", lambda ops, of: _law(ops, of).log_sums()),
     "reweight_and_resample": Check("reweight_and_resample", _reweight_and_resample),
-    "narrow": Check("narrow", _narrow),
-    "common_tail": Check("common_tail", _common_tail),
-    "num_distinct": Check(
-        "num_distinct",
-        lambda ops, of: ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present()),
-    ),
+    "population": Check("population", _population),
     "tally": Check("tally", _tally),
     "verify": Check("verify", _verify),
     "keep": Check("keep", _keep),

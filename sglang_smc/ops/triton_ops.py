@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sglang_smc.kernels import filters, lineage, sample
-from sglang_smc.kernels.agreement import common_tail, narrow, num_distinct, same_text, stratify
+from sglang_smc.kernels import filters, lineage, population, sample
+from sglang_smc.kernels.agreement import same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
@@ -13,10 +13,12 @@ from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Population
 
 # Their functions are methods here: the first argument is the object.
 _ledgers: Any = lineage
 _distributions: Any = sample
+_populations: Any = population
 
 
 class KernelLedger(Ledger):
@@ -25,6 +27,16 @@ class KernelLedger(Ledger):
     reserve = _ledgers.reserve
     descend = _ledgers.descend
     commit = _ledgers.commit
+
+
+class KernelPopulation(Population):
+    """Populations that kernels move, of one launch for each of these methods."""
+
+    gather = _populations.gather
+    store = _populations.store
+    extend = _populations.extend
+    append_bonus = _populations.append_bonus
+    narrow = _populations.narrow
 
 
 class KernelDistribution(TokenDistribution):
@@ -42,8 +54,13 @@ class KernelDistribution(TokenDistribution):
 
 _KERNELS: tuple[Any, ...] = (
     *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens),
-    *(reweight_and_resample, verify, keep, narrow),
-    *(keep_column, watch, common_tail, num_distinct, tally, skinny),
+    *(reweight_and_resample, verify, keep),
+    *(keep_column, watch, tally, skinny),
 )
 _BY_NAME = {kernel.__name__: kernel for kernel in _KERNELS}
-TRITON = Ops("triton", ledger=KernelLedger, distribution=KernelDistribution, **_BY_NAME)
+_CLASSES: Any = {
+    "ledger": KernelLedger,
+    "population": KernelPopulation,
+    "distribution": KernelDistribution,
+}
+TRITON = Ops("triton", **_CLASSES, **_BY_NAME)

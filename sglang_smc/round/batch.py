@@ -267,7 +267,7 @@ class Tables(NamedTuple):
         tables = cls(
             requests=RequestTable(num_rows, vocab_size, device),
             edits=EditTable(num_rows, vocab_size, device),
-            particles=ParticleTable(num_rows, num_particles, max_tail, device),
+            particles=ParticleTable(num_rows, num_particles, max_tail, device, ops),
             counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,

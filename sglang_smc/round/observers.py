@@ -21,20 +21,11 @@ from sglang_smc.round.batch import RoundBatch
 from sglang_smc.smc.deciding import Drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path
-from sglang_smc.smc.population import Population
+from sglang_smc.smc.population import Narrowed, Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
 from sglang_smc.state.request import RequestState, state_of
 from sglang_smc.state.trace import TracedRound
-
-
-class Narrowed(NamedTuple):
-    """Particles at the end of a round, before emission."""
-
-    population: Population
-    ancestors: torch.Tensor  # [G, N] int64, in the last step
-    dropped: torch.Tensor  # [G] bool: the lag bound dropped particles
-    log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
 
 
 class Stages(NamedTuple):

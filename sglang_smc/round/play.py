@@ -33,7 +33,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
-from sglang_smc.round.observers import Narrowed, Stages, measure
+from sglang_smc.round.observers import Stages, measure
 from sglang_smc.round.result import Outcome, shown_particles
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
@@ -41,7 +41,7 @@ from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
-from sglang_smc.smc.population import Population
+from sglang_smc.smc.population import Narrowed, Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
 from sglang_smc.smc.trees import begin_trees
@@ -338,11 +338,15 @@ class Steps:
         num_kept = decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
         self._descend(batch, batch.committed, decision.ancestors)
-        extended = population.extend(drafts.tokens, drafts.ends, decision, batch.column)
+        extended = population.extend(drafts.tokens, drafts.ends, decision)
         return extended._replace(unread=unread)
 
     def add_bonus(
-        self, batch: RoundBatch, population: Population, next_tokens: TokenDistribution
+        self,
+        batch: RoundBatch,
+        population: Population,
+        next_tokens: TokenDistribution,
+        failure: torch.Tensor,
     ) -> Population:
         """Append one token of ``next_tokens``, drawn after resampling so that copies can differ."""
         settings, is_powered = batch.settings, Need.POWER in batch.shape.needs
@@ -368,30 +372,14 @@ class Steps:
         ends = settings.ends(tokens, positions.unsqueeze(2))
         if Need.RULES in batch.shape.needs:
             ends = batch.rules.ends(ends, tokens, population)
-        extended = population.append(tokens, ~population.ended)
-        return extended._replace(ended=population.ended | ends.squeeze(2))
+        return population.append_bonus(tokens.squeeze(2), ends.squeeze(2), failure)
 
     def narrow(self, batch: RoundBatch, population: Population) -> Narrowed:
         """Resample the tokens beyond the lag, and the whole tails of finished groups."""
-        settings, longest = batch.settings, population.lengths.amax(1)
-        finished = population.is_finished()
-        # A particle may have no token but its own first one: that is drawn, too.
-        whole = longest.clamp_min(1)
-        late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
-        furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
-        ancestors, log_weights, log_mean, drops = self.ops.narrow(
-            population.log_weights,
-            population.texts[:, :, 1:],  # including the token before each tail
-            population.lengths,
-            torch.where(finished, whole, late),
-            population.present,
-            self.ops.uniforms(settings.seeds, furthest, Purpose.SELECT)[:, 0],
-            settings.heaviest,
-        )
-        self._descend(batch, batch.committed, ancestors)
-        narrowed = population.descend(ancestors)._replace(log_weights=log_weights)
-        evidence = population.log_evidence + log_mean
-        return Narrowed(narrowed, ancestors, drops & ~finished, evidence)
+        own = batch.settings
+        end = population.narrow(own.seeds, own.lag, own.weighs, own.heaviest)
+        self._descend(batch, batch.committed, end.ancestors)
+        return end
 
     def _descend(self, batch: RoundBatch, start: torch.Tensor, ancestors: torch.Tensor) -> None:
         """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
@@ -448,11 +436,10 @@ class Round:
         failure = failure_of_round(log_p, drafts, ~before.ended)
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
-        continued = steps.add_bonus(batch, extended, next_tokens)
+        continued = steps.add_bonus(batch, extended, next_tokens, failure)
         if shown is not None:
             score_tails = self._tables.particles.logprobs.score_tails
             continued = score_tails(batch.rows, before, continued, decision.ancestors, shown)
-        continued = continued.stop(failure > 0)
         continued = measure(batch, before, continued, decision.ancestors, p, drafts)
         stages = Stages(
             resized_from=resized_from,
@@ -505,7 +492,8 @@ class Round:
         wider = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, population = self._load_round(inputs, wider, reqs)
         resized, ancestors = self.steps.resize(batch, population)
-        self._tables.particles.scatter(batch.rows, resized)
+        none = torch.zeros_like(batch.committed)
+        self._tables.particles.scatter(batch.rows, resized, none)
         return ancestors
 
     def _load_round(
@@ -515,13 +503,12 @@ class Round:
         tables, rows = self._tables, inputs.rows
         num_particles, max_tail = shape.num_particles, shape.max_tail
         is_scored = Need.POTENTIALS in shape.needs
-        before = tables.particles.gather(rows, num_particles, max_tail, scored=is_scored)
+        gather = tables.particles.gather
+        before, starts, last_two, position = gather(rows, num_particles, max_tail, scored=is_scored)
         if shape.logprobs.own:
             table = tables.particles.logprobs
             logprobs = table.gather(rows, num_particles, max_tail, shape.logprobs)
             before = before._replace(logprobs=logprobs)
-        starts, last_two = before.output_lengths, before.last_two
-        position = before.round_position(starts)  # [G, 1]
         settings = tables.requests.gather(rows)
         allocated, own_particles, own_steps, is_exact = inputs.known.unbind()
         if shape.budget is not None:
@@ -569,14 +556,12 @@ class Round:
 
     def _commit(self, batch: RoundBatch, stages: Stages) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round."""
-        tables, shape, ops, needs = self._tables, batch.shape, batch.ops, batch.shape.needs
-        decision, continued, narrowed = stages.decision, stages.continued, stages.end.population
-        tails = narrowed.texts[:, :, 1:]  # including the token before each tail
-        counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
+        tables, shape, needs = self._tables, batch.shape, batch.shape.needs
+        decision, continued, end = stages.decision, stages.continued, stages.end
+        narrowed = end.population
+        counts = end.num_common
         if narrowed.scores is not None:
             counts = narrowed.held_back(counts)
-        num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
-        num_parents = ops.num_distinct(decision.ancestors, continued.present)  # [G]
         tables.ledger.commit(
             Arenas(batch.rows, batch.committed, batch.allocated),
             narrowed.lengths,
@@ -586,10 +571,9 @@ class Round:
         )
         if batch.edits is not None:
             # Counts lag one token: the last emitted one is counted with the next.
-            ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
-        after = narrowed.emit(counts)
-        tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
-        tables.particles.scatter(batch.rows, after)
+            columns, tails = batch.edits.columns, narrowed.texts[:, 0, 1:]
+            batch.ops.count_tokens(columns, batch.rows, tails, counts)
+        last_emitted = tables.particles.scatter(batch.rows, narrowed, counts)
         emitted = None
         if narrowed.logprobs is not None:
             table, roots = tables.particles.logprobs, narrowed.roots[:, 0]
@@ -602,19 +586,19 @@ class Round:
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
             resample_ct=decision.resampled,
-            narrow_ct=stages.end.dropped,
+            narrow_ct=end.dropped,
             all_zero_ct=decision.all_zero,
             nan_ct=stages.failure > 0,
             exact_ct=decision.verified,
-            killed_ct=(num_weights - num_parents) * decision.resampled,
+            killed_ct=decision.num_killed,
             ess_sum=decision.ess,
             particles_sum=num_weights,
             steps_sum=settings.num_steps,
-            ancestors=num_roots,
-            log_evidence=stages.end.log_evidence,
+            ancestors=end.num_roots,
+            log_evidence=end.log_evidence,
         )
         return Outcome(
-            tokens=tokens,
+            tokens=narrowed.texts[:, 0, 2:],
             counts=counts,
             new_seq_lens=batch.committed + counts,
             last_emitted=last_emitted,

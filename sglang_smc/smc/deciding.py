@@ -247,6 +247,7 @@ def decide_alone(population: Population, p: TokenDistribution, weighs: torch.Ten
         ancestors=alone,
         log_weights=log_weights,
         log_evidence=none.double(),
+        num_killed=none,
         verified=~weighs,
     )
     return decision, p
@@ -367,5 +368,6 @@ def one_lineage(population: Population, kept: verification.Kept) -> Decision:
         ancestors=kept.winner.unsqueeze(1).where(present, itself),
         log_weights=log_weights,
         log_evidence=torch.zeros_like(population.log_evidence),
+        num_killed=torch.zeros_like(kept.row),
         verified=~kept.by_block,
     )

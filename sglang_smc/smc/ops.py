@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from sglang_smc.smc import edits, fidelity, prefixes, randomness, verification, weighing
+from sglang_smc.smc import edits, fidelity, randomness, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Ledger
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.verification import Kept, Verified
 
 Kind = Literal["torch", "triton"]
@@ -108,9 +109,6 @@ class Ops(NamedTuple):
     edit_logits: Callable[..., None] = edits.edit_logits
     count_tokens: Callable[..., None] = edits.count_tokens
     reweight_and_resample: Callable[..., weighing.Decision] = weighing.reweight_and_resample
-    narrow: Callable[..., tuple[torch.Tensor, ...]] = prefixes.narrow
-    common_tail: Callable[..., torch.Tensor] = prefixes.common_tail
-    num_distinct: Callable[..., torch.Tensor] = prefixes.num_distinct
     tally: Callable[..., torch.Tensor] = tally
     verify: Callable[..., Verified] = verification.verify
     keep: Callable[..., Kept] = verification.keep
@@ -118,4 +116,5 @@ class Ops(NamedTuple):
     watch: Callable[..., torch.Tensor] = fidelity.watch
     skinny: Callable[..., torch.Tensor] = skinny
     ledger: type[Ledger] = Ledger
+    population: type[Population] = Population
     distribution: type[TokenDistribution] = TokenDistribution

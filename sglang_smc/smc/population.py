@@ -16,12 +16,13 @@ Two parts are carried only in batches where some request needs them, and are cop
   and returned when it is emitted, in a later round or never.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sglang_smc.smc import weighing
+from sglang_smc.smc import prefixes, weighing
+from sglang_smc.smc.randomness import Purpose, particle_uniforms
 
 
 class TailLogprobs(NamedTuple):
@@ -47,6 +48,11 @@ class TailLogprobs(NamedTuple):
         return TailLogprobs._make(column.gather(2, _like(source, column)) for column in self)
 
 
+def copied(columns: Any, ancestors: torch.Tensor) -> Any:
+    """Return a tree of tensors ``[G, N, ...]`` with those of ``ancestors[g, n]`` for n."""
+    return tree_map_only(torch.Tensor, lambda of: of.gather(1, _like(ancestors, of)), columns)
+
+
 def _like(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Expand an index over a column's first dimensions to all its trailing ones."""
     trailing = column.shape[index.dim() :]
@@ -66,7 +72,10 @@ _COPIED = "texts", "lengths", "ended", "roots", "fidelity", "logprobs", "scores"
 
 
 class Population(NamedTuple):
-    """Particles of the G groups in a batch. Every method returns a new one."""
+    """Particles of the G groups in a batch, or of all rows of a table; methods return new ones.
+
+    The kernels have a subclass of their own (`ops.triton_ops`).
+    """
 
     texts: torch.Tensor  # [G, N, 2 + T] int64: the last two emitted tokens, and the tail: `tokens`
     lengths: torch.Tensor  # [G, N] int64: tail lengths
@@ -108,6 +117,45 @@ class Population(NamedTuple):
         """Return the output length of each particle, emitted tokens included, ``[G, N]``."""
         return self.num_emitted.unsqueeze(1) + self.lengths
 
+    @property
+    def round_position(self) -> torch.Tensor:
+        """Return the output position that keys a round's uniforms, ``[G, 1]``.
+
+        The shortest particle advances in every round; of verified proposals the longest may go.
+        """
+        lengths = self.output_lengths
+        return torch.where(self.ended, lengths.amax(1, True), lengths).amin(1, True)
+
+    def cut(self, num_particles: int, width: int) -> "Population":
+        """Return views of the first particles of each group, and of ``width`` tokens of texts."""
+        cut = slice(None), slice(num_particles)
+        few = tree_map_only(torch.Tensor, lambda column: column[cut[: column.dim()]], self)
+        return few._replace(texts=few.texts[:, :, :width])
+
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, width: int
+    ) -> tuple["Population", torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `cut` would of the ``rows`` ``[G]`` of a table, copied.
+
+        With its output lengths ``[G, N]``, last two tokens ``[G, N, 2]``, and the output position
+        that keys a round's uniforms ``[G, 1]``.
+        """
+        few = self.cut(num_particles, width)
+        found = tree_map_only(torch.Tensor, lambda view: view[rows], few)
+        return found, found.output_lengths, found.last_two, found.round_position
+
+    def store(self, table: "Population", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Store in ``rows`` ``[G]`` of a table, without the first ``counts`` ``[G]`` tokens.
+
+        These are emitted. The return value is the last emitted token, ``[G]``.
+        """
+        after = self.emit(counts)._replace(logprobs=None)
+        views = table.cut(*self.texts.shape[1:])
+        for view, of_batch in zip(tree_leaves(views), tree_leaves(after), strict=True):
+            if of_batch is not None:
+                view[rows] = of_batch
+        return after.last_emitted[:, 0]
+
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
         """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``.
 
@@ -120,13 +168,23 @@ class Population(NamedTuple):
             texts=self.texts.scatter(2, place, tokens), lengths=self.lengths + counts
         )
 
+    def append_bonus(
+        self, tokens: torch.Tensor, ends: torch.Tensor, failure: torch.Tensor
+    ) -> "Population":
+        """Append one of ``tokens`` ``[G, N]`` to each text that has not ended.
+
+        Args:
+            ends: ``[G, N]`` bool: the sequence ends with it.
+            failure: ``[G]`` int64: groups where it is not 0 stop.
+        """
+        extended = self.append(tokens.unsqueeze(2), ~self.ended)
+        return extended._replace(ended=self.ended | ends).stop(failure > 0)
+
     def descend(self, ancestors: torch.Tensor) -> "Population":
         """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
         if ancestors.shape[1] == 1:
             return self
-        copied = {name: getattr(self, name) for name in _COPIED}
-        copies = tree_map_only(torch.Tensor, lambda of: of.gather(1, _like(ancestors, of)), copied)
-        return self._replace(**copies)
+        return self._replace(**copied({name: getattr(self, name) for name in _COPIED}, ancestors))
 
     def resample(
         self, ancestors: torch.Tensor, log_weights: torch.Tensor, log_evidence: torch.Tensor
@@ -137,30 +195,52 @@ class Population(NamedTuple):
         )
 
     def extend(
-        self,
-        tokens: torch.Tensor,
-        ends: torch.Tensor,
-        decision: weighing.Decision,
-        column: torch.Tensor,
+        self, tokens: torch.Tensor, ends: torch.Tensor, decision: weighing.Decision
     ) -> "Population":
         """Append the kept draft tokens, and make each particle a copy of its ancestor.
 
         Args:
             tokens, ends: ``[G, N, K]`` of the drafts; the sequence ends with a token.
-            column: ``[K]`` int64: 0, 1, ..., K - 1.
         """
+        column = torch.arange(tokens.shape[2], device=tokens.device)
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = self.ended | (ends & kept).any(2)
         extended = self.append(tokens, decision.num_kept)._replace(ended=ended)
         return extended.resample(decision.ancestors, decision.log_weights, decision.log_evidence)
 
-    def round_position(self, output_lengths: torch.Tensor) -> torch.Tensor:
-        """Return the output position that keys a round's uniforms, ``[G, 1]``; lengths ``[G, N]``.
+    def narrow(
+        self, seeds: torch.Tensor, lag: torch.Tensor, weighs: torch.Tensor, heaviest: torch.Tensor
+    ) -> "Narrowed":
+        """Resample the tokens beyond the lag, and the whole tails of finished groups.
 
-        The shortest particle advances in every round; of verified proposals the longest may go.
+        Args:
+            seeds, lag: ``[G]`` int64.
+            weighs: ``[G]`` bool; the others have no lag.
+            heaviest: ``[G]`` bool, of `prefixes.narrow`.
         """
-        longest = output_lengths.amax(1, True)
-        return torch.where(self.ended, longest, output_lengths).amin(1, True)
+        longest, finished = self.lengths.amax(1), self.is_finished()
+        late = (longest + 1 - lag).clamp_min(0) * weighs
+        furthest = (self.num_emitted + longest).unsqueeze(1)  # [G, 1]
+        ancestors, log_weights, log_mean, drops = prefixes.narrow(
+            self.log_weights,
+            self.texts[:, :, 1:],  # including the token before each tail
+            self.lengths,
+            # A particle may have no token but its own first one: that is drawn, too.
+            torch.where(finished, longest.clamp_min(1), late),
+            self.present,
+            particle_uniforms(seeds, furthest, Purpose.SELECT)[:, 0],
+            heaviest,
+        )
+        num_roots = weighing.num_distinct(self.roots, self.present)
+        after = self.descend(ancestors)._replace(log_weights=log_weights)
+        return Narrowed(
+            population=after,
+            ancestors=ancestors,
+            dropped=drops & ~finished,
+            log_evidence=self.log_evidence + log_mean,
+            num_common=prefixes.common_tail(after.texts[:, :, 1:], after.lengths, self.present),
+            num_roots=num_roots,
+        )
 
     def is_finished(self) -> torch.Tensor:
         """Return which groups' answers may be drawn, ``[G]`` bool: all ended, with final values."""
@@ -225,3 +305,14 @@ class Population(NamedTuple):
             num_emitted=self.num_emitted + counts,
             logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
         )
+
+
+class Narrowed(NamedTuple):
+    """Particles at the end of a round, before emission."""
+
+    population: Population
+    ancestors: torch.Tensor  # [G, N] int64, in the last step
+    dropped: torch.Tensor  # [G] bool: the lag bound dropped particles
+    log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
+    num_common: torch.Tensor  # [G] int64 leading tokens that all tails share
+    num_roots: torch.Tensor  # [G] int64 initial particles with descendants before this step

@@ -28,20 +28,6 @@ def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tenso
     return torch.minimum(agree.cumprod(1).sum(1) - 1, shortest).clamp_min(0)
 
 
-def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Count the distinct places among a group's present particles.
-
-    Args:
-        places: ``[G, N]`` int64, one per particle.
-        present: ``[G, N]`` bool.
-
-    Returns:
-        ``[G]`` int64.
-    """
-    same = (places.unsqueeze(2) == places.unsqueeze(1)) & present.unsqueeze(1)  # [G, N, N]
-    return (present & ~same.tril(-1).any(2)).sum(1)
-
-
 def narrow(
     log_weights: torch.Tensor,
     texts: torch.Tensor,

@@ -106,7 +106,7 @@ class Round:
         texts = torch.zeros(size, num_particles, width, dtype=torch.int64, device=device)
         texts[:, :, :2] = prompts[:, -2:].unsqueeze(1)
         none = torch.zeros_like(texts[:, :, 0])  # [G, N]
-        population = Population(
+        population = self.ops.population(
             texts=texts,
             lengths=none,
             ended=none.bool(),
@@ -127,8 +127,9 @@ class Round:
             seeds: ``[G]`` int64 of the requests, the same in all rounds.
         """
         before, decider = state.population, self.decider if self.num_steps else Plain()
-        position = before.round_position(before.output_lengths).expand_as(before.lengths)
-        draw = partial(self.ops.uniforms, self.ops.round_seeds(seeds, position[:, 0]))
+        position = before.round_position.expand_as(before.lengths)
+        seeds = self.ops.round_seeds(seeds, position[:, 0])
+        draw = partial(self.ops.uniforms, seeds)
         weighs = torch.full_like(seeds, decider.weighs, dtype=torch.bool)
         siblings = before.present & weighs.unsqueeze(1)
         drafts, read = self._propose(state, draw, siblings)
@@ -147,8 +148,7 @@ class Round:
             accept_uniforms=draw(position, Purpose.ACCEPT),
         )
         decision, next_tokens = decider(scored, self.ops)
-        column = torch.arange(self.num_steps, device=seeds.device)
-        extended = before.extend(drafts.tokens, drafts.ends, decision, column)
+        extended = before.extend(drafts.tokens, drafts.ends, decision)
         if scored.powered:
             next_tokens, extended = weigh_bonus(
                 extended,
@@ -158,7 +158,7 @@ class Round:
                 weighed=weighs if isinstance(decider, VerifyEach) else None,
             )
         after = self._add_bonus(extended, next_tokens, draw, siblings)
-        return State(state.prompts, self._draw_answers(after, draw)), decision
+        return State(state.prompts, self._draw_answers(after, seeds)), decision
 
     def _propose(self, state: State, draw: Draw, siblings: torch.Tensor) -> tuple[Drafts, State]:
         """Draw x_1..x_K ~ q; return them, and the particles with all of them appended."""
@@ -227,27 +227,17 @@ class Round:
         uniforms, _ = self.ops.stratify(own, same)
         if not self.decider.weighs:  # all particles are copies of one, and stay so
             uniforms = own[:, :1].expand_as(own)
-        tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
-        ends = self._ends(tokens, positions.unsqueeze(2)).squeeze(2)
-        after = before.append(tokens, ~before.ended)
-        return after._replace(ended=before.ended | ends)
+        tokens = next_tokens.draw(uniforms)  # [G, N]
+        no_failure = torch.zeros_like(before.num_emitted)
+        return before.append_bonus(tokens, self._ends(tokens, positions), no_failure)
 
-    def _draw_answers(self, population: Population, draw: Draw) -> Population:
+    def _draw_answers(self, population: Population, seeds: torch.Tensor) -> Population:
         """Draw a particle by weight where all have ended, for all of its group."""
-        longest = population.lengths.amax(1)
-        finished = population.is_finished()
-        ancestors, log_weights, log_mean, _ = self.ops.narrow(
-            population.log_weights,
-            population.texts[:, :, 1:],
-            population.lengths,
-            longest.clamp_min(1) * finished,
-            population.present,
-            draw((population.num_emitted + longest).unsqueeze(1), Purpose.SELECT)[:, 0],
-            torch.zeros_like(finished),
-        )
-        return population.descend(ancestors)._replace(
-            log_weights=torch.where(finished.unsqueeze(1), 0.0, log_weights),
-            log_evidence=population.log_evidence + torch.where(finished, log_mean, 0.0),
+        finished, never = population.is_finished(), torch.zeros_like(seeds, dtype=torch.bool)
+        end = population.narrow(seeds, population.num_emitted, weighs=never, heaviest=never)
+        return end.population._replace(
+            log_weights=torch.where(finished.unsqueeze(1), 0.0, end.population.log_weights),
+            log_evidence=torch.where(finished, end.log_evidence, population.log_evidence),
         )
 
     def _distribution(self, logits: torch.Tensor, temperature: float) -> TokenDistribution:

@@ -152,6 +152,7 @@ class Decision(NamedTuple):
     ancestors: torch.Tensor  # [G, N] int64
     log_weights: torch.Tensor  # [G, N] of the resampled particles
     log_evidence: torch.Tensor  # [G] what resampling adds to log Z-hat
+    num_killed: torch.Tensor  # [G] int64 particles of which resampling leaves no copy
     verified: torch.Tensor  # [G] bool: exact verification set the kept tokens; K = 0: all but smc
 
 
@@ -211,6 +212,7 @@ def reweight_and_resample(block: Block) -> Decision:
         ancestors=ancestors,
         log_weights=log_weights,
         log_evidence=log_evidence,
+        num_killed=present.sum(1) - num_distinct(ancestors, present),
         verified=torch.zeros_like(resampled),
     )
 
@@ -245,6 +247,20 @@ def resample(
         torch.where(redrawn, equal, log_weights),
         torch.where(where, log_mean_exp(log_weights, present.sum(1)), 0.0),
     )
+
+
+def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Count the distinct places among a group's present particles.
+
+    Args:
+        places: ``[G, N]`` int64, one per particle.
+        present: ``[G, N]`` bool.
+
+    Returns:
+        ``[G]`` int64.
+    """
+    same = (places.unsqueeze(2) == places.unsqueeze(1)) & present.unsqueeze(1)  # [G, N, N]
+    return (present & ~same.tril(-1).any(2)).sum(1)
 
 
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

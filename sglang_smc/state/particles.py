@@ -4,9 +4,9 @@ One row of each table belongs to one request, under its index in SGLang's `req_t
 """
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sglang_smc.smc.fidelity import NAMES
+from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import NO_TAIL, Population, Scores
 from sglang_smc.state.logprobs import LogprobTable
 
@@ -18,9 +18,12 @@ class ParticleTable:
         num_rows: rows of SGLang's request pool, the padding row included.
         num_particles: N.
         max_tail: the longest tail, in tokens.
+        ops: whose populations they are.
     """
 
-    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+    def __init__(
+        self, num_rows: int, num_particles: int, max_tail: int, device: str, ops: Ops
+    ) -> None:
         shape = (num_rows, num_particles)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -28,7 +31,7 @@ class ParticleTable:
 
         self.num_particles = num_particles
         self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
-        self._columns = Population(
+        self._columns = ops.population(
             texts=zeros(*shape, max_tail + NO_TAIL),
             lengths=zeros(*shape),
             ended=zeros(*shape, dtype=torch.bool),
@@ -47,34 +50,27 @@ class ParticleTable:
 
     def gather(
         self, rows: torch.Tensor, num_particles: int, max_tail: int, *, scored: bool = False
-    ) -> Population:
-        """Return the populations of the requests in ``rows`` ``[G]``, no larger than needed.
+    ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `Population.gather` does of the requests in ``rows`` ``[G]``.
 
         Args:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can reach in the round.
             scored: whether they carry potential values.
         """
-        views = self._views(num_particles, max_tail + NO_TAIL, scored)
-        return tree_map_only(torch.Tensor, lambda view: view[rows], views)
+        return self._carrying(scored).gather(rows, num_particles, max_tail + NO_TAIL)
 
-    def scatter(self, rows: torch.Tensor, population: Population) -> None:
-        """Store the populations of ``rows`` ``[G]``, with what they carry."""
-        _, num_particles, width = population.texts.shape
-        views = self._views(num_particles, width, population.scores is not None)
-        values = tree_leaves(population._replace(logprobs=None))
-        for view, of_batch in zip(tree_leaves(views), values, strict=True):
-            if of_batch is not None:
-                view[rows] = of_batch
+    def scatter(
+        self, rows: torch.Tensor, population: Population, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Store the populations of ``rows`` ``[G]``, with what they carry: `Population.store`."""
         if population.logprobs is not None:
-            self.logprobs.scatter(rows, population.logprobs)
+            self.logprobs.scatter(rows, population.logprobs.emit(counts))
+        return population.store(self._carrying(population.scores is not None), rows, counts)
 
-    def _views(self, num_particles: int, width: int, scored: bool) -> Population:
-        """Return the part of the table for populations of this size."""
-        columns = self._columns if scored else self._columns._replace(scores=None)
-        cut = slice(None), slice(num_particles)
-        few = tree_map_only(torch.Tensor, lambda column: column[cut[: column.dim()]], columns)
-        return few._replace(texts=few.texts[:, :, :width])
+    def _carrying(self, scored: bool) -> Population:
+        """Return the table, with or without potential values."""
+        return self._columns if scored else self._columns._replace(scores=None)
 
     def begin(
         self,

@@ -1,54 +1,10 @@
 """What particles have in common, and siblings' noise, kernel against reference."""
 
 import torch
-from drawn import Case, assert_same, drawn
+from drawn import Case, drawn
 
 from sglang_smc.kernels import agreement as kernel
-from sglang_smc.smc import prefixes, randomness
-
-
-@drawn(
-    10,
-    num_groups=[1, 4],
-    num_particles=[1, 2, 3, 8],
-    width=[2, 63, 64, 65, 150],
-    p_dead=[0.0, 0.5, 1.0],
-)
-def test_narrow(c: Case, device: str) -> None:
-    """Texts with a token changed here or there, dead particles, drawn ones and heaviest ones."""
-    size, *_ = shape = c.num_groups, c.num_particles
-    present = c.first_of(*shape)
-    arguments = (
-        c.normal(*shape).double().masked_fill(c.flags(c.p_dead, *shape) | ~present, -torch.inf),
-        c.flags(1.5 / c.width, *shape, c.width).long(),
-        c.whole(c.width // 2, c.width, *shape) * present,
-        c.whole(0, c.width, size),
-        present,
-        c.uniforms(size),
-        c.flags(0.3, size),
-    )
-    assert_same(kernel.narrow, prefixes.narrow, arguments, device, rounding=1e-12)
-
-
-@drawn(16, num_groups=[1, 4], num_particles=[1, 2, 3, 8, 9], width=[2, 3, 63, 64, 65, 150])
-def test_common_tail(c: Case, device: str) -> None:
-    """Copies of a text with a token changed here or there; absent particles have no say in it."""
-    shape = c.num_groups, c.num_particles
-    changed = c.flags(0.8 / (c.num_particles * c.width), *shape, c.width)
-    wide = torch.zeros(*shape, c.width + 2, dtype=torch.int64)
-    wide[:, :, 2:] = torch.where(changed, 9, c.whole(0, 9, c.num_groups, 1, c.width))
-    lengths = c.whole(c.width // 2, c.width, *shape)
-    arguments = wide[:, :, 2:], lengths, c.first_of(*shape)
-    assert_same(kernel.common_tail, prefixes.common_tail, arguments, device)
-
-
-@drawn(10, num_groups=[1, 4], num_particles=[*range(1, 10)])
-def test_num_distinct(c: Case, device: str) -> None:
-    shape = c.num_groups, c.num_particles
-    arguments = places, present = c.whole(0, c.num_particles + 2, *shape), c.first_of(*shape)
-    found = assert_same(kernel.num_distinct, prefixes.num_distinct, arguments, device)
-    each = zip(places, present, strict=True)
-    assert found.tolist() == [len(set(own[here].tolist())) for own, here in each]
+from sglang_smc.smc import randomness
 
 
 @drawn(

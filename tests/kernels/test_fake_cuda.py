@@ -34,19 +34,19 @@ EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
 #: models: launches (calls of torch that are more than views, and kernels), MB a group that calls of
 #: torch read and write, and MB a group alive at once, the models' logits among them.
 ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
-    "smc": (SMCConfig(), {}, 189, 1, 61),
-    "exact": (EXACT, {}, 230, 5.5, 94),
-    "auto": (AUTO, {}, 230, 5.5, 94),
-    "smc, filtered": (SMCConfig(), FILTERS, 239, 1, 61),
-    "exact, filtered": (EXACT, FILTERS, 280, 5.5, 94),
-    "powered": (SMCConfig(power=2.0), {}, 213, 1, 61),
-    "edited": (SMCConfig(), EDITS, 209, 1.5, 63),
-    "shown": (SMCConfig(), SHOWN, 260, 76, 81),
-    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 310, 76, 81),
-    "exact, shown": (EXACT, SHOWN, 300, 81, 115),
-    "greedy": (EXACT, GREEDY, 296, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 149, 1, 0.8),
-    "anything": (SMCConfig(), ANYTHING, 500, 124, 121),
+    "smc": (SMCConfig(), {}, 110, 1, 61),
+    "exact": (EXACT, {}, 153, 5.5, 94),
+    "auto": (AUTO, {}, 153, 5.5, 94),
+    "smc, filtered": (SMCConfig(), FILTERS, 160, 1, 61),
+    "exact, filtered": (EXACT, FILTERS, 203, 5.5, 94),
+    "powered": (SMCConfig(power=2.0), {}, 134, 1, 61),
+    "edited": (SMCConfig(), EDITS, 129, 1.5, 63),
+    "shown": (SMCConfig(), SHOWN, 180, 76, 81),
+    "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 230, 76, 81),
+    "exact, shown": (EXACT, SHOWN, 223, 81, 115),
+    "greedy": (EXACT, GREEDY, 219, 34, 64),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 81, 1, 0.8),
+    "anything": (SMCConfig(), ANYTHING, 424, 124, 121),
 }
 
 
@@ -66,7 +66,7 @@ def test_a_captured_round_asks_little_of_the_device(
     config, more, launches, moved, peak = ROUNDS[name]
     shape = shape_of(config, **more)
     found = trace_round(monkeypatch, config, shape, size, kernels)
-    assert 100 < len(found.calls) <= launches, Counter(found.calls).most_common()
+    assert 50 < len(found.calls) <= launches, Counter(found.calls).most_common()
     assert found.num_bytes / size / 1e6 <= moved
     assert peak / 2 < found.peak / size / 1e6 <= peak, found.peak / size
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]

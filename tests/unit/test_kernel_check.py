@@ -18,10 +18,11 @@ from sglang_smc.round import parts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Population
 from sglang_smc.tools.command import doctor
 
 SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
-OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "distribution"})
+OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})
 METHODS = {"sample_and_score": "_sample", "score_tokens": "_score"}  # of `TokenDistribution`
 METHODS |= {name: name for name in ("keep_tokens", "log_probs", "log_sums")}
 IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
@@ -60,7 +61,7 @@ def failing(ops: Ops, *names: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all checks those that these tests are about."""
-    names = ("log_probs", "narrow", "keep", "tally", "watch")
+    names = ("log_probs", "population", "keep", "tally", "watch")
     monkeypatch.setattr(check, "CHECKS", {name: CHECKS[name] for name in names})
 
 
@@ -106,6 +107,22 @@ def test_a_ledger_that_does_nothing_is_found(method: str) -> None:
     assert failing(TORCH._replace(ledger=idle), "ledger") == ["ledger"]
 
 
+@pytest.mark.parametrize("method", ["gather", "store", "extend", "append_bonus", "narrow"])
+def test_a_population_that_lies_is_found(method: str) -> None:
+    true: Any = getattr(Population, method)
+
+    def lying(self: Population, *given: Any) -> Any:
+        found = true(self, *given)
+        if isinstance(found, Population):
+            return found._replace(fidelity=found.fidelity + 1, lengths=found.lengths + 1)
+        return lie(found) if isinstance(found, torch.Tensor) else (*found[:-1], found[-1] + 1)
+
+    if method == "narrow":
+        lying = lambda self, *given: true(self, *given)._replace(num_roots=given[1])  # noqa: E731
+    kind = type("Lying", (Population,), {method: lying})
+    assert failing(TORCH._replace(population=kind), "population") == ["population"]
+
+
 def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     by_torch = CHECKS["particle_attention"].play
 
@@ -121,7 +138,7 @@ def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_operations_that_raise_or_deviate_fall_back_alone(caplog: pytest.LogCaptureFixture) -> None:
     off = {"log_probs": lambda law: TokenDistribution.log_probs(law) + 0.5}
     kernels = TORCH._replace(
-        narrow=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")),
+        population=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")),
         distribution=type("Off", (TokenDistribution,), off),
         keep=lambda *a: TORCH.keep(*a),
     )
@@ -130,7 +147,7 @@ def test_operations_that_raise_or_deviate_fall_back_alone(caplog: pytest.LogCapt
     assert found == TORCH._replace(keep=kernels.keep)
     by_values, by_error = [record.getMessage() for record in caplog.records]
     assert "log_probs: values (torch.float32) differ by 0.5" in by_values
-    assert "narrow: it raises OutOfMemoryError: CUDA out of memory." in by_error
+    assert "population: it raises OutOfMemoryError: CUDA out of memory." in by_error
     assert "--speculative-smc-kernels torch" in by_error
 
 
@@ -192,13 +209,13 @@ def test_a_doctor_without_a_gpu_says_what_it_would_check(
 def test_a_doctor_prints_each_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [check.Found("watch", 2e-6), check.Found("narrow", 0.5, "values differ by 0.5")]
+    found = [check.Found("watch", 2e-6), check.Found("population", 0.5, "values differ by 0.5")]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(check, "findings", lambda *_: iter(found))
     monkeypatch.setattr("sglang_smc.ops.ops_of", lambda _: TORCH)
     assert doctor.main(["--kernels"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ok", "watch:", "agrees", "with", "torch,", "within", "2e-06"]
-    assert lines[1].startswith("fail") and "narrow: values differ by 0.5" in lines[1]
+    assert lines[1].startswith("fail") and "population: values differ by 0.5" in lines[1]
     assert "--speculative-smc-kernels" in lines[2] + lines[3]
     assert doctor.main(["--kernels", "--target", "a", "--draft", "b"]) == 2

@@ -54,7 +54,7 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     own = toy(SIZE, limit=LENGTH, **SERVER | server)
     reqs, rows = own.begin(list(range(1, SIZE + 1))), torch.arange(1, 1 + SIZE)
     tables = own.worker._tables
-    seeds, begun = tables.requests.gather(rows).seeds, tables.particles.gather(rows, N, LENGTH)
+    seeds, begun = tables.requests.gather(rows).seeds, tables.particles.gather(rows, N, LENGTH)[0]
     rounds = Round(
         *map(Model, PAIR),
         decider,

@@ -349,7 +349,7 @@ def test_chains_of_a_particle_are_equal_between_rounds_and_count_as_one() -> Non
     worker = toy(16, chosen=({**asked, "return_particles": True},), **server)
     reqs, rows = worker.begin(list(range(1, 17))), torch.arange(1, 17)
     while any(len(req.output_ids) < 20 for req in reqs):
-        held = worker.worker._tables.particles.gather(rows, 6, 6)
+        held = worker.worker._tables.particles.gather(rows, 6, 6)[0]
         places = torch.arange(held.texts.shape[2]) <= held.lengths.unsqueeze(2) + 1
         texts = torch.where(places[:, :, 1:], held.texts[:, :, 1:], -1)
         for of_chains in (texts, held.lengths, held.log_weights, held.ended, held.fidelity):

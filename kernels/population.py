@@ -1,0 +1,325 @@
+"""Take particles through a round: out of the tables, on to new tokens and ancestors, and back.
+
+Each function is one launch, of a program for each group. What particles carry in few rounds alone,
+log-probabilities and potential values, is left to torch.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.kernels.agreement import _begins_alike, _log_sum, _split, _texts
+from sglang_smc.kernels.randomness import _uniform
+from sglang_smc.kernels.reweight import _ancestors, _members, _normalized, _num_distinct
+from sglang_smc.kernels.tensors import contiguous
+from sglang_smc.smc.population import Narrowed, Population, copied
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.weighing import Decision
+
+_BLOCK = tl.constexpr(64)  # tokens of each text that a program copies at once
+_SELECT = tl.constexpr(int(Purpose.SELECT))
+
+
+class _Side(NamedTuple):
+    """Populations of a batch or of a table: what a kernel reads, or what it writes."""
+
+    columns: Population  # contiguous
+    num_particles: int
+    width: int  # of texts
+
+    @classmethod
+    def of(cls, population: Population) -> "_Side":
+        return cls(_bare(population), *population.texts.shape[1:])
+
+
+class _New(NamedTuple):
+    """Tokens that particles append, and what they become copies of; None: does not apply."""
+
+    tokens: torch.Tensor  # [G, N, K]
+    ends: torch.Tensor  # [G, N, K] bool
+    counts: torch.Tensor | None = None  # [G, N]; None: a token of each that has not ended
+    ancestors: torch.Tensor | None = None  # [G, N]
+    log_evidence: torch.Tensor | None = None  # [G] gained with these
+    failure: torch.Tensor | None = None  # [G]
+
+
+def _bare(population: Population) -> Population:
+    """Return the columns that kernels read or write; of a subclass Triton knows no names."""
+    return Population._make((*contiguous(population[:-2]), None, None))
+
+
+def _like(population: Population, *names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.empty_like(getattr(population, name)) for name in names}
+
+
+def _launch(kernel: Any, num_groups: int, num_particles: int, *arguments: Any) -> None:
+    kernel[(num_groups,)](*arguments, padded=triton.next_power_of_2(num_particles))
+
+
+def gather(
+    table: Population, rows: torch.Tensor, num_particles: int, width: int
+) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the populations in rows of a table, with what a round begins with.
+
+    Reference: `sglang_smc.smc.population.Population.gather`, same arguments.
+    """
+    size, few = len(rows), table.cut(num_particles, width)
+    of_batch = [None if of is None else of.new_empty(size, *of.shape[1:]) for of in few[:-1]]
+    scores = few.scores and few.scores._make(values[rows] for values in few.scores)
+    found = table._make((*of_batch, scores))
+    shape = size, num_particles
+    begun = tuple(rows.new_empty(s) for s in (shape, (*shape, 2), (size, 1)))
+    _launch(_gather, *shape, _Side.of(table), _Side.of(found), rows.contiguous(), begun)
+    return found, *begun
+
+
+def store(
+    population: Population, table: Population, rows: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Store populations in rows of a table, without the tokens that are emitted.
+
+    Reference: `sglang_smc.smc.population.Population.store`, same arguments.
+    """
+    last = torch.empty_like(counts)
+    sides = _Side.of(population), _Side.of(table)
+    _launch(_store, *population.lengths.shape, *sides, *contiguous((rows, counts)), last)
+    if population.scores is not None and table.scores is not None:
+        for held, values in zip(table.scores, population.scores, strict=True):
+            held[rows, : values.shape[1]] = values
+    return last
+
+
+def extend(
+    population: Population, tokens: torch.Tensor, ends: torch.Tensor, decision: Decision
+) -> Population:
+    """Append the kept draft tokens, and make each particle a copy of its ancestor.
+
+    Reference: `sglang_smc.smc.population.Population.extend`, same arguments.
+    """
+    ancestors = decision.ancestors
+    new = tokens, ends, decision.num_kept, ancestors, decision.log_evidence
+    after = population._replace(
+        **_like(population, "texts", "lengths", "ended", "roots", "fidelity", "log_evidence"),
+        **copied({"logprobs": population.logprobs, "scores": population.scores}, ancestors),
+        log_weights=decision.log_weights,
+    )
+    return _extended(population, after, _New(*contiguous(new)))
+
+
+def append_bonus(
+    population: Population, tokens: torch.Tensor, ends: torch.Tensor, failure: torch.Tensor
+) -> Population:
+    """Append a token to each text that has not ended, and stop groups that failed.
+
+    Reference: `sglang_smc.smc.population.Population.append_bonus`, same arguments.
+    """
+    own = _like(population, "texts", "lengths", "ended", "log_weights")
+    new = _New(*contiguous((tokens, ends)), failure=failure)
+    return _extended(population, population._replace(**own), new)
+
+
+def _extended(before: Population, after: Population, new: _New) -> Population:
+    num_columns = new.tokens[0, 0].numel()
+    _launch(_extend, *before.lengths.shape, _Side.of(before), _bare(after), new, num_columns)
+    return after
+
+
+def narrow(
+    population: Population,
+    seeds: torch.Tensor,
+    lag: torch.Tensor,
+    weighs: torch.Tensor,
+    heaviest: torch.Tensor,
+) -> Narrowed:
+    """Draw the tokens beyond the lag, and the whole tails of finished groups.
+
+    Reference: `sglang_smc.smc.population.Population.narrow`, same arguments.
+    """
+    own = "texts", "lengths", "ended", "roots", "fidelity", "log_weights"
+    scores, whole = population.scores, torch.empty_like(seeds)
+    found = Narrowed(
+        population._replace(**_like(population, *own)),
+        ancestors=torch.empty_like(population.lengths),
+        dropped=torch.empty_like(seeds, dtype=torch.bool),
+        log_evidence=torch.empty_like(population.log_evidence),
+        num_common=whole,
+        num_roots=torch.empty_like(whole),
+    )
+    before, complete = _Side.of(population), None if scores is None else scores.complete
+    asked = tuple(contiguous((seeds, lag, weighs, heaviest)))
+    texts, bare = _texts(before.columns.texts[:, :, 1:]), _bare(found.population)
+    to = found._replace(population=bare)
+    _launch(_narrow, *population.lengths.shape, before, to, texts, asked, complete)
+    carried = copied({"logprobs": population.logprobs, "scores": scores}, found.ancestors)
+    return found._replace(population=found.population._replace(**carried))
+
+
+@triton.jit
+def _copy_history(source, target, at, to, here):
+    tl.store(target.roots + to, tl.load(source.roots + at, mask=here), mask=here)
+    for place in tl.static_range(4):
+        total = tl.load(source.fidelity + at * 4 + place, mask=here)
+        tl.store(target.fidelity + to * 4 + place, total, mask=here)
+
+
+@triton.jit
+def _copy_columns(source, target, row, to_row, at, to, here):
+    """Copy what has no tokens, and does not change as tokens are emitted."""
+    _copy_history(source, target, at, to, here)
+    tl.store(target.ended + to, tl.load(source.ended + at, mask=here), mask=here)
+    tl.store(target.present + to, tl.load(source.present + at, mask=here), mask=here)
+    tl.store(target.log_weights + to, tl.load(source.log_weights + at, mask=here), mask=here)
+    tl.store(target.log_evidence + to_row, tl.load(source.log_evidence + row))
+    tl.store(target.unread + to_row, tl.load(source.unread + row))
+
+
+@triton.jit
+def _copy_texts(source, target, at, to, here, width, shift):
+    """Copy texts without their first ``shift`` tokens."""
+    for start in range(0, width, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)[None, :]
+        inside = here[:, None] & (column < width)
+        place = at[:, None] * source.width + tl.minimum(column + shift, width - 1)
+        tokens = tl.load(source.columns.texts + place, mask=inside)
+        tl.store(target.columns.texts + to[:, None] * target.width + column, tokens, mask=inside)
+
+
+@triton.jit
+def _gather(table, found, rows, begun, padded: tl.constexpr):
+    group, particle, own, here = _members(found.num_particles, padded)
+    source, target = table.columns, found.columns
+    output_lengths, last_two, position = begun
+    row = tl.load(rows + group)
+    at = row * table.num_particles + particle
+    _copy_columns(source, target, row, group, at, own, here)
+    _copy_texts(table, found, at, own, here, found.width, 0)
+    length, emitted = tl.load(source.lengths + at, mask=here), tl.load(source.num_emitted + row)
+    tl.store(target.lengths + own, length, mask=here)
+    tl.store(target.num_emitted + group, emitted)
+    tl.store(output_lengths + own, emitted + length, mask=here)
+    last = source.texts + at * table.width + length
+    tl.store(last_two + 2 * own, tl.load(last, mask=here), mask=here)
+    tl.store(last_two + 2 * own + 1, tl.load(last + 1, mask=here), mask=here)
+    longest = tl.max(tl.where(here, length, 0), 0)
+    runs = here & (tl.load(source.ended + at, mask=here, other=1) == 0)
+    tl.store(position + group, emitted + tl.min(tl.where(runs, length, longest), 0))
+
+
+@triton.jit
+def _store(population, table, rows, counts, last, padded: tl.constexpr):
+    group, particle, own, here = _members(population.num_particles, padded)
+    source, target = population.columns, table.columns
+    row, count = tl.load(rows + group), tl.load(counts + group)
+    to = row * table.num_particles + particle
+    _copy_columns(source, target, group, row, own, to, here)
+    _copy_texts(population, table, own, to, here, population.width, count)
+    length = tl.maximum(tl.load(source.lengths + own, mask=here) - count, 0)
+    tl.store(target.lengths + to, length, mask=here)
+    tl.store(target.num_emitted + row, tl.load(source.num_emitted + group) + count)
+    first = group * population.num_particles * population.width
+    place = tl.minimum(count + 1, population.width - 1)
+    tl.store(last + group, tl.load(source.texts + first + place))
+
+
+@triton.jit
+def _extend(before, target, new, num_columns, padded: tl.constexpr):
+    group, _, own, here = _members(before.num_particles, padded)
+    source = before.columns
+    at = own
+    if new.ancestors is not None:
+        at = group * before.num_particles + tl.load(new.ancestors + own, mask=here, other=0)
+        _copy_history(source, target, at, own, here)
+        gained = tl.load(source.log_evidence + group) + tl.load(new.log_evidence + group)
+        tl.store(target.log_evidence + group, gained)
+    ended = tl.load(source.ended + at, mask=here, other=1) != 0
+    if new.counts is not None:
+        count = tl.load(new.counts + at, mask=here, other=0)
+    else:
+        count = 1 - ended.to(tl.int64)
+    for step in range(num_columns):
+        end = tl.load(new.ends + at * num_columns + step, mask=here & (step < count), other=0)
+        ended = ended | (end != 0)
+    length = tl.load(source.lengths + at, mask=here, other=0)
+    grown = length + count
+    if new.failure is not None:
+        stops = tl.load(new.failure + group) > 0
+        is_present = tl.load(source.present + own, mask=here, other=0) != 0
+        weight = tl.load(source.log_weights + own, mask=here)
+        tl.store(target.log_weights + own, tl.where(stops & is_present, 0.0, weight), mask=here)
+        grown, ended = tl.where(stops, 0, grown), ended | stops
+    tl.store(target.lengths + own, grown, mask=here)
+    tl.store(target.ended + own, ended, mask=here)
+    for start in range(0, before.width, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)[None, :]
+        inside = here[:, None] & (column < before.width)
+        old = tl.load(source.texts + at[:, None] * before.width + column, mask=inside)
+        place = column - 2 - length[:, None]
+        is_new = inside & (place >= 0) & (place < num_columns) & (column < before.width - 1)
+        token = tl.load(new.tokens + at[:, None] * num_columns + place, mask=is_new)
+        to = target.texts + own[:, None] * before.width + column
+        tl.store(to, tl.where(is_new, token, old), mask=inside)
+
+
+@triton.jit
+def _narrow(before, found, texts, asked, complete, padded: tl.constexpr):
+    group, particle, own, here = _members(before.num_particles, padded)
+    source, target = before.columns, found.population
+    seeds, lag, weighs, heaviest = asked
+    weight = tl.load(source.log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(source.present + own, mask=here, other=0) != 0
+    ended = tl.load(source.ended + own, mask=here, other=1) != 0
+    length = tl.load(source.lengths + own, mask=here, other=0)
+    is_over = ended
+    if complete is not None:
+        is_final = tl.load(complete + own, mask=here, other=1) != 0
+        is_over = ended & (is_final | (is_present == 0))
+    longest = tl.max(length, 0)
+    finished = tl.min(is_over.to(tl.int32), 0) != 0
+    late = tl.maximum(longest + 1 - tl.load(lag + group), 0)
+    late = tl.where(tl.load(weighs + group) != 0, late, 0)
+    count = tl.where(finished, tl.maximum(longest, 1), late)
+
+    relative, total = _log_sum(weight)
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    evidence = tl.load(source.log_evidence + group) + (total - tl.log(size))
+    tl.store(found.log_evidence + group, evidence)
+    furthest = tl.load(source.num_emitted + group) + longest
+    point = _uniform(tl.load(seeds + group), furthest, particle * 0, _SELECT)
+    by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
+    first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
+    chosen = tl.where(tl.load(heaviest + group) != 0, first_heaviest, by_weight)
+
+    alike = _begins_alike(texts, length, count, particle, chosen, here)
+    stays = alike & is_present
+    leaves = is_present & (alike == 0)
+    num_free = tl.sum(leaves.to(tl.int32), 0)
+    tl.store(found.dropped + group, (num_free > 0) & (finished == 0))
+    ancestor, share = _split(weight, stays, leaves, num_free, particle, padded)
+    _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
+    raised = tl.where(total == -float("inf"), 0.0, total - kept)
+    from_it = ancestor[:, None] == particle[None, :]
+    split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
+    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
+    tl.store(target.log_weights + own, tl.where(is_present, split, weight), mask=here)
+
+    at = group * before.num_particles + ancestor
+    _copy_history(source, target, at, own, here)
+    own_ended = tl.load(source.ended + at, mask=here)
+    own_length = tl.load(source.lengths + at, mask=here, other=0)
+    tl.store(target.ended + own, own_ended, mask=here)
+    tl.store(target.lengths + own, own_length, mask=here)
+    roots = tl.load(source.roots + own, mask=here, other=0)
+    tl.store(found.num_roots + group, _num_distinct(roots, is_present, particle))
+    common = tl.min(tl.where(is_present, own_length, before.width), 0) + 2
+    for start in range(0, before.width, _BLOCK):
+        column = start + tl.arange(0, _BLOCK)[None, :]
+        inside = here[:, None] & (column < before.width)
+        token = tl.load(source.texts + at[:, None] * before.width + column, mask=inside)
+        tl.store(target.texts + own[:, None] * before.width + column, token, mask=inside)
+        first = tl.sum(tl.where(particle[:, None] == 0, token, 0), 0)
+        differs = inside & is_present[:, None] & (column > 0) & (token != first[None, :])
+        parted = tl.min(tl.where(differs, column, before.width), 1)
+        common = tl.minimum(common, tl.min(parted, 0))
+    tl.store(found.num_common + group, tl.maximum(common - 2, 0).to(tl.int64))
