@@ -1,9 +1,9 @@
-"""Verify drafted chains as a tree: two launches for each column, and four beside.
+"""Verify drafted chains as a tree: six launches, and rows of the vocabulary are read twice.
 
-Down the tree, a column's rows of the vocabulary are read twice. Tiles of each node store the mass
-of p and q in each bin; one program a group has the chains race, and shares the layer out among its
-children. Then tiles of all columns store parts of residuals' sums, one program a group goes up and
-draws where it stops, and tiles store the residual there.
+Tiles of each node store the mass of p and q in each bin, also of nodes that get no share; one
+program a group goes down: it has a layer's chains race, and shares it out among its children. Then
+tiles of all columns store parts of residuals' sums, one program a group goes up and draws where it
+stops, and tiles store the residual there.
 
 Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
 differently: differences, and a product with a power of two.
@@ -56,7 +56,7 @@ class _Column(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """All that `_leave` needs of a `_Column`."""
+    """All that `_share_out` and `_leave` need of a `_Column`."""
 
     num_nodes: int  # G * N
     num_chains: int
@@ -65,11 +65,11 @@ class _Sizes(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Hold what tiles of a column's nodes hand to `_share_out`."""
+    """Hold what tiles of nodes hand to `_share_out`."""
 
-    masses: torch.Tensor  # [G, N, tiles, 2, B] float32 of p and of q
-    log_p: torch.Tensor  # [G, N] float32 of each chain's token
-    log_q: torch.Tensor  # [G, N] float32
+    masses: torch.Tensor  # [K, G, N, tiles, 2, B] float32 of p and of q
+    log_p: torch.Tensor  # [K, G, N] float32 of each chain's token
+    log_q: torch.Tensor  # [K, G, N] float32
 
 
 def verify(
@@ -103,7 +103,8 @@ def verify(
     _leave[(size,)](
         tree,
         layers,
-        uniforms.contiguous(),
+        uniforms,
+        uniforms.stride(0),
         found,
         _Sizes(size * num_chains, num_chains, num_steps, num_tiles),
         padded_chains=triton.next_power_of_2(num_chains),
@@ -130,7 +131,7 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
 
 
 def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
-    """Share out each layer in turn, in two launches a column and one.
+    """Share out each layer in turn, in three launches.
 
     Reference: `sglang_smc.smc.verification.descend`, same arguments. Here residuals are parts of
     their sums, ``[K, G, N, tiles]`` float32, of all layers but the last; shares and densities are
@@ -147,21 +148,18 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
         residual=of_nodes(num_steps, size, num_chains, num_tiles),
         density=of_nodes(num_steps, size, num_chains, NUM_BINS.value),
     )
-    layers.shares[0] = 0.0
-    layers.shares[0, :, 0] = 1.0
-    masses = of_nodes(size, num_chains, num_tiles, 2, NUM_BINS.value)
-    read = _Read(masses, of_nodes(size, num_chains), of_nodes(size, num_chains))
+    shape = num_steps, size, num_chains
+    masses = of_nodes(*shape, num_tiles, 2, NUM_BINS.value)
+    read = _Read(masses, of_nodes(*shape), of_nodes(*shape))
     padded_chains = triton.next_power_of_2(num_chains)
     warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
     columns, sizes = _columns(tree, p, q)
-    grid = size * num_chains, num_tiles
-    for column in columns:
-        _read_nodes[grid](tree, layers, column, read, **sizes, num_warps=8, **_EXACT)
-        _share_out[(size,)](
-            tree, layers, column, read, padded_chains=padded_chains, num_warps=warps, **_EXACT
-        )
-    all_columns = *grid, num_steps
-    _add_up_residual[all_columns](tree, layers, columns, num_steps, **sizes, num_warps=8, **_EXACT)
+    grid, numbers = (size * num_chains, num_tiles, num_steps), _Sizes(*columns[0][-4:])
+    _read_nodes[grid](tree, columns, read, num_steps, **sizes, num_warps=8, **_EXACT)
+    _share_out[(size,)](
+        tree, layers, numbers, read, padded_chains=padded_chains, num_warps=warps, **_EXACT
+    )
+    _add_up_residual[grid](tree, layers, columns, num_steps, **sizes, num_warps=8, **_EXACT)
     return layers
 
 
@@ -199,21 +197,14 @@ def _grow(tree, num_chains, num_steps, padded_chains: tl.constexpr):
 
 
 @triton.jit
-def _going(tree, at, group, padded_chains: tl.constexpr):
-    """Return the chains of a group: their places, their nodes, and which have a token here."""
+def _goes_on(tree, at, node, padded_chains: tl.constexpr):
+    """Return the chains of a node that have a token here, and their places."""
     chain = tl.arange(0, padded_chains)
-    place = group * at.num_chains + chain
+    place = node // at.num_chains * at.num_chains + chain
     here = chain < at.num_chains
     has = here & (at.column < tl.load(tree.lengths + place, mask=here, other=0))
     nodes = tree.nodes + place * (at.num_steps + 1) + at.column
-    return place, tl.load(nodes, mask=here, other=-1).to(tl.int32), has
-
-
-@triton.jit
-def _goes_on(tree, at, node, padded_chains: tl.constexpr):
-    """Return the chains of a node that have a token here, and their places."""
-    place, nodes, has = _going(tree, at, node // at.num_chains, padded_chains)
-    return place, has & (nodes == node)
+    return place, has & (tl.load(nodes, mask=here, other=-1).to(tl.int32) == node)
 
 
 @triton.jit
@@ -248,27 +239,34 @@ def _rows(at, node, padded_tiles: tl.constexpr):
 @triton.jit
 def _read_nodes(
     tree,
-    layers,
-    at,
+    columns,
     read,
+    num_columns: tl.constexpr,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
-    node = tl.program_id(0)
-    part = tl.program_id(1)
-    place, goes = _goes_on(tree, at, node, padded_chains)
-    if tl.max(goes.to(tl.int32), 0) == 0:
-        return
-    if tl.load(layers.shares + at.column * at.num_nodes + node) <= _LEAST_SHARE:
-        return
+    node, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    for column in tl.static_range(num_columns):
+        if column == own:
+            place, goes = _goes_on(tree, columns[column], node, padded_chains)
+            if tl.max(goes.to(tl.int32), 0) != 0:
+                _read_node(tree, columns[column], read, node, part, place, goes, padded_tiles, tile)
+
+
+@triton.jit
+def _read_node(
+    tree, at, read, node, part, place, goes, padded_tiles: tl.constexpr, tile: tl.constexpr
+):
     p_row, q_row = _rows(at, node, padded_tiles)
+    first = at.column * at.num_nodes  # of this column's nodes
     if part == 0:
         tokens = _token(tree, at, place, goes)
         draw = node * (at.num_steps + 1) + at.column
-        tl.store(read.log_p + place, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
-        tl.store(read.log_q + place, log_probs_at(at.q, node, q_row, tokens), mask=goes)
+        to = first + place
+        tl.store(read.log_p + to, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
+        tl.store(read.log_q + to, log_probs_at(at.q, node, q_row, tokens), mask=goes)
     numbers = tl.arange(0, NUM_BINS)
     chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
     in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
@@ -279,19 +277,19 @@ def _read_nodes(
         in_bin = bins[None, :] == numbers[:, None]
         in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
         in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
-    masses = read.masses + (node * at.num_tiles + part) * (2 * NUM_BINS) + numbers
+    masses = read.masses + ((first + node) * at.num_tiles + part) * (2 * NUM_BINS) + numbers
     tl.store(masses, tl.sum(in_p, 1))
     tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
 
 
 @triton.jit
-def _all_masses(at, read, place, mask, padded_chains: tl.constexpr):
+def _all_masses(num_tiles, read, place, mask, padded_chains: tl.constexpr):
     """Return the masses of p and q in each bin of a group's nodes, summed over tiles: [N, B]."""
     numbers = tl.arange(0, NUM_BINS)[None, :]
     in_p = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
     in_q = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
-    for part in range(at.num_tiles):
-        masses = read.masses + ((place * at.num_tiles + part) * (2 * NUM_BINS))[:, None] + numbers
+    for part in range(num_tiles):
+        masses = read.masses + ((place * num_tiles + part) * (2 * NUM_BINS))[:, None] + numbers
         in_p += tl.load(masses, mask=mask[:, None], other=0.0)
         in_q += tl.load(masses + NUM_BINS, mask=mask[:, None], other=0.0)
     return in_p, in_q
@@ -354,38 +352,40 @@ def _at(table, nodes, bins):
 
 
 @triton.jit
-def _share_out(tree, layers, at, read, padded_chains: tl.constexpr):
-    """Have a group's chains race, and store the density of its nodes and the next shares."""
-    group = tl.program_id(0)
-    chain = tl.arange(0, padded_chains)
-    here = chain < at.num_chains
-    place, nodes, has = _going(tree, at, group, padded_chains)
-    parent = tl.where(here, nodes - group * at.num_chains, chain)
-    child = tl.load(tree.nodes + place * (at.num_steps + 1) + at.column + 1, mask=here, other=-1)
-    child = child.to(tl.int32) - group * at.num_chains
-    of_layer = layers.shares + at.column * at.num_nodes + place
-    shares = tl.load(of_layer, mask=here, other=0.0)
-    of_parent = tl.gather(shares, parent, 0)
-    live = has & (of_parent > _LEAST_SHARE)
-    is_child = (chain[:, None] == child[None, :]) & live[None, :]
-    is_parent = (chain[:, None] == parent[None, :]) & live[None, :]
-    splits = tl.max(is_parent.to(tl.int32), 1) != 0
-    log_p = tl.load(read.log_p + place, mask=live, other=-float("inf"))
-    log_q = tl.load(read.log_q + place, mask=live, other=-float("inf"))
-    target = tl.where(live, of_parent * tl.exp(log_p), 0.0)
-    counts = tl.sum(tl.where(is_parent, 1.0, 0.0), 1)
-    in_p, in_q = _all_masses(at, read, place, splits, padded_chains)
-    rates, density = _race(shares, counts, in_p, in_q)
-    numbers = tl.arange(0, NUM_BINS)[None, :]
-    table = layers.density + ((at.column * at.num_nodes + place) * NUM_BINS)[:, None] + numbers
-    tl.store(table, density, mask=splits[:, None])
-    bins = _bin_of(log_p, log_q)
-    rate = tl.where(live, _at(rates, parent, bins), 0.0)
-    flow = _at(density, parent, bins) * tl.exp(log_q)
-    trim = tl.minimum(target / tl.maximum(flow, _TINY), 1.0)
-    claim = tl.where(live, rate * _per_rate(tl.sum(rate, 0)) * trim, 0.0)
-    below = tl.sum(tl.where(is_child, claim[None, :], 0.0), 1)
-    tl.store(of_layer + at.num_nodes, below, mask=here)
+def _share_out(tree, layers, sizes, read, padded_chains: tl.constexpr):
+    """Have a group's chains race in each layer, and store densities of nodes and shares."""
+    num_nodes, num_chains, num_steps, num_tiles = sizes
+    group, chain = tl.program_id(0), tl.arange(0, padded_chains)
+    here = chain < num_chains
+    place = group * num_chains + chain
+    lengths = tl.load(tree.lengths + place, mask=here, other=0)
+    shares, parent = tl.where(chain == 0, 1.0, 0.0), chain * 0
+    tl.store(layers.shares + place, shares, mask=here)
+    for column in range(num_steps):
+        at = column * num_nodes + place
+        child = tl.load(tree.nodes + place * (num_steps + 1) + column + 1, mask=here, other=-1)
+        child = child.to(tl.int32) - group * num_chains
+        of_parent = tl.gather(shares, parent, 0)
+        live = here & (column < lengths) & (of_parent > _LEAST_SHARE)
+        is_child = (chain[:, None] == child[None, :]) & live[None, :]
+        is_parent = (chain[:, None] == parent[None, :]) & live[None, :]
+        splits = tl.max(is_parent.to(tl.int32), 1) != 0
+        log_p = tl.load(read.log_p + at, mask=live, other=-float("inf"))
+        log_q = tl.load(read.log_q + at, mask=live, other=-float("inf"))
+        target = tl.where(live, of_parent * tl.exp(log_p), 0.0)
+        counts = tl.sum(tl.where(is_parent, 1.0, 0.0), 1)
+        in_p, in_q = _all_masses(num_tiles, read, at, splits, padded_chains)
+        rates, density = _race(shares, counts, in_p, in_q)
+        table = layers.density + (at * NUM_BINS)[:, None] + tl.arange(0, NUM_BINS)[None, :]
+        tl.store(table, density, mask=splits[:, None])
+        bins = _bin_of(log_p, log_q)
+        rate = tl.where(live, _at(rates, parent, bins), 0.0)
+        flow = _at(density, parent, bins) * tl.exp(log_q)
+        trim = tl.minimum(target / tl.maximum(flow, _TINY), 1.0)
+        claim = tl.where(live, rate * _per_rate(tl.sum(rate, 0)) * trim, 0.0)
+        shares = tl.sum(tl.where(is_child, claim[None, :], 0.0), 1)
+        parent = tl.where(here, child, chain)
+        tl.store(layers.shares + at + num_nodes, shares, mask=here)
 
 
 @triton.jit
@@ -442,6 +442,7 @@ def _leave(
     tree,
     layers,
     uniforms,
+    stride,
     found,
     sizes,
     padded_chains: tl.constexpr,
@@ -454,7 +455,7 @@ def _leave(
     here = chain < num_chains
     place = group * num_chains + chain
     part = tl.arange(0, padded_tiles)[None, :]
-    uniform = tl.load(uniforms + group)
+    uniform = tl.load(uniforms + group * stride)
     reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
     column, winner = num_steps * 0, num_steps * 0
     searches = column == 0

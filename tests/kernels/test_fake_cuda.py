@@ -35,18 +35,18 @@ EXACT, AUTO = SMCConfig(mode="exact"), SMCConfig(mode="auto")
 #: torch read and write, and MB a group alive at once, the models' logits among them.
 ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "smc": (SMCConfig(), {}, 110, 1, 61),
-    "exact": (EXACT, {}, 153, 5.5, 94),
-    "auto": (AUTO, {}, 153, 5.5, 94),
+    "exact": (EXACT, {}, 136, 5.5, 94),
+    "auto": (AUTO, {}, 136, 5.5, 94),
     "smc, filtered": (SMCConfig(), FILTERS, 160, 1, 61),
-    "exact, filtered": (EXACT, FILTERS, 203, 5.5, 94),
+    "exact, filtered": (EXACT, FILTERS, 186, 5.5, 94),
     "powered": (SMCConfig(power=2.0), {}, 134, 1, 61),
     "edited": (SMCConfig(), EDITS, 129, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 180, 76, 81),
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 230, 76, 81),
-    "exact, shown": (EXACT, SHOWN, 223, 81, 115),
+    "exact, shown": (EXACT, SHOWN, 206, 81, 115),
     "greedy": (EXACT, GREEDY, 219, 34, 64),
     "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 81, 1, 0.8),
-    "anything": (SMCConfig(), ANYTHING, 424, 124, 121),
+    "anything": (SMCConfig(), ANYTHING, 407, 124, 121),
 }
 
 
