@@ -50,17 +50,21 @@ class _Commit(NamedTuple):
     max_arena: int
 
 
-def reserve(ledger: Ledger, wanted: Wanted, width: int) -> torch.Tensor:
+def reserve(
+    ledger: Ledger, wanted: Wanted, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Assign each particle free slots for its next positions, and return them with the one before.
 
     Reference: `sglang_smc.smc.ledger.Ledger.reserve`; rows of particles have powers of two slots.
     """
-    shape = 1 + width, *wanted.starts.shape  # columns are contiguous: each is read by itself
-    slots = torch.empty(shape, dtype=torch.int64, device=wanted.rows.device).permute(1, 2, 0)
+    shape = 1 + width, *wanted.lengths.shape
+    slots = torch.empty(shape, dtype=torch.int64, device=wanted.rows.device)
+    positions, targets = torch.empty_like(slots), torch.empty_like(slots[0])
+    given = Wanted._make(contiguous(wanted))
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
-        _Rows.of(ledger), Wanted._make(contiguous(wanted)), slots, *slots.shape, block=_CELL_BLOCK
+        _Rows.of(ledger), given, slots, positions, targets, shape, block=_CELL_BLOCK
     )
-    return slots
+    return slots, positions, targets
 
 
 def descend(
@@ -120,32 +124,33 @@ def commit(
 
 
 @triton.jit
-def _reserve(
-    ledger, wanted, slots, num_groups, padded_particles, padded_columns, block: tl.constexpr
-):
+def _reserve(ledger, wanted, slots, positions, targets, shape, block: tl.constexpr):
+    padded_columns, num_groups, padded_particles = shape
     cell = tl.program_id(0) * block + tl.arange(0, block)
     inside = cell < num_groups * padded_particles * padded_columns
     own = cell // padded_columns  # of this particle, in [G, N]
     group, particle = own // padded_particles, own % padded_particles
     column = cell % padded_columns - 1  # -1 is the position before the first
     request = tl.load(wanted.rows + group, mask=inside, other=0)
-    start = tl.load(wanted.starts + own, mask=inside, other=0)
     runs = inside & (tl.load(wanted.idle + own, mask=inside, other=1) == 0)
-    columns = tl.load(wanted.num_columns + group, mask=inside, other=0)
+    columns = tl.load(wanted.num_steps + group, mask=inside, other=0) + 1
     first = tl.load(wanted.allocated + group, mask=inside, other=0)
     first -= tl.load(wanted.num_particles + group, mask=inside, other=0) * columns
-    in_ring = (start + column) & (ledger.width - 1)
+    position = tl.load(wanted.committed + group, mask=inside, other=0) + column
+    position += tl.load(wanted.lengths + own, mask=inside, other=0)
     tail = request * ledger.max_particles + particle
-    of_particle = ledger.tails + tail * ledger.width + in_ring
+    of_particle = ledger.tails + tail * ledger.width + (position & (ledger.width - 1))
 
     mine = runs & (column >= 0) & (column < columns)
     place = ledger.table + request * ledger.stride + first + particle * columns + column
     slot = tl.load(place, mask=mine, other=0)
     owed = runs & (column < 0) & (tl.load(wanted.unread + group, mask=inside, other=0) != 0)
-    before = tl.load(of_particle, mask=owed & (start > 0), other=0)
+    before = tl.load(of_particle, mask=owed & (position >= 0), other=0)
     tl.store(of_particle, slot, mask=inside & (column >= 0))
     at = (column + 1) * num_groups * padded_particles + own
     tl.store(slots + at, tl.where(owed, before, slot).to(tl.int64), mask=inside)
+    tl.store(positions + at, position, mask=inside)
+    tl.store(targets + own, tail, mask=inside & (column < 0))
 
 
 @triton.jit

@@ -103,8 +103,7 @@ def verify(
     _leave[(size,)](
         tree,
         layers,
-        uniforms,
-        uniforms.stride(0),
+        (uniforms, uniforms.stride(0)),
         found,
         _Sizes(size * num_chains, num_chains, num_steps, num_tiles),
         padded_chains=triton.next_power_of_2(num_chains),
@@ -246,40 +245,39 @@ def _read_nodes(
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
-    node, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     for column in tl.static_range(num_columns):
-        if column == own:
-            place, goes = _goes_on(tree, columns[column], node, padded_chains)
-            if tl.max(goes.to(tl.int32), 0) != 0:
-                _read_node(tree, columns[column], read, node, part, place, goes, padded_tiles, tile)
+        if column == tl.program_id(2):
+            _read_column(tree, columns[column], read, padded_chains, padded_tiles, tile)
 
 
 @triton.jit
-def _read_node(
-    tree, at, read, node, part, place, goes, padded_tiles: tl.constexpr, tile: tl.constexpr
+def _read_column(
+    tree, at, read, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
 ):
-    p_row, q_row = _rows(at, node, padded_tiles)
-    first = at.column * at.num_nodes  # of this column's nodes
-    if part == 0:
-        tokens = _token(tree, at, place, goes)
-        draw = node * (at.num_steps + 1) + at.column
-        to = first + place
-        tl.store(read.log_p + to, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
-        tl.store(read.log_q + to, log_probs_at(at.q, node, q_row, tokens), mask=goes)
-    numbers = tl.arange(0, NUM_BINS)
-    chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
-    in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-    in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-    for start in range(0, tile, chunk):
-        columns = part * tile + start + tl.arange(0, chunk)
-        log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
-        in_bin = bins[None, :] == numbers[:, None]
-        in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
-        in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
-    masses = read.masses + ((first + node) * at.num_tiles + part) * (2 * NUM_BINS) + numbers
-    tl.store(masses, tl.sum(in_p, 1))
-    tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
+    """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
+    node, part = tl.program_id(0), tl.program_id(1)
+    place, goes = _goes_on(tree, at, node, padded_chains)
+    if tl.max(goes.to(tl.int32), 0) != 0:
+        p_row, q_row = _rows(at, node, padded_tiles)
+        first = at.column * at.num_nodes  # of this column's nodes
+        if part == 0:
+            tokens = _token(tree, at, place, goes)
+            draw, to = node * (at.num_steps + 1) + at.column, first + place
+            tl.store(read.log_p + to, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
+            tl.store(read.log_q + to, log_probs_at(at.q, node, q_row, tokens), mask=goes)
+        numbers = tl.arange(0, NUM_BINS)
+        chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
+        in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+        in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+        for start in range(0, tile, chunk):
+            columns = part * tile + start + tl.arange(0, chunk)
+            log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
+            in_bin = bins[None, :] == numbers[:, None]
+            in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
+            in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
+        masses = read.masses + ((first + node) * at.num_tiles + part) * (2 * NUM_BINS) + numbers
+        tl.store(masses, tl.sum(in_p, 1))
+        tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
 
 
 @triton.jit
@@ -442,7 +440,6 @@ def _leave(
     tree,
     layers,
     uniforms,
-    stride,
     found,
     sizes,
     padded_chains: tl.constexpr,
@@ -455,7 +452,7 @@ def _leave(
     here = chain < num_chains
     place = group * num_chains + chain
     part = tl.arange(0, padded_tiles)[None, :]
-    uniform = tl.load(uniforms + group * stride)
+    uniform = tl.load(uniforms[0] + group * uniforms[1])
     reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
     column, winner = num_steps * 0, num_steps * 0
     searches = column == 0

@@ -214,6 +214,17 @@ def _keep(ops: Ops, of: Inputs) -> Any:
     return ops.keep(verified, block, ends)
 
 
+def _failure_of_round(ops: Ops, of: Inputs) -> Any:
+    """Return the codes of groups in each of which some law may be lost."""
+    block, ends = _block(of)
+    size, num_particles, num_steps = of.shape
+    log_p = of.normal(size, num_particles, num_steps + 1)
+    lost = [of.flags(0.5 / one[0].numel(), *one.shape) for one in (log_p, block.log_q)]
+    pairs = zip((log_p, block.log_q), lost, strict=True)
+    log_p, log_q = (one.masked_fill(where, torch.nan) for one, where in pairs)
+    return ops.failure_of_round(log_p, log_q, block.up_to_end, ends, ~block.present)
+
+
 def _population(ops: Ops, of: Inputs) -> Any:
     """Take particles through a round: from a table, on, to ancestors, and back."""
     (size, num_particles, num_steps), present = of.shape, of.present()
@@ -313,20 +324,21 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     arenas = Arenas(rows, committed, committed + arena)
     wanted = Wanted(
         rows=rows,
+        committed=committed,
         allocated=arenas.allocated,
-        starts=committed.unsqueeze(1).repeat(1, num_particles),
+        lengths=torch.zeros(size, num_particles, dtype=torch.int64, device=of.device),
         idle=of.flags(0.1, size, num_particles),
         unread=of.flags(0.5, size),
         num_particles=torch.full_like(committed, num_particles),
-        num_columns=torch.full_like(committed, columns),
+        num_steps=torch.full_like(committed, num_steps),
     )
-    slots = ledger.reserve(wanted, columns)
+    reserved = ledger.reserve(wanted, columns)
     ancestors = of.whole(0, num_particles, size, num_particles)
     ledger.descend(rows, committed=committed, ancestors=ancestors, max_tail=columns)
     lengths, counts = of.whole(1, columns + 1, size, num_particles), of.whole(0, 2, size)
     room: dict[str, Any] = {"max_tail": columns, "max_arena": arena}
     ledger.commit(arenas, lengths, counts, **room)
-    return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
+    return reserved, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 
 def _skinny(ops: Ops, of: Inputs) -> Any:
@@ -482,6 +494,7 @@ CHECKS = {
     "log_probs": Check("distribution", _log_probs),
     "log_sums": Check("distribution", lambda ops, of: _law(ops, of).log_sums()),
     "reweight_and_resample": Check("reweight_and_resample", _reweight_and_resample),
+    "failure_of_round": Check("failure_of_round", _failure_of_round),
     "population": Check("population", _population),
     "tally": Check("tally", _tally),
     "verify": Check("verify", _verify),

@@ -46,7 +46,6 @@ from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
 from sglang_smc.smc.trees import begin_trees
 from sglang_smc.smc.weighing import Block, Decision
-from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.request import state_of
 
@@ -79,26 +78,19 @@ class Steps:
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
-        starts = batch.committed.unsqueeze(1) + population.lengths
         wanted = Wanted(
             rows=batch.rows,
+            committed=batch.committed,
             allocated=batch.allocated,
-            starts=starts,
+            lengths=population.lengths,
             idle=population.ended,
             unread=population.unread,
             num_particles=batch.settings.num_particles,
-            num_columns=batch.settings.num_steps + 1,
+            num_steps=batch.settings.num_steps,
         )
-        slots = self.ledger.reserve(wanted, batch.shape.num_steps + 1)
-        locations = KVLocations(
-            rows=batch.rows,
-            committed=batch.committed,
-            particle_rows=self.ledger.particle_rows(batch.rows, batch.shape.num_particles),
-            max_tail=batch.shape.max_tail + 1,  # ended particles compute past their last token, too
-        )
-        slots = slots.permute(2, 0, 1).contiguous()  # contiguous for each draft step
-        column = torch.arange(-1, len(slots) - 1, device=starts.device)
-        return DraftSlots(slots, starts + column.view(-1, 1, 1), locations)
+        slots, positions, rows = self.ledger.reserve(wanted, batch.shape.num_steps + 1)
+        longest = batch.shape.max_tail + 1  # ended particles compute past their last token, too
+        return DraftSlots(slots, positions, KVLocations(batch.rows, batch.committed, rows, longest))
 
     def resize(self, batch: RoundBatch, population: Population) -> tuple[Population, torch.Tensor]:
         """Resample each group that changes its number of particles to the new number.
@@ -433,7 +425,9 @@ class Round:
         if Need.POTENTIALS in shape.needs:
             # Potentials ran in parallel; what is missing is waited for.
             before = start.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
-        failure = failure_of_round(log_p, drafts, ~before.ended)
+        failure = batch.ops.failure_of_round(
+            log_p, drafts.log_q, drafts.up_to_end, drafts.ends, before.ended
+        )
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens, failure)

@@ -26,12 +26,13 @@ class Wanted(NamedTuple):
     """The slots that a round needs. Places without a particle or column get the padding slot 0."""
 
     rows: torch.Tensor  # [G] int64 requests
-    allocated: torch.Tensor  # [G] int64 arena ends; the last num_particles * num_columns are free
-    starts: torch.Tensor  # [G, N] int64 first position to fill
+    committed: torch.Tensor  # [G] int64: where each arena begins
+    allocated: torch.Tensor  # [G] int64 arena ends; the last N * (K + 1) slots are free
+    lengths: torch.Tensor  # [G, N] int64 of the tails
     idle: torch.Tensor  # [G, N] bool: particles that get the padding slot
     unread: torch.Tensor  # [G] bool: the draft has yet to write the position before
-    num_particles: torch.Tensor  # [G] int64, of N
-    num_columns: torch.Tensor  # [G] int64
+    num_particles: torch.Tensor  # [G] int64 N of each
+    num_steps: torch.Tensor  # [G] int64 K of each
 
 
 class Arenas(NamedTuple):
@@ -109,29 +110,35 @@ class Ledger:
         first = self._first_rows[:num_particles]
         return torch.add(first, rows.unsqueeze(1), alpha=self.num_particles)
 
-    def reserve(self, wanted: Wanted, width: int) -> torch.Tensor:
-        """Assign each particle free slots for its next positions.
+    def reserve(
+        self, wanted: Wanted, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Assign each particle free slots for its next K + 1 positions.
 
         Args:
-            width: the most columns of any group.
+            width: the most of them of any group.
 
         Returns:
-            Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
-            ``unread``, else the padding slot; the others are also written to the particles' rows.
+            Slots and positions ``[1 + width, G, N]`` int64, and the particles' rows ``[G, N]``. The
+            first slot is that of the position before where it is ``unread``, else the padding slot;
+            the others are also written to the particles' rows.
         """
-        rows, allocated, starts, idle, unread, num_particles, num_columns = wanted
-        particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
-        column = torch.arange(width, device=rows.device)
-        per_particle = num_columns.view(-1, 1, 1)
-        first = (allocated - num_particles * num_columns).view(-1, 1, 1)
-        mine = (column < per_particle) & ~idle.unsqueeze(2)
-        place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
+        rows, committed, allocated, lengths, idle, unread, num_particles, num_steps = wanted
+        particle = torch.arange(lengths.shape[1], device=rows.device).view(1, -1, 1)
+        column = torch.arange(-1, width, device=rows.device)
+        per_particle = num_steps.view(-1, 1, 1) + 1
+        first = allocated.view(-1, 1, 1) - num_particles.view(-1, 1, 1) * per_particle
+        mine = (column[1:] < per_particle) & ~idle.unsqueeze(2)
+        place = (first + particle * per_particle + column[1:]).where(mine, 0)  # [G, N, width]
         slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
-        targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
-        self.tails[targets.unsqueeze(2), self._in_ring(next_place + column)] = slots
+        targets = self.particle_rows(rows, lengths.shape[1])
+        positions = (committed.unsqueeze(1) + lengths).unsqueeze(2) + column  # [G, N, 1 + width]
+        in_ring = self._in_ring(positions)
+        self.tails[targets.unsqueeze(2), in_ring[:, :, 1:]] = slots
         owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
-        before = self.tails[targets.unsqueeze(2), self._in_ring(next_place - 1)].where(owed, 0)
-        return torch.cat([before, slots], dim=2).long()
+        before = self.tails[targets.unsqueeze(2), in_ring[:, :, :1]].where(owed, 0)
+        found = torch.cat([before, slots], dim=2).long().permute(2, 0, 1).contiguous()
+        return found, positions.permute(2, 0, 1), targets
 
     def reenter(
         self, rows: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int

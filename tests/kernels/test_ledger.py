@@ -29,7 +29,7 @@ class Compared(Ledger):
         super().__init__(*tables, **sizes)
         self._sizes = sizes
 
-    def reserve(self, *arguments: Any) -> torch.Tensor:
+    def reserve(self, *arguments: Any) -> Any:
         return self._compare("reserve", *arguments)
 
     def descend(self, *arguments: Any, **more: Any) -> None:
@@ -47,7 +47,8 @@ class Compared(Ledger):
         for table, one in zip(copies, (self.table, self.tails), strict=True):
             assert torch.equal(table.cpu(), one)
         assert (other.rank == other.free_rank).all(), "marks were left behind"
-        assert expected is None or torch.equal(found.cpu(), expected)
+        for one, other in zip(found or (), expected or (), strict=True):
+            assert torch.equal(one.cpu(), other)
         return expected
 
 

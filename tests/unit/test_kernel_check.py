@@ -101,7 +101,8 @@ def test_a_distribution_that_lies_is_found(name: str) -> None:
 @pytest.mark.parametrize("method", ["reserve", "descend", "commit"])
 def test_a_ledger_that_does_nothing_is_found(method: str) -> None:
     def nothing(self: Ledger, wanted: Any, *_: Any, **__: Any) -> Any:
-        return torch.zeros(*wanted.starts.shape, 4).long() if method == "reserve" else None
+        none = torch.zeros(4, *wanted.lengths.shape).long()
+        return (none, none, none[0]) if method == "reserve" else None
 
     idle = type("Idle", (Ledger,), {method: nothing})
     assert failing(TORCH._replace(ledger=idle), "ledger") == ["ledger"]
