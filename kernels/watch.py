@@ -1,8 +1,8 @@
 """Compare p and q at a measured position: a copy for each draft step, and three launches.
 
-A row of p and one of q are read twice: tiles store the normalizing sums, and then their parts of
-the moments; one program a particle adds these up. Where nothing is measured, or a sequence does not
-reach the position, no row is read.
+Of p a round has the normalizing sums; tiles store those of q, and then their parts of the moments;
+one program a particle adds these up. Where nothing is measured, or a sequence does not reach the
+position, nothing is compared.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import dropped
-from sglang_smc.kernels.sample import _relative
+from sglang_smc.kernels.sample import log_probs_at, row_scale, summed
 from sglang_smc.kernels.tensors import check_contiguous, contiguous, tiles
 from sglang_smc.smc import fidelity
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path
-from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits of each distribution that a program reads
 _MOST = tl.constexpr(fidelity.MOST)
@@ -70,19 +68,14 @@ def watch(
         num_particles,
         len(p.scores) // len(q.scores),
     )
-    of_p, of_q = _of(p), _of(q)
-    vocab_size = p.scores.shape[1]
-    tile, num_tiles = tiles(vocab_size, _TILE)
-    num_draws = size * num_particles
-    found = _Found(
-        *torch.empty(7, num_draws, num_tiles, device=sums.device).unbind(), num_tiles, vocab_size
-    )
-    grid = num_draws, num_tiles
-    _sum_tile[grid](at, of_p, of_q, found, tile=tile, num_warps=8)
-    padded = triton.next_power_of_2(num_tiles)
-    _compare[grid](at, of_p, of_q, found, padded_tiles=padded, tile=tile, num_warps=8)
+    bare = (law._replace(rows=None, greedy=None) for law in (p, q))
+    (of_p, p_sums, sizes), (of_q, q_sums, _) = map(summed, bare)
+    laws, num_tiles = (of_p, p_sums, of_q, q_sums), q_sums.num_tiles
+    grid = size * num_particles, num_tiles
+    found = _Found(*torch.empty(3, *grid, device=sums.device).unbind(), num_tiles)
+    _compare[grid](at, laws, found, **sizes, num_warps=8)
     after = torch.empty_like(sums, memory_format=torch.contiguous_format)  # [G, N, 4]
-    _add[(num_draws,)](at, of_p, of_q, found, sums.contiguous(), after, padded_tiles=padded)
+    _add[grid[:1]](at, laws, found, sums.contiguous(), after, **sizes)
     return after
 
 
@@ -95,30 +88,13 @@ class _At(NamedTuple):
     num_columns: int  # K + 1
 
 
-class _Law(NamedTuple):
-    scores: torch.Tensor
-    stride: int
-    temperature: torch.Tensor
-    kept: KeptTokens | None
-
-
 class _Found(NamedTuple):
-    """The partial results of the tiles of each particle's two rows, ``[D, tiles]`` float32 each."""
+    """Parts of E l, E l^2 and E log p of the tiles of each particle's rows, ``[D, tiles]``."""
 
-    p_highest: torch.Tensor  # the largest logit over its temperature
-    p_total: torch.Tensor  # the sum of exponentials relative to `p_highest`
-    q_highest: torch.Tensor
-    q_total: torch.Tensor
-    ratio: torch.Tensor  # parts of E l, E l^2 and E log p
+    ratio: torch.Tensor
     square: torch.Tensor
     log_p: torch.Tensor
     num_tiles: int
-    vocab_size: int
-
-
-def _of(law: TokenDistribution) -> _Law:
-    check_contiguous(law.scores)
-    return _Law(law.scores, law.scores.stride(0), law.temperature.contiguous(), law.kept)
 
 
 @triton.jit
@@ -162,71 +138,25 @@ def _place(at, draw):
 
 
 @triton.jit
-def _scaled(law, found, row, group, columns):
-    """Return logits over temperature, -inf where filters cut."""
-    inside = columns < found.vocab_size
-    raw = tl.load(law.scores + row * law.stride + columns, mask=inside, other=-float("inf"))
-    raw = raw.to(tl.float32)
-    scaled = tl.div_rn(raw, tl.load(law.temperature + group).to(tl.float32))
-    if law.kept is not None:
-        scaled = tl.where(dropped(law.kept, row, raw, columns), -float("inf"), scaled)
-    return scaled
-
-
-@triton.jit
-def _leave(law, found, row, group, columns, highest, total):
-    scaled = _scaled(law, found, row, group, columns)
-    largest = tl.max(scaled, 0)
-    tl.store(highest, largest)
-    tl.store(total, tl.sum(_relative(scaled, largest), 0))
-
-
-@triton.jit
-def _sum_tile(at, p, q, found, tile: tl.constexpr):
-    draw = tl.program_id(0)
-    _, reached = _place(at, draw)
-    if reached:
-        part = tl.program_id(1)
-        columns = part * tile + tl.arange(0, tile)
-        p_row, q_row, group = _rows_of(at, draw)
-        to = draw * found.num_tiles + part
-        _leave(p, found, p_row, group, columns, found.p_highest + to, found.p_total + to)
-        _leave(q, found, q_row, group, columns, found.q_highest + to, found.q_total + to)
-
-
-@triton.jit
-def _norm(found, draw, highest, total, padded_tiles: tl.constexpr):
-    """Return the largest logit of a row, and the log of its sum of exponentials relative to it."""
-    part = tl.arange(0, padded_tiles)
-    inside = part < found.num_tiles
-    of_tile = tl.load(highest + draw * found.num_tiles + part, mask=inside, other=-float("inf"))
-    totals = tl.load(total + draw * found.num_tiles + part, mask=inside, other=0.0)
-    largest = tl.max(of_tile, 0)
-    factors = _relative(of_tile.to(tl.float64), largest.to(tl.float64))
-    return largest, tl.log(tl.sum(totals.to(tl.float64) * factors, 0)).to(tl.float32)
-
-
-@triton.jit
-def _logs(at, p, q, found, draw, columns, padded_tiles: tl.constexpr):
+def _logs(at, laws, draw, columns, padded_tiles: tl.constexpr):
     """Return log p of tokens, and log q - log p within its bounds."""
-    p_row, q_row, group = _rows_of(at, draw)
-    largest, log_sum = _norm(found, draw, found.p_highest, found.p_total, padded_tiles)
-    log_p = (_scaled(p, found, p_row, group, columns) - largest) - log_sum
-    largest, log_sum = _norm(found, draw, found.q_highest, found.q_total, padded_tiles)
-    log_q = (_scaled(q, found, q_row, group, columns) - largest) - log_sum
+    p, p_sums, q, q_sums = laws
+    p_row, q_row, _ = _rows_of(at, draw)
+    log_p = log_probs_at(p, p_row, row_scale(p, p_sums, p_row, padded_tiles), columns)
+    log_q = log_probs_at(q, q_row, row_scale(q, q_sums, q_row, padded_tiles), columns)
     ratio = log_q - log_p
     ratio = tl.where(ratio == ratio, ratio, 0.0)  # the token has mass in neither distribution
     return log_p, tl.minimum(tl.maximum(ratio, -_MOST), _MOST)
 
 
 @triton.jit
-def _compare(at, p, q, found, padded_tiles: tl.constexpr, tile: tl.constexpr):
+def _compare(at, laws, found, padded_tiles: tl.constexpr, tile: tl.constexpr):
     draw = tl.program_id(0)
     _, reached = _place(at, draw)
     if reached:
         part = tl.program_id(1)
         columns = part * tile + tl.arange(0, tile)
-        log_p, ratio = _logs(at, p, q, found, draw, columns, padded_tiles)
+        log_p, ratio = _logs(at, laws, draw, columns, padded_tiles)
         mass, to = tl.exp(log_p), draw * found.num_tiles + part
         tl.store(found.ratio + to, tl.sum(mass * ratio, 0))
         tl.store(found.square + to, tl.sum(mass * ratio * ratio, 0))
@@ -241,7 +171,7 @@ def _mean(found, draw, parts, padded_tiles: tl.constexpr):
 
 
 @triton.jit
-def _add(at, p, q, found, sums, after, padded_tiles: tl.constexpr):
+def _add(at, laws, found, sums, after, padded_tiles: tl.constexpr, tile: tl.constexpr):
     draw = tl.program_id(0)
     pull = tl.load(sums + 4 * draw)
     information = tl.load(sums + 4 * draw + 1)
@@ -252,7 +182,7 @@ def _add(at, p, q, found, sums, after, padded_tiles: tl.constexpr):
         group = draw // at.num_particles
         tail = group.to(tl.int64) * at.strides[0] + draw % at.num_particles * at.strides[1]
         token = tl.load(at.path.tails + tail + place * at.strides[2])
-        log_p, ratio = _logs(at, p, q, found, draw, token, padded_tiles)
+        log_p, ratio = _logs(at, laws, draw, token, padded_tiles)
         mean = _mean(found, draw, found.ratio, padded_tiles)
         square = _mean(found, draw, found.square, padded_tiles)
         column, drafted, _ = _columns(at.path.coins, at.path.num_steps, group)
