@@ -1,10 +1,11 @@
-"""Compare p and q at a measured position: a copy for each draft step, and three launches.
+"""Compare p and q at a measured position: four launches, the first of them a copy.
 
 Of p a round has the normalizing sums; tiles store those of q, and then their parts of the moments;
 one program a particle adds these up. Where nothing is measured, or a sequence does not reach the
 position, nothing is compared.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,31 +24,24 @@ _LEAST = tl.constexpr(fidelity.LEAST)
 
 
 def keep_column(
-    held: torch.Tensor | None,
-    scores: torch.Tensor,
-    coins: torch.Tensor,
-    num_steps: torch.Tensor,
-    step: int,
+    scores: Sequence[torch.Tensor], coins: torch.Tensor, num_steps: torch.Tensor
 ) -> torch.Tensor:
-    """Store a step's draft scores where a group measures that step, in one launch.
+    """Copy the draft scores of each group's measured column, in one launch.
 
-    Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments; the tensor is allocated at the
-    first step, and rows of later steps are undefined until then.
+    Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments.
     """
-    check_contiguous(scores)
-    num_rows, vocab_size = scores.shape
-    if held is None:
-        held = torch.empty(num_rows, vocab_size, dtype=scores.dtype, device=scores.device)
+    for of_step in scores:
+        check_contiguous(of_step)
+    num_rows, vocab_size = scores[0].shape
+    held = torch.empty_like(scores[0], memory_format=torch.contiguous_format)  # [G * N, V]
     tile, num_tiles = tiles(vocab_size, _TILE)
     _keep[(num_rows, num_tiles)](
-        coins.contiguous(),
-        num_steps.contiguous(),
+        *contiguous((coins, num_steps)),
+        tuple(scores),
+        tuple(of_step.stride(0) for of_step in scores),
         held,
-        scores,
-        scores.stride(0),
         vocab_size,
         num_rows // len(num_steps),
-        step,
         tile=tile,
         num_warps=8,
     )
@@ -106,16 +100,15 @@ def _columns(coins, num_steps, group):
 
 
 @triton.jit
-def _keep(
-    coins, num_steps, held, scores, stride, vocab_size, num_particles, step, tile: tl.constexpr
-):
+def _keep(coins, num_steps, scores, strides, held, vocab_size, num_particles, tile: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _, drafted, _ = _columns(coins, num_steps, row // num_particles)
-    if drafted == step:
-        tokens = tl.program_id(1) * tile + tl.arange(0, tile)
-        inside = tokens < vocab_size
-        values = tl.load(scores + row * stride + tokens, mask=inside)
-        tl.store(held + row * vocab_size + tokens, values, mask=inside)
+    tokens = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = tokens < vocab_size
+    for step in tl.static_range(len(scores)):
+        if step == drafted:
+            values = tl.load(scores[step] + row * strides[step] + tokens, mask=inside)
+            tl.store(held + row * vocab_size + tokens, values, mask=inside)
 
 
 @triton.jit

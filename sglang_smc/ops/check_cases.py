@@ -282,10 +282,9 @@ def _verify(ops: Ops, of: Inputs) -> Any:
 
 
 def _keep_column(ops: Ops, of: Inputs) -> Any:
-    coins, num_steps, held = of.uniforms(NUM_GROUPS), of.whole(1, of.shape[2] + 1, NUM_GROUPS), None
-    for step in range(of.shape[2]):
-        held = ops.keep_column(held, of.logits(NUM_GROUPS * of.shape[1]), coins, num_steps, step)
-    return held
+    coins, num_steps = of.uniforms(NUM_GROUPS), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
+    scores = [of.logits(NUM_GROUPS * of.shape[1]) for _ in range(of.shape[2])]
+    return ops.keep_column(scores, coins, num_steps)
 
 
 def _watch(ops: Ops, of: Inputs) -> Any:

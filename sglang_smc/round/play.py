@@ -145,7 +145,7 @@ class Steps:
         if is_tree is not None:
             ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
             tree = begin_trees(is_tree, ahead, population.ended, prunes=runs_texts_once)
-        measured = tokens = None
+        tokens = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
@@ -170,8 +170,8 @@ class Steps:
             drawn.append(tokens)
             log_q.append(scored)
             distributions.append(q)
-            measured = self.ops.keep_column(measured, q.scores, coins, settings.num_steps, step)
-        assert measured is not None
+        each = [q.scores for q in distributions]
+        measured = self.ops.keep_column(each, coins, settings.num_steps)
         if matches is None:
             logits = measured.unflatten(0, batch.output_lengths.shape)
             measured_q = distribution(logits)

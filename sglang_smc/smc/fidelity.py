@@ -17,6 +17,7 @@ Column K is the bonus token that the target draws after a whole block, where the
 enters with its expectation: zero for the two sums, and for the information that of column K - 1.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,28 +52,19 @@ def _drafted(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
 
 
 def keep_column(
-    held: torch.Tensor | None,
-    scores: torch.Tensor,
-    coins: torch.Tensor,
-    num_steps: torch.Tensor,
-    step: int,
+    scores: Sequence[torch.Tensor], coins: torch.Tensor, num_steps: torch.Tensor
 ) -> torch.Tensor:
-    """Store a step's draft scores for the groups that measure this column, or K at the last step.
+    """Return the draft scores of each group's measured column, K - 1 for column K, ``[G * N, V]``.
 
     Args:
-        held: ``[G * N, V]`` of the earlier steps, None at the first; it may be overwritten.
-        scores: ``[G * N, V]`` of this step.
+        scores: ``[G * N, V]`` of each draft step.
         coins, num_steps: ``[G]`` of `columns`.
-        step: 0 to K - 1.
-
-    Returns:
-        ``[G * N, V]``; undefined for groups before their measured step.
     """
-    if held is None:
-        return scores
-    here = (_drafted(coins, num_steps) == step).view(-1, 1, 1)  # [G, 1, 1]
-    shape = len(coins), -1
-    return torch.where(here, scores.unflatten(0, shape), held.unflatten(0, shape)).flatten(0, 1)
+    found, drafted = scores[0], _drafted(coins, num_steps).view(-1, 1, 1)  # [G, 1, 1]
+    for step, of_step in enumerate(scores[1:], 1):
+        of_groups = (one.unflatten(0, (len(coins), -1)) for one in (of_step, found))
+        found = torch.where(drafted == step, *of_groups).flatten(0, 1)
+    return found
 
 
 class Path(NamedTuple):
@@ -95,7 +87,7 @@ def watch(
     Args:
         sums: of each particle after resampling.
         p: of ``G * N * (K + 1)`` rows; that of column k follows a chain's first k tokens.
-        q: of ``G * N`` rows, those that `keep_column` returned.
+        q: of ``G * N`` rows, those of `keep_column`.
     """
     coins, num_steps, measured, ancestors, starts, lengths, tails = path
     size, num_particles, _ = sums.shape
