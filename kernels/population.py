@@ -51,7 +51,8 @@ def _bare(population: Population) -> Population:
 
 
 def _like(population: Population, *names: str) -> dict[str, torch.Tensor]:
-    return {name: torch.empty_like(getattr(population, name)) for name in names}
+    kind = {"memory_format": torch.contiguous_format}
+    return {name: torch.empty_like(getattr(population, name), **kind) for name in names}
 
 
 def _launch(kernel: Any, num_groups: int, num_particles: int, *arguments: Any) -> None:
@@ -141,7 +142,7 @@ def narrow(
     scores, whole = population.scores, torch.empty_like(seeds)
     found = Narrowed(
         population._replace(**_like(population, *own)),
-        ancestors=torch.empty_like(population.lengths),
+        ancestors=seeds.new_empty(population.lengths.shape),
         dropped=torch.empty_like(seeds, dtype=torch.bool),
         log_evidence=torch.empty_like(population.log_evidence),
         num_common=whole,
@@ -165,62 +166,55 @@ def _copy_history(source, target, at, to, here):
 
 
 @triton.jit
-def _copy_columns(source, target, row, to_row, at, to, here):
-    """Copy what has no tokens, and does not change as tokens are emitted."""
-    _copy_history(source, target, at, to, here)
-    tl.store(target.ended + to, tl.load(source.ended + at, mask=here), mask=here)
-    tl.store(target.present + to, tl.load(source.present + at, mask=here), mask=here)
-    tl.store(target.log_weights + to, tl.load(source.log_weights + at, mask=here), mask=here)
-    tl.store(target.log_evidence + to_row, tl.load(source.log_evidence + row))
-    tl.store(target.unread + to_row, tl.load(source.unread + row))
-
-
-@triton.jit
-def _copy_texts(source, target, at, to, here, width, shift):
-    """Copy texts without their first ``shift`` tokens."""
+def _copy(source, target, rows, places, here, width, shift):
+    """Copy a row of particles without the first ``shift`` tokens; return what these had before."""
+    of_source, of_target = source.columns, target.columns
+    (row, to_row), (at, to) = rows, places
+    _copy_history(of_source, of_target, at, to, here)
+    tl.store(of_target.ended + to, tl.load(of_source.ended + at, mask=here), mask=here)
+    tl.store(of_target.present + to, tl.load(of_source.present + at, mask=here), mask=here)
+    weight = tl.load(of_source.log_weights + at, mask=here)
+    tl.store(of_target.log_weights + to, weight, mask=here)
+    tl.store(of_target.log_evidence + to_row, tl.load(of_source.log_evidence + row))
+    tl.store(of_target.unread + to_row, tl.load(of_source.unread + row))
     for start in range(0, width, _BLOCK):
         column = start + tl.arange(0, _BLOCK)[None, :]
         inside = here[:, None] & (column < width)
         place = at[:, None] * source.width + tl.minimum(column + shift, width - 1)
-        tokens = tl.load(source.columns.texts + place, mask=inside)
-        tl.store(target.columns.texts + to[:, None] * target.width + column, tokens, mask=inside)
+        tokens = tl.load(of_source.texts + place, mask=inside)
+        tl.store(of_target.texts + to[:, None] * target.width + column, tokens, mask=inside)
+    length = tl.load(of_source.lengths + at, mask=here, other=0)
+    emitted = tl.load(of_source.num_emitted + row)
+    tl.store(of_target.lengths + to, tl.maximum(length - shift, 0), mask=here)
+    tl.store(of_target.num_emitted + to_row, emitted + shift)
+    return length, emitted
 
 
 @triton.jit
 def _gather(table, found, rows, begun, padded: tl.constexpr):
     group, particle, own, here = _members(found.num_particles, padded)
-    source, target = table.columns, found.columns
     output_lengths, last_two, position = begun
     row = tl.load(rows + group)
     at = row * table.num_particles + particle
-    _copy_columns(source, target, row, group, at, own, here)
-    _copy_texts(table, found, at, own, here, found.width, 0)
-    length, emitted = tl.load(source.lengths + at, mask=here), tl.load(source.num_emitted + row)
-    tl.store(target.lengths + own, length, mask=here)
-    tl.store(target.num_emitted + group, emitted)
+    length, emitted = _copy(table, found, (row, group), (at, own), here, found.width, 0)
     tl.store(output_lengths + own, emitted + length, mask=here)
-    last = source.texts + at * table.width + length
+    last = table.columns.texts + at * table.width + length
     tl.store(last_two + 2 * own, tl.load(last, mask=here), mask=here)
     tl.store(last_two + 2 * own + 1, tl.load(last + 1, mask=here), mask=here)
-    longest = tl.max(tl.where(here, length, 0), 0)
-    runs = here & (tl.load(source.ended + at, mask=here, other=1) == 0)
-    tl.store(position + group, emitted + tl.min(tl.where(runs, length, longest), 0))
+    runs = here & (tl.load(table.columns.ended + at, mask=here, other=1) == 0)
+    shortest = tl.min(tl.where(runs, length, tl.max(length, 0)), 0)
+    tl.store(position + group, emitted + shortest)
 
 
 @triton.jit
 def _store(population, table, rows, counts, last, padded: tl.constexpr):
     group, particle, own, here = _members(population.num_particles, padded)
-    source, target = population.columns, table.columns
     row, count = tl.load(rows + group), tl.load(counts + group)
     to = row * table.num_particles + particle
-    _copy_columns(source, target, group, row, own, to, here)
-    _copy_texts(population, table, own, to, here, population.width, count)
-    length = tl.maximum(tl.load(source.lengths + own, mask=here) - count, 0)
-    tl.store(target.lengths + to, length, mask=here)
-    tl.store(target.num_emitted + row, tl.load(source.num_emitted + group) + count)
+    _copy(population, table, (group, row), (own, to), here, population.width, count)
     first = group * population.num_particles * population.width
     place = tl.minimum(count + 1, population.width - 1)
-    tl.store(last + group, tl.load(source.texts + first + place))
+    tl.store(last + group, tl.load(population.columns.texts + first + place))
 
 
 @triton.jit

@@ -9,12 +9,10 @@ import triton.language as tl
 
 from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
-from sglang_smc.smc.weighing import SCHEMES, Block, Decision, Failure
+from sglang_smc.smc.weighing import SCHEMES, Block, Decision
 
 _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
-_TARGET = tl.constexpr(int(Failure.TARGET_LOGITS))
-_DRAFT = tl.constexpr(int(Failure.DRAFT_LOGITS))
 
 
 class _Sizes(NamedTuple):
@@ -69,25 +67,6 @@ def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:
     )
     _launch(_keep, block, verified, ends.contiguous(), kept)
     return kept
-
-
-def failure_of_round(
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    ends: torch.Tensor,
-    ended: torch.Tensor,
-) -> torch.Tensor:
-    """Return the failure codes of a round in which logits gave no distribution.
-
-    Reference: `sglang_smc.smc.weighing.failure_of_round`, same arguments.
-    """
-    size, num_particles, num_columns = log_p.shape
-    found = torch.empty(size, dtype=torch.int64, device=log_p.device)  # [G]
-    padded = triton.next_power_of_2(num_particles), triton.next_power_of_2(num_columns)
-    given = tuple(contiguous((log_p, log_q, up_to_end, ends, ended)))
-    _find_failure[(size,)](given, found, num_particles, num_columns, *padded)
-    return found
 
 
 def _launch(kernel: Any, block: Block, *others: Any) -> None:
@@ -314,32 +293,6 @@ def _keep(
     tl.store(kept.rejects + group, (tl.load(found.rejects + group) != 0) & (~by_block))
     tl.store(kept.row + group, row)
     tl.store(kept.ess + group, ess)
-
-
-@triton.jit
-def _find_failure(
-    given,
-    found,
-    num_particles,
-    num_columns,
-    padded_particles: tl.constexpr,
-    padded_columns: tl.constexpr,
-):
-    log_p, log_q, up_to_end, ends, ended = given
-    group, _, own, here = _members(num_particles, padded_particles)
-    column = tl.arange(0, padded_columns)[None, :]  # of p; none is drafted before the first
-    drafted = here[:, None] & (column > 0) & (column < num_columns)
-    at = own[:, None] * (num_columns - 1) + column - 1
-    is_open = tl.load(up_to_end + at, mask=drafted, other=0) != 0
-    goes_on = is_open & (tl.load(ends + at, mask=drafted, other=0) == 0)
-    is_live = tl.load(ended + own, mask=here, other=1) == 0
-    needed = goes_on | (is_live[:, None] & (column == 0))
-    target = tl.load(log_p + own[:, None] * num_columns + column, mask=needed, other=0.0)
-    draft = tl.load(log_q + at, mask=is_open, other=0.0)
-    code = tl.where(draft != draft, _DRAFT, 0)
-    by_target = tl.max(tl.max((target != target).to(tl.int32), 1), 0)
-    code = tl.where(by_target != 0, _TARGET, tl.max(tl.max(code, 1), 0))
-    tl.store(found + group, code.to(tl.int64))
 
 
 @triton.jit

@@ -214,17 +214,6 @@ def _keep(ops: Ops, of: Inputs) -> Any:
     return ops.keep(verified, block, ends)
 
 
-def _failure_of_round(ops: Ops, of: Inputs) -> Any:
-    """Return the codes of groups in each of which some law may be lost."""
-    block, ends = _block(of)
-    size, num_particles, num_steps = of.shape
-    log_p = of.normal(size, num_particles, num_steps + 1)
-    lost = [of.flags(0.5 / one[0].numel(), *one.shape) for one in (log_p, block.log_q)]
-    pairs = zip((log_p, block.log_q), lost, strict=True)
-    log_p, log_q = (one.masked_fill(where, torch.nan) for one, where in pairs)
-    return ops.failure_of_round(log_p, log_q, block.up_to_end, ends, ~block.present)
-
-
 def _population(ops: Ops, of: Inputs) -> Any:
     """Take particles through a round: from a table, on, to ancestors, and back."""
     (size, num_particles, num_steps), present = of.shape, of.present()
@@ -493,7 +482,6 @@ CHECKS = {
     "log_probs": Check("distribution", _log_probs),
     "log_sums": Check("distribution", lambda ops, of: _law(ops, of).log_sums()),
     "reweight_and_resample": Check("reweight_and_resample", _reweight_and_resample),
-    "failure_of_round": Check("failure_of_round", _failure_of_round),
     "population": Check("population", _population),
     "tally": Check("tally", _tally),
     "verify": Check("verify", _verify),

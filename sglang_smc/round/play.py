@@ -46,6 +46,7 @@ from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
 from sglang_smc.smc.trees import begin_trees
 from sglang_smc.smc.weighing import Block, Decision
+from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.request import state_of
 
@@ -425,9 +426,7 @@ class Round:
         if Need.POTENTIALS in shape.needs:
             # Potentials ran in parallel; what is missing is waited for.
             before = start.apply_potentials(batch.rules.scores(batch.reqs, batch.output_lengths))
-        failure = batch.ops.failure_of_round(
-            log_p, drafts.log_q, drafts.up_to_end, drafts.ends, before.ended
-        )
+        failure = failure_of_round(log_p, drafts, ~before.ended)
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens, failure)

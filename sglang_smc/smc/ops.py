@@ -109,7 +109,6 @@ class Ops(NamedTuple):
     edit_logits: Callable[..., None] = edits.edit_logits
     count_tokens: Callable[..., None] = edits.count_tokens
     reweight_and_resample: Callable[..., weighing.Decision] = weighing.reweight_and_resample
-    failure_of_round: Callable[..., torch.Tensor] = weighing.failure_of_round
     tally: Callable[..., torch.Tensor] = tally
     verify: Callable[..., Verified] = verification.verify
     keep: Callable[..., Kept] = verification.keep

@@ -18,6 +18,7 @@ import torch
 
 from sglang_smc.smc.deciding import Decider, Drafts, Plain, Scored, VerifyEach, Weigh, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import NO_TAIL, Population
 from sglang_smc.smc.randomness import Purpose
@@ -116,7 +117,7 @@ class Round:
             present=none == 0,
             roots=torch.arange(num_particles, device=device).expand_as(none),
             unread=none[:, 0].bool(),
-            fidelity=none.double().unsqueeze(2),
+            fidelity=none.double().unsqueeze(2).expand(-1, -1, len(NAMES)),
         )
         return State(prompts, population)
 

@@ -33,47 +33,11 @@ drawn from the weights, represent the same distribution as N do. The mean weight
 the evidence, so Z-hat stays unbiased, and particles stay properly weighted.
 """
 
-from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 import torch
 
 SCHEMES = ("systematic", "stratified", "multinomial")
-
-
-class Failure(IntEnum):
-    """Code by which the device reports why a request cannot continue; 0 is none."""
-
-    TARGET_LOGITS = 1
-    DRAFT_LOGITS = 2
-
-
-def failure_of_round(
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    up_to_end: torch.Tensor,
-    ends: torch.Tensor,
-    ended: torch.Tensor,
-) -> torch.Tensor:
-    """Return the failure codes ``[G]`` of a round in which logits gave no distribution.
-
-    Args:
-        log_p: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
-            give no distribution, since its normaliser is NaN then.
-        log_q: ``[G, N, K]`` of the drafts, NaN likewise.
-        up_to_end, ends: ``[G, N, K]`` bool of `smc.deciding.Drafts`.
-        ended: ``[G, N]`` bool: before the round, or not present.
-    """
-    # The target's distribution is needed after each column, unless the sequence ends there.
-    needed = torch.cat([~ended.unsqueeze(2), up_to_end & ~ends], dim=2)  # [G, N, K + 1]
-    is_broken = (log_p.isnan() & needed).flatten(1).any(1)
-    return failure_codes(is_broken, (log_q.isnan() & up_to_end).flatten(1).any(1))
-
-
-def failure_codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """Return the codes of flags ``[G]``; a failure of the target takes precedence."""
-    code = torch.where(draft, int(Failure.DRAFT_LOGITS), 0)
-    return torch.where(target, int(Failure.TARGET_LOGITS), code)
 
 
 def ancestors_of(

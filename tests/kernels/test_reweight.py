@@ -104,17 +104,3 @@ def test_what_is_kept(c: Case, device: str) -> None:
     )
     arguments = [found, block, ends]
     assert_same(kernel.keep, verification.keep, arguments, device, rounding=1e-12)
-
-
-@drawn(12, num_groups=[1, 5], num_particles=[1, 3, 8], num_steps=[0, 1, 7], p_lost=[0.02, 0.3])
-def test_failures(c: Case, device: str) -> None:
-    """Laws that are lost before and behind ends, of ended texts and of none."""
-    shape = c.num_groups, c.num_particles
-    log_p, log_q = (c.normal(*shape, c.num_steps + more) for more in (1, 0))
-    log_p, log_q = (
-        of.masked_fill(c.flags(c.p_lost, *of.shape), torch.nan) for of in (log_p, log_q)
-    )
-    ended, ends = c.flags(0.3, *shape), c.flags(0.2, *log_q.shape)
-    up_to_end = c.flags(0.7, *log_q.shape) & ~ended.unsqueeze(2)
-    arguments = log_p, log_q, up_to_end, ends, ended
-    assert_same(kernel.failure_of_round, weighing.failure_of_round, arguments, device)

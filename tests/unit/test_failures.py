@@ -15,8 +15,9 @@ from toy_request import begun
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc.weighing import Failure, failure_of_round
+from sglang_smc.smc.deciding import Drafts
 from sglang_smc.state import failures
+from sglang_smc.state.failures import Failure
 from sglang_smc.state.metrics import Monitor
 
 NAN, INF = float("nan"), float("inf")
@@ -88,14 +89,15 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     """Two particles, two columns: the first ends with its first token, the second goes on."""
     up_to_end = torch.tensor([[[True, False], [True, True]]])
     ends = torch.tensor([[[True, False], [False, False]]])
-    ended = torch.tensor([[False, False]])
+    live = torch.tensor([[True, True]])
 
     def code(target: tuple[int, int] | None, draft: tuple[int, int] | None) -> int:
         log_p, log_q = torch.zeros(1, 2, 3), torch.zeros(1, 2, 2)
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
-        return int(failure_of_round(log_p, log_q, up_to_end, ends, ended))
+        drafts = Drafts(up_to_end.long(), log_q, ends, up_to_end, None)
+        return int(failures.failure_of_round(log_p, drafts, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -104,7 +106,8 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     assert drafted == {(0, 0), (1, 0), (1, 1)}
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
     lost, closed = torch.full((1, 2, 3), NAN), up_to_end & False
-    assert int(failure_of_round(lost, lost[:, :, :2], closed, ends, ~ended)) == 0
+    drafts = Drafts(up_to_end.long(), lost[:, :, :2], ends, closed, None)
+    assert int(failures.failure_of_round(lost, drafts, live & False)) == 0
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
