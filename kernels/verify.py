@@ -407,24 +407,17 @@ def _add_up_residual(
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Store a tile's part of a node's residual; a node without children keeps its share."""
-    node, part, own = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     for column in tl.static_range(num_columns):
-        if column == own:
-            _add_up(tree, layers, columns[column], node, part, padded_chains, padded_tiles, tile)
+        if column == tl.program_id(2):
+            _add_up(tree, layers, columns[column], padded_chains, padded_tiles, tile)
 
 
 @triton.jit
 def _add_up(
-    tree,
-    layers,
-    at,
-    node,
-    part,
-    padded_chains: tl.constexpr,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
+    tree, layers, at, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
 ):
+    """Store a tile's part of a node's residual; a node without children keeps its share."""
+    node, part = tl.program_id(0), tl.program_id(1)
     splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
     of_layer = at.column * at.num_nodes + node
     share = tl.load(layers.shares + of_layer)
