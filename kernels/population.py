@@ -169,7 +169,8 @@ def _copy_history(source, target, at, to, here):
 def _copy(source, target, rows, places, here, width, shift):
     """Copy a row of particles without the first ``shift`` tokens; return what these had before."""
     of_source, of_target = source.columns, target.columns
-    (row, to_row), (at, to) = rows, places
+    row, to_row = rows
+    at, to = places
     _copy_history(of_source, of_target, at, to, here)
     tl.store(of_target.ended + to, tl.load(of_source.ended + at, mask=here), mask=here)
     tl.store(of_target.present + to, tl.load(of_source.present + at, mask=here), mask=here)
