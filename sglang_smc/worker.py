@@ -186,13 +186,14 @@ class SMCWorker(WeightUpdates):
         """Launch a round; the host reads its result after the device has finished it."""
         shape = shape_of(batch.reqs, batch.return_logprob)
         inputs = RoundInputs.of(batch, self.device)
-        if shape.skips_draft and self._steps.draft.defers_reading:
+        recordings, launched, *_ = self._captures
+        recorded = None if recordings is None else recordings.find(shape)
+        played = shape if recorded is None else recorded.shape
+        if played.skips_draft and self._steps.draft.defers_reading:
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)
         resized = self._round.resize(inputs, shape, batch.reqs)
-        recordings, launched, *_ = self._captures
-        recorded = None if recordings is None else recordings.find(shape)
         if recorded is not None:
             outcome = recorded.replay(inputs)
         elif launched is None or len(batch.reqs) <= launched:

@@ -29,22 +29,43 @@ class ReadSlots:
 
 
 class FromStates:
-    """Stands in for `EagleForward`: the law behind a context and a token."""
+    """Stands in for `EagleForward`: the law behind a context and a token.
 
-    def __init__(self, language: Language) -> None:
-        self.language = language
+    The key of a pair is its context; all keys of a committed text, which the ``target`` has read,
+    must be there when the head drafts.
+    """
+
+    def __init__(self, language: Language, target: SlotModel) -> None:
+        self.language, self.target = language, target
+        self.keys = torch.full_like(target._tokens, -1)  # [slots]
 
     attn_backend: Any = None
 
     def pair_logits(
         self, chains: Chains, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = states.long().squeeze(2) + Language.terms(chains.tokens.squeeze(2), chains.starts)
-        own %= NUM_CONTEXTS
+        self.read(chains, states.unsqueeze(2))
+        if self.keys.device.type == "cpu":  # others must not wait
+            self.check_keys(chains)
+        own = self.contexts(chains, states.unsqueeze(2)).squeeze(2)
         return self.language.logits[own], own.unsqueeze(2).float()
 
-    def read(self, *_: Any) -> None:
-        pass
+    def read(self, chains: Chains, states: torch.Tensor) -> None:
+        self.keys[chains.slots] = self.contexts(chains, states)
+
+    @staticmethod
+    def contexts(chains: Chains, states: torch.Tensor) -> torch.Tensor:
+        column = torch.arange(chains.tokens.shape[2], device=states.device)
+        places = chains.starts.unsqueeze(2) + column
+        return (states.long().squeeze(3) + Language.terms(chains.tokens, places)) % NUM_CONTEXTS
+
+    def check_keys(self, chains: Chains) -> None:
+        slots = self.target.slots_of(chains.locations)  # [G, N, width]
+        place = torch.arange(slots.shape[2])
+        sums = Language.terms(self.target.texts(chains.locations), place).cumsum(2) % NUM_CONTEXTS
+        is_read = (place >= len(PROMPT)) & (place < chains.locations.committed.view(-1, 1, 1))
+        is_read = is_read & (chains.slots > 0)  # of particles that go on
+        assert torch.equal(self.keys[slots][is_read], sums[is_read]), "a key is missing"
 
 
 class HeadWorker(ToyWorker):
@@ -55,10 +76,11 @@ class HeadWorker(ToyWorker):
         ledger = worker._tables.ledger
         columns = self.config.num_steps + 1
         self.states = StateTable.of(ledger, num_columns=columns, width=1, dtype=torch.float32)
-        forward: Any = FromStates(self.draft.language)
+        forward: Any = FromStates(self.draft.language, self.target)
         nobody: Any = None  # who reads prompts
         rest = {"target": nobody, "ledger": ledger, "num_particles": 0}
         head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
+        worker._prefill._draft = head
         target: Any = ReadSlots(self.target, head)
         worker._steps = Steps(target, head, ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables)

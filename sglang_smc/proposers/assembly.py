@@ -237,7 +237,7 @@ def assemble(
         passes.reader = BlockHead(forward, kinds.mask_token(config), **own)
         return passes, passes.reader
     width = kinds.num_states(runner.model_config) * of_target.model_config.hidden_size
-    forward = EagleForward(runner, tails, kernels, num_columns)
+    forward = EagleForward(runner, tails, kernels, num_columns + 2)
     leave_rotations(model, forward.attn_backend)
     _fuse(model, forward, skinny)
     passes.reader = EagleHead(

@@ -77,9 +77,17 @@ class DraftProposer(ABC):
         """Read the last tokens in a round without drafts; arguments as in `first_logits`."""
         return None
 
+    def defer(self, chains: Chains) -> None:
+        """Note what `catch_up` will need of the tokens that the target is about to run."""
+        return None
+
     def catch_up(self, chains: Chains) -> None:
         """Read committed tokens of rounds without drafts, if the proposer `defers_reading`."""
         return None
+
+    def read_deferred(self, rows: torch.Tensor) -> bool:
+        """Read what `defer` has noted of requests ``[R]``; return False if it notes nothing."""
+        return False
 
     def recorded(self, recording: PassRecording) -> "DraftProposer":
         """Return a proposer with captured passes, for rounds that are launched from the host."""

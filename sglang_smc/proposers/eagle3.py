@@ -33,7 +33,7 @@ from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
-from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
+from sglang_smc.proposers.hidden_states import DeferredPairs, ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.smc.ledger import KVLocations, Ledger
 
@@ -122,7 +122,7 @@ class EagleHead(DraftProposer):
     ``hot`` and ``vocab_size`` are as in `to_full_vocabulary`.
     """
 
-    wants_states = True
+    wants_states = defers_reading = True
     least_temperature = 0.8
 
     def __init__(
@@ -140,11 +140,13 @@ class EagleHead(DraftProposer):
         self._hot, self._vocab_size = hot, vocab_size
         self._ledger, self._num_particles = ledger, num_particles
         self.attn_backend = forward.attn_backend
+        # Of K + 1 rounds, one that the host does not know yet, and a first token.
+        self._deferred = DeferredPairs.of(ledger, table.num_columns + 2, table.states)
         self._own: torch.Tensor  # [G, N, H] states of the running round
 
     @property
     def state_bytes(self) -> int:
-        return tensor_bytes((self._table.states, self._table.readers))
+        return tensor_bytes((self._table.states, self._table.readers, self._deferred.states))
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the last token with the target's state; see `DraftProposer.first_logits`."""
@@ -159,6 +161,16 @@ class EagleHead(DraftProposer):
         """Write the last token's key; see `DraftProposer.read_without_logits`."""
         states = self._table.before(at.positions[1], at.locations.particle_rows)
         self._forward.read(at.chains(last_two[:, :, 1:], 1), states.unsqueeze(2))
+
+    def defer(self, chains: Chains) -> None:
+        """Keep the last token with the state before it; see `DraftProposer.defer`."""
+        states = self._table.before(chains.starts, chains.locations.particle_rows)
+        self._deferred.add(chains, states.flatten(0, 1))
+
+    def read_deferred(self, rows: torch.Tensor) -> bool:
+        """Write the keys of the tokens kept by `defer`; see `DraftProposer.read_deferred`."""
+        self._forward.read(*self._deferred.take(rows, self._ledger))
+        return True
 
     def _logits(self, chains: Chains, states: torch.Tensor) -> torch.Tensor:
         logits, self._own = self._forward.pair_logits(chains, states)
@@ -192,6 +204,7 @@ class EagleHead(DraftProposer):
         with suppress(KeysWritten), context, torch.no_grad():
             self._forward.read_batch(pairs)
         rows, last = batch.req_pool_indices, ends - 1
+        self._deferred.counts.index_fill_(0, rows, 0)
         self._table.keep_prompts(
             target.out_cache_loc[last].long(),
             target.seq_lens.long(),

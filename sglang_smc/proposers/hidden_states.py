@@ -119,3 +119,45 @@ class StateTable(NamedTuple):
         """
         seed_tail(self.tails, particle_rows, lengths, slots)
         self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))
+
+
+class DeferredPairs(NamedTuple):
+    """Pairs of each request that a head has yet to read, of rounds without drafts.
+
+    A pair is a token and the hidden state before it. ``B`` is the most of a request.
+    """
+
+    tokens: torch.Tensor  # [rows, B] int64
+    slots: torch.Tensor  # [rows, B] int64, in which their keys belong
+    states: torch.Tensor  # [rows, B, F]
+    counts: torch.Tensor  # [rows] int64
+    ends: torch.Tensor  # [rows] int64 position after the last of them
+
+    @classmethod
+    def of(cls, ledger: Ledger, most: int, states: torch.Tensor) -> "DeferredPairs":
+        """Return a table without pairs, of at most ``most`` a request, for ``[..., F]`` states."""
+        num_rows = len(ledger.table)
+        none = torch.zeros(num_rows, most, dtype=torch.int64, device=ledger.device)
+        empty = states.new_zeros(num_rows, most, states.shape[-1])
+        return cls(none, none.clone(), empty, none[:, 0].clone(), none[:, 0].clone())
+
+    def add(self, chains: Chains, states: torch.Tensor) -> None:
+        """Add a token of each of G requests, where it has a slot, and the states ``[G, F]``."""
+        rows, slots = chains.locations.rows, chains.slots.flatten()
+        place = self.counts[rows]
+        self.tokens[rows, place], self.slots[rows, place] = chains.tokens.flatten(), slots
+        self.states[rows, place] = states
+        self.counts[rows] = place + (slots > 0)
+        self.ends[rows] = chains.starts.flatten() + 1
+
+    def take(self, rows: torch.Tensor, ledger: Ledger) -> tuple[Chains, torch.Tensor]:
+        """Remove the pairs of requests ``[R]``, and return chains with states ``[R, 1, B, F]``."""
+        counts = self.counts[rows]
+        starts = (self.ends[rows] - counts).clamp_min(1)
+        column = torch.arange(self.slots.shape[1], device=rows.device)
+        slots = self.slots[rows].where(column < counts.unsqueeze(1), 0)
+        self.counts.index_fill_(0, rows, 0)
+        locations = KVLocations(rows, starts, ledger.particle_rows(rows, 1), len(column))
+        tokens, starts = self.tokens[rows].unsqueeze(1), starts.unsqueeze(1)
+        chains = Chains(tokens, starts, slots.unsqueeze(1), locations)
+        return chains, self.states[rows].unsqueeze(1)

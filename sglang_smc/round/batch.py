@@ -49,6 +49,11 @@ class Need(str, Enum):
     MATCHES = "n-gram matches"  # with which drafts are mixed
 
 
+#: What plain decoding does, or ignores.
+_OF_PLAIN = {Need.WEIGHS, Need.VERIFIES, Need.EXTENDS, Need.TREES, Need.MATCHES}
+_OF_PLAIN |= {Need.FILTERS, Need.GREEDY}
+
+
 class RoundShape(NamedTuple):
     """Sizes and kinds in a batch, from the host's state; tensors are cut to them."""
 
@@ -59,7 +64,7 @@ class RoundShape(NamedTuple):
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
     chains: tuple[int, ...]  # M of requests whose rounds verify each particle's own chains
     needs: frozenset[Need] = frozenset()
-    # Of these, the first for the groups of no other; none for single particles without drafts.
+    # Of these, the first for the groups of no other; none for `plain.play_plainly`.
     deciders: tuple[Decider, ...] = ()
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
 
@@ -69,7 +74,8 @@ class RoundShape(NamedTuple):
         together = [VerifyTogether()] if needs & {Need.VERIFIES, Need.TREES} else []
         deciders = (*together, *each, *([Weigh()] if Need.WEIGHS in needs else []))
         if self.num_steps == 0:  # the target draws the next token, in every mode
-            deciders = () if self.num_particles == 1 else (Plain(),)
+            is_plain = self.skips_draft and self.max_tail <= 1 and not self.logprobs.own
+            deciders = () if is_plain and needs <= _OF_PLAIN else (Plain(),)
         return self._replace(needs=needs, deciders=deciders)
 
     @property
@@ -155,7 +161,8 @@ class RoundBatch(NamedTuple):
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
     """Return the largest shape of batches of requests that set only sizes.
 
-    On a ``budget`` the tails and arenas of earlier, larger budgets may still exist.
+    On a ``budget`` the tails and arenas of earlier, larger budgets may still exist, but for plain
+    decoding, whose first round after them is of a larger shape.
     """
     now = apply_budget(config, budget)
     needs = {Need.GREEDY, *_needs_of_mode(now)}
@@ -167,7 +174,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         budget=budget,
         num_particles=now.num_particles,
         num_steps=now.num_steps,
-        max_tail=arena.tail(config, config.lag),
+        max_tail=arena.tail(now if now.num_steps == 0 else config, config.lag),
         max_arena=arena.arena(config, config.lag),
         chains=(now.num_chains,) if now.extends else (),
     )

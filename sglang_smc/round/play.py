@@ -34,6 +34,7 @@ from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
 from sglang_smc.round.observers import Stages, measure
+from sglang_smc.round.plain import play_plainly
 from sglang_smc.round.result import Outcome, shown_particles
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
@@ -129,7 +130,9 @@ class Steps:
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if num_steps == 0:
-            if not (batch.shape.skips_draft and self.draft.defers_reading):
+            if batch.shape.skips_draft and self.draft.defers_reading:
+                self.draft.defer(slots.chains(batch.last_two[:, :, 1:], 1))
+            else:
                 self.draft.read_without_logits(batch.last_two, slots)
             return no_drafts(population)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
@@ -274,8 +277,6 @@ class Steps:
         log_p: torch.Tensor,
     ) -> Decided:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
-        if not batch.shape.deciders:
-            return deciding.decide_alone(population, p, batch.settings.weighs)
         scored = self._scored(batch, population, drafts, p, log_p)
         return deciding.decide(batch.shape.deciders, scored, self.ops)
 
@@ -417,6 +418,9 @@ class Round:
             loaded: the batch and its particles, if they have already been read from the tables.
         """
         steps = self.steps
+        if not shape.deciders:
+            models = steps.target, steps.draft, steps.routed
+            return play_plainly(models, self._tables, inputs, shape, reqs)
         batch, start = loaded or self._load_round(inputs, shape, reqs)
         slots = steps.reserve(batch, start)
 

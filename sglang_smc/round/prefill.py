@@ -128,13 +128,17 @@ class Prefill:
             committed: ``[G]`` their KV slots of emitted tokens; None where no round follows.
         """
         # One that ended as the result before this round was read has given its row back.
-        backlogs: list[Backlog] = []
-        for group, req in enumerate(reqs):
-            if holds_kv(req) and state_of(req).num_read is not None:
-                start, tokens = take_unread(req)
-                if tokens:
-                    backlogs.append(Backlog(group, kv_of(req).req_pool_idx, start, tokens))
+        behind = [
+            Backlog(group, kv_of(req).req_pool_idx, *take_unread(req))
+            for group, req in enumerate(reqs)
+            if holds_kv(req) and state_of(req).num_read is not None
+        ]
         ledger = self._tables.ledger
+        if behind and self._draft.read_deferred(
+            on_device(ledger.device, [one.row for one in behind])
+        ):
+            return
+        backlogs = [one for one in behind if one.tokens]
         for part in (backlogs[i : i + _AT_ONCE] for i in range(0, len(backlogs), _AT_ONCE)):
             groups, rows, starts = on_device(ledger.device, [one[:3] for one in part]).unbind(1)
             self._read_committed(rows, starts, [one.tokens for one in part])

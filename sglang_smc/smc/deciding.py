@@ -232,27 +232,6 @@ def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:
     return decided
 
 
-def decide_alone(population: Population, p: TokenDistribution, weighs: torch.Tensor) -> Decided:
-    """Return the decision of a round of single particles without drafts; see `Scored`."""
-    log_weights = population.log_weights
-    none = torch.zeros_like(log_weights[:, 0], dtype=torch.int64)
-    no, alone = none.bool(), none.unsqueeze(1)
-    decision = Decision(
-        num_columns=none,
-        num_kept=alone,
-        weighed=log_weights,
-        ess=torch.ones_like(log_weights[:, 0]),
-        resampled=no,
-        all_zero=no,
-        ancestors=alone,
-        log_weights=log_weights,
-        log_evidence=none.double(),
-        num_killed=none,
-        verified=~weighs,
-    )
-    return decision, p
-
-
 def _next_rows(scored: Scored, decision: Decision) -> Decided:
     """Return a decision with each particle's row of p: that of its ancestor's next token."""
     p, log_p = scored.p, scored.log_p

@@ -71,6 +71,7 @@ class Counters(NamedTuple):
 _LOWEST = Counters._fields.index("ess_min")
 _SUMS, _LATEST = Counters._fields[:_LOWEST], Counters._fields[_LOWEST + 1 :]
 _FIDELITY = Counters._fields.index(NAMES[0])
+_NAN, _EXACT = map(Counters._fields.index, ("nan_ct", "exact_ct"))
 
 
 def zero_counters(num_particles: int) -> list[float]:
@@ -86,6 +87,8 @@ class CounterTable:
         shape = (num_rows, len(Counters._fields))
         self._values = torch.zeros(shape, dtype=torch.float64, device=device)
         self._one = torch.ones(1, dtype=torch.float64, device=device)
+        gains = [name in ("rounds_ct", "ess_sum", "particles_sum") for name in Counters._fields]
+        self._plain = torch.tensor(gains, dtype=torch.float64, device=device)  # of a plain round
         self._ops = ops
 
     def begin(self, rows: torch.Tensor, carried: torch.Tensor) -> None:
@@ -110,6 +113,21 @@ class CounterTable:
         gains |= dict(zip(NAMES, fidelity.unbind(1), strict=True))
         added, latest = ([gains[name] for name in names] for names in (_SUMS, _LATEST))
         return self._ops.tally(self._values, rows, added=added, lowest=ess, latest=latest)
+
+    def add_plain_round(
+        self, rows: torch.Tensor, failed: torch.Tensor, verified: torch.Tensor
+    ) -> torch.Tensor:
+        """Count a round of single particles without drafts, and return the totals.
+
+        Args:
+            failed, verified: ``[G]`` bool, for ``nan_ct`` and ``exact_ct``.
+        """
+        totals = self._values[rows] + self._plain
+        totals[:, _NAN] += failed
+        totals[:, _EXACT] += verified
+        totals[:, _LOWEST : _LOWEST + 2].clamp_max_(1)  # and the ancestors
+        self._values[rows] = totals
+        return totals
 
 
 def fidelity_of(totals: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,24 @@ class ParticleTable:
             self.logprobs.scatter(rows, population.logprobs.emit(counts))
         return population.store(self._carrying(population.scores is not None), rows, counts)
 
+    def gather_single(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what plain decoding reads of single particles without tails.
+
+        Returns:
+            The last two tokens ``[G, 2]``, which have ended, and the output lengths, ``[G]``.
+        """
+        columns = self._columns
+        return columns.texts[rows, 0, :2], columns.ended[rows, 0], columns.num_emitted[rows]
+
+    def scatter_single(
+        self, rows: torch.Tensor, pair: torch.Tensor, ended: torch.Tensor, num_emitted: torch.Tensor
+    ) -> None:
+        """Store what `gather_single` returns, after a round that a draft may have left unread."""
+        columns = self._columns
+        columns.texts[rows, 0, :2], columns.ended[rows, 0] = pair, ended
+        columns.num_emitted[rows] = num_emitted
+        columns.unread.index_fill_(0, rows, True)
+
     def _carrying(self, scored: bool) -> Population:
         """Return the table, with or without potential values."""
         return self._columns if scored else self._columns._replace(scores=None)

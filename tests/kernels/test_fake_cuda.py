@@ -45,7 +45,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 218, 76, 81),
     "exact, shown": (EXACT, SHOWN, 194, 81, 115),
     "greedy": (EXACT, GREEDY, 207, 34, 64),
-    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 76, 1, 0.8),
+    "off": (without_drafts(SMCConfig()), {"budget": OFF, **FILTERS}, 61, 1, 0.8),
     "anything": (SMCConfig(), ANYTHING, 395, 124, 121),
 }
 
@@ -66,7 +66,7 @@ def test_a_captured_round_asks_little_of_the_device(
     config, more, launches, moved, peak = ROUNDS[name]
     shape = shape_of(config, **more)
     found = trace_round(monkeypatch, config, shape, size, kernels)
-    assert 50 < len(found.calls) <= launches, Counter(found.calls).most_common()
+    assert launches / 2 < len(found.calls) <= launches, Counter(found.calls).most_common()
     assert found.num_bytes / size / 1e6 <= moved
     assert peak / 2 < found.peak / size / 1e6 <= peak, found.peak / size
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]

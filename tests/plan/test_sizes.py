@@ -208,7 +208,7 @@ def test_a_target_s_own_layer_drafts(config: dict[str, Any], layer: int, kv: int
     assert draft.num_parameters == layer + 32
     assert draft.resident_bytes == 2 * (layer + 32)
     assert draft.streamed_bytes == 2 * (layer + 80)
-    assert (draft.kv_bytes_per_token, draft.hidden_state_bytes(3, 2)) == (kv, 3 * 3 * 4 * 2)
+    assert (draft.kv_bytes_per_token, draft.hidden_state_bytes(3, 2)) == (kv, (3 * 3 + 5) * 4 * 2)
     assert draft.states is None or draft.states.bytes == 0  # it attends to all of the text
     assert draft_for(TOY, "ngram") == DRAFTS["ngram"]
     for count in (0, 2):
@@ -261,7 +261,7 @@ def test_eagle3_sizes_by_hand() -> None:
     assert (head.layer_parameters, head.fc_parameters) == (120 + 4 * (8 + 4 + 4), 3 * 4 * 4)
     assert head.num_parameters == 120 + 64 + 48 + 6 * 4
     assert head.resident_bytes == 2 * (120 + 64 + 24 + 48)
-    assert head.hidden_state_bytes(3, 2) == 3 * 3 * 3 * 4 * 2
+    assert head.hidden_state_bytes(3, 2) == (3 * 3 + 5) * 3 * 4 * 2
     # Layers follow the precision of weights; ``fc`` and LM heads stay in 16 bits.
     quantized = draft_of(EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
     assert quantized.streamed_bytes == 1 * (120 + 64) + 2 * 24

@@ -28,6 +28,8 @@ from sglang_smc.options.request import Budget
             "chosen": ({}, {"num_particles": 2}, {"num_steps": 1}, {"mode": "exact"}),
         },
         {"adaptive": True, "budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
+        {"adaptive": True, "budgets": (None, *[Budget(1, 0)] * 7, Budget(1, 3))},
+        {"mode": "exact", "chosen": ({}, {"num_steps": 0, "num_particles": 1})},
     ],
 )
 def test_states_follow_particles(settings: dict[str, Any]) -> None:

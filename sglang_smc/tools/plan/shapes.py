@@ -259,9 +259,11 @@ class ModelShape:
     def hidden_state_bytes(self, num_particles: int, num_steps: int) -> float:
         """Return the bytes of the target's hidden states that a request's round keeps for a head.
 
-        They are kept from the target's pass to the head's next.
+        They are kept from the target's pass to the head's next, of rounds without drafts for K + 3.
         """
         columns = num_particles * (num_steps + 1)
+        if self.kind != DFLASH:
+            columns += num_steps + 3
         return columns * self.num_states * self.hidden_size * self.head_bytes
 
     def require_fit(self, target: ModelShape, num_steps: int) -> None:
