@@ -355,6 +355,8 @@ def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
 
 def union(before: RequestConfig, now: RequestConfig) -> RequestConfig:
     """Return options that need enough memory for both: larger N, larger K and longer tails."""
+    if before is now:  # as in most rounds
+        return now
     return replace(
         now,
         num_particles=max(before.num_particles, now.num_particles),

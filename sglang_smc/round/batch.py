@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -25,7 +25,7 @@ from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.particles import ParticleTable
-from sglang_smc.state.request import state_of
+from sglang_smc.state.request import RequestState, state_of
 from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
 
 
@@ -212,7 +212,7 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
         chains=chains,
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
     )
-    return shape.needing(chain.from_iterable(map(_needs_of, reqs, configs)))
+    return shape.needing(chain.from_iterable(set(map(_needs_of, reqs, states))))
 
 
 def _needs_of_mode(config: SMCConfig) -> list[Need]:
@@ -223,7 +223,13 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
     return [Need.EXTENDS, Need.CHAINS] if config.num_chains > 1 else [Need.EXTENDS]
 
 
-def _needs_of(req: Req, config: RequestConfig) -> list[Need]:
+def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:
+    if state.needs is None:
+        state.needs = frozenset(_find_needs(req, state.now))
+    return cast("frozenset[Need]", state.needs)
+
+
+def _find_needs(req: Req, config: RequestConfig) -> list[Need]:
     needs = {
         Need.FILTERS: uses_filters(req),
         Need.GREEDY: is_greedy(req),

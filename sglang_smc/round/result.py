@@ -143,7 +143,8 @@ class SMCBatchResult(GenerationBatchResult):
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Copy the outcome to the host, on the copy stream, then what else SGLang has."""
-        self.outcome = on_host(self.outcome)
+        if self.outcome.tokens.device.type != "cpu":
+            self.outcome = on_host(self.outcome)
         self.next_token_ids, self.accept_lens = self.outcome.tokens.flatten(), self.outcome.counts
         super().copy_to_cpu(*args, **kwargs)
 
@@ -164,7 +165,7 @@ class SMCBatchResult(GenerationBatchResult):
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
         process.active.ranks.add(tokens)
-        kept = outcome.num_correct_drafts.tolist()
+        kept, failures = outcome.num_correct_drafts.tolist(), outcome.failure.tolist()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
         if outcome.logprobs is not None:
             assert self.logits_output is not None
@@ -173,6 +174,7 @@ class SMCBatchResult(GenerationBatchResult):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
+                end_failed(req, failures[i])
                 if self.corpus is not None:
                     self.corpus.read(req, tokens[i])
         self.monitor.end_round()
@@ -194,7 +196,6 @@ class SMCBatchResult(GenerationBatchResult):
         if self.policy is not None:
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
-        end_failed(req, int(outcome.failure[group]))
         if outcome.trace is not None and config.trace:
             state.rounds.append(outcome.trace.traced_round(group, state, emitted, totals[-1]))
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +138,7 @@ def fidelity_of(totals: torch.Tensor) -> torch.Tensor:
 
 def gained(before: list[float], after: list[float]) -> Counters:
     """Return the increments of one request's totals in a round."""
-    gains = (new - old for old, new in zip(before, after, strict=True))
-    return Counters._make(gains)
+    return Counters._make(map(sub, after, before))
 
 
 def finite(value: float) -> float | None:

@@ -156,6 +156,7 @@ class RequestState(msgspec.Struct):
     last: RequestConfig
     now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
+    needs: frozenset[str] | None = None  # `Need`s on it, once a round has found them
     arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
@@ -185,6 +186,8 @@ class RequestState(msgspec.Struct):
 
     def span(self, budget: Budget | None) -> RequestConfig:
         """Return the sizes for which the next round on ``budget`` needs memory."""
+        if budget == self.budget:
+            return self.now
         return union(self.now, apply_budget(self.config, budget))
 
     def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
@@ -207,7 +210,7 @@ class RequestState(msgspec.Struct):
             self._set_budget(budget)
 
     def _set_budget(self, budget: Budget | None) -> None:
-        self.budget, self.now = budget, apply_budget(self.config, budget)
+        self.budget, self.now, self.needs = budget, apply_budget(self.config, budget), None
         self.was_reduced |= self.now.mode != self.config.mode
 
     def take_start(self) -> bool:
