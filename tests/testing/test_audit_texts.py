@@ -27,7 +27,7 @@ from sglang_smc.tools.testing.audit_texts import (
 )
 from sglang_smc.tools.testing.copies import FORMS, KINDS, copies_of, identifiers
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
-from sglang_smc.tools.testing.model import Position
+from sglang_smc.tools.testing.model import Model, Position
 from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Text
 from tests.testing.conftest import URL, Serve
@@ -77,7 +77,8 @@ class Copier:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "copier"}]})
+            adapters = [{"id": name, "parent": "copier"} for name in ("a", "b")]
+            return httpx.Response(200, json={"data": [{"id": "copier"}, *adapters]})
         body = json.loads(request.content)
         is_chat = request.url.path == "/v1/chat/completions"
         (prompt,) = [body["messages"][0]["content"]] if is_chat else body.get("prompt", [""])
@@ -87,9 +88,10 @@ class Copier:
             self.beside += wants
             return httpx.Response(400, text="no grammars")
         is_judged = body.get("return_token_ids") or body.get("logprobs")
+        assert not is_judged or (body["model"], body.get("lora_path")) == ("copier", None)
         self.asked[prompt] += bool(is_judged)
         if not is_judged:
-            self.beside.append("hang up")
+            self.beside.append("hang up" if body.get("stream") else body["lora_path"])
         load = self.asked[prompt] - 1
         if load == self.refuses:
             return httpx.Response(503, text="too many requests")
@@ -137,9 +139,9 @@ def logs_of(law: dict[int, float]) -> dict[int, float]:
     return {token: math.log(mass) for token, mass in law.items()}
 
 
-def checked(serve: Serve, server: Copier, chat: bool = False) -> list[Result]:
+def checked(serve: Serve, server: Copier, **settings: Any) -> list[Result]:
     serve(server)
-    endpoint = open_endpoint(URL, chat=chat, rounding=FLOAT32)
+    endpoint = open_endpoint(URL, rounding=FLOAT32, **settings)
     if server.tells == "ids":
         endpoint.score = server.score
     return judge_copies(COPIES, ask_copies(endpoint, COPIES), FLOAT32, LEVEL)[0]
@@ -150,9 +152,10 @@ def test_a_correct_server_passes_with_mistakes_of_its_model(
     serve: Serve, tells: str, chat: bool
 ) -> None:
     server = Copier(tells=tells)
-    results = checked(serve, server, chat)
+    results = checked(serve, server, chat=chat, adapters=["a", "b"])
     assert [result.verdict for result in results] == [Verdict.PASS] * 3
-    assert Counter(server.beside) == {"response_format": 24, "tools": 26, "hang up": 26}
+    beside = {"response_format": 24, "tools": 26, "hang up": 26, "a": 100, "b": 100}
+    assert Counter(server.beside) == beside
     for result in results:
         assert result.note.startswith("0 of 100 answers (95 %: 0.0% to 3.6%)")
         lacking, innocent = map(int, re.findall(r"(\d+) lack.* (\d+) of them", result.note)[0])
@@ -164,16 +167,8 @@ ALL = LOADED | {"copies-1"}
 
 #: By what is wrong: at which load, request and place, what it tells, and the checks that fail.
 FAULTS: dict[str, tuple[Wrongs, str, set[str]]] = {
-    "a slot shared under load": (
-        lambda load, i, at: load == 2 and i == 4 == at,
-        "ids",
-        {"copies-64"},
-    ),
-    "the same, without scores": (
-        lambda load, i, at: load == 2 and i == 4 == at,
-        "texts",
-        {"copies-64"},
-    ),
+    "a slot shared": (lambda load, i, at: load == 2 and i == 4 == at, "ids", {"copies-64"}),
+    "shared, by texts": (lambda load, i, at: load == 2 and i == 4 == at, "texts", {"copies-64"}),
     "a slot freed early": (lambda load, i, at: load > 0 and i % 50 == 2 and at > 4, "ids", LOADED),
     "off by one at a page's end": (lambda load, i, at: i % 20 == 0 and at == 15, "ids", ALL),
     "at temperature 1": (lambda load, i, at: i % 32 == 3 and at == 4, "ids", ALL),
@@ -257,9 +252,7 @@ def test_copies_share_lists_and_differ_by_seed() -> None:
     assert {line.count("\n") for line in prompts} == {4, 12}
     assert copies_of(100, 4) == COPIES != copies_of(100, 4, seed=1)
     assert all(copy.is_lacking("") != copy.is_lacking(right_text(copy.prompt)) for copy in COPIES)
-    for kind in KINDS:
-        some = identifiers(random.Random(0), kind, 40)
-        assert len({*some}) == 40
+    assert all(len({*identifiers(random.Random(0), kind, 40)}) == 40 for kind in KINDS)
     near = identifiers(random.Random(0), "near", 40)
     assert all(sum(a != b for a, b in zip(near[0], one, strict=True)) <= 2 for one in near)
 
@@ -269,6 +262,18 @@ def test_no_time_is_no_verdict(serve: Serve) -> None:
     samples = ask_copies(open_endpoint(URL, deadline=0.0), COPIES)
     results, _ = judge_copies(COPIES, samples, FLOAT32, LEVEL)
     assert [result.verdict for result in results] == [Verdict.NOT_ENOUGH_DATA] * 3
+
+
+def test_an_adapter_answers_and_scores(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of SGLang, whose `/generate` scores; one that the server does not have is refused."""
+    serve(Copier())
+    model, bodies = Model(client.Client(URL), {}), list[Any]()
+    monkeypatch.setattr("sglang_smc.tools.testing.endpoint.connect", lambda *_, **how: model)
+    monkeypatch.setattr(model.client, "post", lambda route, body: bodies.append(body) or [])
+    assert open_endpoint(URL, model="b").params == {"lora_path": "b"}
+    assert model.answers([(1,)], 4, {}) == [] and bodies[0]["lora_path"] == "b"
+    with pytest.raises(ValueError, match=r"'c'.* allowed: \['a', 'b'\]"):
+        open_endpoint(URL, adapters=["c"])
 
 
 @pytest.mark.parametrize("refuses", [0, 1])

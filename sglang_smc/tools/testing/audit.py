@@ -322,7 +322,6 @@ def check_seeds(endpoint: Endpoint, prompt: str) -> Result:
     others = len(set(texts[1:]))
     note = f"Answers with one seed {repeats}; {others} different ones of {len(texts) - 1} seeds."
     log_mass = math.fsum(position.logprob for position in found[0][0].positions)
-    if others == 1 and len(texts[0]) > 1 and log_mass <= -1.0:
-        note = f"{len(texts) - 1} seeds give one and the same answer: nothing is sampled."
-        return result._replace(verdict=Verdict.FAIL, note=note, num_answers=len(texts))
-    return result._replace(verdict=Verdict.MEASURED, note=note, num_answers=len(texts))
+    is_greedy = others == 1 and len(texts[0]) > 1 and log_mass <= -1.0
+    verdict = Verdict.FAIL if is_greedy else Verdict.MEASURED
+    return result._replace(verdict=verdict, note=note, num_answers=len(texts))

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     many = "identifiers in a prompt, more in each fourth; full: as many as fit there; default 8"
     add("--copies", type=number(int, 0), default=300, help="of identifiers; default 300; 0: none")
     add("--records", type=_records, default=8, metavar="NUMBER", help=many)
+    add("--adapters", nargs="+", default=(), metavar="NAME", help="LoRA adapters of others beside")
     add("--updates", action="store_true", help="SGLang loads its weights again between copies")
     add("--sweep", action="store_true", help="SMC's depths and numbers of particles, in turns")
     add("--minutes", type=number(float, 0.1), default=30.0, help="at most; default 30")
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("--reference and --target are two references. Leave one of them out.")
     prompts = prompts_in(options.prompts) if options.prompts else PROMPTS
     begin = time.monotonic()
-    settings = {"model": options.model, "chat": options.chat, "params": options.params}
+    settings = {name: getattr(options, name) for name in ("model", "chat", "params", "adapters")}
     endpoint = open_endpoint(options.url, options.api_key, **settings)
     endpoint.client.deadline = begin + 2 * 60 * options.minutes  # of answers that never end
     if options.sweep:
@@ -85,6 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     num_records = options.records or full_context(endpoint)
     copies = copies_of(math.ceil(options.copies / len(WIDTHS)), num_records, options.seed)
     total = most_answers(options.answers, prompts, len(copies))
+    total += (len(WIDTHS) - 1) * len(options.adapters and copies)  # one of an adapter beside each
     print(
         f"At most {total} answers of {LENGTH} tokens, of {COPY_LENGTH} where identifiers are copied"
         f"{f', {MOST_OF_EVIDENCE} short ones of SMC' if endpoint.smc else ''}"

@@ -53,20 +53,15 @@ def check_greedy(endpoint: Endpoint, prompts: Sequence[str], level: float) -> Re
     """
     samples = endpoint.sample(prompts, LENGTH, temperature=0.0)
     gaps = [_gap(position) for one in samples for position in one.positions]
-    result = Result("greedy", "temperature 0 takes the target's likeliest token", Verdict.PASS)
-    result = result._replace(num_answers=len(samples))
+    proves, statistic = "temperature 0 takes the target's likeliest token", "gap to the likeliest"
+    result = Result("greedy", proves, statistic=statistic, num_answers=len(samples))
     if len(gaps) < FEWEST:
         return too_few(result, len(gaps), samples)
     result = _by_gaps(result, gaps, len(gaps), endpoint.rounding, level)
-    result = result._replace(statistic="largest log p below the likeliest")
     limit = _BOTH * endpoint.rounding
-    if result.failed:
-        wrong = sum(gap > limit for gap in gaps)
-        note = f"{wrong / len(gaps):.1%} of the tokens are not the likeliest: no rounding explains"
-        return result._replace(note=f"{note} it.")
-    near = sum(0 < gap <= limit for gap in gaps)
-    note = f"{near} of {len(gaps)} tokens within the {limit:g} nats that rounding moves."
-    return result._replace(note=note)
+    below, wrong = (sum(gap > least for gap in gaps) for least in (0.0, limit))
+    note = f"{below} of {len(gaps)} tokens are not the likeliest, {wrong} of them by more than the"
+    return result._replace(note=f"{note} {limit:g} nats that rounding moves.")
 
 
 def _by_gaps(
@@ -103,12 +98,8 @@ def check_repeats(endpoint: Endpoint, prompts: Sequence[str], level: float) -> R
     In a pass of another shape rounding lets another token win where two are nearly as likely. The
     gap of such tokens may be what moves both of them; a few gaps may be wider, and none much wider.
     """
-    result = Result(
-        "repeats",
-        "greedy answers are equal alone, from the prefix cache, streamed, in a batch, in another "
-        f"order, and first and last of {CHUNK}",
-        num_answers=num_repeats(prompts),
-    )
+    proves = f"greedy answers are equal alone, cached, streamed, in another order, in {CHUNK}"
+    result = Result("repeats", proves, num_answers=num_repeats(prompts))
     ask = partial(endpoint.sample, length=LENGTH, temperature=0.0)
     crowd = [*repeated(prompts, CHUNK - 1), prompts[0]]
     samples = [*ask(prompts), *ask(prompts[::-1]), *ask(crowd)]
@@ -252,8 +243,7 @@ def result_of_copies(width: int, copied: Copied, rounding: float, level: float) 
     from scipy.stats import binomtest
 
     gaps, tails, total = copied.gaps, copied.tails, len(copied.is_corrupted)
-    load = f"{width} requests at once, others hanging up" if width > 1 else "one request at a time"
-    proves = f"identifiers are copied as the model copies them, with {load}"
+    proves = f"identifiers are copied as the model copies them, with {width} at once"
     name = f"copies-{width}"
     result = Result(name, proves, statistic="share of corrupted answers", num_answers=total)
     if len(gaps) + len(tails) < FEWEST:
@@ -276,8 +266,7 @@ def result_of_copies(width: int, copied: Copied, rounding: float, level: float) 
     )
     largest = max(gaps, default=0.0)
     if result.is_rejected or largest > _NEVER * rounding:
-        if not result.is_rejected:
-            worst = f"a gap of {largest:.2g} nats"
+        worst = worst if result.is_rejected else f"a gap of {largest:.2g} nats"
         note = f"{note} It fails by {worst}.{copied.example} Caches, slots or positions are wrong."
         return result._replace(verdict=Verdict.FAIL, note=note)
     share = 1.0 - 0.1 ** (1.0 / max(1, copied.num_greedy))

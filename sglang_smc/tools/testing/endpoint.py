@@ -24,6 +24,7 @@ BESIDE = 8  # requests of a load, beside one that hangs up, one for JSON and one
 _JSON = {"response_format": {"type": "json_object"}}
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _NAME}}
+_CALL = {"tools": [_TOOL], "tool_choice": "required"}
 PROMPT_TOP = 20  # prompt log-probabilities, of which vLLM allows no more
 
 Score = Callable[[Sequence[Text], Sequence[Text]], list[list[Position]]]
@@ -59,6 +60,7 @@ class Endpoint:
     Attributes:
         params: of each request, besides those of the checks.
         turns: more of them, one for each request.
+        adapters: LoRA adapters of requests beside the copies, as /v1/models names them.
         weights: that the server loads again beside copies, as its flags name them; none if empty.
         score: of a server that scores token ids; None: distributions are those that come with the
             answers.
@@ -72,6 +74,7 @@ class Endpoint:
     chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
     turns: Iterator[Mapping[str, Any]] = field(default_factory=partial(repeat, {}))
+    adapters: Sequence[str] = ()
     weights: str = ""
     score: Score | None = None
     rounding: float = COARSEST
@@ -121,7 +124,7 @@ class Endpoint:
                 return None
             prompt, params = asked[index]
             if width > 1:
-                self._ask_beside(index % BESIDE, prompt, params)
+                self._ask_beside(index, prompt, params)
             if self.weights and index % CHUNK == BESIDE:
                 self.client.post("/update_weights_from_disk", {"model_path": self.weights})
             ask = partial(self._asked, [prompt], dict(params), index % 2 == 1)
@@ -143,17 +146,21 @@ class Endpoint:
                 samples[index] = sample
         return samples
 
-    def _ask_beside(self, turn: int, prompt: str, params: Mapping[str, Any]) -> None:
+    def _ask_beside(self, index: int, prompt: str, params: Mapping[str, Any]) -> None:
         """Ask among many for what is not judged: answers that nobody reads on, JSON, tool calls."""
         body = {"model": self.model, **self.params, **next(self.turns), **params}
+        if self.adapters:
+            adapter = self.adapters[index % len(self.adapters)]
+            body |= {"model": adapter, "lora_path": adapter}  # as vLLM and SGLang take it
+            self.client.post(self._route, {**body, **self._asking([prompt])})
+        turn = index % BESIDE
         with contextlib.suppress(RefusedError):  # of what the server does not have
             if turn == 0:
                 events = self.client.stream(self._route, {**body, **self._asking([prompt])})
                 with contextlib.closing(events):
                     next(events, None)
             elif turn == 2:
-                body |= {"tools": [_TOOL], "tool_choice": "required"}
-                self.client.post(CHAT, {**body, **_message(prompt)})
+                self.client.post(CHAT, {**body, **_CALL, **_message(prompt)})
             elif turn == 4:
                 self.client.post(self._route, {**body, **_JSON, **self._asking([prompt])})
 
@@ -173,9 +180,8 @@ class Endpoint:
                     "The answers have no token ids (return_token_ids: SGLang 0.5.22, vLLM 0.10.2 "
                     "and later), so no other server can score them. Leave --reference out."
                 )
-            told = self.score(
-                [tuple(one.prompt) for one in whole], [tuple(one.tokens) for one in whole]
-            )
+            prompts = [tuple(one.prompt) for one in whole]
+            told = self.score(prompts, [tuple(one.tokens) for one in whole])
         else:
             if not all(one.positions or not one.text for one in whole):
                 raise ValueError(
@@ -290,13 +296,18 @@ def open_endpoint(url: str, api_key: str | None = None, **settings: Any) -> Endp
     try:
         client = model.client if model else Client(url, api_key)
         found = Endpoint(client, **settings)
-        models = client.http.get("/v1/models").json()
-        found.model = found.model or models["data"][0]["id"]
+        models = client.http.get("/v1/models").json()["data"]
+        found.model = found.model or models[0]["id"]
+        loras = [one["id"] for one in models if dict(one).get("parent")]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{url}: no server with OpenAI's routes answers there ({type(error).__name__}, GET "
             "/v1/models). Give the address of the server, without /v1; --api-key if it has one."
         ) from error
+    if not {*found.adapters}.issubset(loras):
+        raise ValueError(f"--adapters {found.adapters}; allowed: {loras}. Load them first.")
+    if model and found.model in loras:
+        found.params, model.lora = {**found.params, "lora_path": found.model}, found.model
     if model:
         found.score, found.rounding = model.score, model.rounding
         found.smc = model if model.settings else None

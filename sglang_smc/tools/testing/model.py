@@ -72,6 +72,7 @@ class Model:
     same_models: bool = False  # whether the target and the draft are one model
     rounding: float = 1e-3  # between log-probabilities of one text, in nats per token
     on_answers: Callable[[int], Any] = lambda count: None
+    lora: str | None = None  # the adapter that answers and scores
     seeds: Iterator[int] = field(default_factory=itertools.count)  # of the following answers
 
     def answers(
@@ -116,7 +117,7 @@ class Model:
         return self._ask(_scoring({**body, "top_logprobs_num": top}))
 
     def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        replies = self.client.post("/generate", body)
+        replies = self.client.post("/generate", {"lora_path": self.lora, **body})
         self.on_answers(len(replies))
         return replies
 
