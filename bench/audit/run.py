@@ -117,11 +117,9 @@ _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
 _RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
 _NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
-COPYING = {
-    "STANDALONE": CHAIN | _FEW_SLOTS,
-    "EAGLE-3": EAGLE_TREE | _FEW_SLOTS,
-    "SMC exact": _smc("exact") | _FEW_SLOTS,
-}
+_HOST = {"max_total_tokens": 4096, "enable_hierarchical_cache": True, "hicache_ratio": 3.0}
+COPYING = {"STANDALONE": CHAIN, "EAGLE-3": EAGLE_TREE, "SMC exact": _smc("exact")}
+COPYING = {name: arguments | _FEW_SLOTS for name, arguments in COPYING.items()}
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
 _HEADS = "eagle3", "mtp", "dflash", "dspark"  # of the shipped pair
@@ -131,6 +129,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "AR without overlap": {"disable_overlap_schedule": True},
     "AR without radix cache": _NO_RADIX,
     "AR of pages": _PAGES,
+    "AR with host cache": _HOST,
     "STANDALONE chain": CHAIN,
     "STANDALONE chain without radix cache": CHAIN | _NO_RADIX,
     "STANDALONE chain of pages": CHAIN | _PAGES,
@@ -144,6 +143,7 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "SMC exact": _smc("exact"),
     "SMC exact without radix cache": _smc("exact") | _NO_RADIX,
     "SMC exact of pages": _smc("exact") | _PAGES,
+    "SMC exact with host cache": _smc("exact") | _HOST,
     "SMC exact N=1": _ONE_CHAIN,
     "SMC exact N=16 K=4": _smc("exact") | _shape(16, 4),
     **{f"SMC exact by {head}": _smc("exact", head) for head in _HEADS},
