@@ -108,19 +108,19 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1418,
-    "file_changes": 69,
+    "round_lines": 1446,
+    "file_changes": 64,
     "types": 24,
     "shape_fields": 9,
     "shape_booleans": 0,
-    "wide_functions": 19,
+    "wide_functions": 18,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_781,
-    "core_lines": 18_897,
-    "kernel_and_hook_lines": 6_186,
+    "package_lines": 30_035,
+    "core_lines": 19_148,
+    "kernel_and_hook_lines": 6_303,
     "bench_lines": 9_122,
-    "test_lines": 36_184,
+    "test_lines": 36_181,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
