@@ -17,6 +17,7 @@ from sglang_smc.kernels.attention.spans import (
     join_last,
     own_rows,
     own_span,
+    part_of,
     slots_of,
     store,
 )
@@ -156,6 +157,8 @@ def _attend_spans(
     own_start = tl.load(slots.starts + token // layer.num_columns, mask=in_rows, other=0)
     own_start = own_start.to(tl.int32)
     first_seen = own_start + column - window
+    if layer.sees_block:  # all up to the end
+        column = tl.full([layer.block_rows], layer.num_columns, tl.int32)
     end = span.end
     if cache.new is None:
         last_seen, some = span.start + column, span.begin < end
@@ -163,7 +166,7 @@ def _attend_spans(
         last_seen, end = _cached(cache.new, span, token, own_start, in_rows, layer)
         some = (span.begin < end) | span.is_first_of_tail
     # A program without keys loads nothing, runs no iteration, and stores log-sums of -inf alone.
-    asked = in_rows & some
+    asked = in_rows if partial.output is None else in_rows & some
     place = token.to(tl.int64) * queries.stride + head * queries.head_stride
     query = _rows(queries.tensor + place, token, asked, cache.new, layer)
     dim = tl.arange(0, layer.block_dim)[None, :]
@@ -173,19 +176,27 @@ def _attend_spans(
     highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
     total = tl.zeros([layer.block_rows], tl.float32)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
-    for first in range(span.begin, end, layer.block_keys):
-        position = first + tl.arange(0, layer.block_keys)
-        slot = slots_of(span, position)
-        loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
-        key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
-        value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
-        seen = (position < end)[None, :]
-        if not layer.sees_block:
-            seen &= position[None, :] <= last_seen[:, None]
-        if layer.has_window:
-            seen &= position[None, :] >= first_seen[:, None]
-        before = highest, total, output
-        highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
+    owner, before_first, num_parts = token // layer.num_columns, 0, 1
+    if partial.output is None:  # the prefix, then the tails of the particles that have a row here
+        before_first = tl.min(owner, 0) - 1
+        num_parts = tl.max(tl.where(in_rows, owner, 0), 0) - before_first + 1
+    for nth in range(0, num_parts):
+        part, last = span, last_seen
+        if partial.output is None:
+            part = part_of(span, slots, before_first + nth, nth > 0, first_key, layer)
+            is_own = (owner == before_first + nth) | (nth == 0)
+            last, end = tl.where(is_own, part.start + column, -1), part.end
+        for first in range(part.begin, end, layer.block_keys):
+            position = first + tl.arange(0, layer.block_keys)
+            slot = slots_of(part, position)
+            loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
+            key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
+            value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
+            seen = (position < end)[None, :] & (position[None, :] <= last[:, None])
+            if layer.has_window:
+                seen &= position[None, :] >= first_seen[:, None]
+            before = highest, total, output
+            highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
     if cache.new is not None:  # noqa: SIM102 -- which is known as this is compiled
         if span.is_first_of_tail:
             position, slot, key, value = _new_keys(cache.new, span, layer)
@@ -199,6 +210,8 @@ def _attend_spans(
                 seen &= position[None, :] >= first_seen[:, None]
             before = highest, total, output
             highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
+    if partial.output is None:  # anew, or they would hold registers all along: the offset is 0
+        token, head, column, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
     store(partial, span, token, head, (highest, total, output), in_rows, layer)
     if partial.arrivals is not None:
         join_last(partial, span, sizes, parts, layer)

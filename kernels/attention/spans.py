@@ -1,7 +1,8 @@
 """Attend over spans of keys, and join their softmaxes: the parts that all attention shares.
 
 Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes,
-unless the last program of a request and key head does (`join_last`):
+unless the last program of a request and key head does (`join_last`), or each walks the prefix and
+the tails of its rows, without partial results:
 
 - A prefix is split into a number of spans that depends on shapes alone. Its queries are all of a
   request's: N particles * C columns * the query heads of one key head, in blocks of rows.
@@ -62,8 +63,9 @@ class Partial(NamedTuple):
     No tuple in here may be None, nor hold None: Triton 3.6 compares none such with None.
     """
 
-    output: torch.Tensor  # [spans, tokens, q_heads, head_dim] float32
-    log_sums: torch.Tensor  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
+    # [spans, tokens, q_heads, head_dim] float32; None: a program sees all keys of its rows
+    output: torch.Tensor | None
+    log_sums: torch.Tensor | None  # [spans, tokens, q_heads] float32 log-sum-exp to base 2
     joined: torch.Tensor  # [tokens, q_heads, head_dim]
     value_scale: float
     sinks: torch.Tensor | None
@@ -164,9 +166,10 @@ def attend(
     # Every query has a partial result from each span.
     tokens = size * num_particles * num_columns
     shape = split.prefix_spans + split.tail_spans, tokens, q_heads
+    has_parts = split.tail_spans > 0
     partial = Partial(
-        query.new_empty(*shape, head_dim, dtype=torch.float32),
-        query.new_empty(*shape, dtype=torch.float32),
+        query.new_empty(*shape, head_dim, dtype=torch.float32) if has_parts else None,
+        query.new_empty(*shape, dtype=torch.float32) if has_parts else None,
         query.new_empty(*query.shape[:-1], head_dim),
         value_scale,
         sinks,
@@ -190,7 +193,7 @@ def attend(
         num_stages=split.num_stages,
         **({"launch_pdl": True} if layer.overlaps.value else {}),
     )
-    if partial.arrivals is None:
+    if partial.output is not None and partial.arrivals is None:
         join_spans(partial)
     return partial.joined
 
@@ -216,10 +219,7 @@ def own_span(slots, layer, window, first_key, sizes, parts):
 
     request = owner // tl.where(is_tail, num_particles, 1)
     committed = tl.load(slots.committed + request).to(tl.int32)
-    # Every query attends to all of a prefix.
-    start = tl.load(slots.starts + owner, mask=is_tail, other=1 << 30).to(tl.int32)
-    own_row = tl.load(slots.particle_rows + owner, mask=is_tail, other=0)
-    own_tail = slots.tails + own_row * slots.tails_width
+    own_tail, start, tail_end = _tail_of(slots, owner, committed, is_tail, layer)
     shared_row = tl.load(slots.rows + owner, mask=is_tail == 0, other=0)
     prefix = slots.table + shared_row * slots.table_stride
     first = first_key
@@ -230,10 +230,7 @@ def own_span(slots, layer, window, first_key, sizes, parts):
     even = tl.cdiv(left, layer.block_keys * prefix_spans) * layer.block_keys
     length = tl.where(is_tail, tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
-    end = tl.where(is_tail, start + layer.num_columns, committed)
-    if layer.sees_block:  # without the padding of a request with fewer columns than others
-        columns = tl.where(is_tail, layer.num_columns, 0)
-        end -= _padding(own_tail, slots.tails_width - 1, start, committed, columns, layer)
+    end = tl.where(is_tail, tail_end, committed)
     num_tokens = tl.where(is_tail, 1, num_particles) * layer.num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
     return _Span(
@@ -253,6 +250,40 @@ def own_span(slots, layer, window, first_key, sizes, parts):
 
 
 @triton.jit
+def part_of(span, slots, particle, is_tail, first_key, layer):
+    """Return the span of a whole prefix, or one of all of a particle's tail for the same rows."""
+    tail, start, end = _tail_of(slots, particle, span.end, is_tail, layer)
+    return _Span(
+        is_tail,
+        False,
+        span.block,
+        span.head,
+        tl.where(is_tail, tail, span.slots),
+        tl.where(is_tail, slots.tails_width - 1, span.mask),
+        start,
+        tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
+        tl.where(is_tail, end, span.end),
+        span.first_token,
+        span.num_tokens,
+        span.place,
+    )
+
+
+@triton.jit
+def _tail_of(slots, particle, committed, is_one, layer):
+    """Return the row of a tail, its first query's position, and its end; else one behind all."""
+    # Every query attends to all of a prefix.
+    start = tl.load(slots.starts + particle, mask=is_one, other=1 << 30).to(tl.int32)
+    row = tl.load(slots.particle_rows + particle, mask=is_one, other=0)
+    tail = slots.tails + row * slots.tails_width
+    end = start + layer.num_columns
+    if layer.sees_block:  # without the padding of a request with fewer columns than others
+        columns = tl.where(is_one, layer.num_columns, 0)
+        end -= _padding(tail, slots.tails_width - 1, start, committed, columns, layer)
+    return tail, start, end
+
+
+@triton.jit
 def _padding(tail, mask, start, committed, columns, layer):
     """Return how many columns of a tail have no slot; those before a tail are in the prefix."""
     column = tl.arange(0, layer.block_columns)
@@ -262,10 +293,10 @@ def _padding(tail, mask, start, committed, columns, layer):
 
 
 @triton.jit
-def own_rows(span, layer):
+def own_rows(span, layer, offset=0):
     """Return the tokens and heads of a program's rows, their columns, and which rows there are."""
     # Unsigned, since division by other numbers than powers of two takes fewer registers.
-    row = (span.block * layer.block_rows + tl.arange(0, layer.block_rows)).to(tl.uint32)
+    row = (span.block * layer.block_rows + offset + tl.arange(0, layer.block_rows)).to(tl.uint32)
     nth_token, nth_head = (row // layer.group).to(tl.int32), (row % layer.group).to(tl.int32)
     in_rows = row < span.num_tokens * layer.group
     token, head = span.first_token + nth_token, span.head * layer.group + nth_head
@@ -298,16 +329,35 @@ def add_scores(scores, highest, total):
 def store(partial, span, token, head, softmax, in_rows, layer):
     """Store a program's softmax, of `add_scores`; of rows without keys log-sums of -inf alone."""
     highest, total, output = softmax
-    dim = tl.arange(0, layer.block_dim)
-    some = total != 0  # true for NaN, so that NaN propagates
-    log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    place = span.place + token * (layer.kv_heads * layer.group) + head
-    tl.store(partial.log_sums + place, log_sum, mask=in_rows)
-    tl.store(
-        partial.output + place[:, None] * layer.head_dim + dim[None, :],
-        output / tl.where(some, total, 1.0)[:, None],
-        mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
-    )
+    if partial.output is None:
+        place = token * (layer.kv_heads * layer.group) + head
+        _store_joined(partial, place, softmax, in_rows, layer)
+    else:
+        dim = tl.arange(0, layer.block_dim)
+        some = total != 0  # true for NaN, so that NaN propagates
+        log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+        place = span.place + token * (layer.kv_heads * layer.group) + head
+        tl.store(partial.log_sums + place, log_sum, mask=in_rows)
+        tl.store(
+            partial.output + place[:, None] * layer.head_dim + dim[None, :],
+            output / tl.where(some, total, 1.0)[:, None],
+            mask=(in_rows & some)[:, None] & (dim < layer.head_dim)[None, :],
+        )
+
+
+@triton.jit
+def _store_joined(partial, place, softmax, in_rows, layer):
+    """Store the output of a block of query rows, whose softmax has all keys but the sink."""
+    highest, total, output = softmax
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    if partial.sinks is not None:
+        sink_of = place % (layer.kv_heads * layer.group)
+        sink = tl.load(partial.sinks + sink_of, mask=in_rows, other=0.0).to(tl.float32)
+        reference = tl.where(highest > float("-inf"), highest, 0.0)
+        total += tl.exp2(sink * 1.4426950408889634 - reference)  # log2 e
+    output *= partial.value_scale / tl.where(total != 0, total, 1.0)[:, None]
+    own = partial.joined + place[:, None] * layer.head_dim + dim
+    tl.store(own, output, mask=in_rows[:, None] & (dim < layer.head_dim))
 
 
 @triton.jit
@@ -347,14 +397,8 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
     log_sums = place[None, :] + nth[:, None] * step
     log_sums = tl.load(partial.log_sums + log_sums, mask=known, other=float("-inf"))
     highest = tl.max(log_sums, 0)
-    if partial.sinks is not None:
-        sink_of = place % (layer.kv_heads * layer.group)
-        sink = tl.load(partial.sinks + sink_of, mask=in_rows, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, sink * 1.4426950408889634)  # log2 e
     highest = tl.where(highest > float("-inf"), highest, 0.0)
     total = tl.sum(tl.exp2(log_sums - highest[None, :]), 0)
-    if partial.sinks is not None:
-        total += tl.exp2(sink * 1.4426950408889634 - highest)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
     # The first spans of a prefix have keys. Loads of several spans are to be on their way at once.
     some = (tl.max(log_sums, 1) > float("-inf")) & (nth < prefix_spans)
@@ -365,13 +409,12 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
         weight = tl.exp2(log_sum - highest)[:, None]
         part = partial.output + at[:, None] * layer.head_dim + dim
         output += weight * tl.load(part, mask=(weight != 0) & (dim < layer.head_dim), other=0.0)
-    output *= partial.value_scale / tl.where(total != 0, total, 1.0)[:, None]
-    own = partial.joined + place[:, None] * layer.head_dim + dim
-    tl.store(own, output, mask=in_rows[:, None] & (dim < layer.head_dim))
+    _store_joined(partial, place, (highest, total, output), in_rows, layer)
 
 
 def join_spans(partial: Partial) -> None:
     """Write the joined attention of all spans, in one launch; see `attend`."""
+    assert partial.output is not None, "there are spans"
     spans, tokens, q_heads, head_dim = partial.output.shape
     assert spans <= MAX_SPANS, "one program joins all"
     block_dim, block_spans = triton.next_power_of_2(head_dim), triton.next_power_of_2(spans)

@@ -81,7 +81,7 @@ class WorkSplit(NamedTuple):
     prefix_blocks: int  # blocks of query rows that share a prefix
     prefix_spans: int
     tail_blocks: int  # blocks of query rows of one particle
-    tail_spans: int
+    tail_spans: int  # 0: programs of prefixes walk the tails of their rows, too
     tail_span: int  # keys of each
 
 
@@ -97,13 +97,24 @@ def cut_work(
 ) -> WorkSplit:
     """Split the work for queries ``[G, N, C, q_heads, head_dim]`` of ``element_size`` bytes.
 
-    ``rotates``: whether programs rotate them.
+    Where each multiprocessor has a block of rows, its program walks all keys. Partial results of
+    four spans would take as many bytes as a prefix of 2,300 tokens: 8 particles of 9 columns.
+
+    Args:
+        rotates: whether programs rotate them and write new keys; then tails have their own.
     """
     blocks = _blocks(shape[4], chip)[element_size]
     if rotates:
         most = MAX_ROTATED // triton.next_power_of_2(shape[4])
         blocks = blocks._replace(most_rows=min(blocks.most_rows, most))
-    return cut(shape, kv_heads, blocks, max_prefix, max_tail, chip.resident_programs(2))
+    split = cut(shape, kv_heads, blocks, max_prefix, max_tail, chip.resident_programs(2))
+    programs = shape[0] * kv_heads * split.prefix_blocks
+    spills = shape[4] > NARROW and element_size > 2
+    if rotates or spills or split.tail_spans > 1 or programs < chip.multiprocessors:
+        return split
+    # Where a program has a multiprocessor to itself: with four warps the A100 spills registers.
+    num_warps = split.num_warps if chip.shared >= H100.shared else 8
+    return split._replace(num_warps=num_warps, prefix_spans=1, tail_spans=0)
 
 
 def _blocks(head_dim: int, chip: Chip) -> dict[int, Blocks]:

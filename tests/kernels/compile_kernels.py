@@ -94,6 +94,7 @@ def _attention(sizes: Sizes) -> None:
             _attend(sizes, layer, num_columns)
     for num_columns in (1, 2) if sizes.dtype.itemsize == 2 else ():
         _attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
+    _attend(sizes._replace(groups=8), Layer(sizes.target), sizes.steps + 1)  # no partial results
     draft, target = sizes.latent_draft, sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
         for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):

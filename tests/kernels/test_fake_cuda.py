@@ -13,10 +13,13 @@ from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
 from fake_llama import layer_pass
 from torch.utils._pytree import tree_leaves
 
+from sglang_smc.kernels.attention import work
+from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import Need, RoundShape, shape_of_any, shape_of_server
+from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
 from sglang_smc.state.logprobs import recorded_logprobs
 from sglang_smc.tools.plan.shapes import from_config
@@ -119,6 +122,26 @@ def test_a_layer_of_a_draft_pass_takes_few_launches(
     model = from_config("llama-3.2-1b")
     model = model.fused_in_int8() if layers == "fused-int8" else model
     assert read * model.num_layers == model.bytes_read(8 * size * num_columns, with_head=False)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_attention_of_many_requests_has_no_partial_results(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification by Llama 8B on an H100: red where more than queries and output is kept."""
+    monkeypatch.setattr(work, "chip_of", lambda _: work.H100)
+    with fake_cuda(monkeypatch) as (_, account):
+        query = torch.empty(size, 8, 9, 32, 128, dtype=torch.bfloat16, device="cuda")
+        cache = query.new_empty(64, 8, 128)
+        table = torch.zeros(8 * size, 512, dtype=torch.int32, device="cuda")
+        rows = torch.zeros(size, 8, dtype=torch.int64, device="cuda")
+        first = rows[:, 0].contiguous()
+        locations = KVLocations(first, first, rows, max_tail=265)
+        context = AttentionContext(table, table, locations, rows)
+        with account:
+            particle_attention(query, cache, cache, context, max_prefix=8192, scaling=0.1)
+    parts, joins = account.peak - 2 * query.nbytes, account.calls.count("_join_spans")
+    assert parts == joins == 0 if size == 8 else parts > 4 * query.nbytes and joins == 1
 
 
 def test_arguments_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:

@@ -133,6 +133,13 @@ def run_kernel(case: Case) -> torch.Tensor:
     return output
 
 
+def run_whole(case: Case) -> torch.Tensor:
+    """As where each multiprocessor has rows: programs walk the prefix and the tails of theirs."""
+    chip = work.chip_of(torch.device(DEVICE))._replace(multiprocessors=1)
+    with mock.patch.object(work, "chip_of", lambda _: chip):
+        return run_kernel(case)
+
+
 def run_torch(case: Case) -> torch.Tensor:
     c = on_device(case)
     if c.rank is not None:
@@ -147,10 +154,10 @@ def run_anywhere(case: Case) -> torch.Tensor:
         return run_torch(case)
 
 
-@pytest.mark.parametrize("run", [run_kernel, run_torch, run_anywhere])
+@pytest.mark.parametrize("run", [run_kernel, run_whole, run_torch, run_anywhere])
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name: str, run: Any) -> None:
-    if name == "bfloat16" and run is run_kernel and DEVICE == "cpu":
+    if name == "bfloat16" and run in (run_kernel, run_whole) and DEVICE == "cpu":
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
     case = case_of(name)
     output = run(case)
@@ -298,7 +305,9 @@ def test_prefixes_are_cut_until_the_device_is_busy(
     split = cut(size, columns, chip=chip)
     assert size * 8 * split.prefix_blocks == programs, "of one span"
     least = 0.8 if work.MAX_SPANS * programs >= resident else 0.7
-    assert busy(split.prefix_spans * programs / resident) > least
+    is_whole = programs >= chip.multiprocessors
+    assert is_whole == (split.tail_spans == 0)
+    assert is_whole or busy(split.prefix_spans * programs / resident) > least
     assert split.prefix_spans < 8 or programs < 40, "no more than it takes"
     if programs > 8:  # one token of one request is too little
         split = latent.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265, chip)
@@ -330,7 +339,7 @@ def test_limits_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert work.chip_of(torch.device("cpu")) == work.H100._replace(overlaps=False)
 
 
-@pytest.mark.parametrize("run", [run_kernel, run_torch])
+@pytest.mark.parametrize("run", [run_kernel, run_whole, run_torch])
 def test_a_block_may_begin_in_the_prefix(run: Any) -> None:
     """Where a tail has no slot: red where that column is taken for padding."""
     case = make_case([3, 70], [[-1, -1], [-1, 2]], num_columns=5, sees_block=True)
