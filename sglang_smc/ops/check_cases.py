@@ -4,6 +4,7 @@ A check runs its operation with one implementation of `Ops`, on inputs that are 
 Every field of `Ops` is checked; checks of `kind` are of the models' kernels.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -42,6 +43,12 @@ class Inputs:
         self.device, self.sizes = device, sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
         self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Return those of the device, 1 on a CPU."""
+        is_gpu = torch.device(self.device).type == "cuda"
+        return torch.cuda.get_device_properties(self.device).multi_processor_count if is_gpu else 1
 
     def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Return integers in ``low .. high - 1``, int64."""
@@ -358,20 +365,25 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
 def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     """Attend with each model's heads of a kind, for one new token per particle and for a block.
 
-    And with a draft's, by which two tokens are rotated and written, too.
+    For few requests, and for as many as have a program on each multiprocessor. And with a draft's,
+    by which two tokens are rotated and written, too.
     """
     models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
-    found = [_attend(ops, of, *one) for one in product(models, (1, of.sizes.num_steps + 1))]
+    columns, programs = (1, of.sizes.num_steps + 1), {1, of.multiprocessors}
+    found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
     return found + [_attend(ops, of, one, 2, rotates=True) for one in models if not latent]
 
 
-def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int, rotates: bool = False) -> Any:
-    size, num_particles, _ = of.shape
+def _attend(
+    ops: Ops, of: Inputs, heads: Heads, num_columns: int, programs: int = 1, rotates: bool = False
+) -> Any:
+    copies = math.ceil(programs / (of.shape[0] * heads.kv_heads))
+    size, num_particles = of.shape[0] * copies, of.shape[1]
     width = 1 << (num_columns + 4).bit_length()
     num_slots = size * (PREFIX + num_particles * width)
     slots = 1 + torch.randperm(num_slots, generator=torch.Generator().manual_seed(0)).int()
     table, tails = slots.to(of.device).tensor_split([size * PREFIX])
-    committed = torch.tensor([PREFIX, 3, 33], device=of.device)
+    committed = torch.tensor([PREFIX, 3, 33], device=of.device).repeat(copies)
     particle_rows = torch.arange(size * num_particles, device=of.device).view(size, -1)
     rows = torch.arange(size, device=of.device)
     locations = KVLocations(rows, committed, particle_rows, max_tail=num_columns + 4)
