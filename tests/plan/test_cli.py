@@ -175,7 +175,7 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
     assert list(smc["seconds_by_pass"]) == ["draft", "verify", "follow"]
     assert sum(smc["seconds_by_pass"].values()) == pytest.approx(smc["seconds"])
     weights = sum(draft_from_config(name).resident_bytes for name in ("llama-3.1-8b", "eagle3-8b"))
-    kv, states = (1024 + 8 * found["tail"]) * (131_072 + 4_096), 8 * 9 * 3 * 4096 * 2
+    kv, states = (1024 + 8 * found["tail"]) * (131_072 + 4_096), (8 * 9 + 11) * 3 * 4096 * 2
     assert found["memory_bytes"] == pytest.approx(weights + kv + states, abs=1)
 
 
