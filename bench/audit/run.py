@@ -41,7 +41,8 @@ from study import (
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.tools.demo.serving import Launch, ServerError, running
-from sglang_smc.tools.real.models import MODELS, checkpoint
+from sglang_smc.tools.real.models import CACHE, MODELS, checkpoint
+from sglang_smc.tools.testing import audit_texts
 from sglang_smc.tools.testing.audit import (
     CHECKS,
     LEVEL,
@@ -52,15 +53,6 @@ from sglang_smc.tools.testing.audit import (
     result_of,
 )
 from sglang_smc.tools.testing.audit_pressure import sweep
-from sglang_smc.tools.testing.audit_texts import (
-    STRAY,
-    WIDTHS,
-    Copied,
-    ask_copies,
-    judge_copies,
-    num_copies,
-    result_of_copies,
-)
 from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
@@ -79,7 +71,6 @@ class Server(NamedTuple):
     name: str
     arguments: Mapping[str, Any] = MappingProxyType({})
     fault: str = ""
-    is_lossless: bool = True
     copies: bool = False  # whether it is asked for copies alone
     environment: Mapping[str, str] = MappingProxyType({})
     is_swept: bool = False  # whether requests have all depths, and weights are loaded between them
@@ -87,6 +78,11 @@ class Server(NamedTuple):
     @property
     def slug(self) -> str:
         return slug_of(self.name)
+
+    @property
+    def is_lossless(self) -> bool:
+        mode = self.arguments.get("speculative_smc_mode", "exact")
+        return mode == "exact" and not self.fault
 
 
 def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) -> dict[str, Any]:
@@ -108,6 +104,13 @@ def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
     return {"speculative_smc_num_particles": num_particles, "speculative_num_steps": num_steps}
 
 
+def _copying(name: str, fault: str = "") -> Server:
+    """Return a server that is asked for copies alone, by its name in `COPYING`."""
+    more = {"copies": True, "environment": _RETRACTING if fault == "retracted" else {}}
+    name, arguments = f"{name} copying", COPYING[name]
+    return Server(f"{name} with {fault}" if fault else name, arguments, fault, **more)
+
+
 CHAIN = _own("STANDALONE", "draft", 1)
 EAGLE_TREE = _own("EAGLE3", "eagle3", 4)
 _ONE_CHAIN = _smc("exact") | _shape(1, 8)
@@ -123,6 +126,15 @@ COPYING = {name: arguments | _FEW_SLOTS for name, arguments in COPYING.items()}
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
 _HEADS = "eagle3", "mtp", "dflash", "dspark"  # of the shipped pair
+_REAL_HEAD = str(CACHE / "smollm2-eagle3")  # as bench/README.md makes it
+#: Of SmolLM2, likewise; few rows of the target, for a CPU's sake.
+REAL: dict[str, dict[str, Any]] = {
+    "AR": {},
+    "EAGLE-3 tree": _own("EAGLE3", _REAL_HEAD, 4),
+    "NGRAM": _own("NGRAM"),
+    "exact by n-grams": _MATCHES | _shape(2, 4),
+    "exact by eagle3": _smc("exact", _REAL_HEAD) | _shape(2, 3),
+}
 #: Names of correct servers that answer by rows of the target, and their arguments.
 LOSSLESS: dict[str, dict[str, Any]] = {
     "AR": {},
@@ -155,28 +167,19 @@ SERVERS = (
     *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
     Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
     Server("SMC exact of all depths", _smc("exact"), is_swept=True),
-    Server("SmolLM2 exact by n-grams", {**_MATCHES, "model_path": "smollm2"}),
-    Server("SMC auto", _smc("auto"), is_lossless=False),
-    Server("SMC default", _smc("smc"), is_lossless=False),
+    *(Server(f"SmolLM2 {name}", {**more, "model_path": "smollm2"}) for name, more in REAL.items()),
+    Server("SMC auto", _smc("auto")),
+    Server("SMC default", _smc("smc")),
     *(Server(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
     *(Server(f"SMC exact in {dtype}", {**_smc("exact"), "dtype": dtype}) for dtype in COARSE),
-    *(Server(f"STANDALONE with {fault}", CHAIN, fault, is_lossless=False) for fault in STOCK),
-    Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus", False),
-    *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault, False) for fault in OWN),
-    *(Server(f"{name} copying", arguments, copies=True) for name, arguments in COPYING.items()),
+    *(Server(f"STANDALONE with {fault}", CHAIN, fault) for fault in STOCK),
+    Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus"),
+    *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault) for fault in OWN),
+    *map(_copying, COPYING),
     Server("STANDALONE retracting", COPYING["STANDALONE"], copies=True, environment=_RETRACTING),
-    *(
-        Server(
-            f"{name} copying with {fault}",
-            COPYING[name],
-            fault,
-            is_lossless=False,
-            copies=True,
-            environment=_RETRACTING if fault == "retracted" else {},
-        )
-        for name, faults in (("STANDALONE", KV[:-1]), ("SMC exact", KV[:-2]), ("EAGLE-3", KV[-1:]))
-        for fault in faults
-    ),
+    *(_copying("STANDALONE", fault) for fault in KV[:-1]),
+    *(_copying("SMC exact", fault) for fault in KV[:-2]),
+    _copying("EAGLE-3", KV[-1]),
 )
 
 
@@ -239,21 +242,21 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
 def most(server: Server, options: argparse.Namespace) -> int:
     """Return the most answers of one audit."""
     if server.copies:
-        return num_copies(options.copies)
+        return audit_texts.num_copies(options.copies)
     return most_answers(options.answers, PROMPTS, 0 if server.fault else options.copies)
 
 
 def copied(endpoint: Endpoint, count: int, seed: int) -> dict[str, Any]:
     """Return the checks of copies, and with how few answers one of them would have failed."""
     copies = copies_of(count, 6, seed)
-    samples = ask_copies(endpoint, copies)
+    samples = audit_texts.ask_copies(endpoint, copies)
 
     def first(size: int) -> list[Result]:
         some = [each[:size] for each in samples]
-        return judge_copies(copies[:size], some, endpoint.rounding, LEVEL, seed)[0]
+        return audit_texts.judge_copies(copies[:size], some, endpoint.rounding, LEVEL, seed)[0]
 
     failing = (size for size in range(1, count + 1) if any(one.failed for one in first(size)))
-    until = next(failing, 0) * len(WIDTHS)
+    until = next(failing, 0) * len(audit_texts.WIDTHS)
     return as_dict(first(count), answers_until_found=until)
 
 
@@ -275,20 +278,20 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         tokens = [_drawn(draw, logs, round(size * check.share)) for check in CHECKS]
         pairs = *zip(CHECKS, tokens, strict=True), (TOGETHER, [*chain(*tokens)])
         results = [result_of(*pair) for pair in pairs]
-        for width in WIDTHS:
+        for width in audit_texts.WIDTHS:
             edge = _copied(draw, options.copies, width > 1)
-            results.append(result_of_copies(width, edge, 1e-3, LEVEL))
+            results.append(audit_texts.result_of_copies(width, edge, 1e-3, LEVEL))
         yield as_dict(results)
 
 
-def _copied(draw: np.random.Generator, size: int, is_loaded: bool) -> Copied:
+def _copied(draw: np.random.Generator, size: int, is_loaded: bool) -> audit_texts.Copied:
     """Draw the answers to copies at the edge of what rounding may do."""
     greedy = 3 * size // 4
-    gaps = 3e-3 * (draw.random(greedy * TOKENS) < STRAY)
+    gaps = 3e-3 * (draw.random(greedy * TOKENS) < audit_texts.STRAY)
     tails, lacks = draw.random((size - greedy) * TOKENS), draw.random((2, size)) < 0.3
     alone = lacks[1] if is_loaded else lacks[1, :0]
     columns = gaps, tails, np.zeros(size, bool), lacks[0], alone
-    return Copied(greedy, *(column.tolist() for column in columns))
+    return audit_texts.Copied(greedy, *(column.tolist() for column in columns))
 
 
 def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[Compared]:
@@ -343,10 +346,7 @@ def told_of(server: Server, folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-HEADERS = (
-    *("server", "lossless", "answers", "audits failed", "checks that failed"),
-    *("log p + H at T = 1", "corrupted copies"),
-)
+HEADERS = "server,lossless,answers,audits failed,checks failed,log p + H at T = 1,corrupted copies"
 
 
 def write_table(folder: Path) -> None:
@@ -355,7 +355,7 @@ def write_table(folder: Path) -> None:
     for title, has_fault in (("Servers", False), ("Faults", True)):
         some = [server for server in SERVERS if bool(server.fault) == has_fault]
         rows = [row_of(told) for one in some if (told := told_of(one, folder))]
-        parts.append(f"## {title}\n\n{markdown_table(HEADERS, rows)}\n")
+        parts.append(f"## {title}\n\n{markdown_table(HEADERS.split(','), rows)}\n")
     (folder / "audit.md").write_text("\n".join(parts))
 
 

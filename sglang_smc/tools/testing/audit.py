@@ -296,10 +296,9 @@ def _tempered(ranked: Top, temperature: float, rest: float) -> Top | None:
 
 def _penalized(ranked: Top, penalty: float, earlier: Mapping[Any, int], rest: float) -> Top | None:
     """Return the penalized distribution, if no token that is not told lost much of it."""
-    if rest > _UNCERTAIN and not earlier.keys() <= ranked.keys():
-        return None
+    unknown = len(earlier.keys() - ranked.keys()) * math.exp(min(ranked.values()))
     lowered = {token: value - penalty * earlier.get(token, 0) for token, value in ranked.items()}
-    return _normalized(lowered, rest)
+    return _normalized(lowered, rest) if min(rest, unknown) <= _UNCERTAIN else None
 
 
 def _normalized(values: Top, rest: float = 0.0) -> dict[Any, float]:
