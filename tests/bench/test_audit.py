@@ -1,11 +1,11 @@
 """The servers under audit: their faults, and the table of what is found."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
 from sglang_smc.tools.demo.serving import Launch, ServerError
-from sglang_smc.tools.testing.endpoint import Sample
+from sglang_smc.tools.testing.client import Client
+from sglang_smc.tools.testing.endpoint import Endpoint, Sample
 from sglang_smc.tools.testing.model import Position
 
 NODES = 60
@@ -231,14 +232,12 @@ def test_simulated_audits_have_copies_too(tmp_path: Path) -> None:
 def test_copies_are_counted_until_one_fails() -> None:
     """The third of them is wrong at temperature 0."""
 
-    class Endpoint:
-        rounding = 1e-3
-
-        def at_once(self, asked: list[Any], width: int) -> list[Sample]:
+    class Wrong(Endpoint):
+        def at_once(self, asked: Sequence[Any], width: int) -> list[Sample | None]:
             top = {0: -0.1, 1: -9.0}
             wrong = [index == 2 for index in range(len(asked))]
             positions = ([Position(int(bad), top[int(bad)], top)] * 99 for bad in wrong)
             return [Sample("", "", each, [99]) for each in positions]
 
-    told = copied(cast(Any, Endpoint()), 8, 0)
+    told = copied(Wrong(Client("")), 8, 0)
     assert told["answers_until_found"] == 9 and not told["passed"]

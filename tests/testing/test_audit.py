@@ -23,8 +23,8 @@ from sglang_smc.tools.testing.audit import (
     CHECKS,
     LEVEL,
     Audit,
-    Check,
     Rules,
+    TokenCheck,
     audit,
     compared,
     limited,
@@ -32,9 +32,9 @@ from sglang_smc.tools.testing.audit import (
 )
 from sglang_smc.tools.testing.audit_pressure import full_context, sweep
 from sglang_smc.tools.testing.audit_texts import ask_copies, check_repeats
-from sglang_smc.tools.testing.copies import Copy, copies_of
+from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample, open_endpoint
-from sglang_smc.tools.testing.model import Model, Position
+from sglang_smc.tools.testing.model import PLAIN, Model, Position
 from sglang_smc.tools.testing.report import Verdict
 from sglang_smc.tools.testing.statistics import Text
 from tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
@@ -74,6 +74,8 @@ class Server:
             body["prompt"] = body["messages"][0]["content"]
         if body.get("stream") and is_chat and body.get("return_token_ids"):
             return httpx.Response(400, text="no token ids in streams of chats")
+        if body.get("top_k", 0) < 0 and self.tells == "entries":
+            return httpx.Response(422, text="top_k: Input should be greater than or equal to 0")
         if "prompt_logprobs" in body:
             if self.tells != "ids":
                 return httpx.Response(400, text="unknown field prompt_logprobs")
@@ -104,11 +106,10 @@ class Server:
     def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         source = random.Random(body["seed"]) if "seed" in body else self.source
         is_shifted = self.shifts(body["prompt"], index)
+        penalty = self.penalizes * body.get("frequency_penalty", 0.0)
         tokens, tops, sizes, last = [], [], [0], 1
         for _ in range(body["max_tokens"]):
-            law = lowered(
-                self.table[last], tokens, self.penalizes * body.get("frequency_penalty", 0.0)
-            )
+            law = lowered(self.table[last], tokens, penalty)
             likeliest = law.index(max(law))
             last = likeliest if self.bonus and sizes[-1] == 4 else self.draw(law, body, source)
             sizes[-1] += 1
@@ -179,7 +180,7 @@ def rightly(row: list[float], body: dict[str, Any], source: random.Random) -> in
     return source.choices(list(kept), list(kept.values()))[0]
 
 
-DEFAULTS = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
+DEFAULTS = {"temperature": 0.6, "top_k": 5, "top_p": 0.8, "min_p": 0.1}  # of a server, as many are
 
 
 @cache
@@ -191,7 +192,7 @@ def whole_law(
     kept: dict[int, float] = {}
     for token in sorted(range(len(row)), key=lambda token: -masses[token]):
         before = math.fsum(kept.values()) / math.fsum(masses)
-        if len(kept) == top_k or before >= top_p or masses[token] < min_p * max(masses):
+        if len(kept) == top_k > 0 or before >= top_p or masses[token] < min_p * max(masses):
             break
         kept[token] = masses[token]
     return kept
@@ -201,8 +202,7 @@ def without(ignored: str) -> Callable[..., int]:
     """Sample without this parameter."""
 
     def draw(row: list[float], body: dict[str, Any], source: random.Random) -> int:
-        left = {name: value for name, value in body.items() if name != ignored}
-        return rightly(row, {"temperature": 1.0, **left}, source)
+        return rightly(row, body | {ignored: PLAIN[ignored]}, source)
 
     return draw
 
@@ -263,14 +263,10 @@ def second(row: list[float], body: dict[str, Any], source: random.Random) -> int
 
 
 def audited(
-    serve: Serve,
-    server: Server,
-    num_answers: int = 400,
-    chat: bool = False,
-    copies: Sequence[Copy] = (),
+    serve: Serve, server: Server, num_answers: int = 400, chat: bool = False, copies: Any = ()
 ) -> Audit:
     serve(server)
-    found = open_endpoint(URL, chat=chat)
+    found = open_endpoint(URL, chat=chat, params={"top_k": 0} if server.tells == "entries" else {})
     if server.tells == "ids":
         found.score = server.score
     return audit(found, ["one", "two", "three", "four"], copies, num_answers=num_answers)
@@ -369,7 +365,7 @@ def test_rounding_is_told_from_a_fault(
 
 def test_false_alarms_keep_their_level() -> None:
     """Of 400 correct samples 5 % are rejected at level 5 %: outside of 7 to 34 in 1 of 1,000."""
-    check, table = Check("sampled", Rules(), 1.0, ""), random_table(1)
+    check, table = TokenCheck("sampled", Rules(), 1.0, ""), random_table(1)
     rejected = 0
     for seed in range(400):
         source = random.Random(-1 - seed)
@@ -419,8 +415,7 @@ def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None
 
 
 def test_too_few_answers_are_no_verdict(serve: Serve) -> None:
-    found = audited(serve, Server(rightly), num_answers=10)
-    results = {result.check: result for result in found.results}
+    results = {one.check: one for one in audited(serve, Server(rightly), num_answers=10).results}
     assert results["top-k"].verdict is Verdict.NOT_ENOUGH_DATA
     assert "--answers" in results["top-k"].note
 
@@ -440,8 +435,6 @@ def models_then(**reply: Any) -> Handler:
 
 NAN = '{"text": "a", "logprobs": {"tokens": [1], "token_logprobs": [NaN], "top_logprobs": [{}]}}'
 TWENTY = [{"index": index, "text": "a"} for index in range(20)]
-
-
 BROKEN: dict[str, tuple[Handler, str]] = {
     "hangs": (hanging, "no server with OpenAI's routes"),
     "HTML": (lambda _: httpx.Response(200, text="<html>"), "OpenAI's routes"),
@@ -478,7 +471,7 @@ def test_command(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert text.count("<svg") == len(CHECKS) + 3
 
 
-def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
+def test_time_is_counted_from_the_start_and_shared_by_all_checks(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A reference takes two minutes of three to start, each request a third of a second."""
@@ -491,11 +484,24 @@ def test_time_is_counted_from_the_start_and_enough_for_checks_of_few_answers(
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(audit_cli, "_score_by", lambda *_: takes(120))
     serve(lambda request: takes(0.3) or server(request))
-    asked = ["--minutes", "3", "--answers", "9999", "--copies", "0", "--json", str(numbers)]
+    asked = ["--minutes", "3", "--answers", "6000", "--copies", "30", "--json", str(numbers)]
     assert audit_cli.main([URL, *asked, "--reference", URL]) == 0
-    verdicts = {one["check"]: one["verdict"] for one in json.loads(numbers.read_text())["results"]}
-    assert (verdicts["repeats"], verdicts["seeds"]) == ("pass", "measured")
-    assert verdicts["penalty"] == "not enough data" and 180 < clock[0] < 185
+    told = {one["check"]: one for one in json.loads(numbers.read_text())["results"]}
+    assert {one["verdict"] for one in told.values()} == {"pass", "measured"}
+    assert 32 < told["penalty"]["num_answers"] < told["sampled"]["num_answers"] < 2400
+    assert 180 < clock[0] < 185
+
+
+def test_time_that_ends_within_the_check_of_evidence_is_told(
+    model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smc, clock = model(), iter([0, 5, 0, 5])
+    monkeypatch.setattr(audit_cli, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(smc.client, "post", lambda *_: int("over"))
+    (told,) = audit_cli._evidence(Endpoint(smc.client, smc=smc, deadline=4.0), ["a"], 0)
+    assert told.verdict is Verdict.NOT_ENOUGH_DATA and "--minutes" in told.note
+    with pytest.raises(ValueError, match="over"):
+        audit_cli._evidence(Endpoint(smc.client, smc=smc, deadline=6.0), ["a"], 0)
 
 
 def test_a_reference_must_score(serve: Serve) -> None:

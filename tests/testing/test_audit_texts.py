@@ -202,8 +202,7 @@ def gaps_of(copied: Sequence[float], **more: Any) -> Copied:
         (gaps_of([], tails=[STRAY / 2] * 9 + [0.5] * 91), "tokens of the rarest 0.002"),
         (gaps_of([], tails=[RARE / 2] * 2 + [0.5] * 9998), ""),
         (gaps_of([], tails=[RARE / 2] * 4 + [0.5] * 9996), "tokens of the rarest 1e-05"),
-        (gaps_of([], lacks=[True] * 40), ""),  # the model's own
-        (gaps_of([], lacks=[True] * 40, lacked_alone=[True] * 40), ""),
+        (gaps_of([], lacks=[True] * 40, lacked_alone=[True] * 40), ""),  # the model's own
         (gaps_of([], lacks=[True, *[False] * 3] * 10, lacked_alone=[False] * 40), ""),
         (gaps_of([], lacks=[True, False] * 20, lacked_alone=[False] * 40), "20 answers that"),
         (gaps_of([], lacks=[False] * 40, lacked_alone=[True] * 40), ""),

@@ -26,7 +26,7 @@ from sglang_smc.tools.testing.audit_texts import FEWEST, LENGTH, STRAY, p_value_
 from sglang_smc.tools.testing.checks import repeated
 from sglang_smc.tools.testing.copies import Copy
 from sglang_smc.tools.testing.endpoint import Endpoint, Sample
-from sglang_smc.tools.testing.model import Position
+from sglang_smc.tools.testing.model import PLAIN, Position
 from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Top
 
@@ -45,7 +45,7 @@ class Rules(NamedTuple):
     frequency_penalty: float = 0.0
 
 
-class Check(NamedTuple):
+class TokenCheck(NamedTuple):
     """A check of sampled tokens."""
 
     name: str
@@ -55,15 +55,15 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("sampled", Rules(), 0.4, "tokens at temperature 1 are samples of the target"),
-    Check("temperature", Rules(temperature=0.6), 0.15, "temperature 0.6 sharpens it as it should"),
+    TokenCheck("sampled", Rules(), 0.4, "tokens at temperature 1 are samples of the target"),
+    TokenCheck("temperature", Rules(temperature=0.6), 0.15, "temperature 0.6 sharpens it rightly"),
     # Above temperature 1 p is flatter than a q that its own temperature left out.
-    Check("top-k", Rules(2.0, 10), 0.1, "top_k 10 leaves the 10 likeliest, of temperature 2"),
-    Check("top-p", Rules(top_p=0.8), 0.1, "top_p 0.8 leaves the likeliest 80 %, in proportion"),
-    Check("min-p", Rules(min_p=0.1), 0.1, "min_p 0.1 leaves a tenth of the likeliest and more"),
-    Check("penalty", Rules(frequency_penalty=0.5), 0.1, "frequency_penalty 0.5 lowers by counts"),
+    TokenCheck("top-k", Rules(2.0, 10), 0.1, "top_k 10 leaves the 10 likeliest, of temperature 2"),
+    TokenCheck("top-p", Rules(top_p=0.8), 0.1, "top_p 0.8 leaves the likeliest 80 % in proportion"),
+    TokenCheck("min-p", Rules(min_p=0.1), 0.1, "min_p 0.1 leaves from a tenth of the likeliest on"),
+    TokenCheck("penalty", Rules(frequency_penalty=0.5), 0.1, "it lowers tokens by their counts"),
 )
-TOGETHER = Check("together", Rules(), 0.0, "the tokens of all these checks follow the target")
+TOGETHER = TokenCheck("together", Rules(), 0.0, "the tokens of all these checks follow the target")
 _GREEDY_SHARE = 0.05
 NUM_SEEDS = 10  # answers with a seed, the first two with one
 LEVEL = ALPHA / (4 * (len(CHECKS) + 1) + audit_texts.NUM_TESTS)  # of one p-value
@@ -103,20 +103,23 @@ def audit(
     Raises ValueError where the server fails, or does not tell what the checks need.
     """
     greedy = repeated(prompts, round(_GREEDY_SHARE * num_answers))
-    # Of few answers, so they come first: the deadline leaves out others.
-    few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
-    few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
-    few.append(check_seeds(endpoint, prompts[0]))
+    with endpoint.within(0.5):
+        few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
+        few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
+        few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
     if copies:  # before the samples, which show what load has left behind
-        samples = audit_texts.ask_copies(endpoint, copies)
+        with endpoint.within(0.5):
+            samples = audit_texts.ask_copies(endpoint, copies)
         results, ranks = audit_texts.judge_copies(copies, samples, endpoint.rounding, LEVEL, seed)
         few += results
         found.ranks.update(ranks)
     all_samples, all_tokens = list[Sample](), list[Compared | None]()
-    for check in CHECKS:
+    for index, check in enumerate(CHECKS):
         asked = repeated(prompts, round(check.share * num_answers))
-        samples = endpoint.sample(asked, LENGTH, streamed=True, **check.rules._asdict())
+        given = {name: x for name, x in check.rules._asdict().items() if x != PLAIN[name]}
+        with endpoint.within(check.share / sum(one.share for one in CHECKS[index:])):
+            samples = endpoint.sample(asked, LENGTH, streamed=True, **{"temperature": 1.0, **given})
         tokens = list(compared(check, samples, endpoint.rounding, seed))
         found.results.append(result_of(check, tokens, samples))
         found.ranks[check.name] = [token.rank for token in tokens if token]
@@ -136,7 +139,7 @@ def most_answers(num_answers: int, prompts: Sequence[str], num_copies: int) -> i
 
 
 def compared(
-    check: Check, samples: Sequence[Sample], rounding: float, seed: int = 0
+    check: TokenCheck, samples: Sequence[Sample], rounding: float, seed: int = 0
 ) -> Iterator[Compared | None]:
     """Compare tokens with the distribution of their rules, where that is known.
 
@@ -162,7 +165,7 @@ def compared(
 
 
 def result_of(
-    check: Check, tokens: Sequence[Compared | None], samples: Sequence[Sample] = ()
+    check: TokenCheck, tokens: Sequence[Compared | None], samples: Sequence[Sample] = ()
 ) -> Result:
     """Test whether a check's tokens are samples of the distributions behind their prefixes."""
     from scipy.stats import kstest, norm

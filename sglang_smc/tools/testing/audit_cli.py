@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="", help="its name in requests; default: the first of /v1/models")
     add("--chat", action="store_true", help="ask by the chat route, each prompt as one message")
     add("--api-key", help="of the server, where it has one")
-    add("--params", type=_object, default={}, metavar="JSON", help="added to each request")
+    more = 'added to each request, such as {"custom_params": {"smc": {"mode": "exact"}}}'
+    add("--params", type=_object, default={}, metavar="JSON", help=more)
     add("--prompts", type=Path, help="a text file, one prompt a line")
     add("--answers", type=positive, default=400, help="of all checks together; default 400")
     many = "identifiers in a prompt, more in each fourth; full: as many as fit there; default 8"
@@ -93,30 +94,19 @@ def _run(options: argparse.Namespace) -> int:
         f"; nothing is asked for after {options.minutes:g} minutes, or read after twice as many.",
         flush=True,
     )
-    with (
-        _reference(endpoint, options),
-        bar(total=total, unit=" answers", disable=None, leave=False) as line,
-    ):
+    with _reference(endpoint, options), bar(total=total, unit=" answers", disable=None) as line:
         endpoint.deadline = begin + 60 * options.minutes
         endpoint.on_answers = line.update
         how = {"num_answers": options.answers, "seed": options.seed}
         results, ranks = audit(endpoint, prompts, copies, **how)
-        if endpoint.smc and time.monotonic() < endpoint.deadline:
-            results += run(SMCPair(endpoint.smc), prompts, ("evidence",), seed=options.seed)
-        elif endpoint.smc:
-            note = "No time was left. Give more --minutes, or ask for fewer --answers."
-            lacks = report.Verdict.NOT_ENOUGH_DATA
-            results.append(report.Result("evidence", "E[Z] = 1", lacks, note))
+        results += _evidence(endpoint, prompts, options.seed)
     how = "a reference" if options.reference or options.target else "the server itself"
     if endpoint.score is None:
         how = f"the {endpoint.client.top} log-probabilities that come with the answers"
     about = f"Model {endpoint.model}, answers of at most {LENGTH} tokens, scored by {how}."
     if endpoint.smc and not options.params:
-        about += (
-            f" This server runs SMC in mode {endpoint.smc.settings['mode']}; all but exact are "
-            "approximate, as docs/fidelity.md has it. Another mode is audited with --params "
-            '\'{"custom_params": {"smc": {"mode": "exact"}}}\'.'
-        )
+        mode = endpoint.smc.settings["mode"]
+        about += f" It runs SMC in mode {mode}; all but exact are approximate (docs/fidelity.md)."
     seconds = time.monotonic() - begin
     print(f"{report.as_text(results)} {seconds:.0f} s.\n{about}")
     if options.page:
@@ -126,6 +116,20 @@ def _run(options: argparse.Namespace) -> int:
         told = report.as_dict(results, **facts, seconds=round(seconds, 1), seed=options.seed)
         options.json.write_text(json.dumps(told, indent=2) + "\n")
     return int(any(result.failed for result in results))
+
+
+def _evidence(endpoint: Endpoint, prompts: Sequence[str], seed: int) -> list[report.Result]:
+    """Check that E[Z] = 1 of a server that runs SMC, if the time that is left is enough."""
+    endpoint.client.deadline = endpoint.deadline
+    try:
+        if endpoint.smc and time.monotonic() < endpoint.deadline:
+            return run(SMCPair(endpoint.smc), prompts, ("evidence",), seed=seed)
+    except ValueError:
+        if time.monotonic() < endpoint.deadline:
+            raise
+    note = "No time was left. Give more --minutes, or ask for fewer --answers."
+    lacks = report.Result("evidence", "E[Z] = 1", report.Verdict.NOT_ENOUGH_DATA, note)
+    return [lacks] if endpoint.smc else []
 
 
 @contextlib.contextmanager

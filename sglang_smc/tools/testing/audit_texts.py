@@ -176,8 +176,11 @@ def ask_copies(endpoint: Endpoint, copies: Sequence[Copy]) -> list[list[Sample |
 
     Under load others hang up in the middle, want JSON or call a tool, beside those that are judged.
     """
-    asked = [(copy.prompt, copy.params) for copy in copies]
-    return [endpoint.at_once(asked, width) for width in WIDTHS]
+    asked, samples = [(copy.prompt, copy.params) for copy in copies], list[list[Sample | None]]()
+    for left in range(len(WIDTHS), 0, -1):
+        with endpoint.within(1 / left):
+            samples.append(endpoint.at_once(asked, WIDTHS[-left]))
+    return samples
 
 
 def judge_copies(
@@ -244,8 +247,8 @@ def result_of_copies(width: int, copied: Copied, rounding: float, level: float) 
 
     gaps, tails, total = copied.gaps, copied.tails, len(copied.is_corrupted)
     proves = f"identifiers are copied as the model copies them, with {width} at once"
-    name = f"copies-{width}"
-    result = Result(name, proves, statistic="share of corrupted answers", num_answers=total)
+    statistic = "share of corrupted answers"
+    result = Result(f"copies-{width}", proves, statistic=statistic, num_answers=total)
     if len(gaps) + len(tails) < FEWEST:
         return too_few(result, len(gaps) + len(tails), [])
     corrupted, lacking = sum(copied.is_corrupted), sum(copied.lacks)

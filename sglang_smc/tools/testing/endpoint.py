@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from sglang_smc.tools.testing.client import Client, RefusedError
-from sglang_smc.tools.testing.model import COARSEST, Model, Position, connect
+from sglang_smc.tools.testing.model import COARSEST, PLAIN, Model, Position, connect
 from sglang_smc.tools.testing.statistics import Text, Token, Top
 
 CHUNK = 32  # prompts in one request
@@ -58,7 +58,7 @@ class Endpoint:
     """A model behind OpenAI's completions route, or its chat route.
 
     Attributes:
-        params: of each request, besides those of the checks.
+        params: of each request, besides those of the checks; also what turns filters off.
         turns: more of them, one for each request.
         adapters: LoRA adapters of requests beside the copies, as /v1/models names them.
         weights: that the server loads again beside copies, as its flags name them; none if empty.
@@ -82,6 +82,14 @@ class Endpoint:
     on_answers: Callable[[int], Any] = lambda count: None
     smc: Model | None = None  # of a server that runs SMC
     streams: bool = True
+
+    @contextlib.contextmanager
+    def within(self, share: float) -> Iterator[None]:
+        """Let the ``with`` block ask for so much of the time that is left; others get the rest."""
+        end, now = self.deadline, time.monotonic()
+        self.deadline = now + share * (end - now)
+        yield
+        self.deadline = end
 
     def sample(
         self,
@@ -137,32 +145,31 @@ class Endpoint:
             answers = list(pool.map(answer, range(len(asked))))
         finally:
             pool.shutdown(cancel_futures=True)
-        samples: list[Sample | None] = [None] * len(asked)
+        found = dict[int, Sample]()
         there = [index for index, pieces in enumerate(answers) if pieces]
         for start in range(0, len(there), CHUNK):
             some = there[start : start + CHUNK]
             scored = self._samples([asked[i][0] for i in some], [answers[i] or [] for i in some])
-            for index, sample in zip(some, scored, strict=True):
-                samples[index] = sample
-        return samples
+            found.update(zip(some, scored, strict=True))
+        return [found.get(index) for index in range(len(asked))]
 
     def _ask_beside(self, index: int, prompt: str, params: Mapping[str, Any]) -> None:
         """Ask among many for what is not judged: answers that nobody reads on, JSON, tool calls."""
-        body = {"model": self.model, **self.params, **next(self.turns), **params}
-        if self.adapters:
-            adapter = self.adapters[index % len(self.adapters)]
-            body |= {"model": adapter, "lora_path": adapter}  # as vLLM and SGLang take it
-            self.client.post(self._route, {**body, **self._asking([prompt])})
+        lora = self.adapters[index % len(self.adapters)] if self.adapters else ""
+        named = {"model": lora, "lora_path": lora} if lora else {"model": self.model}
+        body = {**self.params, **next(self.turns), **params, **named}
+        asked = {**body, **self._asking([prompt])}
+        if lora:  # which the server has, as it tells: refused, it is an error
+            self.client.post(self._route, asked)
         turn = index % BESIDE
         with contextlib.suppress(RefusedError):  # of what the server does not have
             if turn == 0:
-                events = self.client.stream(self._route, {**body, **self._asking([prompt])})
-                with contextlib.closing(events):
+                with contextlib.closing(self.client.stream(self._route, asked)) as events:
                     next(events, None)
             elif turn == 2:
                 self.client.post(CHAT, {**body, **_CALL, **_message(prompt)})
             elif turn == 4:
-                self.client.post(self._route, {**body, **_JSON, **self._asking([prompt])})
+                self.client.post(self._route, {**asked, **_JSON})
 
     @property
     def _route(self) -> str:
@@ -219,7 +226,7 @@ class Endpoint:
     def _reply(self, body: dict[str, Any], count: int, streamed: bool) -> list[list[_Piece]]:
         """Return the pieces of ``count`` choices: one each, or those of their streams."""
         route = self._route
-        body = {"model": self.model, **self.params, **next(self.turns), **body}
+        body = {"model": self.model, **PLAIN, **self.params, **next(self.turns), **body}
         client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
         try:
             for reply in client.stream(route, body) if streamed else [client.post(route, body)]:
@@ -289,10 +296,9 @@ def open_endpoint(url: str, api_key: str | None = None, **settings: Any) -> Endp
 
     Raises ValueError if there is no such server.
     """
-    try:
+    model = None
+    with contextlib.suppress(ValueError):  # of other servers than SGLang
         model = connect(url, api_key=api_key, needs_smc=False)
-    except ValueError:  # not SGLang's
-        model = None
     try:
         client = model.client if model else Client(url, api_key)
         found = Endpoint(client, **settings)

@@ -56,16 +56,9 @@ def as_text(results: Sequence[Result]) -> str:
     ]
     counts = [(verdict, sum(r.verdict is verdict for r in results)) for verdict in Verdict]
     found = ", ".join(f"{count} {verdict.value}" for verdict, count in counts if count)
-    return "\n".join(
-        [
-            *table(rows, rows[0].keys(), rule=False),
-            "",
-            *notes,
-            "",
-            f"{found}. Chance that a check fails although all is well: at most "
-            f"{false_alarm(results):.2g}.",
-        ]
-    )
+    alarm = f"Chance that a check fails although all is well: at most {false_alarm(results):.2g}."
+    told = table(rows, rows[0].keys(), rule=False)
+    return "\n".join([*told, "", *notes, "", f"{found}. {alarm}"])
 
 
 def as_dict(results: Sequence[Result], **about: Any) -> dict[str, Any]:

@@ -68,19 +68,10 @@ def p_value_of_mean(values: Sequence[float], expected: float) -> float:
 
 def p_value_of_count(count: int, chances: Sequence[float]) -> float:
     """Return the two-sided p-value of so many of independent events with these probabilities."""
-    import numpy
+    from scipy.stats import poisson_binom
 
-    ones = numpy.asarray(chances)
-    masses = numpy.stack([1.0 - ones, ones], 1)  # of 0 and 1 events; then of twice as many
-    while len(masses) > 1:
-        if len(masses) % 2:
-            masses = numpy.pad(masses, ((0, 1), (0, 0)))
-            masses[-1, 0] = 1.0
-        size = 2 * masses.shape[1]
-        waves = numpy.fft.rfft(masses, size)
-        masses = numpy.fft.irfft(waves[::2] * waves[1::2], size)
-    tail = min(masses[0, : count + 1].sum(), masses[0, count:].sum())
-    return float(numpy.clip(2 * tail, 0.0, 1.0))
+    law = poisson_binom([min(1.0, chance) for chance in chances])  # rounding leaves more than 1
+    return min(1.0, 2.0 * float(min(law.cdf(count), law.sf(count - 1))))
 
 
 def per_token(sums: Sequence[float], lengths: Sequence[int]) -> Mean:
