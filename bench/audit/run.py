@@ -107,8 +107,7 @@ def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
 def _copying(name: str, fault: str = "") -> Server:
     """Return a server that is asked for copies alone, by its name in `COPYING`."""
     more = {"copies": True, "environment": _RETRACTING if fault == "retracted" else {}}
-    name, arguments = f"{name} copying", COPYING[name]
-    return Server(f"{name} with {fault}" if fault else name, arguments, fault, **more)
+    return Server(f"{name} copying{fault and f' with {fault}'}", COPYING[name], fault, **more)
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
@@ -126,6 +125,7 @@ COPYING = {name: arguments | _FEW_SLOTS for name, arguments in COPYING.items()}
 SIMULATED = Server("simulated")
 COARSE = ("bfloat16", "float16")
 _HEADS = "eagle3", "mtp", "dflash", "dspark"  # of the shipped pair
+_REAL = {"model_path": "smollm2", "max_total_tokens": 16_384}
 _REAL_HEAD = str(CACHE / "smollm2-eagle3")  # as bench/README.md makes it
 #: Of SmolLM2, likewise; few rows of the target, for a CPU's sake.
 REAL: dict[str, dict[str, Any]] = {
@@ -167,7 +167,7 @@ SERVERS = (
     *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
     Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
     Server("SMC exact of all depths", _smc("exact"), is_swept=True),
-    *(Server(f"SmolLM2 {name}", {**more, "model_path": "smollm2"}) for name, more in REAL.items()),
+    *(Server(f"SmolLM2 {name}", {**more, **_REAL}) for name, more in REAL.items()),
     Server("SMC auto", _smc("auto")),
     Server("SMC default", _smc("smc")),
     *(Server(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
