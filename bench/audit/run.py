@@ -20,38 +20,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import study
+from audit.adapters import make_adapter
 from audit.faults.audit_faults import KV, OWN, STOCK
 from intervals import wilson
 from pair.task import held_out
 from results import markdown_table, provenance
-from study import (
-    GOES_ON,
-    PAIR,
-    PUBLISHED,
-    add_selection,
-    bar,
-    copy,
-    main_of,
-    parser,
-    positive,
-    prepare_folder,
-    selected,
-    slug_of,
-)
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.tools.demo.serving import Launch, ServerError, running
 from sglang_smc.tools.real.models import CACHE, MODELS, checkpoint
-from sglang_smc.tools.testing import audit_texts
-from sglang_smc.tools.testing.audit import (
-    CHECKS,
-    LEVEL,
-    TOGETHER,
-    Compared,
-    audit,
-    most_answers,
-    result_of,
-)
+from sglang_smc.tools.testing import audit, audit_texts
 from sglang_smc.tools.testing.audit_pressure import sweep
 from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.copies import copies_of
@@ -62,7 +41,7 @@ from sglang_smc.upstream import SUPPORTED, release
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives
 _CPU = {"device": "cpu", "dtype": "float32", "context_length": 1024, "log_level": "error"}
-_CPU |= {"max_running_requests": 32, "model_path": str(PAIR / "target")}
+_CPU |= {"max_running_requests": 32, "model_path": str(study.PAIR / "target")}
 
 
 class Server(NamedTuple):
@@ -74,22 +53,22 @@ class Server(NamedTuple):
     copies: bool = False  # whether it is asked for copies alone
     environment: Mapping[str, str] = MappingProxyType({})
     is_swept: bool = False  # whether requests have all depths, and weights are loaded between them
+    adapters: str = ""  # of LoRA, a letter each: the audited one, and those of others beside it
 
     @property
     def slug(self) -> str:
-        return slug_of(self.name)
+        return study.slug_of(self.name)
 
     @property
     def is_lossless(self) -> bool:
-        mode = self.arguments.get("speculative_smc_mode", "exact")
-        return mode == "exact" and not self.fault
+        return self.arguments.get("speculative_smc_mode", "exact") == "exact" and not self.fault
 
 
 def _own(algorithm: str, draft: str = "", topk: int | None = None, **more: Any) -> dict[str, Any]:
     """Return the arguments of an algorithm, with a tree of ``topk`` at each of four steps."""
     found = {"speculative_algorithm": algorithm, **more}
     if draft:
-        found["speculative_draft_model_path"] = str(PAIR / draft)
+        found["speculative_draft_model_path"] = str(study.PAIR / draft)
     if topk:
         found |= {"speculative_num_steps": 4, "speculative_eagle_topk": topk}
         found["speculative_num_draft_tokens"] = 5 if topk == 1 else 16
@@ -167,6 +146,8 @@ SERVERS = (
     *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
     Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
     Server("SMC exact of all depths", _smc("exact"), is_swept=True),
+    Server("AR with adapters", adapters="abc"),
+    Server("SMC exact with adapters", _smc("exact") | _shape(2, 4), adapters="abc"),
     *(Server(f"SmolLM2 {name}", {**more, **_REAL}) for name, more in REAL.items()),
     Server("SMC auto", _smc("auto")),
     Server("SMC default", _smc("smc")),
@@ -193,7 +174,8 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     try:
         audits = list(simulated(options) if server is SIMULATED else audited(server, options))
     except ServerError as error:
-        reason = reason_in(log_of(server, options).read_text(errors="replace"), str(error))
+        log = options.output_dir / f"{server.slug}.log"
+        reason = reason_in(log.read_text(errors="replace"), str(error))
         return {**facts, "error": f"does not start: {reason}", "audits": []}
     except ValueError as error:
         return {**facts, "error": f"stops: {error}", "audits": []}
@@ -207,26 +189,24 @@ def reason_in(log: str, otherwise: str) -> str:
     return found[-1] if found else otherwise.partition("\n")[0]
 
 
-def log_of(server: Server, options: argparse.Namespace) -> Path:
-    return options.output_dir / f"{server.slug}.log"
-
-
 def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start a server, and audit it."""
     path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
     arguments = {**_CPU, **server.arguments}
     if (name := arguments["model_path"]) in MODELS:
         arguments["model_path"] = str(checkpoint(name))
+    folder, how = options.output_dir, {"target": arguments["model_path"], "scale": 0.1}
+    names = enumerate(server.adapters, 4)
+    if paths := [make_adapter(folder / name, rank=n, seed=n, **how) for n, name in names]:
+        arguments["lora_paths"] = [f"{Path(path).name}={path}" for path in paths]
     given = {"PYTHONPATH": path, "AUDIT_FAULT": server.fault, **server.environment}
-    launch = Launch(arguments, given, log=log_of(server, options))
+    launch = Launch(arguments, given, log=folder / f"{server.slug}.log")
     total = options.audits * most(server, options)
-    with (
-        running(launch) as (url,),
-        bar(total=total, desc=server.name, unit=" answers", disable=None, leave=False) as line,
-    ):
+    with running(launch) as (url,), study.bar(total=total, disable=None, leave=False) as line:
         for seed in range(options.audits):
             end = time.monotonic() + 60 * options.minutes
-            endpoint = open_endpoint(url, deadline=end, on_answers=line.update)
+            others = {"model": server.adapters[:1], "adapters": server.adapters}
+            endpoint = open_endpoint(url, deadline=end, on_answers=line.update, **others)
             endpoint.client.deadline = end + 60 * options.minutes
             if server.is_swept:
                 sweep(endpoint)
@@ -236,24 +216,25 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
                 continue
             copies = () if server.fault else copies_of(options.copies, 6, seed)
             how = {"num_answers": options.answers, "seed": seed}
-            yield as_dict(audit(endpoint, prompts_of(seed), copies, **how).results)
+            yield as_dict(audit.audit(endpoint, prompts_of(seed), copies, **how).results)
 
 
 def most(server: Server, options: argparse.Namespace) -> int:
     """Return the most answers of one audit."""
     if server.copies:
         return audit_texts.num_copies(options.copies)
-    return most_answers(options.answers, PROMPTS, 0 if server.fault else options.copies)
+    return audit.most_answers(options.answers, PROMPTS, 0 if server.fault else options.copies)
 
 
 def copied(endpoint: Endpoint, count: int, seed: int) -> dict[str, Any]:
     """Return the checks of copies, and with how few answers one of them would have failed."""
     copies = copies_of(count, 6, seed)
     samples = audit_texts.ask_copies(endpoint, copies)
+    how = {"rounding": endpoint.rounding, "level": audit.LEVEL, "seed": seed}
 
     def first(size: int) -> list[Result]:
         some = [each[:size] for each in samples]
-        return audit_texts.judge_copies(copies[:size], some, endpoint.rounding, LEVEL, seed)[0]
+        return audit_texts.judge_copies(copies[:size], some, **how)[0]
 
     failing = (size for size in range(1, count + 1) if any(one.failed for one in first(size)))
     until = next(failing, 0) * len(audit_texts.WIDTHS)
@@ -262,9 +243,8 @@ def copied(endpoint: Endpoint, count: int, seed: int) -> dict[str, Any]:
 
 def prompts_of(seed: int) -> Sequence[str]:
     """Return the prompts of an audit: the tool's own for the first, else questions."""
-    if seed == 0:
-        return PROMPTS
-    return [held_out(len(PROMPTS) * seed + index).question for index in range(len(PROMPTS))]
+    some = range(len(PROMPTS) * seed, len(PROMPTS) * (seed + 1))
+    return [held_out(index).question for index in some] if seed else PROMPTS
 
 
 def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -275,12 +255,12 @@ def simulated(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for seed in range(options.simulated):
         draw = np.random.default_rng(seed)
         size = TOKENS * options.answers
-        tokens = [_drawn(draw, logs, round(size * check.share)) for check in CHECKS]
-        pairs = *zip(CHECKS, tokens, strict=True), (TOGETHER, [*chain(*tokens)])
-        results = [result_of(*pair) for pair in pairs]
+        tokens = [_drawn(draw, logs, round(size * check.share)) for check in audit.CHECKS]
+        pairs = *zip(audit.CHECKS, tokens, strict=True), (audit.TOGETHER, [*chain(*tokens)])
+        results = [audit.result_of(*pair) for pair in pairs]
         for width in audit_texts.WIDTHS:
             edge = _copied(draw, options.copies, width > 1)
-            results.append(audit_texts.result_of_copies(width, edge, 1e-3, LEVEL))
+            results.append(audit_texts.result_of_copies(width, edge, 1e-3, audit.LEVEL))
         yield as_dict(results)
 
 
@@ -294,14 +274,14 @@ def _copied(draw: np.random.Generator, size: int, is_loaded: bool) -> audit_text
     return audit_texts.Copied(greedy, *(column.tolist() for column in columns))
 
 
-def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[Compared]:
+def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[audit.Compared]:
     ranks, laws = draw.random(size), logs[draw.integers(len(logs), size=size)]
     masses = np.exp(laws)
     token = (masses.cumsum(1) < ranks[:, None]).sum(1).clip(max=63)
     innovations = laws[range(size), token] - (masses * laws).sum(1)
     places = np.minimum(draw.geometric(0.6, size) - 1, 4)
     columns = ranks, innovations, token == 0, masses[:, 0], places
-    return list(map(Compared, *(column.tolist() for column in columns)))
+    return list(map(audit.Compared, *(column.tolist() for column in columns)))
 
 
 def row_of(told: dict[str, Any]) -> list[str]:
@@ -346,48 +326,44 @@ def told_of(server: Server, folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-HEADERS = "server,lossless,answers,audits failed,checks failed,log p + H at T = 1,corrupted copies"
-
-
 def write_table(folder: Path) -> None:
     """Write ``audit.md`` of all results in a folder: servers without a fault, then those with."""
-    parts: list[str] = []
+    parts = list[str]()
+    head = "server,lossless,answers,audits failed,checks failed,log p + H at T = 1,corrupted copies"
     for title, has_fault in (("Servers", False), ("Faults", True)):
         some = [server for server in SERVERS if bool(server.fault) == has_fault]
         rows = [row_of(told) for one in some if (told := told_of(one, folder))]
-        parts.append(f"## {title}\n\n{markdown_table(HEADERS.split(','), rows)}\n")
+        parts.append(f"## {title}\n\n{markdown_table(head.split(','), rows)}\n")
     (folder / "audit.md").write_text("\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Audit the servers; return exit status 0 if it completes."""
-    made = parser("audit", __doc__ or "")
-    made.add_argument("--answers", type=positive, default=400, help="of an audit")
-    made.add_argument("--copies", type=positive, default=100, help="under each load")
-    made.add_argument("--audits", type=positive, default=1, help="of each server")
-    made.add_argument("--minutes", type=positive, default=15, help="of an audit, at most")
-    made.add_argument("--correct", action="store_true", help="no servers with a fault")
-    made.add_argument("--simulated", type=positive, default=800, help="audits without a server")
-    add_selection(made)
+    made = study.parser("audit", __doc__ or "")
+    add, positive = made.add_argument, study.positive
+    add("--answers", type=positive, default=400, help="of an audit")
+    add("--copies", type=positive, default=100, help="under each load")
+    add("--audits", type=positive, default=1, help="of each server")
+    add("--minutes", type=positive, default=15, help="of an audit, at most")
+    add("--correct", action="store_true", help="no servers with a fault")
+    add("--simulated", type=positive, default=800, help="audits without a server")
+    study.add_selection(made)
     options = made.parse_args(argv)
-    return main_of(lambda: run(options), GOES_ON)
+    return study.main_of(lambda: run(options), study.GOES_ON)
 
 
 def run(options: argparse.Namespace) -> None:
     """Do what the options select."""
-    servers = [
-        one for one in selected(SERVERS, options.only) if not (options.correct and one.fault)
-    ]
+    some = study.selected(SERVERS, options.only)
+    servers = [one for one in some if not (options.correct and one.fault)]
     if options.list:
         print(*(server.slug for server in servers), sep="\n")
         return
-    prepare_folder(options.output_dir)
+    study.prepare_folder(options.output_dir)
     left = [one for one in servers if options.fresh or not told_of(one, options.output_dir)]
     asked = options.audits * sum(most(one, options) for one in left if one is not SIMULATED)
-    print(
-        f"{len(left)} servers, at most {asked} answers; of an audit in {options.minutes} minutes."
-    )
-    with bar(total=len(servers), unit=" servers", disable=None) as line:
+    print(f"{len(left)} servers, at most {asked} answers; {options.minutes} minutes an audit.")
+    with study.bar(total=len(servers), unit=" servers", disable=None) as line:
         for server in servers:
             if server in left:
                 told = json.dumps(measure(server, options), indent=1)
@@ -396,6 +372,6 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
-        folder = PUBLISHED / "audit" / (release() if release() != SUPPORTED[-1] else "")
-        copy(options.output_dir.glob("*.json"), folder)
+        folder = study.PUBLISHED / "audit" / (release() if release() != SUPPORTED[-1] else "")
+        study.copy(options.output_dir.glob("*.json"), folder)
         write_table(folder)

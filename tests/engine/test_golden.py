@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from adapters import make_adapter, merge
+from adapters import merge
+from audit.adapters import make_adapter
 from checkpoint_rounds import Answer, CheckpointRounds, check
 from head_laws import DFLASH, DSPARK, EAGLE3, HOT, KINDS, Draft, MTPDraft
 from model_families import MTP, make_model

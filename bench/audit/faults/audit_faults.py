@@ -75,9 +75,7 @@ def accept(verify: Callable[..., Any], original: Any, *tensors: Any, **how: Any)
 def ratio(verified: Any, scored: Any, *shape: Any) -> Any:
     """Compare p with q at temperature 1."""
     drafts = scored.drafts
-    q = [
-        each._replace(temperature=torch.ones_like(each.temperature), sums=None) for each in drafts.q
-    ]
+    q = [x._replace(temperature=torch.ones_like(x.temperature), sums=None) for x in drafts.q]
     return verified(scored._replace(drafts=drafts._replace(q=q)), *shape)
 
 
@@ -129,9 +127,7 @@ def register() -> None:
 def _break_stock(name: str) -> None:
     from sglang_smc.patches.cpu import speculation
 
-    broken: dict[str, Callable[..., Any]] = {"sample_target": STOCK[name]}
-    if name == "likely":
-        broken["verify_trees"] = accept
+    broken = {"sample_target": STOCK[name], "verify_trees": accept}
     for index, patch in enumerate(speculation.PATCHES):
         own = patch.function
         if fault := broken.get(own.__name__):
