@@ -11,7 +11,6 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer
 from sglang_smc.round.batch import Need, RoundInputs, RoundShape, Tables
 from sglang_smc.round.result import Outcome
 from sglang_smc.smc.ledger import KVLocations
@@ -20,7 +19,7 @@ from sglang_smc.state.failures import Failure
 
 
 def play_plainly(
-    models: tuple[ParticleForward, DraftProposer, torch.Tensor | None],
+    models: tuple[ParticleForward, torch.Tensor | None],
     tables: Tables,
     inputs: RoundInputs,
     shape: RoundShape,
@@ -29,21 +28,20 @@ def play_plainly(
     """Play a round of a shape without deciders.
 
     Args:
-        models: the target, the draft and `play.Steps.routed`; others are as in `play.Round.play`.
+        models: the target and `play.Steps.routed`; others are as in `play.Round.play`.
     """
-    target, draft, routed = models
-    rows, committed, known = inputs
+    (target, routed), (rows, committed, known) = models, inputs
     particles, ledger, ops = tables.particles, tables.ledger, tables.ops
     pair, ended, position = particles.gather_single(rows)
     last = pair[:, 1]
     settings = tables.requests.gather(rows)
-    weighs = settings.weighs if shape.budget is None else settings.weighs & (known[3] == 0)
+    *_, is_exact = known.unbind()
+    weighs = settings.weighs if shape.budget is None else settings.weighs & (is_exact == 0)
     # Without tails every slot of an arena is free, and its first is that of the next position.
     slots = ledger.reenter(rows, committed, ~ended, 1)  # [G, 1]
     locations = KVLocations(rows, committed, ledger.particle_rows(rows, 1), shape.max_tail + 1)
     starts, written = committed.unsqueeze(1), slots.unsqueeze(1)  # [G, 1], [G, 1, 1]
     chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)
-    draft.defer(chains)
     p = ops.distribution.of(
         target.chain_logits(chains).squeeze(2),
         settings.temperature,
