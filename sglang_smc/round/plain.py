@@ -33,14 +33,13 @@ def play_plainly(
     (target, routed), (rows, committed, known) = models, inputs
     particles, ledger, ops = tables.particles, tables.ledger, tables.ops
     pair, ended, position = particles.gather_single(rows)
-    last = pair[:, 1]
+    last, starts = pair[:, 1], committed.unsqueeze(1)  # [G], [G, 1]
     settings = tables.requests.gather(rows)
-    *_, is_exact = known.unbind()
-    weighs = settings.weighs if shape.budget is None else settings.weighs & (is_exact == 0)
-    # Without tails every slot of an arena is free, and its first is that of the next position.
-    slots = ledger.reenter(rows, committed, ~ended, 1)  # [G, 1]
     locations = KVLocations(rows, committed, ledger.particle_rows(rows, 1), shape.max_tail + 1)
-    starts, written = committed.unsqueeze(1), slots.unsqueeze(1)  # [G, 1], [G, 1, 1]
+    # Without tails every slot of an arena is free, and its first is that of the next position.
+    written = ledger.enter_next(locations, starts, ended.unsqueeze(1)).unsqueeze(1)  # [G, 1, 1]
+    if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
+        locations = locations._replace(committed=committed + 1, max_tail=0)
     chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)
     p = ops.distribution.of(
         target.chain_logits(chains).squeeze(2),
@@ -50,17 +49,21 @@ def play_plainly(
     )
     seeds, places = ops.round_seeds(settings.seeds, position), position.unsqueeze(1)  # [G, 1]
     drawn, log_p = p.summed().sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
-    failed = log_p.squeeze(1).isnan() & ~ended
-    grows = ~(ended | failed)
-    pair = torch.where(grows.unsqueeze(1), torch.stack([last, drawn.squeeze(1)], dim=1), pair)
+    goes_on = ~ended
+    grows = goes_on & ~log_p.squeeze(1).isnan()
+    token = torch.where(grows, drawn.squeeze(1), last)
+    pair = torch.stack([torch.where(grows, last, pair[:, 0]), token], dim=1)
     ends = settings.ends(drawn.unsqueeze(2), places.unsqueeze(2)).flatten()
-    particles.scatter_single(rows, pair, ended | failed | ends, position + grows)
-    tokens = pair[:, 1]
+    particles.scatter_single(rows, pair, ~grows | ends, position + grows)
+    weighs, failed, counts = settings.weighs, goes_on ^ grows, grows.long()
+    if shape.budget is not None:
+        *_, is_exact = known.unbind()
+        weighs = weighs & (is_exact == 0)
     return Outcome(
-        tokens=tokens.unsqueeze(1),
-        counts=grows.long(),
-        new_seq_lens=committed + grows,
-        last_emitted=tokens,
+        tokens=token.unsqueeze(1),
+        counts=counts,
+        new_seq_lens=committed + counts,
+        last_emitted=token,
         num_correct_drafts=torch.zeros_like(position),
         counters=tables.counters.add_plain_round(rows, failed, ~weighs),
         failure=failed * int(Failure.TARGET_LOGITS),

@@ -112,6 +112,10 @@ class TokenDistribution(NamedTuple):
 
     def _sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
+        if self.rows is None and self.scores.numel() <= _ENTRIES:
+            log_p = self.log_probs()
+            tokens = sample(log_p, uniforms)
+            return tokens, log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
         scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
         for some, part, row in self._parts():
@@ -241,7 +245,9 @@ class TokenDistribution(NamedTuple):
         return self._replace(rows=rows, log_mass=masses, rejects=rejects, left=left)
 
 
-def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def sample(
+    log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sample tokens by inverting cumulative distributions.
 
     A token of probability zero is never drawn, whatever the uniform and however
@@ -250,7 +256,7 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> t
     Args:
         log_p: ``[R, V]`` normalised log-probabilities.
         uniforms: ``[D]`` float64 in [0, 1).
-        rows: ``[D]`` int64: whose distribution each draw has.
+        rows: ``[D]`` int64: whose distribution each draw has; None: its own.
 
     Returns:
         ``[D]`` int64 token ids.
@@ -259,10 +265,15 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> t
     tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
     masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
     through = masses.cumsum(1)
-    target = uniforms * through[rows, -1]  # [D]
-    tile = _find(through[rows], target)  # [D]
+    before = through - masses
+    if rows is None:
+        rows = torch.arange(len(log_p), device=log_p.device)
+    else:
+        through = through[rows]
+    target = uniforms * through[:, -1]  # [D]
+    tile = _find(through, target)  # [D]
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
+    rest = (target - before[rows, tile]).clamp_min(0.0)
     return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
 
 
