@@ -128,12 +128,14 @@ class StateTable(NamedTuple):
         """Return what the head has yet to read of requests ``[R]``, and count it as read.
 
         Returns:
-            Chains ``[R, 1, B - 1]``, and the hidden states before their tokens.
+            Chains ``[R, 1, U]``, U up to B - 1, and the hidden states before their tokens.
         """
         counts, particle_rows = self.unread[rows].unsqueeze(1), ledger.particle_rows(rows, 1)
         starts = (self.ends[rows].unsqueeze(1) - counts).clamp_min(1)  # [R, 1]
-        column = torch.arange(self.num_columns + 1, device=rows.device)
-        positions = starts + column  # [R, B - 1]
+        is_cpu = rows.device.type == "cpu"  # elsewhere this would be a wait
+        longest = max(int(counts.max()), 1) if is_cpu else self.num_columns + 1
+        column = torch.arange(longest, device=rows.device)
+        positions = starts + column  # [R, U]
         slots = slots_before(self.tails, particle_rows, positions + 1).where(column < counts, 0)
         states = self.states[self.readers[slots_before(self.tails, particle_rows, positions)]]
         tokens = self.tokens[self._in_ring(rows.unsqueeze(1), positions)].unsqueeze(1)

@@ -35,9 +35,12 @@ def play_plainly(
     pair, ended, position = particles.gather_single(rows)
     last, starts = pair[:, 1], committed.unsqueeze(1)  # [G], [G, 1]
     settings = tables.requests.gather(rows)
-    locations = KVLocations(rows, committed, ledger.particle_rows(rows, 1), shape.max_tail + 1)
+    own = ledger.particle_rows(rows, 1)  # [G, 1]
+    locations = KVLocations(rows, committed, own, shape.max_tail + 1)
     # Without tails every slot of an arena is free, and its first is that of the next position.
-    written = ledger.enter_next(locations, starts, ended.unsqueeze(1)).unsqueeze(1)  # [G, 1, 1]
+    slots = ledger.table[rows.unsqueeze(1), starts].masked_fill(ended.unsqueeze(1), 0)  # [G, 1]
+    ledger.tails[own, starts & (ledger.tails.shape[1] - 1)] = slots
+    written = slots.long().unsqueeze(1)  # [G, 1, 1]
     if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
         locations = locations._replace(committed=committed + 1, max_tail=0)
     chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)

@@ -114,7 +114,7 @@ class TokenDistribution(NamedTuple):
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
         if self.rows is None and self.scores.numel() <= _ENTRIES:
             log_p = self.log_probs()
-            tokens = sample(log_p, uniforms)
+            tokens = sample(log_p, uniforms, torch.arange(len(log_p), device=log_p.device))
             return tokens, log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
         scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
@@ -245,9 +245,7 @@ class TokenDistribution(NamedTuple):
         return self._replace(rows=rows, log_mass=masses, rejects=rejects, left=left)
 
 
-def sample(
-    log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inverting cumulative distributions.
 
     A token of probability zero is never drawn, whatever the uniform and however
@@ -256,7 +254,7 @@ def sample(
     Args:
         log_p: ``[R, V]`` normalised log-probabilities.
         uniforms: ``[D]`` float64 in [0, 1).
-        rows: ``[D]`` int64: whose distribution each draw has; None: its own.
+        rows: ``[D]`` int64: whose distribution each draw has.
 
     Returns:
         ``[D]`` int64 token ids.
@@ -265,15 +263,10 @@ def sample(
     tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
     masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
     through = masses.cumsum(1)
-    before = through - masses
-    if rows is None:
-        rows = torch.arange(len(log_p), device=log_p.device)
-    else:
-        through = through[rows]
-    target = uniforms * through[:, -1]  # [D]
-    tile = _find(through, target)  # [D]
+    target = uniforms * through[rows, -1]  # [D]
+    tile = _find(through[rows], target)  # [D]
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - before[rows, tile]).clamp_min(0.0)
+    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
     return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
 
 

@@ -159,18 +159,6 @@ class Ledger:
         self.tails[self.particle_rows(rows, 1), self._in_ring(places)] = slots
         return slots.long()
 
-    def enter_next(
-        self, locations: KVLocations, starts: torch.Tensor, idle: torch.Tensor
-    ) -> torch.Tensor:
-        """Enter the slots at positions ``starts`` ``[G, 1]`` in the rows of single particles.
-
-        Returns:
-            Slots ``[G, 1]`` int64; 0 where ``idle`` ``[G, 1]``.
-        """
-        slots = self.table[locations.rows.unsqueeze(1), starts].masked_fill(idle, 0)
-        self.tails[locations.particle_rows, self._in_ring(starts)] = slots
-        return slots.long()
-
     def share(
         self,
         rows: torch.Tensor,

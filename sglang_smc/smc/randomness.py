@@ -44,12 +44,10 @@ def uniforms(
         seeds, positions, particles: int64 tensors that broadcast against each other;
             a position is the index of the output token that the number decides.
     """
-    seeds, positions, particles = map(_as_array, (seeds, positions, particles))
-    state = _mix(seeds ^ _signed(int(purpose) * _INCREMENT))
-    state = _mix(state ^ (positions * _INCREMENT))
-    state = _mix(state ^ (particles * _INCREMENT))
-    bits = torch.as_tensor(_shift_right(state, 64 - _MANTISSA_BITS))
-    return bits.double() * 2.0**-_MANTISSA_BITS
+    state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
+    state = mix(state ^ (positions * _INCREMENT))
+    state = mix(state ^ (particles * _INCREMENT))
+    return _shift_right(state, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
 def particle_uniforms(
@@ -72,27 +70,17 @@ def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     A round may drop columns that it has scored. The next round drafts those positions again, and
     must not reuse the numbers that decided where this one stopped.
     """
-    seeds, starts = map(_as_array, (seeds, starts))
-    return torch.as_tensor(_mix(_mix(seeds) ^ (starts * _INCREMENT)))
+    return mix(mix(seeds) ^ (starts * _INCREMENT))
 
 
 def mix(state: torch.Tensor) -> torch.Tensor:
     """Apply SplitMix64's finaliser to int64; products wrap around as unsigned ones do."""
-    return torch.as_tensor(_mix(_as_array(state)))
-
-
-def _as_array(numbers: torch.Tensor) -> Any:
-    """Return a tensor, on a CPU as NumPy's array, whose calls take a third of the time."""
-    if numbers.device.type != "cpu":
-        return numbers
-    return numbers.numpy() if numbers.dim() else numbers.view(1).numpy()  # scalars do not wrap
-
-
-def _mix(state: Any) -> Any:
-    state = state + _INCREMENT
-    state = (state ^ _shift_right(state, 30)) * _MULTIPLIER_1
-    state = (state ^ _shift_right(state, 27)) * _MULTIPLIER_2
-    return state ^ _shift_right(state, 31)
+    # On a CPU NumPy's calls take a third of the time; its scalars do not wrap.
+    mixed: Any = state.numpy() if state.device.type == "cpu" and state.dim() else state
+    mixed = mixed + _INCREMENT
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _MULTIPLIER_1
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _MULTIPLIER_2
+    return torch.as_tensor(mixed ^ _shift_right(mixed, 31))
 
 
 def _shift_right(state: Any, bits: int) -> Any:

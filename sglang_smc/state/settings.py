@@ -172,24 +172,16 @@ class RequestTable:
             for dtype, names in _COLUMNS.items()
         }
         self._stop_mask = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
-        # Of the last batch, which SGLang's decoding leaves as it is from step to step.
-        self._latest: tuple[Any, Any] = None, None
 
     def gather(self, rows: Tensor) -> Settings:
         """Return the settings of the requests in ``rows`` ``[G]``."""
-        if rows is self._latest[0]:
-            return self._latest[1]
         found: dict[str, Tensor] = {}
         for dtype, names in _COLUMNS.items():
             values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
             found |= zip(names, values.unbind(), strict=True)
-        settings = Settings(**found, rows=rows, stop_table=self._stop_mask)
-        if rows.device.type == "cpu":  # elsewhere rows are those of any batch that is replayed
-            self._latest = rows, settings
-        return settings
+        return Settings(**found, rows=rows, stop_table=self._stop_mask)
 
     def write(self, starts: list[Start]) -> None:
-        self._latest = None, None
         rows = on_device(self._device, [start.row for start in starts])
         for dtype, columns in _COLUMNS.items():
             values = [[value(start) for start in starts] for value in columns.values()]
