@@ -116,13 +116,13 @@ class StateTable(NamedTuple):
         """Keep a token of each of G requests for `take_unread`, and the states ``[G, F]`` there."""
         rows, slots, starts = chains.locations.rows, chains.slots.flatten(), chains.starts.flatten()
         place = self._in_ring(rows, starts)
-        self.tokens[place] = chains.tokens.flatten()
+        self.tokens.index_copy_(0, place, chains.tokens.flatten())
         added = (slots > 0).long()  # none of a sequence that has ended
         self.unread.index_add_(0, rows, added)
-        self.ends[rows] = starts + added
+        self.ends.index_copy_(0, rows, starts + added)
         place = place + (len(self.states) - len(self.tokens))
-        self.readers[slots] = place
-        self.states[place] = states
+        self.readers.index_copy_(0, slots, place)
+        self.states.index_copy_(0, place, states)
 
     def take_unread(self, rows: torch.Tensor, ledger: Ledger) -> tuple[Chains, torch.Tensor]:
         """Return what the head has yet to read of requests ``[R]``, and count it as read.
