@@ -110,10 +110,10 @@ class Adaptive:
 
 
 class ByRequest:
-    """Rounds that give each request its own K, by its true chances: what such a policy could gain.
+    """Rounds that give each request its own N and K, by its true chances: a bound of such policies.
 
-    It is not built. A round has one N. Columns go to the likeliest prefixes of the batch, as many
-    as yield the most tokens a second; a pass costs what one of as many rows does.
+    It is not built. Options that yield more than a row's price are taken, at the price of the most
+    tokens a second; a pass costs what the cheapest one of as many rows and as deep a draft does.
     """
 
     def __init__(self, shapes: Mapping[Budget, Shape], seed: int = 0) -> None:
@@ -121,25 +121,28 @@ class ByRequest:
         self._plan = lru_cache(self._find)
 
     def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
-        seconds, budget, steps = self._plan(tuple(chances.tolist()))
-        return seconds, np.minimum(self._shapes[budget].keep(chances, self._draw), steps)
+        shape = self._plan(tuple(chances.tolist()))
+        return shape.seconds.at(len(chances)), shape.keep(chances, self._draw)
 
-    def _find(self, chances: tuple[float, ...]) -> tuple[float, Budget, np.ndarray]:
-        size = len(chances)
-        plain = self._shapes[OFF].seconds.at(size)
-        found = [(size / plain, plain, OFF, np.zeros(size, dtype=int))]
-        for budget, shape in [*self._shapes.items()][:-1]:  # all but OFF
-            each = shape.chances(np.array(chances))
-            survive = each[:, None] ** np.arange(1, budget.num_steps + 1)
-            order = np.sort(survive.ravel())[::-1]
-            rows = (size + np.arange(1, len(order) + 1)) / (budget.num_steps + 1)
-            seconds = np.array([shape.seconds.at(of) for of in rows])
-            rates = (size + np.cumsum(order)) / seconds
-            best = int(rates.argmax())
-            steps = (survive >= order[best]).sum(1)
-            found.append((rates[best], seconds[best], budget, steps))
-        _, seconds, budget, steps = max(found, key=lambda one: one[0])
-        return float(seconds), budget, steps
+    def _find(self, chances: tuple[float, ...]) -> Shape:
+        """Return a shape whose steps and losses are arrays ``[B]``."""
+        size, own, found = len(chances), np.array(chances), []
+        for depth in {k for _, k in self._shapes}:
+            deep = {of: shape for of, shape in self._shapes.items() if of.num_steps == depth}
+            options = [(of, steps) for of in deep for steps in range(depth + 1)]
+            num_steps = np.array([steps for _, steps in options])
+            losses = np.array([deep[of].loss for of, _ in options])
+            rows = np.array([of.num_particles * (k + 1) if k else 1 for of, k in options])
+            each = np.stack([np.clip(deep[of].chances(own), LEAST, MOST) for of, _ in options])
+            kept = (each - each ** (num_steps[:, None] + 1)) / (1 - each)  # [options, B]
+            for price in np.geomspace(1e-4, 1, 40):
+                best = (kept - price * rows[:, None]).argmax(0)
+                total, tokens = rows[best].sum(), size + kept[best, np.arange(size)].sum()
+                curves = [(n * (depth + 1), shape.seconds) for (n, _), shape in deep.items()]
+                seconds = min(curve.at(total / of_one) for of_one, curve in curves)
+                shape = Shape(Curve(((1, seconds),)), num_steps[best], losses[best])
+                found.append((tokens / seconds, shape))
+        return max(found, key=lambda one: one[0])[1]
 
 
 # --- Traces of requests
@@ -239,7 +242,7 @@ TREES = {
 }
 EXACT = (Budget(1, 8), Budget(8, 8), Budget(4, 17))
 PLAIN, ADAPTIVE = "AR", f"`exact`, EAGLE-3 head, adaptive from ({TOP[0]}, {TOP[1]})"
-BY_REQUEST = "the same, K by request, chances known (not built)"
+BY_REQUEST = "the same, N and K by request, chances known (not built)"
 #: The cells of bench/gpu whose first tokens a system's prefill takes.
 PREFILLS = {PLAIN: "ar", "SGLang, EAGLE": "eagle-3", "SGLang, draft": "standalone-chain"}
 OURS = "smc-exact-with-a-head-n8-k8"

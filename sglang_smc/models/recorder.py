@@ -175,10 +175,11 @@ class PassRecording(NamedTuple):
 
         def replayed(chains: Chains) -> torch.Tensor:
             size, num_particles, num_columns = shape = chains.tokens.shape
+            is_chain = of_chains and num_particles * num_columns > 1  # a head keeps single tokens
             for captured in reversed(captures):  # the smallest of a length first
                 tokens, *_ = captured.inputs
                 # The logits of a chain's last token are at another place of a longer chain.
-                as_long = of_chains or num_columns == tokens.shape[2]
+                as_long = is_chain or num_columns == tokens.shape[2]
                 if as_long and all(map(le, shape, tokens.shape)):
                     logits = captured.of(chains.tensors)[:size, :num_particles]
                     return logits[:, :, :num_columns] if of_chains else logits.clone()

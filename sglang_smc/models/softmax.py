@@ -166,8 +166,10 @@ def find_siblings(context: AttentionContext) -> list[Siblings]:
     req_to_token, first_key = context.req_to_token, context.first_key
     rows, committed, *_ = context.locations
     fewest = first_key + _LONG
+    if len(rows) == 1 or committed.max() <= fewest:
+        return []
     there = req_to_token[:, :fewest][rows, -1]  # where nobody shares that far, no more is read
-    if committed.max() <= fewest or not (there[1:] == there[:-1]).any():
+    if not (there[1:] == there[:-1]).any():
         return []
     prefix = req_to_token[:, : int(committed.max())][rows]  # [G, P]
     differs = prefix[1:] != prefix[:-1]
@@ -194,7 +196,7 @@ class SharedPrefixPlan(NamedTuple):
     # repeats a slot of the prefix, so that only the request's own slots are read: all requests
     # write to slot 0, which may so hold NaN, and NaN times a weight of 0 is NaN.
     slots: torch.Tensor
-    # Added to the scores: [G, 1, 1, P], with a window [G, 1, Q * group, P].
+    # Added to the scores: [G, 1, 1, P], where queries differ [G, 1, Q * group, P].
     prefix_mask: torch.Tensor
     # [G * N, 1, C * group, T], the same. None for single particles, whose prefix and tail are one.
     tail_mask: torch.Tensor | None
@@ -253,7 +255,7 @@ def plan_shared_prefix(
         begin[one.first : one.last] += len(one.slots)
     if starts.shape[1] == 1 and window is None and not sees_block:
         whole, hidden = _whole_sequences(context, num_columns, begin)
-        masks = _of_heads(hidden, group, dtype), None
+        masks = _of_heads(hidden, group if num_columns > 1 else 1, dtype), None
         return SharedPrefixPlan.of(cache, whole, siblings, rows[:0], masks)
     column = torch.arange(num_columns, device=rows.device)
     begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
@@ -310,14 +312,16 @@ def _whole_sequences(
     Arguments as for `plan_shared_prefix`; sequences are those from ``begin`` ``[G]`` on.
     """
     req_to_token, tails, locations, starts, *_ = context
-    rows, committed, particle_rows, _ = locations
+    rows, committed, particle_rows, max_tail = locations
     end = starts + num_columns  # [G, 1]
     longest = max(int((end - begin.unsqueeze(1)).max()), 1)
     position = begin.unsqueeze(1) + torch.arange(longest, device=rows.device)  # [G, L]
     in_row = position.minimum(committed.unsqueeze(1) - 1)  # [G, L]
-    in_tail = tails[particle_rows, position & (tails.shape[1] - 1)]
-    slots = torch.where(position > in_row, in_tail, req_to_token[rows.unsqueeze(1), in_row])
-    slots = torch.where((position >= end) | (slots == 0), slots[:, :1], slots)
+    slots = req_to_token[rows.unsqueeze(1), in_row]
+    if max_tail:
+        in_tail = tails[particle_rows, position & (tails.shape[1] - 1)]
+        slots = torch.where(position > in_row, in_tail, slots)
+        slots = torch.where((position >= end) | (slots == 0), slots[:, :1], slots)
     column = torch.arange(num_columns, device=rows.device)
     return slots, position.unsqueeze(1) > (starts + column).unsqueeze(2)
 
@@ -412,7 +416,8 @@ def _unfold(folded: torch.Tensor, group: int) -> torch.Tensor:
 
 def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Return hidden keys ``[rows, Q, L]`` as an additive mask ``[rows, 1, Q * group, L]``."""
-    return additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
+    mask = additive(hidden, dtype).unsqueeze(1)
+    return mask if group == 1 else mask.repeat_interleave(group, dim=2)
 
 
 def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:

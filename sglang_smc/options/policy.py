@@ -38,6 +38,7 @@ _FEWER = 0.8  # factor of rejections for twice the particles, in modes that veri
 _PRIOR_WEIGHT = 8.0  # of what is expected without counts, in tokens tried and in rounds
 _MEMORY = 0.98  # decay of counts per round that drafts
 _TRIALS = 0.01  # share of the time of plain decoding that trials of drafts may cost
+_RAREST = 3  # trials are half as frequent after each that has lost, up to so many
 
 
 class Curve(NamedTuple):
@@ -191,6 +192,7 @@ class Policy:
         self.budget = self.best(1, top)
         self._num_rounds = 0
         self._num_off = 0  # rounds without drafts, since the last with some
+        self._num_lost = 0  # trials in a row, at most `_RAREST`
         self._considered = 0  # running requests when a budget was last considered
         self._widest = top  # of them
         self._drafted: list[int] = []  # tokens kept by rounds that drafted since then
@@ -250,6 +252,7 @@ class Policy:
         """Return the best budget, where it gains enough over the one in force, else that."""
         best, now = self.best(batch_size, widest), self.budget
         if best != OFF:
+            self._num_lost = 0
             rate, most = (self._rate(of, batch_size, widest) for of in (now, best))
             gives = now != OFF and best.num_particles > now.num_particles
             best = best if gives or rate < _LEFT * most else now
@@ -258,14 +261,17 @@ class Policy:
     def _trial(self, batch_size: int, widest: Budget) -> Budget:
         """Return the cheapest drafts, where plain decoding has saved for them or they pay; or OFF.
 
-        A trial ends with the first `_PERIOD` rounds that yield less than plain decoding.
+        A trial ends with the first `_PERIOD` rounds that yield less than plain decoding. The next
+        one is saved for twice as long.
         """
         cheapest = min(self._budgets[:-1], key=lambda of: self.costs.round(batch_size, of, widest))
         plain = self.costs.round(batch_size, OFF, widest)
         more = self.costs.round(batch_size, cheapest, widest) / plain - 1.0
-        earned = self._num_off * _TRIALS / _PERIOD
         if self.budget == cheapest and self._drafted:
-            earned = fmean(self._drafted)
+            pays = fmean(self._drafted) >= more
+            self._num_lost = 0 if pays else min(self._num_lost + 1, _RAREST)
+            return cheapest if pays else OFF
+        earned = self._num_off * _TRIALS / _PERIOD / 2**self._num_lost
         return cheapest if earned >= more else OFF
 
     def best(self, batch_size: int, widest: Budget) -> Budget:

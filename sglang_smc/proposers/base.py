@@ -7,6 +7,7 @@ on as particles are resampled. So resampling, cuts and emission need no calls to
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,16 +78,12 @@ class DraftProposer(ABC):
         """Read the last tokens in a round without drafts; arguments as in `first_logits`."""
         return None
 
-    def defer(self, chains: Chains) -> None:
-        """Note what `catch_up` will need of the tokens that the target is about to run."""
-        return None
-
     def catch_up(self, chains: Chains) -> None:
         """Read committed tokens of rounds without drafts, if the proposer `defers_reading`."""
         return None
 
-    def read_deferred(self, rows: torch.Tensor) -> bool:
-        """Read what `defer` has noted of requests ``[R]``; return False if it notes nothing."""
+    def read_deferred(self, rows: Sequence[int | None]) -> bool:
+        """Read what it has kept of the requests in ``rows``; return False if it keeps nothing."""
         return False
 
     def recorded(self, recording: PassRecording) -> "DraftProposer":

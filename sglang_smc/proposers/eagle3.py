@@ -14,6 +14,7 @@ have different slots there, and a cached prefix is valid for any continuation. T
 sequence has no hidden state before it and therefore no key, and attention skips its position.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
-from sglang_smc.proposers.hidden_states import DeferredPairs, ReadTarget, StateTable
+from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.smc.ledger import KVLocations, Ledger
 
@@ -140,13 +141,11 @@ class EagleHead(DraftProposer):
         self._hot, self._vocab_size = hot, vocab_size
         self._ledger, self._num_particles = ledger, num_particles
         self.attn_backend = forward.attn_backend
-        # Of K + 1 rounds, one that the host does not know yet, and a first token.
-        self._deferred = DeferredPairs.of(ledger, table.num_columns + 2, table.states)
         self._own: torch.Tensor  # [G, N, H] states of the running round
 
     @property
     def state_bytes(self) -> int:
-        return tensor_bytes((self._table.states, self._table.readers, self._deferred.states))
+        return tensor_bytes((self._table.states, self._table.readers))
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the last token with the target's state; see `DraftProposer.first_logits`."""
@@ -162,14 +161,10 @@ class EagleHead(DraftProposer):
         states = self._table.before(at.positions[1], at.locations.particle_rows)
         self._forward.read(at.chains(last_two[:, :, 1:], 1), states.unsqueeze(2))
 
-    def defer(self, chains: Chains) -> None:
-        """Keep the last token with the state before it; see `DraftProposer.defer`."""
-        states = self._table.before(chains.starts, chains.locations.particle_rows)
-        self._deferred.add(chains, states.flatten(0, 1))
-
-    def read_deferred(self, rows: torch.Tensor) -> bool:
-        """Write the keys of the tokens kept by `defer`; see `DraftProposer.read_deferred`."""
-        self._forward.read(*self._deferred.take(rows, self._ledger))
+    def read_deferred(self, rows: Sequence[int | None]) -> bool:
+        """Write the keys of rounds without drafts; see `DraftProposer.read_deferred`."""
+        on = on_device(self._ledger.device, rows)
+        self._forward.read(*self._table.take_unread(on, self._ledger))
         return True
 
     def _logits(self, chains: Chains, states: torch.Tensor) -> torch.Tensor:
@@ -179,6 +174,9 @@ class EagleHead(DraftProposer):
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Run the head over chains but their first pair; see `StatesReader.read_chains`."""
         tokens, starts, slots, locations = chains[:4]
+        if tokens[0].numel() == 1:  # read later
+            self._table.keep_single(chains, states.flatten(0, 2))
+            return
         if tokens.shape[2] > 1:
             later = Chains(tokens[:, :, 1:], starts + 1, slots[:, :, 1:], locations)
             self._forward.read(later, states[:, :, :-1])
@@ -204,7 +202,7 @@ class EagleHead(DraftProposer):
         with suppress(KeysWritten), context, torch.no_grad():
             self._forward.read_batch(pairs)
         rows, last = batch.req_pool_indices, ends - 1
-        self._deferred.counts.index_fill_(0, rows, 0)
+        self._table.unread.index_fill_(0, rows, 0)
         self._table.keep_prompts(
             target.out_cache_loc[last].long(),
             target.seq_lens.long(),

@@ -76,22 +76,30 @@ class ReadRecurrent(RecurrentForward, ReadTarget):
 class StateTable(NamedTuple):
     """The hidden states of each particle's last chain, found by the KV slot of one of its tokens.
 
-    Resampling copies nothing here: the ledger passes the slots on.
+    Resampling copies nothing here: the ledger passes the slots on. Rounds of single particles
+    without drafts have a ring buffer of B states by position, until the head reads them: those of
+    K + 1 rounds, one that the host does not know yet, a first token, and the one before.
     """
 
-    states: torch.Tensor  # [P * C, F] of P particles, those of a request together
+    states: torch.Tensor  # [P * C + R * B, F] of P particles, those of a request together, then R
     readers: torch.Tensor  # [KV slots] int64: row of `states` for each slot
     tails: torch.Tensor  # `Ledger.tails`
     num_columns: int  # C
+    tokens: torch.Tensor  # [R * B] int64, in ring buffers
+    unread: torch.Tensor  # [R] int64 how many of them the head has yet to read
+    ends: torch.Tensor  # [R] int64 position after the last of them
 
     @classmethod
     def of(
         cls, ledger: Ledger, *, num_columns: int, width: int, dtype: torch.dtype
     ) -> "StateTable":
         """Return a table of zeros for the particles and KV slots of a ledger."""
-        num_states = len(ledger.tails) * num_columns
+        num_rows, ring = len(ledger.table), num_columns + 2
+        num_states = len(ledger.tails) * num_columns + num_rows * ring
         states = torch.zeros(num_states, width, dtype=dtype, device=ledger.device)
-        return cls(states, torch.zeros_like(ledger.rank).long(), ledger.tails, num_columns)
+        readers = torch.zeros_like(ledger.rank).long()
+        tokens, unread, ends = (readers.new_zeros(num_rows * size) for size in (ring, 1, 1))
+        return cls(states, readers, ledger.tails, num_columns, tokens, unread, ends)
 
     def before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
         """Return the hidden states ``[G, N, F]`` of the tokens before ``starts`` ``[G, N]``."""
@@ -103,6 +111,42 @@ class StateTable(NamedTuple):
         place = particle_rows.unsqueeze(2) * self.num_columns + column  # [G, N, C]
         self.readers[slots] = place
         self.states[place] = states
+
+    def keep_single(self, chains: Chains, states: torch.Tensor) -> None:
+        """Keep a token of each of G requests for `take_unread`, and the states ``[G, F]`` there."""
+        rows, slots, starts = chains.locations.rows, chains.slots.flatten(), chains.starts.flatten()
+        place = self._in_ring(rows, starts)
+        self.tokens.index_copy_(0, place, chains.tokens.flatten())
+        added = (slots > 0).long()  # none of a sequence that has ended
+        self.unread.index_add_(0, rows, added)
+        self.ends.index_copy_(0, rows, starts + added)
+        place = place + (len(self.states) - len(self.tokens))
+        self.readers.index_copy_(0, slots, place)
+        self.states.index_copy_(0, place, states)
+
+    def take_unread(self, rows: torch.Tensor, ledger: Ledger) -> tuple[Chains, torch.Tensor]:
+        """Return what the head has yet to read of requests ``[R]``, and count it as read.
+
+        Returns:
+            Chains ``[R, 1, U]``, U up to B - 1, and the hidden states before their tokens.
+        """
+        counts, particle_rows = self.unread[rows].unsqueeze(1), ledger.particle_rows(rows, 1)
+        starts = (self.ends[rows].unsqueeze(1) - counts).clamp_min(1)  # [R, 1]
+        is_cpu = rows.device.type == "cpu"  # elsewhere this would be a wait
+        longest = max(int(counts.max()), 1) if is_cpu else self.num_columns + 1
+        column = torch.arange(longest, device=rows.device)
+        positions = starts + column  # [R, U]
+        slots = slots_before(self.tails, particle_rows, positions + 1).where(column < counts, 0)
+        states = self.states[self.readers[slots_before(self.tails, particle_rows, positions)]]
+        tokens = self.tokens[self._in_ring(rows.unsqueeze(1), positions)].unsqueeze(1)
+        self.unread.index_fill_(0, rows, 0)
+        locations = KVLocations(rows, starts.squeeze(1), particle_rows, len(column))
+        return Chains(tokens, starts, slots.unsqueeze(1), locations), states.unsqueeze(1)
+
+    def _in_ring(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the places of requests' positions among `tokens`."""
+        ring = self.num_columns + 2
+        return rows * ring + positions % ring
 
     def keep_prompts(
         self,
@@ -119,45 +163,3 @@ class StateTable(NamedTuple):
         """
         seed_tail(self.tails, particle_rows, lengths, slots)
         self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))
-
-
-class DeferredPairs(NamedTuple):
-    """Pairs of each request that a head has yet to read, of rounds without drafts.
-
-    A pair is a token and the hidden state before it. ``B`` is the most of a request.
-    """
-
-    tokens: torch.Tensor  # [rows, B] int64
-    slots: torch.Tensor  # [rows, B] int64, in which their keys belong
-    states: torch.Tensor  # [rows, B, F]
-    counts: torch.Tensor  # [rows] int64
-    ends: torch.Tensor  # [rows] int64 position after the last of them
-
-    @classmethod
-    def of(cls, ledger: Ledger, most: int, states: torch.Tensor) -> "DeferredPairs":
-        """Return a table without pairs, of at most ``most`` a request, for ``[..., F]`` states."""
-        num_rows = len(ledger.table)
-        none = torch.zeros(num_rows, most, dtype=torch.int64, device=ledger.device)
-        empty = states.new_zeros(num_rows, most, states.shape[-1])
-        return cls(none, none.clone(), empty, none[:, 0].clone(), none[:, 0].clone())
-
-    def add(self, chains: Chains, states: torch.Tensor) -> None:
-        """Add a token of each of G requests, where it has a slot, and the states ``[G, F]``."""
-        rows, slots = chains.locations.rows, chains.slots.flatten()
-        place = self.counts[rows]
-        self.tokens[rows, place], self.slots[rows, place] = chains.tokens.flatten(), slots
-        self.states[rows, place] = states
-        self.counts[rows] = place + (slots > 0)
-        self.ends[rows] = chains.starts.flatten() + 1
-
-    def take(self, rows: torch.Tensor, ledger: Ledger) -> tuple[Chains, torch.Tensor]:
-        """Remove the pairs of requests ``[R]``, and return chains with states ``[R, 1, B, F]``."""
-        counts = self.counts[rows]
-        starts = (self.ends[rows] - counts).clamp_min(1)
-        column = torch.arange(self.slots.shape[1], device=rows.device)
-        slots = self.slots[rows].where(column < counts.unsqueeze(1), 0)
-        self.counts.index_fill_(0, rows, 0)
-        locations = KVLocations(rows, starts, ledger.particle_rows(rows, 1), len(column))
-        tokens, starts = self.tokens[rows].unsqueeze(1), starts.unsqueeze(1)
-        chains = Chains(tokens, starts, slots.unsqueeze(1), locations)
-        return chains, self.states[rows].unsqueeze(1)

@@ -11,7 +11,6 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer
 from sglang_smc.round.batch import Need, RoundInputs, RoundShape, Tables
 from sglang_smc.round.result import Outcome
 from sglang_smc.smc.ledger import KVLocations
@@ -20,7 +19,7 @@ from sglang_smc.state.failures import Failure
 
 
 def play_plainly(
-    models: tuple[ParticleForward, DraftProposer, torch.Tensor | None],
+    models: tuple[ParticleForward, torch.Tensor | None],
     tables: Tables,
     inputs: RoundInputs,
     shape: RoundShape,
@@ -29,21 +28,25 @@ def play_plainly(
     """Play a round of a shape without deciders.
 
     Args:
-        models: the target, the draft and `play.Steps.routed`; others are as in `play.Round.play`.
+        models: the target and `play.Steps.routed`; others are as in `play.Round.play`.
     """
-    target, draft, routed = models
-    rows, committed, known = inputs
+    (target, routed), (rows, committed, known) = models, inputs
     particles, ledger, ops = tables.particles, tables.ledger, tables.ops
     pair, ended, position = particles.gather_single(rows)
-    last = pair[:, 1]
+    last, starts = pair[:, 1], committed.unsqueeze(1)  # [G], [G, 1]
     settings = tables.requests.gather(rows)
-    weighs = settings.weighs if shape.budget is None else settings.weighs & (known[3] == 0)
+    own = ledger.particle_rows(rows, 1)  # [G, 1]
+    locations = KVLocations(rows, committed, own, shape.max_tail + 1)
     # Without tails every slot of an arena is free, and its first is that of the next position.
-    slots = ledger.reenter(rows, committed, ~ended, 1)  # [G, 1]
-    locations = KVLocations(rows, committed, ledger.particle_rows(rows, 1), shape.max_tail + 1)
-    starts, written = committed.unsqueeze(1), slots.unsqueeze(1)  # [G, 1], [G, 1, 1]
+    place = rows * ledger.table.shape[1] + committed
+    slots = ledger.table.flatten().index_select(0, place).masked_fill(ended, 0)  # [G]
+    width = ledger.tails.shape[1]
+    place = own.squeeze(1) * width + (committed & (width - 1))
+    ledger.tails.view(-1).index_copy_(0, place, slots)
+    written = slots.long().view(-1, 1, 1)  # [G, 1, 1]
+    if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
+        locations = locations._replace(committed=committed + 1, max_tail=0)
     chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)
-    draft.defer(chains)
     p = ops.distribution.of(
         target.chain_logits(chains).squeeze(2),
         settings.temperature,
@@ -52,17 +55,21 @@ def play_plainly(
     )
     seeds, places = ops.round_seeds(settings.seeds, position), position.unsqueeze(1)  # [G, 1]
     drawn, log_p = p.summed().sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
-    failed = log_p.squeeze(1).isnan() & ~ended
-    grows = ~(ended | failed)
-    pair = torch.where(grows.unsqueeze(1), torch.stack([last, drawn.squeeze(1)], dim=1), pair)
+    goes_on = ~ended
+    grows = goes_on & ~log_p.squeeze(1).isnan()
+    token = torch.where(grows, drawn.squeeze(1), last)
+    pair = torch.stack([torch.where(grows, last, pair[:, 0]), token], dim=1)
     ends = settings.ends(drawn.unsqueeze(2), places.unsqueeze(2)).flatten()
-    particles.scatter_single(rows, pair, ended | failed | ends, position + grows)
-    tokens = pair[:, 1]
+    particles.scatter_single(rows, pair, ~grows | ends, position + grows)
+    weighs, failed, counts = settings.weighs, goes_on ^ grows, grows.long()
+    if shape.budget is not None:
+        *_, is_exact = known.unbind()
+        weighs = weighs & (is_exact == 0)
     return Outcome(
-        tokens=tokens.unsqueeze(1),
-        counts=grows.long(),
-        new_seq_lens=committed + grows,
-        last_emitted=tokens,
+        tokens=token.unsqueeze(1),
+        counts=counts,
+        new_seq_lens=committed + counts,
+        last_emitted=token,
         num_correct_drafts=torch.zeros_like(position),
         counters=tables.counters.add_plain_round(rows, failed, ~weighs),
         failure=failed * int(Failure.TARGET_LOGITS),

@@ -130,9 +130,7 @@ class Steps:
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if num_steps == 0:
-            if batch.shape.skips_draft and self.draft.defers_reading:
-                self.draft.defer(slots.chains(batch.last_two[:, :, 1:], 1))
-            else:
+            if not (batch.shape.skips_draft and self.draft.defers_reading):
                 self.draft.read_without_logits(batch.last_two, slots)
             return no_drafts(population)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
@@ -419,7 +417,7 @@ class Round:
         """
         steps = self.steps
         if not shape.deciders:
-            models = steps.target, steps.draft, steps.routed
+            models = steps.target, steps.routed
             return play_plainly(models, self._tables, inputs, shape, reqs)
         batch, start = loaded or self._load_round(inputs, shape, reqs)
         slots = steps.reserve(batch, start)

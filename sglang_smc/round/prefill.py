@@ -133,11 +133,9 @@ class Prefill:
             for group, req in enumerate(reqs)
             if holds_kv(req) and state_of(req).num_read is not None
         ]
-        ledger = self._tables.ledger
-        if behind and self._draft.read_deferred(
-            on_device(ledger.device, [one.row for one in behind])
-        ):
+        if behind and self._draft.read_deferred([one.row for one in behind]):
             return
+        ledger = self._tables.ledger
         backlogs = [one for one in behind if one.tokens]
         for part in (backlogs[i : i + _AT_ONCE] for i in range(0, len(backlogs), _AT_ONCE)):
             groups, rows, starts = on_device(ledger.device, [one[:3] for one in part]).unbind(1)

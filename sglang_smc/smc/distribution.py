@@ -112,6 +112,10 @@ class TokenDistribution(NamedTuple):
 
     def _sample(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens with uniforms ``[D]``; return both ``[D]``, int64 and float32."""
+        if self.rows is None and self.scores.numel() <= _ENTRIES:
+            log_p = self.log_probs()
+            tokens = sample(log_p, uniforms, torch.arange(len(log_p), device=log_p.device))
+            return tokens, log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
         scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
         for some, part, row in self._parts():
@@ -258,12 +262,15 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> t
     padding = -log_p.shape[1] % _TILE
     tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
     masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
+    masses = masses.index_select(0, rows)  # [D, tiles]
     through = masses.cumsum(1)
-    target = uniforms * through[rows, -1]  # [D]
-    tile = _find(through[rows], target)  # [D]
+    target = uniforms * through[:, -1]  # [D]
+    tile = _find(through, target)  # [D]
+    before = (through - masses).gather(1, tile.unsqueeze(1)).squeeze(1)
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
-    return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
+    rest = (target - before).clamp_min(0.0)
+    found = tiles.flatten(0, 1).index_select(0, rows * tiles.shape[1] + tile)
+    return tile * _TILE + _find(found.double().cumsum(1), rest)
 
 
 def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -123,11 +123,11 @@ class CounterTable:
         Args:
             failed, verified: ``[G]`` bool, for ``nan_ct`` and ``exact_ct``.
         """
-        totals = self._values[rows] + self._plain
+        totals = self._values.index_select(0, rows).add_(self._plain)
         totals[:, _NAN] += failed
         totals[:, _EXACT] += verified
         totals[:, _LOWEST : _LOWEST + 2].clamp_max_(1)  # and the ancestors
-        self._values[rows] = totals
+        self._values.index_copy_(0, rows, totals)
         return totals
 
 

@@ -144,16 +144,17 @@ def cost(policy: Policy, batch_size: int, budget: Budget) -> float:
 
 @pytest.mark.parametrize("row", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_useless_drafts_cost_a_hundredth_and_are_tried_again(batch_size: int, row: float) -> None:
+def test_useless_drafts_cost_ever_less_and_are_tried_again(batch_size: int, row: float) -> None:
     """Though more particles do not help here, which the policy expects."""
     policy = Policy(TOP, matches(row))
     speed, _ = race(policy, batch_size, 0.04, 400)
     assert speed > 0.95, "while nothing is known"
-    speed, seen = race(policy, batch_size, 0.04, 3000)
-    assert speed > 0.985
-    assert {OFF, Budget(1, 1)} <= set(seen) and seen.count(OFF) > 2000
+    race(policy, batch_size, 0.04, 3000)
+    speed, seen = race(policy, batch_size, 0.04, 9000)
+    assert 0.993 < speed < 1.0, "trials are rarer once some have lost"
+    assert {OFF, Budget(1, 1)} <= set(seen) and seen.count(OFF) > 7500
     more = cost(policy, batch_size, Budget(1, 1)) / cost(policy, batch_size, OFF) - 1
-    _, seen = race(policy, batch_size, 0.95, int(PATIENT * more / 0.01) + 13 * PATIENT)
+    _, seen = race(policy, batch_size, 0.95, int(8 * PATIENT * more / 0.01) + 13 * PATIENT)
     assert seen[-1].num_steps >= 4 or batch_size * row > 0.5, "the text is predictable again"
     assert seen[-1] != OFF
 
