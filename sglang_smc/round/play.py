@@ -40,12 +40,12 @@ from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
+from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, SharedSlots, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
-from sglang_smc.smc.trees import begin_trees
+from sglang_smc.smc.trees import Trees, log_divisors
 from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
@@ -117,73 +117,56 @@ class Steps:
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
-        num_steps, settings = batch.shape.num_steps, batch.settings
-        runs_texts_once = self.runs_texts_once
-        is_tree = settings.branches if Need.TREES in batch.shape.needs else None
+        settings, needs = batch.settings, batch.shape.needs
+        is_tree = settings.branches if Need.TREES in needs else None
         # Trees draft more than the likeliest token.
         greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
         distribution = self._distribution(batch, settings.draft_temperature, greedy)
-        texts = population.texts[:, :, 1:]
-        equal: torch.Tensor | None = None
-        # In plain torch models run once for particles of one text, which share KV slots.
-        if self.ops.kind == "torch":
-            equal = self.ops.same_text(texts, population.lengths, ~population.ended)
-            equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
-        if num_steps == 0:
-            if batch.shape.skips_draft and self.draft.defers_reading:
-                self.draft.defer(slots.chains(batch.last_two[:, :, 1:], 1))
-            else:
-                self.draft.read_without_logits(batch.last_two, slots)
-            return no_drafts(population)
+        shared = self._share_slots(batch, population, slots) if self.shares_slots else None
+        if batch.shape.num_steps == 0:
+            return self._read_last(batch, population, slots)
+        tree = None if is_tree is None else self._begin_trees(batch, population, is_tree, shared)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
-        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
-        if Need.CHAINS in batch.shape.needs:  # those of one particle are independent
-            own = settings.of_chain(texts.shape[1])
+        same_text = self.ops.same_text(
+            population.texts[:, :, 1:], population.lengths, batch.may_stratify
+        )
+        if Need.CHAINS in needs:  # those of one particle are independent
+            own = settings.of_chain(same_text.shape[1])
             same_text = same_text & (own.unsqueeze(1) == own.unsqueeze(2))
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-        matches, tree = batch.matches, None
-        if is_tree is not None:
-            ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-            tree = begin_trees(is_tree, ahead, population.ended, prunes=runs_texts_once)
-        tokens = None
+        matches, tokens = batch.matches, None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
-        distributions: list[TokenDistribution] = []
-        for step in range(num_steps):
+        each_q: list[TokenDistribution] = []
+        is_edited = needs & {Need.EDITS, Need.RULES}
+        q_of = partial(self._edited_q, batch, drawn, distribution) if is_edited else distribution
+        for step in range(batch.shape.num_steps):
             stratified, same_text = self.ops.stratify(uniforms[step], same_text, tokens)
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            allowed = None
-            if batch.edits is not None or Need.RULES in batch.shape.needs:
-                logits, allowed = self._edited_column(batch, logits, drawn)
-            q = distribution(logits, allowed=allowed)
-            if runs_texts_once:
-                q = q.share_rows(slots.slots[step + 1].unsqueeze(2))
-            q = q.summed() if matches is None else matches.mixed(q.summed())
+            q = q_of(logits, slots=None if shared is None else shared.slots[step + 1])
+            q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if tree is not None:
-                tokens, scored, equal = tree.grow(step, q, tokens, same_text, equal)
-            if equal is not None:
-                place = slots.positions[step + 2]
-                equal = self.ledger.share(batch.rows, place, slots.slots[step + 2], equal, tokens)
+                tokens, scored = tree.grow(step, q, tokens, same_text)
+            if shared is not None:
+                shared.share(step + 2, tokens)
             drawn.append(tokens)
             log_q.append(scored)
-            distributions.append(q)
-        each = [q.scores for q in distributions]
-        measured = self.ops.keep_column(each, coins, settings.num_steps)
+            each_q.append(q)
+        measured = self.ops.keep_column(each_q, coins, settings.num_steps)
         if matches is None:
-            logits = measured.unflatten(0, batch.output_lengths.shape)
-            measured_q = distribution(logits)
+            measured_q = distribution(measured.unflatten(0, same_text.shape[:2]))
         else:  # these scores are log q itself
             measured_q = self.ops.distribution.of_log_probs(measured, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = settings.ends(chains, positions)
-        if Need.RULES in batch.shape.needs:
+        if Need.RULES in needs:
             ends = batch.rules.ends(ends, chains, population)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
@@ -191,19 +174,60 @@ class Steps:
             log_q=torch.stack(log_q, dim=2),
             ends=ends,
             up_to_end=(ends.cumsum(2) == ends) & (batch.column < num_columns.unsqueeze(2)),
-            q=distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
+            q=each_q if needs & {Need.VERIFIES, Need.EXTENDS} else None,
             coins=coins,
             measured_q=measured_q,
         )
 
-    def _edited_column(
-        self, batch: RoundBatch, logits: torch.Tensor, drawn: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `_edited` logits of the draft after the ``drawn`` tokens, ``[G, N]`` each."""
+    def _read_last(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
+        """Let the draft read the last tokens, now or later, in a round without draft tokens."""
+        if batch.shape.skips_draft and self.draft.defers_reading:
+            self.draft.defer(slots.chains(batch.last_two[:, :, 1:], 1))
+        else:
+            self.draft.read_without_logits(batch.last_two, slots)
+        return no_drafts(population)
+
+    @property
+    def shares_slots(self) -> bool:
+        """Return whether particles of one text share KV slots, for which models run once."""
+        return self.ops.kind == "torch"
+
+    def _share_slots(
+        self, batch: RoundBatch, population: Population, slots: DraftSlots
+    ) -> SharedSlots:
+        """Share the slots of the particles' last tokens; those of draft tokens follow."""
+        texts, alive = population.texts[:, :, 1:], ~population.ended
+        equal = self.ops.same_text(texts, population.lengths, alive)
+        shared = SharedSlots(self.ledger, batch.rows, slots.slots, slots.positions, equal)
+        shared.share(1)
+        return shared
+
+    def _begin_trees(
+        self,
+        batch: RoundBatch,
+        population: Population,
+        is_tree: torch.Tensor,
+        shared: SharedSlots | None,
+    ) -> Trees:
+        """Return the roots of the trees; chains are pruned where the target then runs less."""
+        ahead = batch.settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
+        divisors = log_divisors(ahead, population.ended.shape[1])
+        pruned = shared if self.target.merges else None
+        return Trees(is_tree.unsqueeze(1), divisors, population.ended, pruned)
+
+    def _edited_q(
+        self,
+        batch: RoundBatch,
+        drawn: list[torch.Tensor],
+        q_of: Callable[..., TokenDistribution],
+        logits: torch.Tensor,
+        slots: torch.Tensor | None,
+    ) -> TokenDistribution:
+        """Return q of logits ``[G, N, V]`` after the ``drawn`` tokens, `_edited` and masked."""
         nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
         chains = torch.stack(drawn, dim=2) if drawn else nothing
         edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
-        return edited.squeeze(2), allowed if allowed is None else allowed.squeeze(2)
+        return q_of(edited, allowed=allowed, slots=slots)
 
     def _distribution(
         self, batch: RoundBatch, temperature: torch.Tensor, greedy: torch.Tensor
@@ -216,11 +240,6 @@ class Steps:
             greedy=greedy if Need.GREEDY in needs else None,
             filters=batch.settings.filters if Need.FILTERS in needs else None,
         )
-
-    @property
-    def runs_texts_once(self) -> bool:
-        """Return whether models run once for particles of one text, which share KV slots."""
-        return self.ops.kind == "torch" and self.target.merges
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -239,13 +258,11 @@ class Steps:
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         chains = Chains(chain, slots.positions[1], written, slots.locations, batch.reqs)
-        logits = self.target.chain_logits(chains)
-        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
-        allowed = allowed if allowed is None else allowed.flatten(1, 2)
-        logits, temperature = logits.flatten(1, 2), batch.settings.temperature
-        runs_texts_once = self.runs_texts_once
-        p = self._distribution(batch, temperature, batch.settings.greedy)(logits, allowed=allowed)
-        p = (p.share_rows(written) if runs_texts_once else p).summed()
+        logits = self.target.chain_logits(chains)  # [G, N, K + 1, V]
+        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)
+        temperature, shared = batch.settings.temperature, written if self.shares_slots else None
+        distribution = self._distribution(batch, temperature, batch.settings.greedy)
+        p = distribution(logits, allowed=allowed, slots=shared)
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
         if not batch.shape.logprobs.own:

@@ -213,18 +213,19 @@ def logprob_distribution(
     temperature: torch.Tensor,
     allowed: torch.Tensor | None = None,
 ) -> TokenDistribution:
-    """Return the distribution of the reported log-probabilities for ``G * M`` rows of logits.
+    """Return the distribution of the reported log-probabilities for logits.
 
     Args:
         kind: the class of the distribution, see `smc.ops`.
-        logits: ``[G, M, V]`` of the target, edited, with stop tokens that come too early masked.
+        logits: ``[G, ..., V]`` of the target, edited, with stop tokens that come too early masked.
         temperature: ``[G]``.
-        allowed: ``[G, M, V]`` bool mask of the requests' rules.
+        allowed: ``[G, ..., V]`` bool mask of the requests' rules.
     """
     if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
         temperature = torch.ones_like(temperature)
+    logits = logits.flatten(1, -2)
     if allowed is not None:
-        logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
+        logits, _ = restrict(logits, allowed.flatten(1, -2), temperature.unsqueeze(1))
     return kind(logits.flatten(0, 1), temperature)
 
 
