@@ -40,12 +40,12 @@ from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, SharedSlots, Wanted
+from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.round import weigh_bonus
-from sglang_smc.smc.trees import Trees, log_divisors
+from sglang_smc.smc.trees import begin_trees
 from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
@@ -111,7 +111,7 @@ class Steps:
             after=place < settings.num_particles.unsqueeze(1),
         )
         # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
-        self._descend(batch, batch.committed - 1, ancestors)
+        self.ledger.descend(batch.rows, batch.committed - 1, ancestors, batch.shape.max_tail)
         resampled = population.resample(ancestors, log_weights, log_evidence)
         return resampled.resize(settings.num_particles), ancestors
 
@@ -122,19 +122,21 @@ class Steps:
         # Trees draft more than the likeliest token.
         greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
         distribution = self._distribution(batch, settings.draft_temperature, greedy)
-        shared = self._share_slots(batch, population, slots) if self.shares_slots else None
+        texts, equal, tree = population.texts[:, :, 1:], None, None
+        if self.shares_slots:
+            equal = self.ops.same_text(texts, population.lengths, ~population.ended)
+            equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         if batch.shape.num_steps == 0:
             return self._read_last(batch, population, slots)
-        tree = None if is_tree is None else self._begin_trees(batch, population, is_tree, shared)
+        if is_tree is not None:
+            ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
+            tree = begin_trees(is_tree, ahead, population.ended, prunes=self.target.merges)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
-        same_text = self.ops.same_text(
-            population.texts[:, :, 1:], population.lengths, batch.may_stratify
-        )
+        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         if Need.CHAINS in needs:  # those of one particle are independent
-            own = settings.of_chain(same_text.shape[1])
-            same_text = same_text & (own.unsqueeze(1) == own.unsqueeze(2))
+            same_text = settings.of_same_chain(same_text)
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
@@ -149,13 +151,14 @@ class Steps:
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            q = q_of(logits, slots=None if shared is None else shared.slots[step + 1])
+            q = q_of(logits, slots=None if equal is None else slots.slots[step + 1])
             q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if tree is not None:
-                tokens, scored = tree.grow(step, q, tokens, same_text)
-            if shared is not None:
-                shared.share(step + 2, tokens)
+                tokens, scored, equal = tree.grow(step, q, tokens, same_text, equal)
+            if equal is not None:
+                place = slots.positions[step + 2]
+                equal = self.ledger.share(batch.rows, place, slots.slots[step + 2], equal, tokens)
             drawn.append(tokens)
             log_q.append(scored)
             each_q.append(q)
@@ -191,29 +194,6 @@ class Steps:
     def shares_slots(self) -> bool:
         """Return whether particles of one text share KV slots, for which models run once."""
         return self.ops.kind == "torch"
-
-    def _share_slots(
-        self, batch: RoundBatch, population: Population, slots: DraftSlots
-    ) -> SharedSlots:
-        """Share the slots of the particles' last tokens; those of draft tokens follow."""
-        texts, alive = population.texts[:, :, 1:], ~population.ended
-        equal = self.ops.same_text(texts, population.lengths, alive)
-        shared = SharedSlots(self.ledger, batch.rows, slots.slots, slots.positions, equal)
-        shared.share(1)
-        return shared
-
-    def _begin_trees(
-        self,
-        batch: RoundBatch,
-        population: Population,
-        is_tree: torch.Tensor,
-        shared: SharedSlots | None,
-    ) -> Trees:
-        """Return the roots of the trees; chains are pruned where the target then runs less."""
-        ahead = batch.settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-        divisors = log_divisors(ahead, population.ended.shape[1])
-        pruned = shared if self.target.merges else None
-        return Trees(is_tree.unsqueeze(1), divisors, population.ended, pruned)
 
     def _edited_q(
         self,
@@ -265,9 +245,8 @@ class Steps:
         p = distribution(logits, allowed=allowed, slots=shared)
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
-        if not batch.shape.logprobs.own:
-            return p, log_p, None
-        shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
+        kind, is_shown = self.ops.distribution, batch.shape.logprobs.own
+        shown = logprob_distribution(kind, logits, temperature, allowed) if is_shown else None
         return p, log_p, shown
 
     def experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,8 +286,9 @@ class Steps:
     ) -> deciding.Scored:
         """Return all that is decided on; arguments as of `decide`."""
         shape, settings = batch.shape, batch.settings
+        if population.scores is not None:
+            settings = settings.without_steps(population.ended.all(1))
         uniforms = partial(self.ops.uniforms, settings.seeds)
-        num_steps, ess_threshold = _thresholds(batch, population)
         block = Block(
             log_weights=population.log_weights,
             log_p=log_p[:, :, :-1],
@@ -316,8 +296,8 @@ class Steps:
             up_to_end=drafts.up_to_end,
             present=population.present,
             power=settings.power,
-            num_steps=num_steps,
-            ess_threshold=ess_threshold,
+            num_steps=settings.num_steps,
+            ess_threshold=settings.ess_threshold,
             resample_each_token=settings.resample_each_token,
             evidence_threshold=settings.evidence_threshold,
             scheme=settings.scheme,
@@ -348,7 +328,7 @@ class Steps:
         # The draft has read all draft tokens but its last one; nothing where it skips the round.
         num_kept = decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
-        self._descend(batch, batch.committed, decision.ancestors)
+        self.ledger.descend(batch.rows, batch.committed, decision.ancestors, batch.shape.max_tail)
         extended = population.extend(drafts.tokens, drafts.ends, decision)
         return extended._replace(unread=unread)
 
@@ -389,23 +369,8 @@ class Steps:
         """Resample the tokens beyond the lag, and the whole tails of finished groups."""
         own = batch.settings
         end = population.narrow(own.seeds, own.lag, own.weighs, own.heaviest)
-        self._descend(batch, batch.committed, end.ancestors)
+        self.ledger.descend(batch.rows, batch.committed, end.ancestors, batch.shape.max_tail)
         return end
-
-    def _descend(self, batch: RoundBatch, start: torch.Tensor, ancestors: torch.Tensor) -> None:
-        """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
-        longest = batch.shape.max_tail
-        self.ledger.descend(batch.rows, committed=start, ancestors=ancestors, max_tail=longest)
-
-
-def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most columns that each group may keep, and its ESS threshold, both ``[G]``."""
-    num_steps, threshold = batch.settings.num_steps, batch.settings.ess_threshold
-    if population.scores is None:
-        return num_steps, threshold
-    # A group that only waited for potential values has drafted nothing: no cut, no resampling.
-    waited = population.ended.all(1)
-    return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
 
 
 NO_RULES = TextRules()
@@ -452,8 +417,9 @@ class Round:
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens, failure)
         if shown is not None:
-            score_tails = self._tables.particles.logprobs.score_tails
-            continued = score_tails(batch.rows, before, continued, decision.ancestors, shown)
+            continued = self._tables.particles.logprobs.score_tails(
+                batch.rows, before, continued, decision.ancestors, shown
+            )
         continued = measure(batch, before, continued, decision.ancestors, p, drafts)
         stages = Stages(
             resized_from=resized_from,
@@ -514,30 +480,27 @@ class Round:
         self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
     ) -> tuple[RoundBatch, Population]:
         """Read the batch and its particles from the tables."""
-        tables, rows = self._tables, inputs.rows
-        num_particles, max_tail = shape.num_particles, shape.max_tail
-        is_scored = Need.POTENTIALS in shape.needs
-        gather = tables.particles.gather
-        before, starts, last_two, position = gather(rows, num_particles, max_tail, scored=is_scored)
-        if shape.logprobs.own:
-            table = tables.particles.logprobs
-            logprobs = table.gather(rows, num_particles, max_tail, shape.logprobs)
-            before = before._replace(logprobs=logprobs)
+        tables, rows, needs = self._tables, inputs.rows, shape.needs
         settings = tables.requests.gather(rows)
         allocated, own_particles, own_steps, is_exact = inputs.known.unbind()
         if shape.budget is not None:
             settings = settings.bounded(own_particles, own_steps, is_exact)
+        before, starts, last_two, position = tables.particles.gather(
+            rows, shape.num_particles, shape.max_tail, scored=Need.POTENTIALS in needs
+        )
+        if shape.logprobs.own:
+            before = tables.particles.logprobs.gather(rows, before, shape.logprobs)
         seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
         edits = None
-        if Need.EDITS in shape.needs:
+        if Need.EDITS in needs:
             # The last emitted token is not in the counts: particles may differ in a first token.
             texts, lengths = before.texts[:, :, 1:], before.lengths + 1
             edits = tables.edits.of(
                 reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
             )
         # Sampled chains that are verified as one multi-draft must be independent.
-        has_trees = Need.TREES in shape.needs
+        has_trees = Need.TREES in needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
         batch = RoundBatch(
             reqs=list(reqs),
@@ -551,10 +514,10 @@ class Round:
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
-            rules=self._rules(reqs, before) if Need.RULES in shape.needs else NO_RULES,
+            rules=self._rules(reqs, before) if Need.RULES in needs else NO_RULES,
             ops=self.steps.ops,
             edits=edits,
-            matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
+            matches=self._matches(reqs, before) if Need.MATCHES in needs else None,
         )
         return batch, before
 
@@ -571,11 +534,10 @@ class Round:
     def _commit(self, batch: RoundBatch, stages: Stages) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round."""
         tables, shape, needs = self._tables, batch.shape, batch.shape.needs
+        logprobs = tables.particles.logprobs
         decision, continued, end = stages.decision, stages.continued, stages.end
-        narrowed = end.population
-        counts = end.num_common
-        if narrowed.scores is not None:
-            counts = narrowed.held_back(counts)
+        narrowed, texts = end.population, end.population.texts[:, 0]
+        counts = end.num_to_emit()
         tables.ledger.commit(
             Arenas(batch.rows, batch.committed, batch.allocated),
             narrowed.lengths,
@@ -585,17 +547,9 @@ class Round:
         )
         if batch.edits is not None:
             # Counts lag one token: the last emitted one is counted with the next.
-            columns, tails = batch.edits.columns, narrowed.texts[:, 0, 1:]
-            batch.ops.count_tokens(columns, batch.rows, tails, counts)
+            batch.ops.count_tokens(batch.edits.columns, batch.rows, texts[:, 1:], counts)
         last_emitted = tables.particles.scatter(batch.rows, narrowed, counts)
-        emitted = None
-        if narrowed.logprobs is not None:
-            table, roots = tables.particles.logprobs, narrowed.roots[:, 0]
-            emitted = table.emitted(batch.rows, narrowed.logprobs, roots)
-        settings = batch.settings
-        num_weights = settings.num_particles
-        if Need.CHAINS in needs:
-            num_weights = num_weights // settings.chains
+        num_weights, num_chains = batch.settings.num_particles, batch.settings.chains
         counters = tables.counters.add_round(
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
@@ -606,13 +560,13 @@ class Round:
             exact_ct=decision.verified,
             killed_ct=decision.num_killed,
             ess_sum=decision.ess,
-            particles_sum=num_weights,
-            steps_sum=settings.num_steps,
+            particles_sum=num_weights // num_chains if Need.CHAINS in needs else num_weights,
+            steps_sum=batch.settings.num_steps,
             ancestors=end.num_roots,
             log_evidence=end.log_evidence,
         )
         return Outcome(
-            tokens=narrowed.texts[:, 0, 2:],
+            tokens=texts[:, 2:],
             counts=counts,
             new_seq_lens=batch.committed + counts,
             last_emitted=last_emitted,
@@ -621,6 +575,6 @@ class Round:
             failure=stages.failure,
             first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in needs else None,
             particles=shown_particles(continued, narrowed) if Need.PARTICLES in needs else None,
-            logprobs=emitted,
+            logprobs=logprobs.emitted(batch.rows, narrowed) if shape.logprobs.own else None,
             trace=stages.traced(batch.reqs) if Need.TRACE in needs else None,
         )

@@ -17,7 +17,6 @@ A request owns whole pages, but rounds leave their slots in any order. So KV is 
 SGLang takes over a row.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -134,7 +133,7 @@ class Ledger:
         slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
         targets = self.particle_rows(rows, lengths.shape[1])
         positions = (committed.unsqueeze(1) + lengths).unsqueeze(2) + column  # [G, N, 1 + width]
-        in_ring = self.in_ring(positions)
+        in_ring = self._in_ring(positions)
         self.tails[targets.unsqueeze(2), in_ring[:, :, 1:]] = slots
         owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
         before = self.tails[targets.unsqueeze(2), in_ring[:, :, :1]].where(owed, 0)
@@ -157,11 +156,38 @@ class Ledger:
         places = starts.unsqueeze(1) + column
         inside = column < lengths.unsqueeze(1)
         slots = self.table[rows.unsqueeze(1), places.where(inside, 0)].where(inside, 0)
-        self.tails[self.particle_rows(rows, 1), self.in_ring(places)] = slots
+        self.tails[self.particle_rows(rows, 1), self._in_ring(places)] = slots
         return slots.long()
 
+    def share(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        equal: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Give particles of equal texts one slot at their next position; return which they are.
+
+        A slot that no particle points to any more is free at the next commit.
+
+        Args:
+            positions: ``[G, N]`` int64 of the slots.
+            slots: ``[G, N]`` int64, one for each particle, changed in place.
+            equal: ``[G, N, N]`` bool, an equivalence: whose texts are equal without ``tokens``.
+            tokens: ``[G, N]`` int64, one more token of each text.
+        """
+        if slots.shape[1] == 1:
+            return equal
+        if tokens is not None:
+            equal = equal & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+        slots.copy_(slots.gather(1, equal.long().argmax(2)))
+        targets = self.particle_rows(rows, positions.shape[1])
+        self.tails[targets, self._in_ring(positions)] = slots.int()
+        return equal
+
     def descend(
-        self, rows: torch.Tensor, *, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
+        self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
     ) -> None:
         """Copy the slots of the tail of ``ancestors[g, n]`` to the row of particle n.
 
@@ -221,33 +247,8 @@ class Ledger:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the tails in their table, for ``[G, N, T]``."""
         positions = committed.view(-1, 1, 1) + self._tail[:max_tail]
-        return self.particle_rows(rows, num_particles).unsqueeze(2), self.in_ring(positions)
+        return self.particle_rows(rows, num_particles).unsqueeze(2), self._in_ring(positions)
 
-    def in_ring(self, positions: torch.Tensor) -> torch.Tensor:
+    def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the entries of positions in particles' rows."""
         return positions & (self.tails.shape[1] - 1)
-
-
-@dataclass(eq=False)
-class SharedSlots:
-    """The KV slots of a round's columns, which particles of equal texts share: models run once.
-
-    A slot that no particle points to any more is free at the next commit.
-    """
-
-    ledger: Ledger
-    rows: torch.Tensor  # [G] int64 requests
-    slots: torch.Tensor  # [C, G, N] int64, one for each particle, changed in place
-    positions: torch.Tensor  # [C, G, N] int64 of the slots
-    equal: torch.Tensor  # [G, N, N] bool: whose texts are equal, an equivalence but for `trees`
-
-    def share(self, column: int, tokens: torch.Tensor | None = None) -> None:
-        """Share the slots of a column, of tokens ``[G, N]``; None: of those that are compared."""
-        slots, ledger = self.slots[column], self.ledger
-        if slots.shape[1] == 1:
-            return
-        if tokens is not None:
-            self.equal = self.equal & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
-        slots.copy_(slots.gather(1, self.equal.long().argmax(2)))
-        targets = ledger.particle_rows(self.rows, slots.shape[1])
-        ledger.tails[targets, ledger.in_ring(self.positions[column])] = slots.int()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.ledger import SharedSlots
 
 _STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the shipped pair
 _LOG_LEAST = math.log(0.02)  # a row that the target follows more seldom is not worth its time
@@ -55,7 +54,7 @@ class Trees:
     is_tree: torch.Tensor  # [G, 1] bool: which groups draft one
     divisors: torch.Tensor  # [K, G, N] of `log_divisors`
     ended: torch.Tensor  # [G, N] bool: chains that are not pruned
-    shared: SharedSlots | None  # of pruned chains; None: no chain is pruned
+    prunes: bool  # whether the target runs once for chains of one text
     paths: torch.Tensor | float = 0.0  # [G, N] sums of log q so far, of pruned chains -inf
 
     def grow(
@@ -64,23 +63,35 @@ class Trees:
         q: TokenDistribution,
         tokens: torch.Tensor,
         same_text: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        equal: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the next tokens, with those of trees in place of ``tokens`` ``[G, N]``; and log q.
 
-        Where slots are shared, unlikely chains are pruned: they get the first one's tokens, and
-        share its slots from there on. Their log q is inf there, and so their weight 0: the round
-        keeps them up to there at most. ``same_text`` is as for `branch`.
+        Pruned are unlikely chains: they get the first one's tokens, and share its slots from there
+        on. Their log q is inf there, and so their weight 0: the round keeps them up to there at
+        most.
+
+        Args:
+            same_text: as for `branch`.
+            equal: ``[G, N, N]`` bool: whose slots are shared, an equivalence but for pruned chains.
+                Returned yet without these tokens.
         """
         likely = branch(q.scores.view(*tokens.shape, -1), same_text, self.divisors[step])
         tokens = torch.where(self.is_tree, likely, tokens)
         log_q = q.score(tokens)
-        if self.shared is None:
-            return tokens, log_q
+        if equal is None or not self.prunes:
+            return tokens, log_q, equal
         paths = self.paths + log_q
         pruned = self.is_tree & ~self.ended & (paths < _LOG_LEAST)
         pruned[:, 0] = False
         self.paths = paths.masked_fill(pruned, -math.inf)
         tokens = torch.where(pruned, tokens[:, :1], tokens)
-        equal = self.shared.equal
-        self.shared.equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
-        return tokens, log_q.masked_fill(pruned, math.inf)
+        equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
+        return tokens, log_q.masked_fill(pruned, math.inf), equal
+
+
+def begin_trees(
+    is_tree: torch.Tensor, ahead: torch.Tensor, ended: torch.Tensor, *, prunes: bool
+) -> Trees:
+    """Return the roots of the groups ``is_tree`` ``[G]``; ``ahead`` ``[K, G]``; see `Trees`."""
+    return Trees(is_tree.unsqueeze(1), log_divisors(ahead, ended.shape[1]), ended, prunes)

@@ -152,22 +152,21 @@ class LogprobTable:
         )
         return population._replace(logprobs=logprobs.write(place, new))
 
-    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
-        """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
-        tails = TailLogprobs._make(column[:, 0] for column in logprobs)
+    def emitted(self, rows: torch.Tensor, population: Population) -> Emitted:
+        """Return the log-probabilities of each group's first particle."""
+        assert population.logprobs is not None, "gathered where some request returns them"
+        tails = TailLogprobs._make(column[:, 0] for column in population.logprobs)
         # A particle's first token is that of its first ancestor.
-        return Emitted(tails, self._first[rows, roots])
+        return Emitted(tails, self._first[rows, population.roots[:, 0]])
 
     def gather(
-        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: LogprobWidths
-    ) -> TailLogprobs:
-        """Return the log-probabilities of the requests in ``rows`` ``[G]``, no more than needed.
-
-        Args:
-            num_particles, max_tail: sizes of the populations, as for `ParticleTable.gather`.
-        """
-        views = self._views(num_particles, max_tail + 1, widths.top, widths.listed)
-        return TailLogprobs._make(view[rows] for view in views)
+        self, rows: torch.Tensor, population: Population, widths: LogprobWidths
+    ) -> Population:
+        """Return the population of the requests in ``rows`` ``[G]``, with log-probabilities."""
+        _, num_particles, length = population.tokens.shape
+        views = self._views(num_particles, length, widths.top, widths.listed)
+        logprobs = TailLogprobs._make(view[rows] for view in views)
+        return population._replace(logprobs=logprobs)
 
     def scatter(self, rows: torch.Tensor, logprobs: TailLogprobs) -> None:
         """Store the log-probabilities of the requests in ``rows`` ``[G]``."""
