@@ -33,13 +33,15 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
-from sglang_smc.round.observers import Stages, measure
+from sglang_smc.round.observers import Stages
 from sglang_smc.round.plain import play_plainly
 from sglang_smc.round.result import Outcome, shown_particles
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population
@@ -50,11 +52,12 @@ from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.request import state_of
+from sglang_smc.state.settings import Settings
 
 
 @dataclass(eq=False)
 class Steps:
-    """Steps of a round, in order: reserve, propose, score, decide, extend, add_bonus and narrow.
+    """Steps of a round, in order, from `reserve` to `narrow`.
 
     `decide` draws ancestors, which `extend` copies. No population is changed in place.
     """
@@ -273,18 +276,6 @@ class Steps:
         log_p: torch.Tensor,
     ) -> Decided:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
-        scored = self._scored(batch, population, drafts, p, log_p)
-        return deciding.decide(batch.shape.deciders, scored, self.ops)
-
-    def _scored(
-        self,
-        batch: RoundBatch,
-        population: Population,
-        drafts: Drafts,
-        p: TokenDistribution,
-        log_p: torch.Tensor,
-    ) -> deciding.Scored:
-        """Return all that is decided on; arguments as of `decide`."""
         shape, settings = batch.shape, batch.settings
         if population.scores is not None:
             settings = settings.without_steps(population.ended.all(1))
@@ -305,7 +296,7 @@ class Steps:
             uniforms=uniforms(batch.position, Purpose.RESAMPLE),
         )
         verifies = drafts.q is not None
-        return deciding.Scored(
+        scored = deciding.Scored(
             population=population,
             drafts=drafts,
             p=p,
@@ -319,6 +310,7 @@ class Steps:
             greedy=settings.greedy if Need.TREES in shape.needs else None,
             is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= shape.needs else None,
         )
+        return deciding.decide(shape.deciders, scored, self.ops)
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
@@ -364,6 +356,33 @@ class Steps:
         if Need.RULES in batch.shape.needs:
             ends = batch.rules.ends(ends, tokens, population)
         return population.append_bonus(tokens.squeeze(2), ends.squeeze(2), failure)
+
+    def measure(
+        self,
+        batch: RoundBatch,
+        before: Population,
+        after: Population,
+        ancestors: torch.Tensor,
+        p: TokenDistribution,
+        drafts: Drafts,
+    ) -> Population:
+        """Add a round's distance to the target to its particles' sums; see `smc.fidelity.watch`.
+
+        It is measured at one position of each request. q of a step exists when that is drafted,
+        p only after the target's pass: until then one column of draft scores is kept, copied.
+        """
+        if drafts.coins is None or drafts.measured_q is None:  # K = 0
+            return after
+        path = Path(
+            coins=drafts.coins,
+            num_steps=batch.settings.num_steps,
+            measured=batch.settings.measured,
+            ancestors=ancestors,
+            starts=before.lengths,
+            lengths=after.lengths,
+            tails=after.tokens,
+        )
+        return after._replace(fidelity=self.ops.watch(after.fidelity, path, p, drafts.measured_q))
 
     def narrow(self, batch: RoundBatch, population: Population) -> Narrowed:
         """Resample the tokens beyond the lag, and the whole tails of finished groups."""
@@ -420,7 +439,7 @@ class Round:
             continued = self._tables.particles.logprobs.score_tails(
                 batch.rows, before, continued, decision.ancestors, shown
             )
-        continued = measure(batch, before, continued, decision.ancestors, p, drafts)
+        continued = steps.measure(batch, before, continued, decision.ancestors, p, drafts)
         stages = Stages(
             resized_from=resized_from,
             start=start,
@@ -492,13 +511,6 @@ class Round:
             before = tables.particles.logprobs.gather(rows, before, shape.logprobs)
         seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
-        edits = None
-        if Need.EDITS in needs:
-            # The last emitted token is not in the counts: particles may differ in a first token.
-            texts, lengths = before.texts[:, :, 1:], before.lengths + 1
-            edits = tables.edits.of(
-                reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
-            )
         # Sampled chains that are verified as one multi-draft must be independent.
         has_trees = Need.TREES in needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
@@ -515,11 +527,18 @@ class Round:
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
             rules=self._rules(reqs, before) if Need.RULES in needs else NO_RULES,
-            ops=self.steps.ops,
-            edits=edits,
+            edits=self._edits(reqs, settings, before, starts) if Need.EDITS in needs else None,
             matches=self._matches(reqs, before) if Need.MATCHES in needs else None,
         )
         return batch, before
+
+    def _edits(
+        self, reqs: Sequence[Req], settings: Settings, before: Population, starts: torch.Tensor
+    ) -> Edits:
+        """Return the logit edits of the sequences before the round, of lengths ``starts``."""
+        # The last emitted token is not in the counts: particles may differ in a first token.
+        texts, lengths, table = before.texts[:, :, 1:], before.lengths + 1, self._tables.edits
+        return table.of(reqs, settings.rows, settings, starts=starts, texts=texts, lengths=lengths)
 
     def _rules(self, reqs: Sequence[Req], before: Population) -> TextRules:
         """Return the rules of the sequences before the round."""
@@ -547,7 +566,7 @@ class Round:
         )
         if batch.edits is not None:
             # Counts lag one token: the last emitted one is counted with the next.
-            batch.ops.count_tokens(batch.edits.columns, batch.rows, texts[:, 1:], counts)
+            tables.ops.count_tokens(batch.edits.columns, batch.rows, texts[:, 1:], counts)
         last_emitted = tables.particles.scatter(batch.rows, narrowed, counts)
         num_weights, num_chains = batch.settings.num_particles, batch.settings.chains
         counters = tables.counters.add_round(
