@@ -70,7 +70,6 @@ def reserve(
 def descend(
     ledger: Ledger,
     rows: torch.Tensor,
-    *,
     committed: torch.Tensor,
     ancestors: torch.Tensor,
     max_tail: int,

@@ -24,12 +24,13 @@ _LEAST = tl.constexpr(fidelity.LEAST)
 
 
 def keep_column(
-    scores: Sequence[torch.Tensor], coins: torch.Tensor, num_steps: torch.Tensor
+    q: Sequence[TokenDistribution], coins: torch.Tensor, num_steps: torch.Tensor
 ) -> torch.Tensor:
     """Copy the draft scores of each group's measured column, in one launch.
 
     Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments.
     """
+    scores = tuple(of_step.scores for of_step in q)
     for of_step in scores:
         check_contiguous(of_step)
     num_rows, vocab_size = scores[0].shape
@@ -37,7 +38,7 @@ def keep_column(
     tile, num_tiles = tiles(vocab_size, _TILE)
     _keep[(num_rows, num_tiles)](
         *contiguous((coins, num_steps)),
-        tuple(scores),
+        scores,
         tuple(of_step.stride(0) for of_step in scores),
         held,
         vocab_size,

@@ -280,7 +280,7 @@ def _verify(ops: Ops, of: Inputs) -> Any:
 def _keep_column(ops: Ops, of: Inputs) -> Any:
     coins, num_steps = of.uniforms(NUM_GROUPS), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
     scores = [of.logits(NUM_GROUPS * of.shape[1]) for _ in range(of.shape[2])]
-    return ops.keep_column(scores, coins, num_steps)
+    return ops.keep_column(list(map(TokenDistribution.of_log_probs, scores)), coins, num_steps)
 
 
 def _watch(ops: Ops, of: Inputs) -> Any:

@@ -49,7 +49,7 @@ class KernelDistribution(TokenDistribution):
     log_sums = _distributions.log_sums
 
     def summed(self) -> TokenDistribution:
-        return self._replace(sums=sample.row_sums(self))
+        return self._replace(sums=sample.row_sums(self)) if self.sums is None else self
 
 
 _KERNELS: tuple[Any, ...] = (

@@ -153,7 +153,6 @@ class RoundBatch(NamedTuple):
     may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
     settings: Settings
     rules: TextRules
-    ops: Ops
     edits: Edits | None = None  # where some request has one
     matches: Matches | None = None  # where some request uses them
 

@@ -1,13 +1,7 @@
-"""Trace a round for requests that set ``trace``, and measure its distance to the target.
+"""Trace a round for requests that set ``trace``.
 
-A trace: the round's tensors are kept on the device and copied with its result; the host makes a
+The round's tensors are kept on the device and copied with its result; the host makes a
 `TracedRound` of them. Rounds without a request that sets ``trace`` keep nothing.
-
-The distance (`smc.fidelity` has the statistics) is measured at one position of each request and
-round. The draft distribution of a step exists when the step is drafted, p's row only after the
-target's pass, so the draft's scores of that column are kept until then. That takes the memory of
-one draft step, and reads one of the K + 1 columns twice more: by estimate under 1 % of a round
-on a GPU.
 """
 
 from collections.abc import Sequence
@@ -17,10 +11,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.round.batch import RoundBatch
 from sglang_smc.smc.deciding import Drafts
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.population import Narrowed, Population
 from sglang_smc.smc.weighing import Decision
 from sglang_smc.state.metrics import finite
@@ -141,26 +132,3 @@ class Stages(NamedTuple):
 
 def _finite(values: torch.Tensor) -> list[float | None]:
     return [finite(value) for value in values.tolist()]
-
-
-def measure(
-    batch: RoundBatch,
-    before: Population,
-    after: Population,
-    ancestors: torch.Tensor,
-    p: TokenDistribution,
-    drafts: Drafts,
-) -> Population:
-    """Add the measurements of a round to the sums of its particles; see `smc.fidelity.watch`."""
-    if drafts.coins is None or drafts.measured_q is None:  # K = 0
-        return after
-    path = Path(
-        coins=drafts.coins,
-        num_steps=batch.settings.num_steps,
-        measured=batch.settings.measured,
-        ancestors=ancestors,
-        starts=before.lengths,
-        lengths=after.lengths,
-        tails=after.tokens,
-    )
-    return after._replace(fidelity=batch.ops.watch(after.fidelity, path, p, drafts.measured_q))

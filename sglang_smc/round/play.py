@@ -33,13 +33,15 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import Need, RoundBatch, RoundInputs, RoundShape, Tables
-from sglang_smc.round.observers import Stages, measure
+from sglang_smc.round.observers import Stages
 from sglang_smc.round.plain import play_plainly
 from sglang_smc.round.result import Outcome, shown_particles
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import deciding, weighing
 from sglang_smc.smc.deciding import Decided, Drafts, no_drafts
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.fidelity import Path
 from sglang_smc.smc.ledger import Arenas, KVLocations, Ledger, Wanted
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population
@@ -50,11 +52,12 @@ from sglang_smc.smc.weighing import Block, Decision
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.request import state_of
+from sglang_smc.state.settings import Settings
 
 
 @dataclass(eq=False)
 class Steps:
-    """Steps of a round, in order: reserve, propose, score, decide, extend, add_bonus and narrow.
+    """Steps of a round, in order, from `reserve` to `narrow`.
 
     `decide` draws ancestors, which `extend` copies. No population is changed in place.
     """
@@ -111,58 +114,50 @@ class Steps:
             after=place < settings.num_particles.unsqueeze(1),
         )
         # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
-        self._descend(batch, batch.committed - 1, ancestors)
+        self.ledger.descend(batch.rows, batch.committed - 1, ancestors, batch.shape.max_tail)
         resampled = population.resample(ancestors, log_weights, log_evidence)
         return resampled.resize(settings.num_particles), ancestors
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
-        num_steps, settings = batch.shape.num_steps, batch.settings
-        runs_texts_once = self.runs_texts_once
-        is_tree = settings.branches if Need.TREES in batch.shape.needs else None
+        settings, needs = batch.settings, batch.shape.needs
+        is_tree = settings.branches if Need.TREES in needs else None
         # Trees draft more than the likeliest token.
         greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
         distribution = self._distribution(batch, settings.draft_temperature, greedy)
-        texts = population.texts[:, :, 1:]
-        equal: torch.Tensor | None = None
-        # In plain torch models run once for particles of one text, which share KV slots.
-        if self.ops.kind == "torch":
+        texts, equal, tree = population.texts[:, :, 1:], None, None
+        if self.shares_slots:
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
-        if num_steps == 0:
+        if batch.shape.num_steps == 0:
             if not (batch.shape.skips_draft and self.draft.defers_reading):
                 self.draft.read_without_logits(batch.last_two, slots)
             return no_drafts(population)
+        if is_tree is not None:
+            ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
+            tree = begin_trees(is_tree, ahead, population.ended, prunes=self.target.merges)
         logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         # [G, N, K], contiguous for each step
         positions = (batch.output_lengths + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
-        if Need.CHAINS in batch.shape.needs:  # those of one particle are independent
-            own = settings.of_chain(texts.shape[1])
-            same_text = same_text & (own.unsqueeze(1) == own.unsqueeze(2))
+        if Need.CHAINS in needs:  # those of one particle are independent
+            same_text = settings.of_same_chain(same_text)
         uniforms = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         uniforms = uniforms.permute(2, 0, 1).contiguous()  # [K, G, N]
         coins = self.ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-        matches, tree = batch.matches, None
-        if is_tree is not None:
-            ahead = settings.num_steps - 1 - batch.column.unsqueeze(1)  # [K, G]
-            tree = begin_trees(is_tree, ahead, population.ended, prunes=runs_texts_once)
-        tokens = None
+        matches, tokens = batch.matches, None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
-        distributions: list[TokenDistribution] = []
-        for step in range(num_steps):
+        each_q: list[TokenDistribution] = []
+        is_edited = needs & {Need.EDITS, Need.RULES}
+        q_of = partial(self._edited_q, batch, drawn, distribution) if is_edited else distribution
+        for step in range(batch.shape.num_steps):
             stratified, same_text = self.ops.stratify(uniforms[step], same_text, tokens)
             if tokens is not None:
                 logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
-            allowed = None
-            if batch.edits is not None or Need.RULES in batch.shape.needs:
-                logits, allowed = self._edited_column(batch, logits, drawn)
-            q = distribution(logits, allowed=allowed)
-            if runs_texts_once:
-                q = q.share_rows(slots.slots[step + 1].unsqueeze(2))
-            q = q.summed() if matches is None else matches.mixed(q.summed())
+            q = q_of(logits, slots=None if equal is None else slots.slots[step + 1])
+            q = q if matches is None else matches.mixed(q)
             tokens, scored = q.sample(stratified)
             if tree is not None:
                 tokens, scored, equal = tree.grow(step, q, tokens, same_text, equal)
@@ -171,17 +166,15 @@ class Steps:
                 equal = self.ledger.share(batch.rows, place, slots.slots[step + 2], equal, tokens)
             drawn.append(tokens)
             log_q.append(scored)
-            distributions.append(q)
-        each = [q.scores for q in distributions]
-        measured = self.ops.keep_column(each, coins, settings.num_steps)
+            each_q.append(q)
+        measured = self.ops.keep_column(each_q, coins, settings.num_steps)
         if matches is None:
-            logits = measured.unflatten(0, batch.output_lengths.shape)
-            measured_q = distribution(logits)
+            measured_q = distribution(measured.unflatten(0, same_text.shape[:2]))
         else:  # these scores are log q itself
             measured_q = self.ops.distribution.of_log_probs(measured, num_groups=len(batch.rows))
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = settings.ends(chains, positions)
-        if Need.RULES in batch.shape.needs:
+        if Need.RULES in needs:
             ends = batch.rules.ends(ends, chains, population)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
@@ -189,19 +182,29 @@ class Steps:
             log_q=torch.stack(log_q, dim=2),
             ends=ends,
             up_to_end=(ends.cumsum(2) == ends) & (batch.column < num_columns.unsqueeze(2)),
-            q=distributions if batch.shape.needs & {Need.VERIFIES, Need.EXTENDS} else None,
+            q=each_q if needs & {Need.VERIFIES, Need.EXTENDS} else None,
             coins=coins,
             measured_q=measured_q,
         )
 
-    def _edited_column(
-        self, batch: RoundBatch, logits: torch.Tensor, drawn: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `_edited` logits of the draft after the ``drawn`` tokens, ``[G, N]`` each."""
+    @property
+    def shares_slots(self) -> bool:
+        """Return whether particles of one text share KV slots, for which models run once."""
+        return self.ops.kind == "torch"
+
+    def _edited_q(
+        self,
+        batch: RoundBatch,
+        drawn: list[torch.Tensor],
+        q_of: Callable[..., TokenDistribution],
+        logits: torch.Tensor,
+        slots: torch.Tensor | None,
+    ) -> TokenDistribution:
+        """Return q of logits ``[G, N, V]`` after the ``drawn`` tokens, `_edited` and masked."""
         nothing = batch.output_lengths.new_empty((*batch.output_lengths.shape, 0))  # [G, N, 0]
         chains = torch.stack(drawn, dim=2) if drawn else nothing
         edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
-        return edited.squeeze(2), allowed if allowed is None else allowed.squeeze(2)
+        return q_of(edited, allowed=allowed, slots=slots)
 
     def _distribution(
         self, batch: RoundBatch, temperature: torch.Tensor, greedy: torch.Tensor
@@ -214,11 +217,6 @@ class Steps:
             greedy=greedy if Need.GREEDY in needs else None,
             filters=batch.settings.filters if Need.FILTERS in needs else None,
         )
-
-    @property
-    def runs_texts_once(self) -> bool:
-        """Return whether models run once for particles of one text, which share KV slots."""
-        return self.ops.kind == "torch" and self.target.merges
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -237,18 +235,15 @@ class Steps:
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         chains = Chains(chain, slots.positions[1], written, slots.locations, batch.reqs)
-        logits = self.target.chain_logits(chains)
-        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
-        allowed = allowed if allowed is None else allowed.flatten(1, 2)
-        logits, temperature = logits.flatten(1, 2), batch.settings.temperature
-        runs_texts_once = self.runs_texts_once
-        p = self._distribution(batch, temperature, batch.settings.greedy)(logits, allowed=allowed)
-        p = (p.share_rows(written) if runs_texts_once else p).summed()
+        logits = self.target.chain_logits(chains)  # [G, N, K + 1, V]
+        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)
+        temperature, shared = batch.settings.temperature, written if self.shares_slots else None
+        distribution = self._distribution(batch, temperature, batch.settings.greedy)
+        p = distribution(logits, allowed=allowed, slots=shared)
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(tokens)
-        if not batch.shape.logprobs.own:
-            return p, log_p, None
-        shown = logprob_distribution(self.ops.distribution, logits, temperature, allowed)
+        kind, is_shown = self.ops.distribution, batch.shape.logprobs.own
+        shown = logprob_distribution(kind, logits, temperature, allowed) if is_shown else None
         return p, log_p, shown
 
     def experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,21 +270,10 @@ class Steps:
         log_p: torch.Tensor,
     ) -> Decided:
         """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`."""
-        scored = self._scored(batch, population, drafts, p, log_p)
-        return deciding.decide(batch.shape.deciders, scored, self.ops)
-
-    def _scored(
-        self,
-        batch: RoundBatch,
-        population: Population,
-        drafts: Drafts,
-        p: TokenDistribution,
-        log_p: torch.Tensor,
-    ) -> deciding.Scored:
-        """Return all that is decided on; arguments as of `decide`."""
         shape, settings = batch.shape, batch.settings
+        if population.scores is not None:
+            settings = settings.without_steps(population.ended.all(1))
         uniforms = partial(self.ops.uniforms, settings.seeds)
-        num_steps, ess_threshold = _thresholds(batch, population)
         block = Block(
             log_weights=population.log_weights,
             log_p=log_p[:, :, :-1],
@@ -297,8 +281,8 @@ class Steps:
             up_to_end=drafts.up_to_end,
             present=population.present,
             power=settings.power,
-            num_steps=num_steps,
-            ess_threshold=ess_threshold,
+            num_steps=settings.num_steps,
+            ess_threshold=settings.ess_threshold,
             resample_each_token=settings.resample_each_token,
             evidence_threshold=settings.evidence_threshold,
             scheme=settings.scheme,
@@ -306,7 +290,7 @@ class Steps:
             uniforms=uniforms(batch.position, Purpose.RESAMPLE),
         )
         verifies = drafts.q is not None
-        return deciding.Scored(
+        scored = deciding.Scored(
             population=population,
             drafts=drafts,
             p=p,
@@ -320,6 +304,7 @@ class Steps:
             greedy=settings.greedy if Need.TREES in shape.needs else None,
             is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= shape.needs else None,
         )
+        return deciding.decide(shape.deciders, scored, self.ops)
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
@@ -329,7 +314,7 @@ class Steps:
         # The draft has read all draft tokens but its last one; nothing where it skips the round.
         num_kept = decision.num_kept.amax(1) if batch.shape.chains else decision.num_columns
         unread = num_kept == (num_steps if num_steps or batch.shape.skips_draft else -1)
-        self._descend(batch, batch.committed, decision.ancestors)
+        self.ledger.descend(batch.rows, batch.committed, decision.ancestors, batch.shape.max_tail)
         extended = population.extend(drafts.tokens, drafts.ends, decision)
         return extended._replace(unread=unread)
 
@@ -366,27 +351,39 @@ class Steps:
             ends = batch.rules.ends(ends, tokens, population)
         return population.append_bonus(tokens.squeeze(2), ends.squeeze(2), failure)
 
+    def measure(
+        self,
+        batch: RoundBatch,
+        before: Population,
+        after: Population,
+        ancestors: torch.Tensor,
+        p: TokenDistribution,
+        drafts: Drafts,
+    ) -> Population:
+        """Add a round's distance to the target to its particles' sums; see `smc.fidelity.watch`.
+
+        It is measured at one position of each request. q of a step exists when that is drafted,
+        p only after the target's pass: until then one column of draft scores is kept, copied.
+        """
+        if drafts.coins is None or drafts.measured_q is None:  # K = 0
+            return after
+        path = Path(
+            coins=drafts.coins,
+            num_steps=batch.settings.num_steps,
+            measured=batch.settings.measured,
+            ancestors=ancestors,
+            starts=before.lengths,
+            lengths=after.lengths,
+            tails=after.tokens,
+        )
+        return after._replace(fidelity=self.ops.watch(after.fidelity, path, p, drafts.measured_q))
+
     def narrow(self, batch: RoundBatch, population: Population) -> Narrowed:
         """Resample the tokens beyond the lag, and the whole tails of finished groups."""
         own = batch.settings
         end = population.narrow(own.seeds, own.lag, own.weighs, own.heaviest)
-        self._descend(batch, batch.committed, end.ancestors)
+        self.ledger.descend(batch.rows, batch.committed, end.ancestors, batch.shape.max_tail)
         return end
-
-    def _descend(self, batch: RoundBatch, start: torch.Tensor, ancestors: torch.Tensor) -> None:
-        """Copy the KV slots from ``start`` ``[G]`` on of ``ancestors[g, n]`` to particle n."""
-        longest = batch.shape.max_tail
-        self.ledger.descend(batch.rows, committed=start, ancestors=ancestors, max_tail=longest)
-
-
-def _thresholds(batch: RoundBatch, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most columns that each group may keep, and its ESS threshold, both ``[G]``."""
-    num_steps, threshold = batch.settings.num_steps, batch.settings.ess_threshold
-    if population.scores is None:
-        return num_steps, threshold
-    # A group that only waited for potential values has drafted nothing: no cut, no resampling.
-    waited = population.ended.all(1)
-    return num_steps.masked_fill(waited, 0), threshold.masked_fill(waited, 0.0)
 
 
 NO_RULES = TextRules()
@@ -433,9 +430,10 @@ class Round:
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens, failure)
         if shown is not None:
-            score_tails = self._tables.particles.logprobs.score_tails
-            continued = score_tails(batch.rows, before, continued, decision.ancestors, shown)
-        continued = measure(batch, before, continued, decision.ancestors, p, drafts)
+            continued = self._tables.particles.logprobs.score_tails(
+                batch.rows, before, continued, decision.ancestors, shown
+            )
+        continued = steps.measure(batch, before, continued, decision.ancestors, p, drafts)
         stages = Stages(
             resized_from=resized_from,
             start=start,
@@ -495,30 +493,20 @@ class Round:
         self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
     ) -> tuple[RoundBatch, Population]:
         """Read the batch and its particles from the tables."""
-        tables, rows = self._tables, inputs.rows
-        num_particles, max_tail = shape.num_particles, shape.max_tail
-        is_scored = Need.POTENTIALS in shape.needs
-        gather = tables.particles.gather
-        before, starts, last_two, position = gather(rows, num_particles, max_tail, scored=is_scored)
-        if shape.logprobs.own:
-            table = tables.particles.logprobs
-            logprobs = table.gather(rows, num_particles, max_tail, shape.logprobs)
-            before = before._replace(logprobs=logprobs)
+        tables, rows, needs = self._tables, inputs.rows, shape.needs
         settings = tables.requests.gather(rows)
         allocated, own_particles, own_steps, is_exact = inputs.known.unbind()
         if shape.budget is not None:
             settings = settings.bounded(own_particles, own_steps, is_exact)
+        before, starts, last_two, position = tables.particles.gather(
+            rows, shape.num_particles, shape.max_tail, scored=Need.POTENTIALS in needs
+        )
+        if shape.logprobs.own:
+            before = tables.particles.logprobs.gather(rows, before, shape.logprobs)
         seeds = self.steps.ops.round_seeds(settings.seeds, position.squeeze(1))
         settings = settings._replace(seeds=seeds)
-        edits = None
-        if Need.EDITS in shape.needs:
-            # The last emitted token is not in the counts: particles may differ in a first token.
-            texts, lengths = before.texts[:, :, 1:], before.lengths + 1
-            edits = tables.edits.of(
-                reqs, rows, settings, starts=starts, texts=texts, lengths=lengths
-            )
         # Sampled chains that are verified as one multi-draft must be independent.
-        has_trees = Need.TREES in shape.needs
+        has_trees = Need.TREES in needs
         dependent = settings.weighs | settings.greedy if has_trees else settings.weighs
         batch = RoundBatch(
             reqs=list(reqs),
@@ -532,12 +520,19 @@ class Round:
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
-            rules=self._rules(reqs, before) if Need.RULES in shape.needs else NO_RULES,
-            ops=self.steps.ops,
-            edits=edits,
-            matches=self._matches(reqs, before) if Need.MATCHES in shape.needs else None,
+            rules=self._rules(reqs, before) if Need.RULES in needs else NO_RULES,
+            edits=self._edits(reqs, settings, before, starts) if Need.EDITS in needs else None,
+            matches=self._matches(reqs, before) if Need.MATCHES in needs else None,
         )
         return batch, before
+
+    def _edits(
+        self, reqs: Sequence[Req], settings: Settings, before: Population, starts: torch.Tensor
+    ) -> Edits:
+        """Return the logit edits of the sequences before the round, of lengths ``starts``."""
+        # The last emitted token is not in the counts: particles may differ in a first token.
+        texts, lengths, table = before.texts[:, :, 1:], before.lengths + 1, self._tables.edits
+        return table.of(reqs, settings.rows, settings, starts=starts, texts=texts, lengths=lengths)
 
     def _rules(self, reqs: Sequence[Req], before: Population) -> TextRules:
         """Return the rules of the sequences before the round."""
@@ -552,11 +547,10 @@ class Round:
     def _commit(self, batch: RoundBatch, stages: Stages) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round."""
         tables, shape, needs = self._tables, batch.shape, batch.shape.needs
+        logprobs = tables.particles.logprobs
         decision, continued, end = stages.decision, stages.continued, stages.end
-        narrowed = end.population
-        counts = end.num_common
-        if narrowed.scores is not None:
-            counts = narrowed.held_back(counts)
+        narrowed, texts = end.population, end.population.texts[:, 0]
+        counts = end.num_to_emit()
         tables.ledger.commit(
             Arenas(batch.rows, batch.committed, batch.allocated),
             narrowed.lengths,
@@ -566,17 +560,9 @@ class Round:
         )
         if batch.edits is not None:
             # Counts lag one token: the last emitted one is counted with the next.
-            columns, tails = batch.edits.columns, narrowed.texts[:, 0, 1:]
-            batch.ops.count_tokens(columns, batch.rows, tails, counts)
+            tables.ops.count_tokens(batch.edits.columns, batch.rows, texts[:, 1:], counts)
         last_emitted = tables.particles.scatter(batch.rows, narrowed, counts)
-        emitted = None
-        if narrowed.logprobs is not None:
-            table, roots = tables.particles.logprobs, narrowed.roots[:, 0]
-            emitted = table.emitted(batch.rows, narrowed.logprobs, roots)
-        settings = batch.settings
-        num_weights = settings.num_particles
-        if Need.CHAINS in needs:
-            num_weights = num_weights // settings.chains
+        num_weights, num_chains = batch.settings.num_particles, batch.settings.chains
         counters = tables.counters.add_round(
             batch.rows,
             fidelity=narrowed.fidelity[:, 0],
@@ -587,13 +573,13 @@ class Round:
             exact_ct=decision.verified,
             killed_ct=decision.num_killed,
             ess_sum=decision.ess,
-            particles_sum=num_weights,
-            steps_sum=settings.num_steps,
+            particles_sum=num_weights // num_chains if Need.CHAINS in needs else num_weights,
+            steps_sum=batch.settings.num_steps,
             ancestors=end.num_roots,
             log_evidence=end.log_evidence,
         )
         return Outcome(
-            tokens=narrowed.texts[:, 0, 2:],
+            tokens=texts[:, 2:],
             counts=counts,
             new_seq_lens=batch.committed + counts,
             last_emitted=last_emitted,
@@ -602,6 +588,6 @@ class Round:
             failure=stages.failure,
             first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in needs else None,
             particles=shown_particles(continued, narrowed) if Need.PARTICLES in needs else None,
-            logprobs=emitted,
+            logprobs=logprobs.emitted(batch.rows, narrowed) if shape.logprobs.own else None,
             trace=stages.traced(batch.reqs) if Need.TRACE in needs else None,
         )

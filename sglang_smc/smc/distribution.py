@@ -41,23 +41,29 @@ class TokenDistribution(NamedTuple):
         greedy: torch.Tensor | None = None,
         filters: Sequence[torch.Tensor] | None = None,
         allowed: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> "TokenDistribution":
-        """Return the distributions of ``G * M`` rows of logits.
+        """Return the distributions of rows of logits, M of each of G requests, `summed`.
 
         Args:
-            logits: ``[G, M, V]``; ``-inf`` marks a token that is forbidden.
+            logits: ``[G, ..., V]``; ``-inf`` marks a token that is forbidden.
             temperature: ``[G]``, of the M rows of a request.
             greedy: ``[G]`` bool: the likeliest token, of ties the first, at any temperature.
             filters: top-k, top-p and min-p as of `keep_tokens`; None where no request has any.
-            allowed: ``[G, M, V]`` bool mask, applied before the filters; None for no mask.
+            allowed: ``[G, ..., V]`` bool mask, applied before the filters; None for no mask.
+            slots: ``[G, ...]`` KV slots of the tokens before: rows behind one slot
+                are equal, so that one of them is read; 0 is of no text. None: all are read.
         """
         log_mass = None
+        logits = logits.flatten(1, -2)  # [G, M, V]
         if allowed is not None:
+            allowed = allowed.flatten(1, -2)
             logits, log_mass = restrict(logits, allowed, temperature.unsqueeze(1))
             log_mass = log_mass.flatten()
         scores = logits.flatten(0, 1)
         kept = None if filters is None else cls.keep_tokens(scores, temperature, *filters)
-        return cls(scores, temperature, log_mass=log_mass, greedy=greedy, kept=kept)
+        rows = None if slots is None else _first_rows(slots)
+        return cls(scores, temperature, rows, log_mass, greedy, kept).summed()
 
     @classmethod
     def of_log_probs(
@@ -72,19 +78,6 @@ class TokenDistribution(NamedTuple):
         return len(self.scores if self.rows is None else self.rows)
 
     keep_tokens = staticmethod(keep_tokens)
-
-    def share_rows(self, slots: torch.Tensor) -> "TokenDistribution":
-        """Return this distribution with one row for all draws behind a token of one KV slot.
-
-        Args:
-            slots: ``[G, N, C]`` of the tokens before the draws; 0 is of no text.
-        """
-        if slots.shape[1] == 1:
-            return self
-        flat = slots.flatten(1)  # [G, M]
-        own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
-        first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
-        return self._replace(rows=torch.where(flat == 0, own, first).flatten())
 
     def summed(self) -> "TokenDistribution":
         """Return this distribution; kernels compute each row's normaliser here, once for all."""
@@ -243,6 +236,16 @@ class TokenDistribution(NamedTuple):
             left = left.of_log_probs(torch.cat([left.scores, other.left.scores]), rows)
         rows = either(other.rows, self.rows)
         return self._replace(rows=rows, log_mass=masses, rejects=rejects, left=left)
+
+
+def _first_rows(slots: torch.Tensor) -> torch.Tensor | None:
+    """Return the first row of each one's KV slot, ``[M]``; None where each has its own."""
+    if slots.shape[1] == 1:
+        return None
+    flat = slots.flatten(1)  # [G, M]
+    own = torch.arange(flat.numel(), device=flat.device).view_as(flat)
+    first = (flat.unsqueeze(2) == flat.unsqueeze(1)).long().argmax(2) + own[:, :1]
+    return torch.where(flat == 0, own, first).flatten()
 
 
 def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -52,17 +52,17 @@ def _drafted(coins: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
 
 
 def keep_column(
-    scores: Sequence[torch.Tensor], coins: torch.Tensor, num_steps: torch.Tensor
+    q: Sequence[TokenDistribution], coins: torch.Tensor, num_steps: torch.Tensor
 ) -> torch.Tensor:
     """Return the draft scores of each group's measured column, K - 1 for column K, ``[G * N, V]``.
 
     Args:
-        scores: ``[G * N, V]`` of each draft step.
+        q: of each draft step, ``G * N`` rows.
         coins, num_steps: ``[G]`` of `columns`.
     """
-    found, drafted = scores[0], _drafted(coins, num_steps).view(-1, 1, 1)  # [G, 1, 1]
-    for step, of_step in enumerate(scores[1:], 1):
-        of_groups = (one.unflatten(0, (len(coins), -1)) for one in (of_step, found))
+    found, drafted = q[0].scores, _drafted(coins, num_steps).view(-1, 1, 1)  # [G, 1, 1]
+    for step, of_step in enumerate(q[1:], 1):
+        of_groups = (one.unflatten(0, (len(coins), -1)) for one in (of_step.scores, found))
         found = torch.where(drafted == step, *of_groups).flatten(0, 1)
     return found
 

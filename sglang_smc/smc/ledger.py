@@ -187,7 +187,7 @@ class Ledger:
         return equal
 
     def descend(
-        self, rows: torch.Tensor, *, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
+        self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
     ) -> None:
         """Copy the slots of the tail of ``ancestors[g, n]`` to the row of particle n.
 

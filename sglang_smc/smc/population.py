@@ -249,12 +249,6 @@ class Population(NamedTuple):
             return ended
         return ended & (self.scores.complete | ~self.present).all(1)
 
-    def held_back(self, counts: torch.Tensor) -> torch.Tensor:
-        """Limit common tokens ``counts`` ``[G]``: none ends a sequence before all have values."""
-        shortest = self.lengths.masked_fill(~self.present, self.texts.shape[2]).amin(1)
-        waits = self.ended.all(1) & ~self.is_finished()
-        return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)
-
     def resize(self, num_particles: torch.Tensor) -> "Population":
         """Keep the first ``num_particles`` ``[G]`` places of particles alone."""
         place = torch.arange(self.present.shape[1], device=num_particles.device)
@@ -316,3 +310,12 @@ class Narrowed(NamedTuple):
     log_evidence: torch.Tensor  # [G] float64 log Z-hat, with the current mean weight
     num_common: torch.Tensor  # [G] int64 leading tokens that all tails share
     num_roots: torch.Tensor  # [G] int64 initial particles with descendants before this step
+
+    def num_to_emit(self) -> torch.Tensor:
+        """Return the common tokens ``[G]``, but none that ends a text before all have values."""
+        after, counts = self.population, self.num_common
+        if after.scores is None:
+            return counts
+        shortest = after.lengths.masked_fill(~after.present, after.texts.shape[2]).amin(1)
+        waits = after.ended.all(1) & ~after.is_finished()
+        return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)

@@ -244,7 +244,7 @@ class Round:
     def _distribution(self, logits: torch.Tensor, temperature: float) -> TokenDistribution:
         """Return the distributions of rows of logits ``[G, M, V]``."""
         each = torch.full((len(logits),), temperature, device=logits.device)
-        return self.ops.distribution.of(logits, each).summed()
+        return self.ops.distribution.of(logits, each)
 
     def _ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return whether a text ends with each token, in their shape, bool."""

@@ -53,7 +53,8 @@ class Trees:
 
     is_tree: torch.Tensor  # [G, 1] bool: which groups draft one
     divisors: torch.Tensor  # [K, G, N] of `log_divisors`
-    ended: torch.Tensor | None  # [G, N] bool: not to be pruned; None: no chain is
+    ended: torch.Tensor  # [G, N] bool: chains that are not pruned
+    prunes: bool  # whether the target runs once for chains of one text
     paths: torch.Tensor | float = 0.0  # [G, N] sums of log q so far, of pruned chains -inf
 
     def grow(
@@ -66,19 +67,19 @@ class Trees:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the next tokens, with those of trees in place of ``tokens`` ``[G, N]``; and log q.
 
-        Where rows are shared, unlikely chains get the first one's tokens, and share its rows from
-        there on. Their log q is inf there, and so their weight 0: the round keeps them up to there
-        at most.
+        Pruned are unlikely chains: they get the first one's tokens, and share its slots from there
+        on. Their log q is inf there, and so their weight 0: the round keeps them up to there at
+        most.
 
         Args:
             same_text: as for `branch`.
-            equal: ``[G, N, N]`` bool: whose rows are shared, an equivalence but for pruned chains.
+            equal: ``[G, N, N]`` bool: whose slots are shared, an equivalence but for pruned chains.
                 Returned yet without these tokens.
         """
         likely = branch(q.scores.view(*tokens.shape, -1), same_text, self.divisors[step])
         tokens = torch.where(self.is_tree, likely, tokens)
         log_q = q.score(tokens)
-        if equal is None or self.ended is None:
+        if equal is None or not self.prunes:
             return tokens, log_q, equal
         paths = self.paths + log_q
         pruned = self.is_tree & ~self.ended & (paths < _LOG_LEAST)
@@ -93,5 +94,4 @@ def begin_trees(
     is_tree: torch.Tensor, ahead: torch.Tensor, ended: torch.Tensor, *, prunes: bool
 ) -> Trees:
     """Return the roots of the groups ``is_tree`` ``[G]``; ``ahead`` ``[K, G]``; see `Trees`."""
-    divisors = log_divisors(ahead, ended.shape[1])
-    return Trees(is_tree.unsqueeze(1), divisors, ended if prunes else None)
+    return Trees(is_tree.unsqueeze(1), log_divisors(ahead, ended.shape[1]), ended, prunes)

@@ -152,22 +152,21 @@ class LogprobTable:
         )
         return population._replace(logprobs=logprobs.write(place, new))
 
-    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
-        """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
-        tails = TailLogprobs._make(column[:, 0] for column in logprobs)
+    def emitted(self, rows: torch.Tensor, population: Population) -> Emitted:
+        """Return the log-probabilities of each group's first particle."""
+        assert population.logprobs is not None, "gathered where some request returns them"
+        tails = TailLogprobs._make(column[:, 0] for column in population.logprobs)
         # A particle's first token is that of its first ancestor.
-        return Emitted(tails, self._first[rows, roots])
+        return Emitted(tails, self._first[rows, population.roots[:, 0]])
 
     def gather(
-        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: LogprobWidths
-    ) -> TailLogprobs:
-        """Return the log-probabilities of the requests in ``rows`` ``[G]``, no more than needed.
-
-        Args:
-            num_particles, max_tail: sizes of the populations, as for `ParticleTable.gather`.
-        """
-        views = self._views(num_particles, max_tail + 1, widths.top, widths.listed)
-        return TailLogprobs._make(view[rows] for view in views)
+        self, rows: torch.Tensor, population: Population, widths: LogprobWidths
+    ) -> Population:
+        """Return the population of the requests in ``rows`` ``[G]``, with log-probabilities."""
+        _, num_particles, length = population.tokens.shape
+        views = self._views(num_particles, length, widths.top, widths.listed)
+        logprobs = TailLogprobs._make(view[rows] for view in views)
+        return population._replace(logprobs=logprobs)
 
     def scatter(self, rows: torch.Tensor, logprobs: TailLogprobs) -> None:
         """Store the log-probabilities of the requests in ``rows`` ``[G]``."""
@@ -213,18 +212,19 @@ def logprob_distribution(
     temperature: torch.Tensor,
     allowed: torch.Tensor | None = None,
 ) -> TokenDistribution:
-    """Return the distribution of the reported log-probabilities for ``G * M`` rows of logits.
+    """Return the distribution of the reported log-probabilities for logits.
 
     Args:
         kind: the class of the distribution, see `smc.ops`.
-        logits: ``[G, M, V]`` of the target, edited, with stop tokens that come too early masked.
+        logits: ``[G, ..., V]`` of the target, edited, with stop tokens that come too early masked.
         temperature: ``[G]``.
-        allowed: ``[G, M, V]`` bool mask of the requests' rules.
+        allowed: ``[G, ..., V]`` bool mask of the requests' rules.
     """
     if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
         temperature = torch.ones_like(temperature)
+    logits = logits.flatten(1, -2)
     if allowed is not None:
-        logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
+        logits, _ = restrict(logits, allowed.flatten(1, -2), temperature.unsqueeze(1))
     return kind(logits.flatten(0, 1), temperature)
 
 

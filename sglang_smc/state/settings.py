@@ -124,6 +124,16 @@ class Settings(NamedTuple):
             ),
         )
 
+    def without_steps(self, where: Tensor) -> "Settings":
+        """Return the settings with K = 0 and no resampling in the groups ``where`` ``[G]`` bool.
+
+        They have drafted nothing, since they only wait for values of potentials.
+        """
+        return self._replace(
+            num_steps=self.num_steps.masked_fill(where, 0),
+            ess_threshold=self.ess_threshold.masked_fill(where, 0.0),
+        )
+
     @property
     def branches(self) -> Tensor:
         """Return the groups whose chains are a tree, where they draft any, ``[G]`` bool."""
@@ -132,6 +142,11 @@ class Settings(NamedTuple):
     def of_chain(self, num_particles: int) -> Tensor:
         """Return each chain's number among those of its particle, ``[G, N]`` int64."""
         return torch.arange(num_particles, device=self.rows.device) % self.chains.unsqueeze(1)
+
+    def of_same_chain(self, pairs: Tensor) -> Tensor:
+        """Return those of the pairs ``[G, N, N]`` bool that are chains of one number."""
+        own = self.of_chain(pairs.shape[1])
+        return pairs & (own.unsqueeze(1) == own.unsqueeze(2))
 
     def of_first_chains(self, values: Tensor) -> Tensor:
         """Give all chains of a particle the value of its first: ``[G, N]`` to ``[G, N]``."""

@@ -42,7 +42,7 @@ def case(c: Case) -> tuple[Any, ...]:
 def played(ops: Any, case: tuple[Any, ...]) -> torch.Tensor:
     """Watch with the scores that the draft has at each of the steps."""
     sums, of, path, p, steps, q_rules = case
-    held = ops.keep_column(steps, *of[:2])
+    held = ops.keep_column(list(map(TokenDistribution.of_log_probs, steps)), *of[:2])
     q = TokenDistribution.of(held.unflatten(0, (len(sums), -1)), *q_rules)
     return ops.watch(sums, Path(*of, *path), p, q)
 

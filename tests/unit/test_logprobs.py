@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from populations import population_of
 from sglang.srt.layers import logprob_processor
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
@@ -109,8 +110,14 @@ def test_who_scores_or_shows_nothing_may_ask_for_all_and_widens_no_tail() -> Non
     output = begin(table, [3, 1], scoring, req())
     listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
     assert len(listed[0]) == 500 and listed[1] == [], "at which SGLang's own lists break"
-    found = table.gather(ROWS, 3, 3, LogprobWidths.of([scoring]))
+    found = gather(table, LogprobWidths.of([scoring]))
     assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
+
+
+def gather(table: LogprobTable, widths: LogprobWidths) -> TailLogprobs:
+    found = table.gather(ROWS, population_of([[[]] * 3] * 2, width=4), widths).logprobs
+    assert found is not None
+    return found
 
 
 def tails(num_top: int, num_listed: int) -> TailLogprobs:
@@ -130,5 +137,5 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     begin(table, [2], req())  # it never shrinks
     for column in (expected.top[..., 2:], expected.top_ids[..., 2:], expected.listed):
         column.zero_()
-    found = table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2))
+    found = gather(table, LogprobWidths(1, 4, 2))
     assert all(map(torch.equal, found, expected))

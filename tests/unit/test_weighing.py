@@ -48,15 +48,6 @@ def ancestors_by(name: str, weights: torch.Tensor, uniforms: torch.Tensor) -> to
     return weighing.ancestors_of(weights, uniforms, scheme, size)
 
 
-@pytest.mark.parametrize("name", ["systematic", "stratified"])
-@pytest.mark.parametrize("num_particles", [1, 2, 8, 64])
-def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -> None:
-    """For N a power of two, where 1/N is exact; the low-variance schemes then do nothing."""
-    w = torch.full((1, num_particles), 1.0 / num_particles, dtype=torch.float64)
-    u = torch.rand(w.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    assert ancestors_by(name, w, u).tolist() == [list(range(num_particles))]
-
-
 NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
 WEIGHTS = {
