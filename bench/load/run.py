@@ -137,10 +137,8 @@ class ByRequest:
             for price in np.geomspace(1e-4, 1, 40):
                 best = (kept - price * rows[:, None]).argmax(0)
                 total, tokens = rows[best].sum(), size + kept[best, np.arange(size)].sum()
-                least = min(of.seconds.at(total / n / (depth + 1)) for (n, _), of in deep.items())
-                found.append(
-                    (tokens / least, Shape(Curve(((1, least),)), steps[best], losses[best]))
-                )
+                time = min(of.seconds.at(total / n / (depth + 1)) for (n, _), of in deep.items())
+                found.append((tokens / time, Shape(Curve(((1, time),)), steps[best], losses[best])))
         return max(found, key=lambda one: one[0])[1]
 
 
