@@ -22,7 +22,7 @@ from sglang_smc.round.handover import Handover
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import RequestStates, state_of
+from sglang_smc.state.request import RequestStates, find_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,5 +215,7 @@ class SMCWorker(WeightUpdates):
             self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
-        """Hand over a finished request's row; see `Handover.finish`."""
+        """Hand over a finished request's row, see `Handover.finish`, and its text to the corpus."""
         self._handover.finish(req)
+        if self._corpus is not None and find_state(req) is not None:
+            self._corpus.read(req)

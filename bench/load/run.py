@@ -110,10 +110,10 @@ class Adaptive:
 
 
 class ByRequest:
-    """Rounds that give each request its own N and K, by its true chances: a bound of such policies.
+    """Rounds that give each request its own N and K, by its true chances: a bound, and not built.
 
-    It is not built. Options that yield more than a row's price are taken, at the price of the most
-    tokens a second; a pass costs what the cheapest one of as many rows and as deep a draft does.
+    Options that yield more than their rows' price are taken, at the price of the most tokens a
+    second; a pass costs what the cheapest one of as many rows and as deep a draft does.
     """
 
     def __init__(self, shapes: Mapping[Budget, Shape], seed: int = 0) -> None:
@@ -122,26 +122,23 @@ class ByRequest:
 
     def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
         shape = self._plan(tuple(chances.tolist()))
-        return shape.seconds.at(len(chances)), shape.keep(chances, self._draw)
+        return shape.seconds.at(1), shape.keep(chances, self._draw)
 
-    def _find(self, chances: tuple[float, ...]) -> Shape:
-        """Return a shape whose steps and losses are arrays ``[B]``."""
+    def _find(self, chances: tuple[float, ...]) -> Shape:  # of steps and losses [B]
         size, own, found = len(chances), np.array(chances), []
         for depth in {k for _, k in self._shapes}:
             deep = {of: shape for of, shape in self._shapes.items() if of.num_steps == depth}
-            options = [(of, steps) for of in deep for steps in range(depth + 1)]
-            num_steps = np.array([steps for _, steps in options])
+            options = list(product(deep, range(depth + 1)))
+            steps = np.array([k for _, k in options])
             losses = np.array([deep[of].loss for of, _ in options])
             rows = np.array([of.num_particles * (k + 1) if k else 1 for of, k in options])
             each = np.stack([np.clip(deep[of].chances(own), LEAST, MOST) for of, _ in options])
-            kept = (each - each ** (num_steps[:, None] + 1)) / (1 - each)  # [options, B]
+            kept = (each - each ** (steps[:, None] + 1)) / (1 - each)  # [options, B]
             for price in np.geomspace(1e-4, 1, 40):
                 best = (kept - price * rows[:, None]).argmax(0)
                 total, tokens = rows[best].sum(), size + kept[best, np.arange(size)].sum()
-                curves = [(n * (depth + 1), shape.seconds) for (n, _), shape in deep.items()]
-                seconds = min(curve.at(total / of_one) for of_one, curve in curves)
-                shape = Shape(Curve(((1, seconds),)), num_steps[best], losses[best])
-                found.append((tokens / seconds, shape))
+                time = min(of.seconds.at(total / n / (depth + 1)) for (n, _), of in deep.items())
+                found.append((tokens / time, Shape(Curve(((1, time),)), steps[best], losses[best])))
         return max(found, key=lambda one: one[0])[1]
 
 

@@ -38,12 +38,9 @@ def play_plainly(
     own = ledger.particle_rows(rows, 1)  # [G, 1]
     locations = KVLocations(rows, committed, own, shape.max_tail + 1)
     # Without tails every slot of an arena is free, and its first is that of the next position.
-    place = rows * ledger.table.shape[1] + committed
-    slots = ledger.table.flatten().index_select(0, place).masked_fill(ended, 0)  # [G]
-    width = ledger.tails.shape[1]
-    place = own.squeeze(1) * width + (committed & (width - 1))
-    ledger.tails.view(-1).index_copy_(0, place, slots)
-    written = slots.long().view(-1, 1, 1)  # [G, 1, 1]
+    slots = ledger.table[rows.unsqueeze(1), starts].masked_fill(ended.unsqueeze(1), 0)  # [G, 1]
+    ledger.tails[own, starts & (ledger.tails.shape[1] - 1)] = slots
+    written = slots.long().unsqueeze(1)  # [G, 1, 1]
     if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
         locations = locations._replace(committed=committed + 1, max_tail=0)
     chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)

@@ -175,7 +175,7 @@ class SMCBatchResult(GenerationBatchResult):
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
                 end_failed(req, failures[i])
-                if self.corpus is not None:
+                if self.corpus is not None and self.budgets[i].num_steps:  # else when it matters
                     self.corpus.read(req, tokens[i])
         self.monitor.end_round()
         if self.policy is not None:

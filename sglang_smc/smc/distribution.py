@@ -265,15 +265,12 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor, rows: torch.Tensor) -> t
     padding = -log_p.shape[1] % _TILE
     tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(1, (-1, _TILE))
     masses = tiles.sum(2, dtype=torch.float64)  # [R, tiles]
-    masses = masses.index_select(0, rows)  # [D, tiles]
     through = masses.cumsum(1)
-    target = uniforms * through[:, -1]  # [D]
-    tile = _find(through, target)  # [D]
-    before = (through - masses).gather(1, tile.unsqueeze(1)).squeeze(1)
+    target = uniforms * through[rows, -1]  # [D]
+    tile = _find(through[rows], target)  # [D]
     # Rounding may leave a negative rest, which would select a first token of mass zero.
-    rest = (target - before).clamp_min(0.0)
-    found = tiles.flatten(0, 1).index_select(0, rows * tiles.shape[1] + tile)
-    return tile * _TILE + _find(found.double().cumsum(1), rest)
+    rest = (target - (through - masses)[rows, tile]).clamp_min(0.0)
+    return tile * _TILE + _find(tiles[rows, tile].double().cumsum(1), rest)
 
 
 def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -74,20 +74,17 @@ class ParticleTable:
         Returns:
             The last two tokens ``[G, 2]``, which have ended, and the output lengths, ``[G]``.
         """
-        pair, ended, num = self._single()
-        return pair.index_select(0, rows), ended.index_select(0, rows), num.index_select(0, rows)
+        columns = self._columns
+        return columns.texts[rows, 0, :2], columns.ended[rows, 0], columns.num_emitted[rows]
 
     def scatter_single(
         self, rows: torch.Tensor, pair: torch.Tensor, ended: torch.Tensor, num_emitted: torch.Tensor
     ) -> None:
         """Store what `gather_single` returns, after a round that a draft may have left unread."""
-        for column, value in zip(self._single(), (pair, ended, num_emitted), strict=True):
-            column.index_copy_(0, rows, value)
-        self._columns.unread.index_fill_(0, rows, True)
-
-    def _single(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         columns = self._columns
-        return columns.texts[:, 0, :2], columns.ended[:, 0], columns.num_emitted
+        columns.texts[rows, 0, :2], columns.ended[rows, 0] = pair, ended
+        columns.num_emitted[rows] = num_emitted
+        columns.unread.index_fill_(0, rows, True)
 
     def _carrying(self, scored: bool) -> Population:
         """Return the table, with or without potential values."""
