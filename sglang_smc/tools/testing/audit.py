@@ -292,14 +292,14 @@ def _tempered(ranked: Top, temperature: float, rest: float) -> Top | None:
     scaled = {token: value / temperature for token, value in ranked.items()}
     # Of a mass `rest` in tokens that are no likelier than the least of these.
     tail = rest * math.exp(min(ranked.values()) * (1.0 / temperature - 1.0))
-    if tail > _UNCERTAIN * math.fsum(map(math.exp, scaled.values())):
-        return None
-    return _normalized(scaled)
+    most = _UNCERTAIN * math.fsum(map(math.exp, scaled.values()))
+    return _normalized(scaled) if tail <= most else None
 
 
 def _penalized(ranked: Top, penalty: float, earlier: Mapping[Any, int], rest: float) -> Top | None:
-    """Return the penalized distribution, if no token that is not told lost much of it."""
-    unknown = len(earlier.keys() - ranked.keys()) * math.exp(min(ranked.values()))
+    """Return the penalized distribution, if the tokens that are not told lost little of it."""
+    lost = math.fsum(1.0 - math.exp(-penalty * earlier[x]) for x in earlier.keys() - ranked.keys())
+    unknown = lost * math.exp(min(ranked.values()))
     lowered = {token: value - penalty * earlier.get(token, 0) for token, value in ranked.items()}
     return _normalized(lowered, rest) if min(rest, unknown) <= _UNCERTAIN else None
 
