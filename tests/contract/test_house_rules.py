@@ -108,16 +108,16 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1446,
-    "file_changes": 64,
+    "round_lines": 1412,
+    "file_changes": 63,
     "types": 24,
     "shape_fields": 9,
     "shape_booleans": 0,
     "wide_functions": 18,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 30_047,
-    "core_lines": 19_160,
+    "package_lines": 30_038,
+    "core_lines": 19_152,
     "kernel_and_hook_lines": 6_370,
     "bench_lines": 9_122,
     "test_lines": 36_214,
