@@ -140,9 +140,10 @@ def note(origin: Mapping[str, Any]) -> str:
     return (
         f"{models}; dequantized to bfloat16, N = K = 8. The first {told['problems']} problems of "
         f"GSM8K's test set after {len(EXAMPLES)} worked examples, at most {told['max_new_tokens']} "
-        f"tokens an answer; one that is cut off is wrong. On {origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals: "
-        "Wilson's, Bonett and Price's of differences on the same problems. The server's own tilt "
-        "is 0 for the target's distribution and about 1 for the draft's."
+        f"tokens an answer; one that is cut off is wrong. On {origin['hardware']}, "
+        f"{origin['date'][:10]}. In brackets 95 % intervals: Wilson's, Bonett and Price's of "
+        "differences on the same problems. The server's own tilt is 0 for the target's "
+        "distribution and about 1 for the draft's."
     )
 
 
