@@ -27,8 +27,21 @@ GSM8K = Source(
     sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
     where="grade_school_math/data/test.jsonl of github.com/openai/grade-school-math",
 )
-ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
-TEMPERATURE, MAX_TOKENS = 0.7, 320
+ASKED = "Reason in short lines of arithmetic, and put your final answer within \\boxed{}."
+#: Questions and answers before each problem, which keep its answer short.
+EXAMPLES = (
+    (
+        "Ann has 4 boxes of 6 eggs each. She breaks 5 eggs and sells the others for $2 each. How "
+        "many dollars does she get?",
+        "4 * 6 = 24 eggs\n24 - 5 = 19 eggs are left\n19 * 2 = 38 dollars\n\\boxed{38}",
+    ),
+    (
+        "A train goes 60 miles in the first hour and half as far in each of the next 3 hours. How "
+        "far does it go?",
+        "60 / 2 = 30 miles in an hour\n30 * 3 = 90 miles\n60 + 90 = 150 miles\n\\boxed{150}",
+    ),
+)
+TEMPERATURE, MAX_TOKENS = 0.7, 160
 PAIR = "coder"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -126,10 +139,11 @@ def note(origin: Mapping[str, Any]) -> str:
     models = "; ".join(f"{one['model']} ({one['quantisation']})" for one in told["models"])
     return (
         f"{models}; dequantized to bfloat16, N = K = 8. The first {told['problems']} problems of "
-        f"GSM8K's test set, at most {told['max_new_tokens']} tokens an answer; one that is cut off "
-        f"is wrong. On {origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals: "
-        "Wilson's, Bonett and Price's of differences on the same problems. The server's own tilt "
-        "is 0 for the target's distribution and about 1 for the draft's."
+        f"GSM8K's test set after {len(EXAMPLES)} worked examples, at most {told['max_new_tokens']} "
+        f"tokens an answer; one that is cut off is wrong. On {origin['hardware']}, "
+        f"{origin['date'][:10]}. In brackets 95 % intervals: Wilson's, Bonett and Price's of "
+        "differences on the same problems. The server's own tilt is 0 for the target's "
+        "distribution and about 1 for the draft's."
     )
 
 
@@ -159,10 +173,12 @@ class Gsm8k(RealStudy):
         return self.source.rows(self.options.prompts)
 
     def prompt(self, cell: Cell, index: int) -> list[int]:
-        question = self._problems[index]["question"]
-        chat = [{"role": "user", "content": f"{question}\n\n{ASKED}"}]
+        chat: list[dict[str, str]] = []
+        for question, answer in (*EXAMPLES, (self._problems[index]["question"], "")):
+            chat.append({"role": "user", "content": f"{question}\n\n{ASKED}"})
+            chat.append({"role": "assistant", "content": answer})
         template = tokenizer(PAIRS[PAIR].target).apply_chat_template
-        return template(chat, add_generation_prompt=True)["input_ids"]
+        return template(chat[:-1], add_generation_prompt=True)["input_ids"]
 
     def stored(self, cell: Cell, reply: Reply, sample: int) -> Graded:
         done = reply.meta_info["finish_reason"]["type"] == "stop"
