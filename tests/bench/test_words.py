@@ -1,0 +1,24 @@
+"""The study of a discouraged word: what it compares."""
+
+import math
+
+import pytest
+from words.run import WEIGHT, Counted, N, rows_of
+
+
+def counted(index: int, sample: int, words: int) -> Counted:
+    return Counted(index, {}, [5], sample, words)
+
+
+def test_particles_are_compared_with_weighted_samples_of_the_same_prompts() -> None:
+    """Half of the plain samples use the word once; particles never do, or always."""
+    plain = [
+        Counted(i, {}, [5], sample, words=sample % 2) for i in (0, 1) for sample in range(4 * N)
+    ]
+    steered = [Counted(i, {}, [5], sample, words=i) for i in (0, 1) for sample in range(N // 4)]
+    one, of_n, smc, truth = rows_of(plain, steered)
+    weighted = math.exp(WEIGHT) / (1 + math.exp(WEIGHT))
+    assert [one.words.mean, smc.words.mean] == [0.5, 0.5]
+    assert [of_n.words.mean, truth.words.mean] == pytest.approx([weighted, weighted])
+    assert truth.from_steered is None
+    assert smc.from_steered.mean == pytest.approx(0.5 - weighted)
