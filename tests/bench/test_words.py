@@ -12,10 +12,8 @@ def counted(index: int, sample: int, words: int) -> Counted:
 
 def test_particles_are_compared_with_weighted_samples_of_the_same_prompts() -> None:
     """Half of the plain samples use the word once; particles never do, or always."""
-    plain = [
-        Counted(i, {}, [5], sample, words=sample % 2) for i in (0, 1) for sample in range(4 * N)
-    ]
-    steered = [Counted(i, {}, [5], sample, words=i) for i in (0, 1) for sample in range(N // 4)]
+    plain = [counted(i, sample, sample % 2) for i in (0, 1) for sample in range(4 * N)]
+    steered = [counted(i, sample, i) for i in (0, 1) for sample in range(N // 4)]
     one, of_n, smc, truth = rows_of(plain, steered)
     weighted = math.exp(WEIGHT) / (1 + math.exp(WEIGHT))
     assert [one.words.mean, smc.words.mean] == [0.5, 0.5]

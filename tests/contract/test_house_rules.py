@@ -119,7 +119,7 @@ MOST = {
     "package_lines": 30_038,
     "core_lines": 19_152,
     "kernel_and_hook_lines": 6_370,
-    "bench_lines": 9_122,
+    "bench_lines": 9_283,
     "test_lines": 36_214,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
