@@ -46,6 +46,7 @@ def test_modes_are_compared_problem_by_problem(
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setattr(Gsm8k, "source", GSM8K._replace(sha256=sha256))
     monkeypatch.setattr(Gsm8k, "prompt", lambda *_: [1])
+    monkeypatch.setattr("real.run.PUBLISHED", tmp_path / "none")
     monkeypatch.setattr("real.run.checkpoint", lambda name: Path("/models") / name)
     asked = ("--problems", "8", "--prompts", str(path))
     bench = Runner(Gsm8k, tmp_path, monkeypatch, reply, asked)

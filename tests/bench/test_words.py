@@ -14,9 +14,8 @@ def test_particles_are_compared_with_weighted_samples_of_the_same_prompts() -> N
     """Half of the plain samples use the word once; particles never do, or always."""
     plain = [counted(i, sample, sample % 2) for i in (0, 1) for sample in range(4 * N)]
     steered = [counted(i, sample, i) for i in (0, 1) for sample in range(N // 4)]
-    one, of_n, smc, truth = rows_of(plain, steered)
+    rows = rows_of(plain, steered)
     weighted = math.exp(WEIGHT) / (1 + math.exp(WEIGHT))
-    assert [one.words.mean, smc.words.mean] == [0.5, 0.5]
-    assert [of_n.words.mean, truth.words.mean] == pytest.approx([weighted, weighted])
-    assert truth.from_steered is None
-    assert smc.from_steered.mean == pytest.approx(0.5 - weighted)
+    assert [row.words.mean for row in rows] == pytest.approx([0.5, weighted, 0.5, weighted])
+    assert rows[2].from_steered.mean == pytest.approx(0.5 - weighted)
+    assert rows[3].from_steered is None
