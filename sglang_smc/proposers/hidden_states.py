@@ -78,7 +78,7 @@ class StateTable(NamedTuple):
 
     Resampling copies nothing here: the ledger passes the slots on. Rounds of single particles
     without drafts have a ring buffer of B states by position, until the head reads them: those of
-    K + 1 rounds, one that the host does not know yet, a first token, and the one before.
+    K + 1 rounds, of one that the host does not know yet, and the state before them.
     """
 
     states: torch.Tensor  # [P * C + R * B, F] of P particles, those of a request together, then R

@@ -51,7 +51,7 @@ def play_plainly(
         settings.filters if Need.FILTERS in shape.needs else None,
     )
     seeds, places = ops.round_seeds(settings.seeds, position), position.unsqueeze(1)  # [G, 1]
-    drawn, log_p = p.summed().sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
+    drawn, log_p = p.sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
     goes_on = ~ended
     grows = goes_on & ~log_p.squeeze(1).isnan()
     token = torch.where(grows, drawn.squeeze(1), last)
