@@ -47,30 +47,6 @@ PARAMS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": ("maybe", 2, [], {}),
     "custom_params": (5, "smc", [1], {"smc": 5}, {"smc": [1]}, {"smc": "exact"}),
 }
-SMC: dict[str, tuple[Any, ...]] = {
-    "num_particles": (*NOT_A_COUNT, 0, 5, HUGE, True, None),
-    "num_steps": (*NOT_A_COUNT, 0, 4, HUGE, False),
-    "mode": ("SMC", "", 5, None, [], {}, *HOSTILE),
-    "ess_threshold": (*NOT_POSITIVE, 1.01, True),
-    "resampling_method": ("best", 5, [], None),
-    "proposal": ("verify", 5, None),
-    "resample_at": ("bloc", 5, {}),
-    "selection": ("worst", 5, []),
-    "power": (*NOT_POSITIVE, 0, False, 1e300),
-    "evidence_threshold": (*NOT_POSITIVE, True),
-    "draft_temperature": (*NOT_POSITIVE, 0, 1e-300),
-    "return_particles": (1, "yes", [], None),
-    "trace": (1, "yes", {}, None),
-    "max_lag": (0, 10**9, "a"),
-    "ngram_weight": (*NOT_POSITIVE, 0.3, 1, True),
-    "tilt": (-1, "a", True),
-    "kernels": ("torch",),
-    "adaptive": (True,),
-    "round_graph": ("off",),
-    "nobody knows": (1, None, {}),
-    "": (1,),
-    "é\u202e": ("x",),
-}
 DEEP, LONG = "[" * 100_000, "t3 " * 100_000
 NO_IDS = (5, {}, [], [[]], [-1], [VOCAB], [HUGE])
 PROMPTS: dict[str, tuple[Any, ...]] = {
@@ -152,9 +128,6 @@ def _every() -> Iterator[BadRequest]:
             yield _json(f"{name} {which}", route, {**_good(route), **own, name: value})
         for name, value, which in _each(PARAMS):
             yield _json(f"{name} {which}", route, _with_param(route, name, value))
-        for name, value, which in _each(SMC):
-            chosen = {"smc": {name: value}}
-            yield _json(f"smc {name} {which}", route, _with_param(route, "custom_params", chosen))
 
 
 def _each(table: dict[str, tuple[Any, ...]]) -> Iterator[tuple[str, Any, int]]:

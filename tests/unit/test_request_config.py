@@ -119,6 +119,9 @@ BAD = [
     *((name, "vote", "at the client") for name in ("selection", "answer_pattern")),
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
     *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
+    *(("tilt", value, "a finite number >= 0") for value in (-1, math.nan, True, "a", {})),
+    *(("ngram_weight", value, "a number from 0") for value in (-1, 1.5, math.nan, True, "a", {})),
+    *(("max_lag", value, "an integer from 1") for value in (0, 2.0, math.nan, True, "a", [])),
     *(("draft_temperature", value, ">= 1e-06") for value in (0, -1, math.inf, math.nan, True, "1")),
     *((name, value, "true or false") for name in SWITCHES for value in (1, 0, "true", None, [])),
     ("num_particles", 6.0, INTEGER_6),  # True == 1.0 and 6.0 == 6 to Python
