@@ -1,8 +1,6 @@
 """Random cases, of kernels the same ones each time."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,31 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_smc.kv.transfer import each_tensor
+from sglang_smc.ops.check_cases import Inputs, Sizes
 
 Test = Callable[..., None]
 
 
-class Case(SimpleNamespace):
+class Case(Inputs):
     """What is drawn for one run of a test: its choices, and random tensors by its ``seed``."""
 
-    seed: int
-
-    @cached_property
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Integers in ``low .. high - 1``."""
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def uniforms(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def flags(self, share: float, *shape: int) -> torch.Tensor:
-        return self.uniforms(*shape) < share
+    def __init__(self, seed: int, **choices: Any) -> None:
+        super().__init__("cpu", Sizes(), seed)
+        vars(self).update(choices, seed=seed)
 
     def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:
         """Rows ``[R, V]`` in which some tokens are forbidden, but one is left at the least."""

@@ -39,10 +39,10 @@ class Sizes(NamedTuple):
 class Inputs:
     """Random inputs with a fixed seed, in the sizes of the server's rounds."""
 
-    def __init__(self, device: str, sizes: Sizes) -> None:
+    def __init__(self, device: str, sizes: Sizes, seed: int = 0) -> None:
         self.device, self.sizes = device, sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
-        self._generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def multiprocessors(self) -> int:
@@ -52,18 +52,18 @@ class Inputs:
 
     def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Return integers in ``low .. high - 1``, int64."""
-        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
     def seeds(self) -> torch.Tensor:
         return self.whole(-(1 << 62), 1 << 62, NUM_GROUPS)
 
     def uniforms(self, *shape: int) -> torch.Tensor:
         """Return uniforms in [0, 1), float64."""
-        drawn = torch.rand(shape, generator=self._generator, dtype=torch.float64)
+        drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return drawn.to(self.device)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator).to(self.device, dtype)
+        return torch.randn(shape, generator=self.generator).to(self.device, dtype)
 
     def flags(self, share: float, *shape: int) -> torch.Tensor:
         return self.uniforms(*shape) < share
