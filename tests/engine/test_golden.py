@@ -223,7 +223,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     answers = running.generate(input_ids=prompts, sampling_params=params, lora_path=names, **scored)
     compared += check(answers, expected, **within)
     if sees:
-        check_images(running, target, case.target)
+        check_images(running, case.target)
     if paths:  # one adapter leaves and comes back under another name, beyond what fits a batch
         assert running.unload_lora_adapter("b").success
         for name in ("c", "d"):

@@ -33,6 +33,7 @@ def play(server: Server, family: str, times: int, retracted: slice = slice(0)) -
         ("mistral3", "llama"),
         ("qwen2_vl", "qwen2_vl"),
         ("qwen2_5_vl", "qwen2"),
+        ("qwen3_vl", "mistral3"),
     ],
 )
 def test_images_are_seen_as_without_speculation(
