@@ -120,7 +120,7 @@ MOST = {
     "core_lines": 19_152,
     "kernel_and_hook_lines": 6_370,
     "bench_lines": 9_283,
-    "test_lines": 36_121,
+    "test_lines": 36_115,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from adapters import merge
-from audit.adapters import make_adapter
+from audit.adapters import MODULES, PREFIX, make_adapter
 from checkpoint_rounds import Answer, CheckpointRounds, check
 from head_laws import DFLASH, DSPARK, EAGLE3, HOT, KINDS, Draft, MTPDraft
 from model_families import MTP, make_model
 from published_heads import EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, PublishedDraft
+from safetensors.torch import load_file
 from seen_images import add_processor, check_images, with_names
 from tiny_models import smc_arguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_smc import upstream
 from sglang_smc.options.server import CPU_OVERLAP_ENV
@@ -112,6 +113,19 @@ OTHERS = {
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
     "text of images": Case("qwen2_5_vl", "qwen2_vl"),
 }
+
+
+def merge(folder: Path, target: str, adapter: str) -> str:
+    """The model that an adapter makes of a checkpoint: its product is added to the weights."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    weights = load_file(Path(adapter, "adapter_model.safetensors"))
+    for name, module in model.named_modules():
+        if name.endswith(MODULES):
+            down, up = (weights[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
+            module.weight.data += 2 * up @ down  # alpha / rank
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+    return str(folder)
 
 
 def generate(
