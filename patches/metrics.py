@@ -8,6 +8,7 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetInternalStateReqOutput,
     SetInternalStateReq,
+    SetInternalStateReqOutput,
 )
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -115,8 +116,6 @@ def set_internal_state(
     original: Callable, scheduler: Scheduler, recv_req: SetInternalStateReq
 ) -> Any:
     """Refuse to set the acceptance thresholds of other algorithms."""
-    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
-
     unread = [name for name in _UNREAD if name in recv_req.server_args]
     if not (is_smc(scheduler.server_args) and unread):
         return original(scheduler, recv_req)

@@ -118,7 +118,7 @@ MOST = {
     "grammar_files": 10,
     "package_lines": 30_038,
     "core_lines": 19_152,
-    "kernel_and_hook_lines": 6_370,
+    "kernel_and_hook_lines": 6_369,
     "bench_lines": 9_283,
     "test_lines": 36_115,
     "page_words": 27_000,
