@@ -11,7 +11,7 @@ from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.hidden_states import StateTable
-from sglang_smc.round.play import Round, Steps
+from sglang_smc.round.play import Round
 
 
 class ReadSlots:
@@ -82,8 +82,7 @@ class HeadWorker(ToyWorker):
         head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
         worker._prefill._draft = head
         target: Any = ReadSlots(self.target, head)
-        worker._steps = Steps(target, head, ledger, self.ops)
-        worker._round = Round(worker._steps, worker._tables)
+        worker._round = Round(target, head, worker._tables)
         return worker
 
     def begin(self, rows: list[int]) -> list[Any]:

@@ -143,7 +143,7 @@ class VerifyEach(Decider):
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
-    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
+    `steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
     no weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
     The N places are of P = N / M particles, of which each has M equal ones: its chains are verified

@@ -15,7 +15,7 @@ from sglang_smc.smc.round import Round
 
 LENGTH, SIZE, N = 12, 40, 4
 SERVER: dict[str, Any] = {"num_particles": N, "num_steps": 3, "max_lag": LENGTH + 8}
-VERIFIED = {"proposal": "verified", "power": 2.0}
+VERIFIED, POWERED = {"proposal": "verified", "power": 2.0}, {"power": 2.0, "draft_temperature": 0.5}
 CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     "smc": (Weigh(), {}, {}),
     "blocks": (Weigh(), {"evidence_threshold": 0.0}, {"evidence_threshold": 0.0}),
@@ -27,7 +27,8 @@ CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     ),
     "exact": (VerifyTogether(), {"mode": "exact"}, {"evidence_threshold": torch.inf}),
     "auto": (VerifyTogether(), {"mode": "auto", "evidence_threshold": 0.5}, {}),
-    "verified": (VerifyEach(), VERIFIED, {"power": 2.0, "draft_temperature": 0.5}),
+    "verified": (VerifyEach(), VERIFIED, POWERED),
+    "chains": (VerifyEach(2), {**VERIFIED, "chains_per_particle": 2}, POWERED),
 }
 
 
