@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -183,7 +183,7 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
 def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:
     if state.needs is None:
         state.needs = frozenset(_find_needs(req, state.now))
-    return cast("frozenset[Need]", state.needs)
+    return state.needs
 
 
 def _find_needs(req: Req, config: RequestConfig) -> list[Need]:

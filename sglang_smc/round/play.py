@@ -224,9 +224,9 @@ class Round:
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
         )
-        slots, positions, own = ledger.reserve(wanted, shape.num_steps + 1)
+        slots, positions, particle_rows = ledger.reserve(wanted, shape.num_steps + 1)
         # Ended particles compute past their last token, too.
-        locations = KVLocations(rows, committed, own, shape.max_tail + 1)
+        locations = KVLocations(rows, committed, particle_rows, shape.max_tail + 1)
         return DraftSlots(slots, positions, locations, ledger, self.target.merges)
 
     def _run_target(

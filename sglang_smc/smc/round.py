@@ -148,8 +148,7 @@ class Round:
             ends=self._ends,
         )
         drafts = steps.propose(batch, before)
-        read = state.grown(drafts.tokens)
-        logits = self.target.chain_logits(*read.texts(), num_steps + 1)
+        logits = self.target.chain_logits(*state.grown(drafts.tokens).texts(), num_steps + 1)
         p, log_p = steps.score(batch, drafts, logits.unflatten(0, before.lengths.shape))
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
