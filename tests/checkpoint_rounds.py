@@ -198,12 +198,10 @@ class CheckpointRounds(ToyWorker):
         self.draft = own
         worker: Any = super()._make_worker(num_slots)
         if draft is None:
-            proposal: Any = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
-            worker._round.draft = proposal
+            worker._round.draft = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
         elif isinstance(draft, Draft | PairDraft):
             own.head = draft
-            nobody: Any = None
-            drafts = HeadDrafts(own, nobody)
+            drafts = HeadDrafts(own, None)  # type: ignore[arg-type]
             if isinstance(draft, Draft) and draft.kind in (DFLASH, DSPARK):
                 drafts.least_temperature = BlockHead.least_temperature
             worker._round.draft = drafts

@@ -153,9 +153,8 @@ def trace_round(
         )
         if shape.logprobs.own:
             tables.particles.logprobs.make_room(shape.logprobs)
-        target: Any = FakeModel(account)
         draft: Any = LanguageModel(FakeModel(account), None)  # type: ignore[arg-type]
-        round_ = Round(target, draft, tables)
+        round_ = Round(FakeModel(account), draft, tables)
         sizes = (num_groups,), (num_groups,), (4, num_groups)
         inputs = RoundInputs(*(torch.zeros(s, dtype=torch.int64, device="cuda") for s in sizes))
         gpu.to_device.clear()

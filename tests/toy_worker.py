@@ -170,8 +170,7 @@ class ToyWorker:
     def _make_worker(self, num_slots: int) -> SMCWorker:
         worker, config = SMCWorker.__new__(SMCWorker), self.config
         worker.config, worker.device = config, self.device
-        room: dict[str, Any] = {"num_slots": num_slots, "vocab_size": self.vocab_size}
-        room["device"] = self.device
+        room: Any = {"num_slots": num_slots, "vocab_size": self.vocab_size, "device": self.device}
         worker._tables = tables = Tables.of(config, self.ops, self.table, **room)
         models: Any = self.target, self.draft
         nobody: Any = None

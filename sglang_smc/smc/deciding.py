@@ -36,12 +36,6 @@ class Drafts(NamedTuple):
     measured_q: TokenDistribution | None = None  # of G * N rows, in these columns
 
 
-def no_drafts(population: Population) -> Drafts:
-    """Return the drafts of a round with K = 0."""
-    nothing = population.tokens[:, :, :0]  # [G, N, 0]
-    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
-
-
 class Scored(NamedTuple):
     """A round's draft tokens, with what both models say of them: all that is decided on."""
 

@@ -260,4 +260,4 @@ class Slots(NamedTuple):
     def descend(self, ancestors: torch.Tensor) -> None:
         """Copy the slots of each particle's tail from its ancestor's, ``[G, N]``."""
         rows, committed, _, max_tail = self.locations
-        self.ledger.descend(rows, committed, ancestors, max_tail - 1)
+        self.ledger.descend(rows, committed, ancestors, max_tail - 1)  # without the new token

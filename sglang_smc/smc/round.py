@@ -129,6 +129,8 @@ class Round:
 
         Args:
             seeds: ``[G]`` int64 of the requests, the same in all rounds.
+
+        Raises ValueError where a model's logits are NaN or infinite.
         """
         before = state.population
         settings, num_steps = self._settings(seeds), self.num_steps
@@ -150,9 +152,12 @@ class Round:
         drafts = steps.propose(batch, before)
         logits = self.target.chain_logits(*state.grown(drafts.tokens).texts(), num_steps + 1)
         p, log_p = steps.score(batch, drafts, logits.unflatten(0, before.lengths.shape))
+        failure = steps.failure_of_round(log_p, drafts, ~before.ended)
+        if failure.any():
+            raise ValueError("A model's logits are NaN or infinite; allowed: finite or -inf.")
         decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
         extended = steps.extend(batch, before, drafts, decision)
-        after = steps.add_bonus(batch, extended, next_tokens, torch.zeros_like(seeds))
+        after = steps.add_bonus(batch, extended, next_tokens, failure)
         after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
         end, finished = steps.narrow(batch, after), after.is_finished()
         population = end.population._replace(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang_smc.smc import deciding
-from sglang_smc.smc.deciding import Decided, Decider, Drafts, no_drafts
+from sglang_smc.smc.deciding import Decided, Decider, Drafts
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.fidelity import Path
@@ -127,12 +127,12 @@ def propose(batch: Batch, population: Population) -> Drafts:
         same_slot = shared.share(1, ops.same_text(texts, lengths, ~population.ended))
     if batch.num_steps == 0:
         draft.read_without_logits(batch.last_two, slots)
-        return no_drafts(population)
+        nothing = texts[:, :, :0]  # [G, N, 0]
+        return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
     column = torch.arange(batch.num_steps, device=texts.device)
     if is_tree is not None:
         ahead = settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
-        prunes = slots is not None and slots.merges
-        tree = begin_trees(is_tree, ahead, population.ended, prunes=prunes)
+        tree = begin_trees(is_tree, ahead, population.ended, prunes=bool(slots and slots.merges))
     logits = draft.first_logits(batch.last_two, slots)  # [G, N, V]
     # [G, N, K], as uniforms [K, G, N] contiguous for each step
     positions = (batch.output_lengths + column.view(-1, 1, 1)).permute(1, 2, 0)
