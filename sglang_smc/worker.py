@@ -102,7 +102,7 @@ class SMCWorker(WeightUpdates):
     def init_attention_backends(self) -> None:
         """Build SGLang's backends for prefill, and this package's for the particles."""
         super().init_attention_backends()
-        self._steps, self._prefill, self._round = assemble(
+        self._prefill, self._round = assemble(
             self._target_worker,
             self._draft_worker,
             config=self.config,
@@ -123,7 +123,7 @@ class SMCWorker(WeightUpdates):
 
     def init_cuda_graphs(self) -> None:
         """Let SGLang's runners capture prefill, then capture whole rounds."""
-        if self._steps.draft.has_stock_passes:
+        if self._round.draft.has_stock_passes:
             super().init_cuda_graphs()
         if torch.device(self.device).type != "cpu":
             server = Server(self._round, self._tables, self.config, self._graph_sizes, self.device)
@@ -141,7 +141,7 @@ class SMCWorker(WeightUpdates):
             self._draft_worker,
             self._tables,
             {
-                "states of the target": self._steps.draft.state_bytes,
+                "states of the target": self._round.draft.state_bytes,
                 "round graphs": round(self._captures.gigabytes * 2**30),
             },
         )
@@ -157,7 +157,7 @@ class SMCWorker(WeightUpdates):
     @property
     def spec_v2_attn_backends(self) -> tuple:
         """Return every attention backend that a round uses."""
-        return self._steps.target.attn_backend, self._steps.draft.attn_backend
+        return self._round.target.attn_backend, self._round.draft.attn_backend
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: "Callable | None" = None, **_: Any
@@ -189,7 +189,7 @@ class SMCWorker(WeightUpdates):
         recordings, launched, *_ = self._captures
         recorded = None if recordings is None else recordings.find(shape)
         played = shape if recorded is None else recorded.shape
-        if played.skips_draft and self._steps.draft.defers_reading:
+        if played.skips_draft and self._round.draft.defers_reading:
             self._prefill.skip_draft(batch.reqs, inputs.committed)
         else:
             self._prefill.catch_up(batch.reqs, inputs.committed)

@@ -37,7 +37,6 @@ from sglang_smc.proposers.base import DraftSlots, LanguageModel
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.ngram import Corpus, UniformDraft
-from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.state.request import state_of
 
@@ -198,21 +197,17 @@ class CheckpointRounds(ToyWorker):
             own = CheckpointSlots(draft, rows, num_slots)
         self.draft = own
         worker: Any = super()._make_worker(num_slots)
-        steps = worker._steps
         if draft is None:
-            proposal: Any = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
-            worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
+            worker._round.draft = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
         elif isinstance(draft, Draft | PairDraft):
             own.head = draft
-            nobody: Any = None
-            drafts = HeadDrafts(own, nobody)
+            drafts = HeadDrafts(own, None)  # type: ignore[arg-type]
             if isinstance(draft, Draft) and draft.kind in (DFLASH, DSPARK):
                 drafts.least_temperature = BlockHead.least_temperature
-            worker._steps = Steps(steps.target, drafts, steps.ledger, self.ops)
-        worker._round = Round(worker._steps, worker._tables, self.corpus)
+            worker._round.draft = drafts
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
-        self.prefill._draft = worker._prefill._draft = worker._steps.draft
+        self.prefill._draft = worker._prefill._draft = worker._round.draft
         return worker
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:

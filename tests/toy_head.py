@@ -11,7 +11,7 @@ from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.hidden_states import StateTable
-from sglang_smc.round.play import Round, Steps
+from sglang_smc.round.play import Round
 
 
 class ReadSlots:
@@ -72,18 +72,14 @@ class HeadWorker(ToyWorker):
     """A worker whose draft is a head."""
 
     def _make_worker(self, num_slots: int) -> Any:
-        worker = super()._make_worker(num_slots)
+        worker, columns = super()._make_worker(num_slots), self.config.num_steps + 1
         ledger = worker._tables.ledger
-        columns = self.config.num_steps + 1
         self.states = StateTable.of(ledger, num_columns=columns, width=1, dtype=torch.float32)
         forward: Any = FromStates(self.draft.language, self.target)
-        nobody: Any = None  # who reads prompts
-        rest = {"target": nobody, "ledger": ledger, "num_particles": 0}
+        rest: Any = {"target": None, "ledger": ledger, "num_particles": 0}  # it reads no prompts
         head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
         worker._prefill._draft = head
-        target: Any = ReadSlots(self.target, head)
-        worker._steps = Steps(target, head, ledger, self.ops)
-        worker._round = Round(worker._steps, worker._tables)
+        worker._round = Round(ReadSlots(self.target, head), head, worker._tables)
         return worker
 
     def begin(self, rows: list[int]) -> list[Any]:

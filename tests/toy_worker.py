@@ -24,7 +24,7 @@ from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
-from sglang_smc.round.play import Round, Steps
+from sglang_smc.round.play import Round
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
 from sglang_smc.smc.ledger import KVLocations
@@ -170,17 +170,15 @@ class ToyWorker:
     def _make_worker(self, num_slots: int) -> SMCWorker:
         worker, config = SMCWorker.__new__(SMCWorker), self.config
         worker.config, worker.device = config, self.device
-        room: dict[str, Any] = {"num_slots": num_slots, "vocab_size": self.vocab_size}
-        room["device"] = self.device
+        room: Any = {"num_slots": num_slots, "vocab_size": self.vocab_size, "device": self.device}
         worker._tables = tables = Tables.of(config, self.ops, self.table, **room)
         models: Any = self.target, self.draft
         nobody: Any = None
         for model in models:
             model.tails = tables.ledger.tails
         drafts = LanguageModel(models[1], nobody)
-        worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._corpus = self.corpus
-        worker._round = Round(worker._steps, tables, self.corpus)
+        worker._round = Round(models[0], drafts, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         # Nothing of `Prefill.run` is called here but `begin`.
         of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1

@@ -8,7 +8,6 @@ on as particles are resampled. So resampling, cuts and emission need no calls to
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -20,15 +19,11 @@ from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
-from sglang_smc.smc.ledger import KVLocations
+from sglang_smc.smc.ledger import Slots
 
 
-class DraftSlots(NamedTuple):
-    """KV slots of a round's columns: the last two tokens and the K draft tokens."""
-
-    slots: torch.Tensor  # [K + 2, G, N]
-    positions: torch.Tensor  # [K + 2, G, N]
-    locations: KVLocations
+class DraftSlots(Slots):
+    """KV slots of a round, as models read them."""
 
     def chains(self, tokens: torch.Tensor, first: int) -> Chains:
         """Return tokens ``[G, N, C]`` as chains that begin in the column ``first``."""
@@ -145,7 +140,8 @@ class LanguageModel(DraftProposer):
         return self._logits(tokens.unsqueeze(2), at, step + 1)
 
     def read_without_logits(self, last_two: torch.Tensor, at: DraftSlots) -> None:
-        self.first_logits(last_two, at)
+        if last_two.shape[1] > 1:  # else `catch_up` does
+            self.first_logits(last_two, at)
 
     def _logits(self, tokens: torch.Tensor, at: DraftSlots, first: int) -> torch.Tensor:
         logits = self.forward.next_logits(at.chains(self._readable(tokens), first))

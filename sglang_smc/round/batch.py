@@ -1,10 +1,9 @@
-"""Define the inputs of a round, its shape on the host, and the tensors between its steps."""
+"""Define the inputs of a round, its shape on the host, and the tables that it reads."""
 
 import math
 from collections.abc import Iterable
-from enum import Enum
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -15,39 +14,17 @@ from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import Budget, RequestConfig, apply_budget, request_config, union
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.ngram import Matches
-from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
+from sglang_smc.rules.registry import has_rules, has_scorers
 from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, VerifyTogether, Weigh
-from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.particles import ParticleTable
 from sglang_smc.state.request import RequestState, state_of
-from sglang_smc.state.settings import RequestTable, Settings, Start, is_greedy, uses_filters
-
-
-class Need(str, Enum):
-    """Name what some request of a batch needs of a round beside sizes, in words."""
-
-    WEIGHS = "mode smc"
-    VERIFIES = "a mode that verifies"
-    TREES = "trees at temperature 0"
-    EXTENDS = "verified proposals"
-    CHAINS = "chains_per_particle"
-    FILTERS = "top-k, top-p or min-p"  # and is not greedy
-    GREEDY = "temperature 0"
-    EDITS = "penalties, biases or min_new_tokens"
-    POWER = "a power of p"
-    PARTICLES = "return_particles"
-    TRACE = "trace"
-    OPEN_TOKEN = "particles that differ in the first token"
-    RULES = "structured output, stop texts or a custom logit processor"  # read on the host
-    POTENTIALS = "potentials"  # on the host
-    MATCHES = "n-gram matches"  # with which drafts are mixed
-
+from sglang_smc.state.settings import RequestTable, Start, is_greedy, uses_filters
 
 #: What plain decoding does, or ignores.
 _OF_PLAIN = {Need.WEIGHS, Need.VERIFIES, Need.EXTENDS, Need.TREES, Need.MATCHES}
@@ -138,25 +115,6 @@ class RoundInputs(NamedTuple):
         return cls(rows, rows + 1, columns)
 
 
-class RoundBatch(NamedTuple):
-    """Requests of one round, with their options and KV slots."""
-
-    reqs: list[Req]
-    shape: RoundShape
-    rows: torch.Tensor  # [G] int64 in req_to_token_pool
-    committed: torch.Tensor  # [G] int64, of `RoundInputs`
-    allocated: torch.Tensor  # [G] int64 where the arena ends in the request's row
-    output_lengths: torch.Tensor  # [G, N] int64, of each particle at the start of the round
-    column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
-    position: torch.Tensor  # [G, N] int64: keys the uniforms of decisions; new in each round
-    last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
-    may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
-    settings: Settings
-    rules: TextRules
-    edits: Edits | None = None  # where some request has one
-    matches: Matches | None = None  # where some request uses them
-
-
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
     """Return the largest shape of batches of requests that set only sizes.
 
@@ -225,7 +183,7 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
 def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:
     if state.needs is None:
         state.needs = frozenset(_find_needs(req, state.now))
-    return cast("frozenset[Need]", state.needs)
+    return state.needs
 
 
 def _find_needs(req: Req, config: RequestConfig) -> list[Need]:

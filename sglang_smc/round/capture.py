@@ -72,7 +72,7 @@ class Server(NamedTuple):
         recordings = graph.record_rounds(
             play, config, self.sizes, self.tables, device, record, ranks
         )
-        self.round.steps.record_passes(record, config, recordings.sizes.of_passes, device)
+        self.round.record_passes(record, config, recordings.sizes.of_passes, device)
         return recordings
 
 

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from sglang_smc.models.forward import ParticleForward
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import Recordings, RoundGraphs
-from sglang_smc.round.play import Steps
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.ledger import KVLocations
+from sglang_smc.smc.ledger import KVLocations, Ledger
+from sglang_smc.smc.ops import Ops
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +50,28 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
     return found
 
 
-def rehearse(steps: Steps) -> None:
+def rehearse(target: ParticleForward, draft: DraftProposer, ledger: Ledger, ops: Ops) -> None:
     """Run each model once over a particle, so that an unsupported one fails at start.
 
     Raises ValueError if a model cannot run over particles; it includes the cause and a remedy.
     """
-    zero = torch.zeros(1, dtype=torch.int64, device=steps.ledger.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=ledger.device)
     # SGLang's padding row, with its particles and its KV slot 0.
-    locations = KVLocations(zero, zero + 1, steps.ledger.particle_rows(zero, 1), max_tail=1)
+    locations = KVLocations(zero, zero + 1, ledger.particle_rows(zero, 1), max_tail=1)
     slots = zero.view(1, 1, 1).repeat(4, 1, 1)  # [K + 2, G, N] of two draft tokens
-    at = DraftSlots(slots, slots + 1, locations)
+    at = DraftSlots(slots, slots + 1, locations, ledger)
     one, two = (slots[:count].permute(1, 2, 0) for count in (1, 2))  # tokens [G, N, C]
 
     def law(logits: torch.Tensor) -> TokenDistribution:
-        return steps.ops.distribution.of_log_probs(logits.flatten(0, -2))
+        return ops.distribution.of_log_probs(logits.flatten(0, -2))
 
     for name, run in (
-        ("--speculative-draft-model-path", lambda: steps.draft.first_logits(two, at)),
+        ("--speculative-draft-model-path", lambda: draft.first_logits(two, at)),
         (
             "--speculative-draft-model-path",
-            lambda: law(steps.draft.next_logits(1, slots[0], at)).sample(zero.double()),
+            lambda: law(draft.next_logits(1, slots[0], at)).sample(zero.double()),
         ),
-        ("--model-path", lambda: law(steps.target.chain_logits(at.chains(one, 0))).score(zero)),
+        ("--model-path", lambda: law(target.chain_logits(at.chains(one, 0))).score(zero)),
     ):
         try:
             with torch.no_grad():

@@ -41,7 +41,6 @@ from sglang_smc.models.recorder import Captured, Ranks, Record
 from sglang_smc.options.request import OFF, Budget, budgets, verified_as_tree, without_drafts
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import (
-    Need,
     RoundInputs,
     RoundShape,
     Tables,
@@ -49,6 +48,7 @@ from sglang_smc.round.batch import (
     shape_of_server,
 )
 from sglang_smc.round.result import Outcome
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import LogprobTable, LogprobWidths, recorded_logprobs
 
 logger = logging.getLogger(__name__)

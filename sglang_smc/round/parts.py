@@ -18,7 +18,7 @@ from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
-from sglang_smc.round.play import Round, Steps
+from sglang_smc.round.play import Round
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.request import RequestStates
@@ -67,7 +67,7 @@ def assemble(
     states: RequestStates,
     tables: Tables,
     corpus: Corpus | None = None,
-) -> tuple[Steps, Prefill, Round]:
+) -> tuple[Prefill, Round]:
     """Build the parts of a server, and run each model once over a particle.
 
     Args:
@@ -89,15 +89,14 @@ def assemble(
     )
     num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
     routed = experts_of_passes(num_rows * config.num_particles * num_columns)
-    steps = Steps(passes, proposer, tables.ledger, tables.ops, routed)
     check_layers(target.model_runner)
     if draft is not None:
         runner = draft.model_runner
         check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
-    rehearse(steps)
+    rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, num_columns, begin)
-    return steps, prefill, Round(steps, tables, corpus)
+    return prefill, Round(passes, proposer, tables, corpus, routed)
 
 
 def skinny_for(

@@ -11,10 +11,11 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.round.batch import Need, RoundInputs, RoundShape, Tables
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
 from sglang_smc.round.result import Outcome
 from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.failures import Failure
 
 
@@ -28,7 +29,7 @@ def play_plainly(
     """Play a round of a shape without deciders.
 
     Args:
-        models: the target and `play.Steps.routed`; others are as in `play.Round.play`.
+        models: the target and `play.Round.routed`; others are as in `play.Round.play`.
     """
     (target, routed), (rows, committed, known) = models, inputs
     particles, ledger, ops = tables.particles, tables.ledger, tables.ops

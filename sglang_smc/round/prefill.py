@@ -28,6 +28,7 @@ from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.settings import Settings
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution
@@ -39,7 +40,7 @@ from sglang_smc.state.request import (
     state_of,
     take_unread,
 )
-from sglang_smc.state.settings import Settings, is_greedy, uses_filters
+from sglang_smc.state.settings import is_greedy, uses_filters
 from sglang_smc.upstream import holds_kv, kv_of
 
 _LONGEST_CHUNK = 8192  # tokens of transferred texts that the draft reads in one pass

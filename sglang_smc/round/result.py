@@ -20,7 +20,7 @@ from sglang_smc.kv.transfer import each_tensor, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
-from sglang_smc.round.observers import Stages
+from sglang_smc.round.trace import Stages
 from sglang_smc.rules import registry
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import choose

@@ -36,12 +36,6 @@ class Drafts(NamedTuple):
     measured_q: TokenDistribution | None = None  # of G * N rows, in these columns
 
 
-def no_drafts(population: Population) -> Drafts:
-    """Return the drafts of a round with K = 0."""
-    nothing = population.tokens[:, :, :0]  # [G, N, 0]
-    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
-
-
 class Scored(NamedTuple):
     """A round's draft tokens, with what both models say of them: all that is decided on."""
 
@@ -143,7 +137,7 @@ class VerifyEach(Decider):
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
-    `Steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
+    `steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
     no weight, so that E[Z-hat f] stays (docs/fidelity.md).
 
     The N places are of P = N / M particles, of which each has M equal ones: its chains are verified

@@ -159,33 +159,6 @@ class Ledger:
         self.tails[self.particle_rows(rows, 1), self._in_ring(places)] = slots
         return slots.long()
 
-    def share(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        equal: torch.Tensor,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Give particles of equal texts one slot at their next position; return which they are.
-
-        A slot that no particle points to any more is free at the next commit.
-
-        Args:
-            positions: ``[G, N]`` int64 of the slots.
-            slots: ``[G, N]`` int64, one for each particle, changed in place.
-            equal: ``[G, N, N]`` bool, an equivalence: whose texts are equal without ``tokens``.
-            tokens: ``[G, N]`` int64, one more token of each text.
-        """
-        if slots.shape[1] == 1:
-            return equal
-        if tokens is not None:
-            equal = equal & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
-        slots.copy_(slots.gather(1, equal.long().argmax(2)))
-        targets = self.particle_rows(rows, positions.shape[1])
-        self.tails[targets, self._in_ring(positions)] = slots.int()
-        return equal
-
     def descend(
         self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor, max_tail: int
     ) -> None:
@@ -252,3 +225,39 @@ class Ledger:
     def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the entries of positions in particles' rows."""
         return positions & (self.tails.shape[1] - 1)
+
+
+class Slots(NamedTuple):
+    """KV slots of a round's tokens: of the last two, in columns 0 and 1, and of K draft tokens."""
+
+    slots: torch.Tensor  # [K + 2, G, N]
+    positions: torch.Tensor  # [K + 2, G, N]
+    locations: KVLocations
+    ledger: Ledger
+    merges: bool = False  # the target runs once for rows of one slot
+
+    def share(
+        self, column: int, same_slot: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Give particles of equal texts one slot in a column, in place; return which they are.
+
+        A slot that no particle points to any more is free at the next commit.
+
+        Args:
+            same_slot: ``[G, N, N]`` bool, an equivalence: whose texts are equal before ``tokens``.
+            tokens: ``[G, N]`` int64, one more token of each text.
+        """
+        slots, ledger = self.slots[column], self.ledger
+        if slots.shape[1] == 1:
+            return same_slot
+        if tokens is not None:
+            same_slot = same_slot & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+        slots.copy_(slots.gather(1, same_slot.long().argmax(2)))
+        in_ring = self.positions[column] & (ledger.tails.shape[1] - 1)
+        ledger.tails[self.locations.particle_rows, in_ring] = slots.int()
+        return same_slot
+
+    def descend(self, ancestors: torch.Tensor) -> None:
+        """Copy the slots of each particle's tail from its ancestor's, ``[G, N]``."""
+        rows, committed, _, max_tail = self.locations
+        self.ledger.descend(rows, committed, ancestors, max_tail - 1)  # without the new token

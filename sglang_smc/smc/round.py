@@ -5,27 +5,25 @@
     while not state.population.ended.all():
         state, decision = rounds.step(state, seeds)
 
-A server's round (`sglang_smc.round.play`) has the same steps with KV slots, logit edits, rules that
-read text, and tokens that are emitted before a text has ended; its texts are the same.
+A server's round (`sglang_smc.round.play`) takes the same `steps`, with KV slots, logit edits, rules
+that read text, and tokens that are emitted before a text has ended; its texts are the same.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_smc.smc.deciding import Decider, Drafts, Plain, Scored, VerifyEach, Weigh, no_drafts
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc import steps
+from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, Weigh
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import NO_TAIL, Population
-from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.weighing import SCHEMES, Block, Decision
+from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.steps import Batch
+from sglang_smc.smc.weighing import SCHEMES, Decision
 
-Draw = Callable[[torch.Tensor, Purpose], torch.Tensor]
-"""Uniforms of a round, at positions in the output ``[G, N, ...]``."""
+_NEEDS = frozenset({Need.VERIFIES, Need.EXTENDS, Need.CHAINS, Need.POWER})  # of any decider
 
 
 class Proposer(Protocol):
@@ -65,6 +63,11 @@ class State(NamedTuple):
         prompts = self.prompts[:, :-1].unsqueeze(1).expand(-1, tails.shape[1], -1)
         texts = torch.cat([prompts, tails], 2).flatten(0, 1)
         return texts, (lengths + self.prompts.shape[1]).flatten()
+
+    def grown(self, tokens: torch.Tensor) -> "State":
+        """Return the particles with all of ``tokens`` ``[G, N, J]`` appended."""
+        counts = torch.full_like(self.population.lengths, tokens.shape[2])
+        return self._replace(population=self.population.append(tokens, counts))
 
 
 @dataclass(frozen=True)
@@ -126,125 +129,60 @@ class Round:
 
         Args:
             seeds: ``[G]`` int64 of the requests, the same in all rounds.
+
+        Raises ValueError where a model's logits are NaN or infinite.
         """
-        before, decider = state.population, self.decider if self.num_steps else Plain()
-        position = before.round_position.expand_as(before.lengths)
-        seeds = self.ops.round_seeds(seeds, position[:, 0])
-        draw = partial(self.ops.uniforms, seeds)
-        weighs = torch.full_like(seeds, decider.weighs, dtype=torch.bool)
-        siblings = before.present & weighs.unsqueeze(1)
-        drafts, read = self._propose(state, draw, siblings)
-        logits = self.target.chain_logits(*read.texts(), self.num_steps + 1)
-        p = self._distribution(logits.unflatten(0, siblings.shape).flatten(1, 2), self.temperature)
-        log_p = p.score(torch.nn.functional.pad(drafts.tokens, (0, 1)))
-        block = self._block(before, drafts, log_p[:, :, :-1], partial(draw, position))
-        scored = Scored(
-            population=before,
-            drafts=drafts,
-            p=p,
-            log_p=log_p,
-            block=block,
-            weighs=weighs,
-            powered=self.power != 1.0,
-            accept_uniforms=draw(position, Purpose.ACCEPT),
+        before = state.population
+        settings, num_steps = self._settings(seeds), self.num_steps
+        position = before.round_position
+        batch = Batch(
+            ops=self.ops,
+            draft=_WholeTexts(self.proposer, state),
+            settings=settings._replace(seeds=self.ops.round_seeds(seeds, position[:, 0])),
+            needs=_NEEDS,
+            deciders=(self.decider if num_steps else Plain(),),
+            num_steps=num_steps,
+            output_lengths=before.output_lengths,
+            position=position.expand_as(before.lengths),
+            last_two=before.last_two,
+            may_stratify=before.present & settings.weighs.unsqueeze(1),
+            extends=settings.extends if num_steps else None,
+            ends=self._ends,
         )
-        decision, next_tokens = decider(scored, self.ops)
-        extended = before.extend(drafts.tokens, drafts.ends, decision)
-        if scored.powered:
-            next_tokens, extended = weigh_bonus(
-                extended,
-                next_tokens,
-                power=block.power,
-                weighs=weighs,
-                weighed=weighs if isinstance(decider, VerifyEach) else None,
-            )
-        after = self._add_bonus(extended, next_tokens, draw, siblings)
-        return State(state.prompts, self._draw_answers(after, seeds)), decision
-
-    def _propose(self, state: State, draw: Draw, siblings: torch.Tensor) -> tuple[Drafts, State]:
-        """Draw x_1..x_K ~ q; return them, and the particles with all of them appended."""
-        population = state.population
-        if self.num_steps == 0:
-            return no_drafts(population), state
-        steps = torch.arange(self.num_steps, device=siblings.device)
-        positions = population.output_lengths.unsqueeze(2) + steps  # [G, N, K]
-        uniforms = draw(positions, Purpose.DRAFT)
-        texts = population.texts[:, :, 1:]
-        same, tokens = self.ops.same_text(texts, population.lengths, siblings), None
-        drawn: list[torch.Tensor] = []
-        log_q: list[torch.Tensor] = []
-        each_q: list[TokenDistribution] = []
-        for step in range(self.num_steps):
-            stratified, same = self.ops.stratify(uniforms[:, :, step], same, tokens)
-            logits = self.proposer.next_logits(*state.texts()).unflatten(0, siblings.shape)
-            q = self._distribution(logits, self.draft_temperature or self.temperature)
-            tokens, scored = q.sample(stratified)
-            grown = state.population.append(tokens.unsqueeze(2), torch.ones_like(siblings))
-            state = state._replace(population=grown)
-            drawn.append(tokens)
-            log_q.append(scored)
-            each_q.append(q)
-        chains = torch.stack(drawn, 2)
-        ends = self._ends(chains, positions)
-        up_to_end = (ends.cumsum(2) == ends) & ~population.ended.unsqueeze(2)
-        return Drafts(chains, torch.stack(log_q, 2), ends, up_to_end, each_q), state
-
-    def _block(
-        self,
-        before: Population,
-        drafts: Drafts,
-        log_p: torch.Tensor,
-        numbers: Callable[[Purpose], torch.Tensor],
-    ) -> Block:
-        """Return the block of a round, with uniforms of ``numbers(purpose)`` ``[G, N]``."""
-        size = len(log_p)
-
-        def of_groups(value: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return torch.full((size,), value, dtype=dtype, device=log_p.device)
-
-        return Block(
-            log_weights=before.log_weights,
-            log_p=log_p,
-            log_q=drafts.log_q,
-            up_to_end=drafts.up_to_end,
-            present=before.present,
-            power=of_groups(self.power),
-            num_steps=of_groups(self.num_steps, torch.int64),
-            ess_threshold=of_groups(self.ess_threshold),
-            resample_each_token=of_groups(self.resample_each_token, torch.bool),
-            evidence_threshold=of_groups(self.evidence_threshold),
-            scheme=of_groups(SCHEMES.index(self.scheme), torch.int64),
-            keep_uniforms=numbers(Purpose.KEEP)[:, 0],
-            uniforms=numbers(Purpose.RESAMPLE),
-        )
-
-    def _add_bonus(
-        self, before: Population, next_tokens: TokenDistribution, draw: Draw, siblings: torch.Tensor
-    ) -> Population:
-        """Append one token to each particle that has not ended."""
-        positions = before.output_lengths
-        own = draw(positions, Purpose.BONUS)
-        same = self.ops.same_text(before.texts[:, :, 1:], before.lengths, siblings)
-        uniforms, _ = self.ops.stratify(own, same)
-        if not self.decider.weighs:  # all particles are copies of one, and stay so
-            uniforms = own[:, :1].expand_as(own)
-        tokens = next_tokens.draw(uniforms)  # [G, N]
-        no_failure = torch.zeros_like(before.num_emitted)
-        return before.append_bonus(tokens, self._ends(tokens, positions), no_failure)
-
-    def _draw_answers(self, population: Population, seeds: torch.Tensor) -> Population:
-        """Draw a particle by weight where all have ended, for all of its group."""
-        finished, never = population.is_finished(), torch.zeros_like(seeds, dtype=torch.bool)
-        end = population.narrow(seeds, population.num_emitted, weighs=never, heaviest=never)
-        return end.population._replace(
+        drafts = steps.propose(batch, before)
+        logits = self.target.chain_logits(*state.grown(drafts.tokens).texts(), num_steps + 1)
+        p, log_p = steps.score(batch, drafts, logits.unflatten(0, before.lengths.shape))
+        failure = steps.failure_of_round(log_p, drafts, ~before.ended)
+        if failure.any():
+            raise ValueError("A model's logits are NaN or infinite; allowed: finite or -inf.")
+        decision, next_tokens = steps.decide(batch, before, drafts, p, log_p)
+        extended = steps.extend(batch, before, drafts, decision)
+        after = steps.add_bonus(batch, extended, next_tokens, failure)
+        after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
+        end, finished = steps.narrow(batch, after), after.is_finished()
+        population = end.population._replace(
             log_weights=torch.where(finished.unsqueeze(1), 0.0, end.population.log_weights),
-            log_evidence=torch.where(finished, end.log_evidence, population.log_evidence),
+            log_evidence=torch.where(finished, end.log_evidence, after.log_evidence),
         )
+        return State(state.prompts, population), decision
 
-    def _distribution(self, logits: torch.Tensor, temperature: float) -> TokenDistribution:
-        """Return the distributions of rows of logits ``[G, M, V]``."""
-        each = torch.full((len(logits),), temperature, device=logits.device)
-        return self.ops.distribution.of(logits, each)
+    def _settings(self, seeds: torch.Tensor) -> Settings:
+        return Settings.alike(
+            seeds,
+            temperature=self.temperature,
+            draft_temperature=self.draft_temperature or self.temperature,
+            num_steps=self.num_steps,
+            weighs=self.decider.weighs,
+            extends=isinstance(self.decider, VerifyEach),
+            chains=self.decider.num_chains if isinstance(self.decider, VerifyEach) else 1,
+            ess_threshold=self.ess_threshold,
+            scheme=SCHEMES.index(self.scheme),
+            resample_each_token=self.resample_each_token,
+            lag=self.max_new_tokens + self.num_steps,  # more than any text is long
+            power=self.power,
+            measured=self.power == 1.0,
+            evidence_threshold=self.evidence_threshold,
+        )
 
     def _ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return whether a text ends with each token, in their shape, bool."""
@@ -252,33 +190,18 @@ class Round:
         return torch.isin(tokens, stops) | (positions >= self.max_new_tokens - 1)
 
 
-def weigh_bonus(
-    population: Population,
-    next_tokens: TokenDistribution,
-    *,
-    power: torch.Tensor | None,
-    weighs: torch.Tensor,
-    weighed: torch.Tensor | None,
-) -> tuple[TokenDistribution, Population]:
-    """Raise the bonus token's distribution to each power, and weigh by its normaliser.
+@dataclass
+class _WholeTexts:
+    """A proposer as `steps.Draft`, which reads texts as a whole, and no KV."""
 
-    Args:
-        power: ``[G]`` float64; None where all are 1.
-        weighs: ``[G]`` bool: particles have weights of their own.
-        weighed: ``[G]`` bool: the decision has weighed it already; None where none has.
-    """
-    weighs = weighs.unsqueeze(1)
-    if power is not None:
-        next_tokens, log_sum = next_tokens.to_power(power)
-    else:
-        log_sum = next_tokens.log_masses()
-    log_sum = log_sum.double().view_as(population.log_weights)
-    counts = weighs & ~population.ended
-    if weighed is not None:
-        counts &= ~weighed.unsqueeze(1)
-    stuck = (~weighs & (log_sum == -torch.inf)).any(1)
-    return next_tokens, population._replace(
-        log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
-        # Verified sequences have no weights; -inf marks that no token may follow one.
-        log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
-    )
+    proposer: Proposer
+    state: State  # with the tokens that it has drawn
+
+    def first_logits(self, last_two: torch.Tensor, at: None) -> torch.Tensor:
+        return self.proposer.next_logits(*self.state.texts()).unflatten(0, last_two.shape[:2])
+
+    def next_logits(self, step: int, tokens: torch.Tensor, at: None) -> torch.Tensor:
+        self.state = self.state.grown(tokens.unsqueeze(2))
+        return self.first_logits(tokens, at)
+
+    def read_without_logits(self, last_two: torch.Tensor, at: None) -> None: ...

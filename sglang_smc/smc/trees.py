@@ -63,7 +63,7 @@ class Trees:
         q: TokenDistribution,
         tokens: torch.Tensor,
         same_text: torch.Tensor,
-        equal: torch.Tensor | None,
+        same_slot: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the next tokens, with those of trees in place of ``tokens`` ``[G, N]``; and log q.
 
@@ -73,21 +73,21 @@ class Trees:
 
         Args:
             same_text: as for `branch`.
-            equal: ``[G, N, N]`` bool: whose slots are shared, an equivalence but for pruned chains.
-                Returned yet without these tokens.
+            same_slot: ``[G, N, N]`` bool: whose slots are shared, an equivalence but for pruned
+                chains. Returned yet without these tokens.
         """
         likely = branch(q.scores.view(*tokens.shape, -1), same_text, self.divisors[step])
         tokens = torch.where(self.is_tree, likely, tokens)
         log_q = q.score(tokens)
-        if equal is None or not self.prunes:
-            return tokens, log_q, equal
+        if same_slot is None or not self.prunes:
+            return tokens, log_q, same_slot
         paths = self.paths + log_q
         pruned = self.is_tree & ~self.ended & (paths < _LOG_LEAST)
         pruned[:, 0] = False
         self.paths = paths.masked_fill(pruned, -math.inf)
         tokens = torch.where(pruned, tokens[:, :1], tokens)
-        equal = torch.where(pruned.unsqueeze(2), equal[:, :1], equal)
-        return tokens, log_q.masked_fill(pruned, math.inf), equal
+        same_slot = torch.where(pruned.unsqueeze(2), same_slot[:, :1], same_slot)
+        return tokens, log_q.masked_fill(pruned, math.inf), same_slot
 
 
 def begin_trees(

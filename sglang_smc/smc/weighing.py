@@ -1,7 +1,7 @@
 """Weigh, cut and resample the particles of one round, for all groups at once.
 
 A round drafts K tokens for each particle, scores them, and then decides how many of the K columns
-a group keeps, and whether it is resampled there; `round.play` has the glossary. Groups may differ
+a group keeps, and whether it is resampled there; `smc.steps` has the glossary. Groups may differ
 in N and in K: *present* are the particles that a group has.
 
 *Log-weights* are unnormalised. They start at zero, gain ``alpha log p - log q`` with each draft

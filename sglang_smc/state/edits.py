@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc.edits import EditColumns, Edits
-from sglang_smc.state.settings import Settings
+from sglang_smc.smc.settings import Settings
 
 _NEUTRAL = (0.0, 0.0, 1.0)
 

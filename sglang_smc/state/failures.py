@@ -7,24 +7,16 @@ ends an aborted one. HTTP clients receive the status and the message; a stream e
 """
 
 import logging
-from enum import IntEnum
 from http import HTTPStatus
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_smc.printable import printable
-from sglang_smc.smc.deciding import Drafts
+from sglang_smc.smc.steps import Failure, failure_codes
 from sglang_smc.state.settings import stop_tokens
 
 logger = logging.getLogger(__name__)
-
-
-class Failure(IntEnum):
-    """Code by which the device reports why a request cannot continue; 0 is none."""
-
-    TARGET_LOGITS = 1
-    DRAFT_LOGITS = 2
 
 
 _NO_TOKEN = (
@@ -102,27 +94,5 @@ def failure_of_first(target: torch.Tensor, draft: torch.Tensor | None) -> torch.
     """
     is_broken = target[:, 0].isnan()
     if draft is None:
-        return _codes(is_broken, torch.zeros_like(is_broken))
-    return _codes(is_broken, ~draft.float().logsumexp(1).isfinite())
-
-
-def failure_of_round(log_p: torch.Tensor, drafts: Drafts, live: torch.Tensor) -> torch.Tensor:
-    """Return the failure codes ``[G]`` of a round in which logits gave no distribution.
-
-    Args:
-        log_p: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
-            give no distribution, since its normaliser is NaN then.
-        drafts: whose log-probabilities are NaN likewise.
-        live: ``[G, N]`` bool: present, and not ended.
-    """
-    # The target's distribution is needed after each column, unless the sequence ends there.
-    continues = drafts.up_to_end & ~drafts.ends
-    needed = torch.cat([live.unsqueeze(2), continues], dim=2)  # [G, N, K + 1]
-    is_broken = (log_p.isnan() & needed).flatten(1).any(1)
-    return _codes(is_broken, (drafts.log_q.isnan() & drafts.up_to_end).flatten(1).any(1))
-
-
-def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """Return the codes of flags ``[G]``; a failure of the target takes precedence."""
-    code = torch.where(draft, int(Failure.DRAFT_LOGITS), 0)
-    return torch.where(target, int(Failure.TARGET_LOGITS), code)
+        return failure_codes(is_broken, torch.zeros_like(is_broken))
+    return failure_codes(is_broken, ~draft.float().logsumexp(1).isfinite())

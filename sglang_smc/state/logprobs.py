@@ -120,7 +120,8 @@ class LogprobTable:
         before: Population,
         population: Population,
         ancestors: torch.Tensor,
-        shown: TokenDistribution,
+        p: TokenDistribution,
+        temperature: torch.Tensor,
     ) -> Population:
         """Score the tokens that a round has appended, draft tokens and the target's own.
 
@@ -131,12 +132,15 @@ class LogprobTable:
             before: population at the start of the round.
             population: population now.
             ancestors: ``[G, N]`` the earlier particle that each one continues.
-            shown: distribution of all columns of all chains.
+            p: of all columns of all chains, edited and masked.
+            temperature: ``[G]``.
         """
         logprobs = population.logprobs
         assert logprobs is not None, "gathered where some request returns them"
         num_groups, num_particles, width = population.tokens.shape
         starts = before.lengths.gather(1, ancestors)
+        logits = p.scores.unflatten(0, (num_groups, -1))
+        shown = logprob_distribution(type(p), logits, temperature)
         num_columns = shown.num_draws // ancestors.numel()
         column = torch.arange(num_columns, device=ancestors.device)
         # Places past a tail's new end are undefined, and the last is never part of a tail.

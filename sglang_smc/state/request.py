@@ -38,6 +38,7 @@ from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.population import Population, TailLogprobs
 from sglang_smc.smc.randomness import derive_seed
+from sglang_smc.smc.settings import Need
 from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
@@ -156,7 +157,7 @@ class RequestState(msgspec.Struct):
     last: RequestConfig
     now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
-    needs: frozenset[str] | None = None  # `Need`s on it, once a round has found them
+    needs: frozenset[Need] | None = None  # on it, once a round has found them
     arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted

@@ -23,7 +23,7 @@ PAIR = "pair"  # data, and the task that goes with them
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 700, 100
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 16, 700, 100
 
 
 def room_of(module: str) -> str:
@@ -116,11 +116,11 @@ MOST = {
     "wide_functions": 18,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 30_038,
-    "core_lines": 19_152,
+    "package_lines": 30_036,
+    "core_lines": 19_150,
     "kernel_and_hook_lines": 6_369,
     "bench_lines": 9_283,
-    "test_lines": 36_115,
+    "test_lines": 36_113,
     "page_words": 27_000,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,

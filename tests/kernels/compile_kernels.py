@@ -39,9 +39,10 @@ from sglang_smc.kernels.skinny import skinny
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import Need, shape_of_any, shape_of_server
+from sglang_smc.round.batch import shape_of_any, shape_of_server
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import recorded_logprobs
 
 

@@ -18,9 +18,10 @@ from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.request import OFF, without_drafts
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import Need, RoundShape, shape_of_any, shape_of_server
+from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
 from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import recorded_logprobs
 from sglang_smc.tools.plan.shapes import from_config
 

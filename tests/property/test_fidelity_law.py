@@ -12,7 +12,7 @@ import torch
 from toy_laws import DRAFT, EOS, LENGTH, TARGET, languages, run
 from toy_worker import Outcome
 
-from sglang_smc.round.play import Steps
+from sglang_smc.smc import steps
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import moments
 
@@ -107,7 +107,7 @@ def test_what_has_no_such_law_is_not_watched(settings: dict[str, Any]) -> None:
 def test_no_text_depends_on_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that choose columns decide nothing else."""
     watched = play()
-    monkeypatch.setattr(Steps, "measure", lambda steps, batch, before, after, *_: after)
+    monkeypatch.setattr(steps, "measure", lambda batch, before, after, *_: after)
     alone = play()
     assert not alone.fidelity.any()
     assert torch.equal(watched.outputs, alone.outputs)

@@ -18,10 +18,11 @@ from toy_worker import Outcome as Texts
 from sglang_smc.models.recorder import Ranks, Record
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import Need, shape_of_server
+from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.capture import Captures, Server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.result import Outcome
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import LogprobWidths
 
 SIZES, FIVE = [2, 3, 8], [1, 2, 3, 4, 5]

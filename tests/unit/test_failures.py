@@ -15,6 +15,7 @@ from toy_request import begun
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.registry import TextRules
+from sglang_smc.smc import steps
 from sglang_smc.smc.deciding import Drafts
 from sglang_smc.state import failures
 from sglang_smc.state.failures import Failure
@@ -97,7 +98,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
         drafts = Drafts(up_to_end.long(), log_q, ends, up_to_end, None)
-        return int(failures.failure_of_round(log_p, drafts, live))
+        return int(steps.failure_of_round(log_p, drafts, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -107,7 +108,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
     lost, closed = torch.full((1, 2, 3), NAN), up_to_end & False
     drafts = Drafts(up_to_end.long(), lost[:, :, :2], ends, closed, None)
-    assert int(failures.failure_of_round(lost, drafts, live & False)) == 0
+    assert int(steps.failure_of_round(lost, drafts, live & False)) == 0
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:

@@ -12,10 +12,11 @@ from toy_worker import Language
 
 from sglang_smc.smc.deciding import Decider, VerifyEach, VerifyTogether, Weigh
 from sglang_smc.smc.round import Round
+from sglang_smc.state.metrics import fidelity_of
 
 LENGTH, SIZE, N = 12, 40, 4
 SERVER: dict[str, Any] = {"num_particles": N, "num_steps": 3, "max_lag": LENGTH + 8}
-VERIFIED = {"proposal": "verified", "power": 2.0}
+VERIFIED, POWERED = {"proposal": "verified", "power": 2.0}, {"power": 2.0, "draft_temperature": 0.5}
 CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     "smc": (Weigh(), {}, {}),
     "blocks": (Weigh(), {"evidence_threshold": 0.0}, {"evidence_threshold": 0.0}),
@@ -27,7 +28,8 @@ CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     ),
     "exact": (VerifyTogether(), {"mode": "exact"}, {"evidence_threshold": torch.inf}),
     "auto": (VerifyTogether(), {"mode": "auto", "evidence_threshold": 0.5}, {}),
-    "verified": (VerifyEach(), VERIFIED, {"power": 2.0, "draft_temperature": 0.5}),
+    "verified": (VerifyEach(), VERIFIED, POWERED),
+    "chains": (VerifyEach(2), {**VERIFIED, "chains_per_particle": 2}, POWERED),
 }
 
 
@@ -66,9 +68,8 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     state = rounds.begin(torch.tensor([*PROMPT, 0]).expand(SIZE, -1), N, num_emitted=1)
     first = begun.last_emitted
     state.population.texts[:, :, 1] = first
-    ended, evidence = begun.ended | (first == EOS), begun.log_evidence
-    begins = state.population._replace(ended=ended, log_evidence=evidence)
-    state = state._replace(population=begins)
+    begins = {"ended": begun.ended | (first == EOS), "log_evidence": begun.log_evidence}
+    state = state._replace(population=state.population._replace(**begins))
     while not state.population.ended.all():
         state, _ = rounds.step(state, seeds)
     while running := [req for req in reqs if not own._is_over(req)]:
@@ -80,13 +81,18 @@ def test_a_text_of_the_library_is_the_servers(name: str) -> None:
     if decider.weighs:  # the others have no weights
         counters = own.tensor([req.smc_state.counters for req in reqs], torch.float64)
         torch.testing.assert_close(found.log_evidence, counters[:, -1])
+        torch.testing.assert_close(found.fidelity[:, 0], fidelity_of(counters))
     assert len({tuple(text) for text in drawn}) >= 10
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"scheme": "residual"}])
+NAN = Model(Language(PAIR[0].logits * torch.nan))
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"scheme": "residual"}, {"target": NAN}])
 def test_a_mistake_names_what_is_allowed(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="allowed: "):
-        Round(*map(Model, PAIR), **wrong)
+        rounds = Round(**{"target": Model(PAIR[0]), "proposer": Model(PAIR[1])} | wrong)
+        rounds.step(rounds.begin(torch.tensor([PROMPT]), N), torch.tensor([1]))
 
 
 def test_the_library_needs_torch_alone() -> None:

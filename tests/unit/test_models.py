@@ -24,13 +24,12 @@ from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabul
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
-from sglang_smc.round.play import Steps
 from sglang_smc.smc.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PARTIAL = SMCConfig(drafts_all=False)
 NONE = torch.zeros(3, 1, 2, dtype=torch.int64)
-SLOTS = DraftSlots(NONE, NONE, cast("Any", None))
+SLOTS = DraftSlots(NONE, NONE, *cast("Any", (None, None)))
 
 
 def model_config(config: Any) -> Any:
@@ -287,7 +286,7 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
     own = markov if kinds.is_dspark(config) else None
     head = BlockHead(forward, kinds.mask_token(config), first=drafts_from, markov=own)
     zeros = torch.zeros(4, 1, 1, dtype=torch.int64)
-    first = head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, SLOTS.locations))
+    first = head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
     assert shown == [[[[2, 3, 3][:rows]]], drafts_from]
     second = head.next_logits(1, torch.tensor([[0]]), SLOTS)
     bias = 10.0 * (own is not None)
@@ -372,7 +371,7 @@ def model(fails: Callable[..., Any] | None = None) -> Any:
 def rehearsed(target: Any, draft: Any) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, LanguageModel(draft, cast("Any", None)), ledger, TORCH))
+    rehearse(target, LanguageModel(draft, cast("Any", None)), ledger, TORCH)
 
 
 WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")

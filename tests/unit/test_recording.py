@@ -20,8 +20,9 @@ from sglang_smc.models.recorder import PassRecording, Ranks, Session, cuda_sessi
 from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
-from sglang_smc.round.batch import Need, RoundInputs, RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
+from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import LogprobTable, recorded_logprobs
 from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
@@ -305,11 +306,11 @@ class Server(SMCWorker):
     """A worker whose recording is all that there is of it, on a card."""
 
     def __init__(self, card: Card, config: SMCConfig, tp_size: int = 1) -> None:
-        self._steps: Any = mock.Mock(draft=mock.Mock(has_stock_passes=False, state_bytes=0))
         self.config, self.device, self.card, self.tp_size = config, "cuda", card, tp_size
         self._tables = tables(card.vocab_size)
         self._states: Any = mock.Mock()
-        self._round: Any = SimpleNamespace(play=card.play, steps=self._steps)
+        draft = mock.Mock(has_stock_passes=False, state_bytes=0)
+        self._round: Any = mock.Mock(play=card.play, draft=draft)
         self._graph_sizes = STOCK
         self._target_worker = self._draft_worker = self._corpus = None  # type: ignore[assignment]
         self._additional_graph_memory_usage: dict[str, float] = {}

@@ -24,7 +24,7 @@ class Stages(NamedTuple):
 
     resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
     start: Population  # at the start
-    before: Population  # at the start, with the latest potential values
+    revalued: Population  # at the start, with the latest potential values
     drafts: Drafts
     decision: Decision
     failure: torch.Tensor  # [G] int64 `Failure`
@@ -48,17 +48,17 @@ class Stages(NamedTuple):
             emitted: tokens of the round in SGLang's lists.
             log_evidence: log Z-hat at the end of the round.
         """
-        size = int(self.before.present[group].sum())
+        size = int(self.revalued.present[group].sum())
 
         def of(values: torch.Tensor) -> torch.Tensor:
             return values[group, :size]
 
-        begins = of(self.before.last_emitted).tolist() if self.begins[group] else None
+        begins = of(self.revalued.last_emitted).tolist() if self.begins[group] else None
         ancestors, weighed = of(self.decision.ancestors).tolist(), of(self.decision.weighed)
         narrowed_to, potentials = of(self.end.ancestors).tolist(), None
         before = base = of(self.start.log_weights)
-        if self.before.scores is not None and state.potentials:
-            base = of(self.before.log_weights)
+        if self.revalued.scores is not None and state.potentials:
+            base = of(self.revalued.log_weights)
             potentials = torch.where(before > -torch.inf, base - before, 0.0)
             base = before + potentials
         gain = float(weighed.logsumexp(0) - base.logsumexp(0))

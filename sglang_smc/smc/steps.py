@@ -1,0 +1,366 @@
+"""Take the steps of a round: propose, score, decide, extend, add a bonus token, measure, narrow.
+
+docs/algorithm.md explains them. The library (`smc.round`) and a server (`sglang_smc.round.play`)
+take them in this order, and run the target before `score`. With G requests (groups), N particles
+each, K draft tokens per round, V tokens in the vocabulary:
+
+    particle     a request's emitted tokens and a *tail* of tokens that are not emitted yet
+    draft token  a token that is drawn from q
+    column       the j-th draft token of all particles of a request
+    weight       product of p / q since the last resampling, of each particle
+    ESS          effective sample size: the number of equal weights with the same variance
+    resampling   heavy particles are copied, light ones dropped: `ancestors`
+    evidence     the factor by which a block of draft tokens multiplies the mean weight
+    bonus token  one more token, from p, or after a rejection from the residual distribution
+    narrow       draw the oldest tokens of tails by weight, and drop particles with others
+
+No population is changed in place.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sglang_smc.smc import deciding
+from sglang_smc.smc.deciding import Decided, Decider, Drafts
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.fidelity import Path
+from sglang_smc.smc.ledger import Slots
+from sglang_smc.smc.ops import Ops
+from sglang_smc.smc.population import Narrowed, Population, Scores
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.trees import begin_trees
+from sglang_smc.smc.weighing import Block, Decision
+
+
+class Failure(IntEnum):
+    """Code by which the device reports why a request cannot continue; 0 is none."""
+
+    TARGET_LOGITS = 1
+    DRAFT_LOGITS = 2
+
+
+class Draft(Protocol):
+    """What gives logits of q for one draft token after another; see `proposers.base`."""
+
+    def first_logits(self, last_two: torch.Tensor, at: Any) -> torch.Tensor: ...
+    def next_logits(self, step: int, tokens: torch.Tensor, at: Any) -> torch.Tensor: ...
+    def read_without_logits(self, last_two: torch.Tensor, at: Any) -> None: ...
+
+
+class Rules(Protocol):
+    """What reads texts on the host, as structured output does; see `rules.registry.TextRules`."""
+
+    def apply(
+        self, logits: torch.Tensor, chains: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population
+    ) -> torch.Tensor: ...
+    def scores(self, reqs: Any, like: torch.Tensor) -> Scores: ...
+
+
+class Matches(Protocol):
+    """What q is mixed with; see `proposers.ngram.Matches`."""
+
+    def follow(self, drawn: torch.Tensor) -> "Matches": ...
+    def mixed(self, draft: TokenDistribution) -> TokenDistribution: ...
+
+
+class Batch(NamedTuple):
+    """Requests of one round, as its steps read them."""
+
+    ops: Ops
+    draft: Draft
+    settings: Settings  # with the seeds of this round
+    needs: frozenset[Need]  # of some request
+    deciders: Sequence[Decider]
+    num_steps: int  # K: the most tokens that a request drafts
+    output_lengths: torch.Tensor  # [G, N] int64, of each particle at the start of the round
+    position: torch.Tensor  # [G, N] int64: keys the uniforms of decisions; new in each round
+    last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
+    may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
+    extends: torch.Tensor | None  # [G] bool: whose particles are verified each; None: no group's
+    # Where a sequence ends, of tokens [G, N, C] at positions in the output; `Settings.ends`.
+    ends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    slots: Slots | None = None  # of the models' KV; None where they read whole texts
+    rules: Rules | None = None  # where some request has one, as all that follow
+    edits: Edits | None = None
+    matches: Matches | None = None
+
+    def distribution(
+        self, temperature: torch.Tensor, greedy: torch.Tensor
+    ) -> Callable[..., TokenDistribution]:
+        """Return `TokenDistribution.of` for logits of p or q; ``greedy`` groups have points."""
+        return partial(
+            self.ops.distribution.of,
+            temperature=temperature,
+            greedy=greedy if Need.GREEDY in self.needs else None,
+            filters=self.settings.filters if Need.FILTERS in self.needs else None,
+        )
+
+    def edited(
+        self, logits: torch.Tensor, chains: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Edit logits, and return them with the mask of the requests' rules; see `Rules.apply`."""
+        if self.edits is not None:
+            self.ops.edit_logits(logits, self.edits, chains, first)
+        return (logits, None) if self.rules is None else self.rules.apply(logits, chains, first)
+
+
+def propose(batch: Batch, population: Population) -> Drafts:
+    """Draw x_1..x_K ~ q, one after another, after each particle's last token."""
+    ops, draft, settings, needs = batch.ops, batch.draft, batch.settings, batch.needs
+    texts, lengths, slots, tree = population.texts[:, :, 1:], population.lengths, batch.slots, None
+    is_tree = settings.branches if Need.TREES in needs else None
+    # Trees draft more than the likeliest token.
+    greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
+    distribution = batch.distribution(settings.draft_temperature, greedy)
+    # Where particles of one text share slots, so that models run once: which these are.
+    shared, same_slot = (slots if ops.kind == "torch" else None), None
+    if shared is not None:
+        same_slot = shared.share(1, ops.same_text(texts, lengths, ~population.ended))
+    if batch.num_steps == 0:
+        draft.read_without_logits(batch.last_two, slots)
+        nothing = texts[:, :, :0]  # [G, N, 0]
+        return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
+    column = torch.arange(batch.num_steps, device=texts.device)
+    if is_tree is not None:
+        ahead = settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
+        tree = begin_trees(is_tree, ahead, population.ended, prunes=bool(slots and slots.merges))
+    logits = draft.first_logits(batch.last_two, slots)  # [G, N, V]
+    # [G, N, K], as uniforms [K, G, N] contiguous for each step
+    positions = (batch.output_lengths + column.view(-1, 1, 1)).permute(1, 2, 0)
+    same_text = ops.same_text(texts, lengths, batch.may_stratify)
+    if Need.CHAINS in needs:  # those of one particle are independent
+        same_text = settings.of_same_chain(same_text)
+    uniforms = ops.uniforms(settings.seeds, positions, Purpose.DRAFT).permute(2, 0, 1).contiguous()
+    coins = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
+    matches, tokens = batch.matches, None
+    drawn: list[torch.Tensor] = []
+    log_q: list[torch.Tensor] = []
+    each_q: list[TokenDistribution] = []
+    is_edited, allowed = batch.edits is not None or batch.rules is not None, None
+    for step in range(batch.num_steps):
+        stratified, same_text = ops.stratify(uniforms[step], same_text, tokens)
+        if tokens is not None:
+            logits = draft.next_logits(step, tokens, slots)
+            matches = None if matches is None else matches.follow(tokens)
+        if is_edited:
+            chains = torch.stack(drawn, dim=2) if drawn else batch.last_two[:, :, :0]
+            logits, allowed = batch.edited(logits.unsqueeze(2), chains, step)
+        read = None if shared is None else shared.slots[step + 1]
+        q = distribution(logits, allowed=allowed, slots=read)
+        q = q if matches is None else matches.mixed(q)
+        tokens, scored = q.sample(stratified)
+        if tree is not None:
+            tokens, scored, same_slot = tree.grow(step, q, tokens, same_text, same_slot)
+        if shared is not None and same_slot is not None:
+            same_slot = shared.share(step + 2, same_slot, tokens)
+        drawn.append(tokens)
+        log_q.append(scored)
+        each_q.append(q)
+    kept_q = ops.keep_column(each_q, coins, settings.num_steps)
+    if matches is None:
+        measured_q = distribution(kept_q.unflatten(0, lengths.shape))
+    else:  # these scores are log q itself
+        measured_q = ops.distribution.of_log_probs(kept_q, num_groups=len(lengths))
+    chains = torch.stack(drawn, dim=2)  # [G, N, K]
+    ends = batch.ends(chains, positions)
+    if batch.rules is not None:
+        ends = batch.rules.ends(ends, chains, population)
+    num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
+    return Drafts(
+        tokens=chains,
+        log_q=torch.stack(log_q, dim=2),
+        ends=ends,
+        up_to_end=(ends.cumsum(2) == ends) & (column < num_columns.unsqueeze(2)),
+        q=each_q if needs & {Need.VERIFIES, Need.EXTENDS} else None,
+        coins=coins,
+        measured_q=measured_q,
+    )
+
+
+def score(
+    batch: Batch, drafts: Drafts, logits: torch.Tensor
+) -> tuple[TokenDistribution, torch.Tensor]:
+    """Score the draft tokens by the target's logits ``[G, N, K + 1, V]``.
+
+    Row k follows the last token and x_1..x_k.
+
+    Returns:
+        p of the next token, of G * N * (K + 1) rows; and log p of the draft tokens, renormalised
+        under masks, ``[G, N, K + 1]``, where the last column is that of token 0, to find a NaN.
+    """
+    logits, allowed = batch.edited(logits, drafts.tokens, 0)
+    distribution = batch.distribution(batch.settings.temperature, batch.settings.greedy)
+    written = None  # [G, N, K + 1]: the slot of each text up to there
+    if batch.slots is not None and batch.ops.kind == "torch":
+        written = batch.slots.slots[1:].permute(1, 2, 0)
+    p = distribution(logits, allowed=allowed, slots=written)
+    return p, p.score(torch.nn.functional.pad(drafts.tokens, (0, 1)))
+
+
+def failure_of_round(log_p: torch.Tensor, drafts: Drafts, live: torch.Tensor) -> torch.Tensor:
+    """Return the failure codes ``[G]`` of a round in which logits gave no distribution.
+
+    Args:
+        log_p: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
+            give no distribution, since its normaliser is NaN then.
+        drafts: whose log-probabilities are NaN likewise.
+        live: ``[G, N]`` bool: present, and not ended.
+    """
+    # The target's distribution is needed after each column, unless the sequence ends there.
+    continues = drafts.up_to_end & ~drafts.ends
+    needed = torch.cat([live.unsqueeze(2), continues], dim=2)  # [G, N, K + 1]
+    is_broken = (log_p.isnan() & needed).flatten(1).any(1)
+    return failure_codes(is_broken, (drafts.log_q.isnan() & drafts.up_to_end).flatten(1).any(1))
+
+
+def failure_codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """Return the codes of flags ``[G]``; a failure of the target takes precedence."""
+    code = torch.where(draft, int(Failure.DRAFT_LOGITS), 0)
+    return torch.where(target, int(Failure.TARGET_LOGITS), code)
+
+
+def decide(
+    batch: Batch,
+    population: Population,
+    drafts: Drafts,
+    p: TokenDistribution,
+    log_p: torch.Tensor,
+) -> Decided:
+    """Weigh or verify the draft tokens, by each request's mode; p and log p are of `score`.
+
+    Ancestors are drawn here, and copied by `extend`.
+    """
+    needs, settings = batch.needs, batch.settings
+    if population.scores is not None:
+        settings = settings.without_steps(population.ended.all(1))
+    uniforms = partial(batch.ops.uniforms, settings.seeds)
+    block = Block(
+        log_weights=population.log_weights,
+        log_p=log_p[:, :, :-1],
+        log_q=drafts.log_q,
+        up_to_end=drafts.up_to_end,
+        present=population.present,
+        power=settings.power,
+        num_steps=settings.num_steps,
+        ess_threshold=settings.ess_threshold,
+        resample_each_token=settings.resample_each_token,
+        evidence_threshold=settings.evidence_threshold,
+        scheme=settings.scheme,
+        keep_uniforms=uniforms(batch.position[:, :1], Purpose.KEEP)[:, 0],
+        uniforms=uniforms(batch.position, Purpose.RESAMPLE),
+    )
+    verifies = drafts.q is not None
+    scored = deciding.Scored(
+        population=population,
+        drafts=drafts,
+        p=p,
+        log_p=log_p,
+        block=block,
+        weighs=settings.weighs,
+        powered=Need.POWER in needs,
+        accept_uniforms=uniforms(batch.position, Purpose.ACCEPT) if verifies else None,
+        extends=batch.extends,
+        chains=settings.chains if Need.CHAINS in needs else None,
+        greedy=settings.greedy if Need.TREES in needs else None,
+        is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= needs else None,
+    )
+    return deciding.decide(batch.deciders, scored, batch.ops)
+
+
+def extend(batch: Batch, population: Population, drafts: Drafts, decision: Decision) -> Population:
+    """Append the kept draft tokens, and make each particle a copy of its ancestor."""
+    num_kept = decision.num_columns if batch.extends is None else decision.num_kept.amax(1)
+    # The draft has read all draft tokens but its last one; nothing where it skips the round.
+    is_read = batch.num_steps == 0 and batch.position.shape[1] > 1
+    unread = num_kept == (-1 if is_read else batch.num_steps)
+    if batch.slots is not None:
+        batch.slots.descend(decision.ancestors)
+    return population.extend(drafts.tokens, drafts.ends, decision)._replace(unread=unread)
+
+
+def add_bonus(
+    batch: Batch, population: Population, next_tokens: TokenDistribution, failure: torch.Tensor
+) -> Population:
+    """Append one token of ``next_tokens``, drawn after resampling so that copies can differ.
+
+    Groups with a ``failure`` ``[G]`` other than 0 end.
+    """
+    ops, settings, needs = batch.ops, batch.settings, batch.needs
+    if Need.POWER in needs or next_tokens.log_mass is not None:
+        next_tokens, population = _weigh_bonus(batch, population, next_tokens)
+    positions, texts = population.output_lengths, population.texts[:, :, 1:]
+    same_text = ops.same_text(texts, population.lengths, batch.may_stratify)
+    own = ops.uniforms(settings.seeds, positions, Purpose.BONUS)
+    uniforms, _ = ops.stratify(own, same_text)
+    if needs & {Need.VERIFIES, Need.TREES}:
+        # After verification all particles are copies of one, and must draw the same token.
+        uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
+    if Need.CHAINS in needs:
+        uniforms = settings.of_first_chains(uniforms)
+    tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
+    ends = batch.ends(tokens, positions.unsqueeze(2))
+    if batch.rules is not None:
+        ends = batch.rules.ends(ends, tokens, population)
+    return population.append_bonus(tokens.squeeze(2), ends.squeeze(2), failure)
+
+
+def _weigh_bonus(
+    batch: Batch, population: Population, next_tokens: TokenDistribution
+) -> tuple[TokenDistribution, Population]:
+    """Raise the bonus token's distribution to each power, and weigh by its normaliser."""
+    weighs = batch.settings.weighs.unsqueeze(1)
+    if Need.POWER in batch.needs:
+        next_tokens, log_sum = next_tokens.to_power(batch.settings.power)
+    else:
+        log_sum = next_tokens.log_masses()
+    log_sum = log_sum.double().view_as(population.log_weights)
+    counts = weighs & ~population.ended
+    if batch.extends is not None:  # whose decider has weighed it
+        counts &= ~batch.extends.unsqueeze(1)
+    stuck = (~weighs & (log_sum == -torch.inf)).any(1)
+    return next_tokens, population._replace(
+        log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
+        # Verified sequences have no weights; -inf marks that no token may follow one.
+        log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
+    )
+
+
+def measure(
+    batch: Batch,
+    before: Population,
+    after: Population,
+    ancestors: torch.Tensor,
+    p: TokenDistribution,
+    drafts: Drafts,
+) -> Population:
+    """Add a round's distance to the target to its particles' sums; see `smc.fidelity.watch`."""
+    if drafts.coins is None or drafts.measured_q is None:  # K = 0
+        return after
+    path = Path(
+        coins=drafts.coins,
+        num_steps=batch.settings.num_steps,
+        measured=batch.settings.measured,
+        ancestors=ancestors,
+        starts=before.lengths,
+        lengths=after.lengths,
+        tails=after.tokens,
+    )
+    return after._replace(fidelity=batch.ops.watch(after.fidelity, path, p, drafts.measured_q))
+
+
+def narrow(batch: Batch, population: Population) -> Narrowed:
+    """Resample the tokens beyond the lag, and the whole tails of finished groups."""
+    own = batch.settings
+    end = population.narrow(own.seeds, own.lag, own.weighs, own.heaviest)
+    if batch.slots is not None:
+        batch.slots.descend(end.ancestors)
+    return end
