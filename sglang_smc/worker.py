@@ -152,7 +152,7 @@ class SMCWorker(WeightUpdates):
             return costs.costs_of_recordings(self._captures.recordings, self.device)
         assert self.req_to_token_pool is not None, "pools are built before rounds"
         most = self.req_to_token_pool.size
-        return costs.costs_of_launched(self._round.play, self.config, most, self.device)
+        return costs.costs_of_launched(self._round.play, self.config, most, self._tables)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

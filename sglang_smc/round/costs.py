@@ -1,6 +1,7 @@
 """Measure the cost of rounds on this machine when a server starts.
 
-Sequences are short: the cost of reading the KV cache of long ones is not included.
+Reading the KV cache of long sequences is measured where rounds are launched, and not included where
+they are captured.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftSlots
-from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_server
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.play import Steps
 from sglang_smc.smc.distribution import TokenDistribution
@@ -32,6 +33,7 @@ T = TypeVar("T")
 # Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
 _MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
 _REPEATS = 3
+_READ, _LENGTH = 4, 1024  # requests and tokens of each, by which the cost of reading is measured
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
@@ -97,12 +99,13 @@ def costs_of_launched(
     play: Callable[[RoundInputs, RoundShape], object],
     config: SMCConfig,
     most_requests: int,
-    device: str,
+    tables: Tables,
 ) -> RoundCosts:
-    """Measure rounds that are launched from the host, on SGLang's padding row.
+    """Measure rounds that are launched from the host, before any request comes in.
 
     Particles with equal texts, which plain torch computes once, count as different ones.
     """
+    device, table = tables.ledger.device.type, tables.ledger.table
     top = Budget(config.num_particles, config.num_steps)
     most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
 
@@ -112,14 +115,23 @@ def costs_of_launched(
         yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
         yield most
 
-    def launch(budget: Budget, size: int) -> object:
-        inputs = RoundInputs.of_padding(config, budget, size, device)
-        return play(inputs, shape_of_server(config, budget))
+    def launch(budget: Budget, rows: torch.Tensor, length: int) -> object:
+        inputs = RoundInputs.of_padding(config, budget, len(rows), device, length)
+        return play(inputs._replace(rows=rows), shape_of_server(config, budget))
 
     points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    runs = {(budget, size): partial(launch, budget, size) for budget, size in points}
+    padding = torch.zeros(most_requests, dtype=torch.int64, device=device)
+    runs = {(of, size): partial(launch, of, padding[:size], 1) for of, size in points}
+    rows = torch.arange(min(_READ, most_requests), device=device)
+    length = min(_LENGTH, table.shape[1] // 2)
+    slots = torch.arange(len(rows) * length, device=device) % len(tables.ledger.rank)
+    reads = {of: partial(launch, of, rows, length) for of in budgets(top)}
     with torch.no_grad():
         found = _seconds_of(runs, device)
+        tables.begin_padding(config, len(rows))
+        table[rows, :length] = slots.view(len(rows), -1).to(table.dtype)
+        of_long = _seconds_of(reads, device)
+        table[rows, :length] = 0
 
     def least(budget: Budget, size: int) -> float:
         """Return the seconds without the noise, which no larger round goes without."""
@@ -129,9 +141,10 @@ def costs_of_launched(
             if other.within(budget) == budget and its_size >= size
         )
 
-    return RoundCosts(
-        {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
-    )
+    curves = {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
+    tokens = len(rows) * length
+    reading = {of: max(of_long[of] - curves[of].at(len(rows)), 0.0) / tokens for of in reads}
+    return RoundCosts(curves, reading)
 
 
 def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
