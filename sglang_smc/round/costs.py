@@ -1,15 +1,11 @@
-"""Measure the cost of rounds on this machine when a server starts.
-
-Reading the KV cache of long sequences is measured where rounds are launched, and not included where
-they are captured.
-"""
+"""Measure the cost of rounds on this machine when a server starts."""
 
 import itertools
 import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,7 +101,7 @@ def costs_of_launched(
 
     Particles with equal texts, which plain torch computes once, count as different ones.
     """
-    device, table = tables.ledger.device.type, tables.ledger.table
+    device = str(tables.ledger.device)
     top = Budget(config.num_particles, config.num_steps)
     most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
 
@@ -115,23 +111,17 @@ def costs_of_launched(
         yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
         yield most
 
-    def launch(budget: Budget, rows: torch.Tensor, length: int) -> object:
-        inputs = RoundInputs.of_padding(config, budget, len(rows), device, length)
-        return play(inputs._replace(rows=rows), shape_of_server(config, budget))
+    def of_padding(budget: Budget, size: int) -> RoundInputs:
+        return RoundInputs.of_padding(config, budget, size, device)
+
+    def launch(budget: Budget, inputs: RoundInputs) -> object:
+        return play(inputs, shape_of_server(config, budget))
 
     points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    padding = torch.zeros(most_requests, dtype=torch.int64, device=device)
-    runs = {(of, size): partial(launch, of, padding[:size], 1) for of, size in points}
-    rows = torch.arange(min(_READ, most_requests), device=device)
-    length = min(_LENGTH, table.shape[1] // 2)
-    slots = torch.arange(len(rows) * length, device=device) % len(tables.ledger.rank)
-    reads = {of: partial(launch, of, rows, length) for of in budgets(top)}
+    runs = {(of, size): partial(launch, of, of_padding(of, size)) for of, size in points}
     with torch.no_grad():
         found = _seconds_of(runs, device)
-        tables.begin_padding(config, len(rows))
-        table[rows, :length] = slots.view(len(rows), -1).to(table.dtype)
-        of_long = _seconds_of(reads, device)
-        table[rows, :length] = 0
+        reading = _reading_of(launch, budgets(top), config, tables, most_requests)
 
     def least(budget: Budget, size: int) -> float:
         """Return the seconds without the noise, which no larger round goes without."""
@@ -142,23 +132,59 @@ def costs_of_launched(
         )
 
     curves = {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
-    tokens = len(rows) * length
-    reading = {of: max(of_long[of] - curves[of].at(len(rows)), 0.0) / tokens for of in reads}
     return RoundCosts(curves, reading)
 
 
-def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
+def costs_of_recordings(
+    recordings: Recordings, config: SMCConfig, most_requests: int, tables: Tables
+) -> RoundCosts:
     """Measure captured rounds by replays in which all groups are padding.
 
     For each budget the kind of round that most requests use is measured.
     """
+    device = str(tables.ledger.device)
 
     def curve(of_budget: RoundGraphs) -> Curve:
         runs = {size: partial(of_budget.replay_padding, size) for size in of_budget.sizes}
         return Curve.of(_seconds_of(runs, device).items())
 
     measured = {of: found[0] for of, found in recordings.of_budget.items() if of is not None}
-    return RoundCosts({budget: curve(graphs) for budget, graphs in measured.items()})
+    curves = {budget: curve(graphs) for budget, graphs in measured.items()}
+
+    def replay(budget: Budget, inputs: RoundInputs) -> object:
+        return measured[budget].replay(inputs)
+
+    return RoundCosts(curves, _reading_of(replay, measured, config, tables, most_requests))
+
+
+def _reading_of(
+    play: Callable[[Budget, RoundInputs], object],
+    of: Iterable[Budget],
+    config: SMCConfig,
+    tables: Tables,
+    most_requests: int,
+) -> dict[Budget, float]:
+    """Return the seconds that a round takes longer for each token of its sequences.
+
+    The first rows of the tables, which no request has yet, get long sequences of slots apart.
+    """
+    ledger, device = tables.ledger, str(tables.ledger.device)
+    rows = torch.arange(min(_READ, most_requests), device=device)
+    length = min(_LENGTH, ledger.table.shape[1] // 2)
+    slots = torch.arange(len(rows) * length, device=device) % len(ledger.rank)
+
+    def inputs(budget: Budget, length: int) -> RoundInputs:
+        padding = RoundInputs.of_padding(config, budget, len(rows), device, length)
+        return padding._replace(rows=rows)
+
+    keys = [(budget, tokens) for budget in of for tokens in (1, length)]
+    runs = {key: partial(play, key[0], inputs(*key)) for key in keys}
+    tables.begin_padding(config, len(rows))
+    before = ledger.table[rows]
+    ledger.table[rows, :length] = slots.view(len(rows), -1).to(ledger.table.dtype)
+    found = _seconds_of(runs, device)
+    ledger.table[rows] = before
+    return {of: max(found[of, length] - found[of, 1], 0.0) / len(slots) for of, _ in keys}
 
 
 def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:
