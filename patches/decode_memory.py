@@ -65,8 +65,12 @@ def _adapt(batch: ScheduleBatch) -> None:
     widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
     if policy is None or widest == OFF:  # no request drafts
         return
+    num_tokens = sum(kv_of(req).kv_committed_len for req in batch.reqs)
     policy.choose(
-        len(configs), widest, lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch)
+        len(configs),
+        widest,
+        lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch),
+        num_tokens / len(configs),
     )
 
 

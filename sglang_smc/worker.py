@@ -148,11 +148,11 @@ class SMCWorker(WeightUpdates):
 
     def _measure_rounds(self) -> costs.AnyCosts:
         """Measure the rounds of this server as they are played."""
-        if self._captures.recordings is not None:
-            return costs.costs_of_recordings(self._captures.recordings, self.device)
         assert self.req_to_token_pool is not None, "pools are built before rounds"
-        most = self.req_to_token_pool.size
-        return costs.costs_of_launched(self._round.play, self.config, most, self.device)
+        most, recordings = self.req_to_token_pool.size, self._captures.recordings
+        if recordings is not None:
+            return costs.costs_of_recordings(recordings, self.config, most, self._tables)
+        return costs.costs_of_launched(self._round.play, self.config, most, self._tables)
 
     @property
     def spec_v2_attn_backends(self) -> tuple:

@@ -14,7 +14,7 @@ infinite c contain no information on s, and are not used.
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from statistics import fmean
 from typing import Annotated, Any, NamedTuple
@@ -73,6 +73,7 @@ class Costs(NamedTuple):
     draft: Curve
     target: Curve
     overhead: float = 0.0  # of a round of any size
+    reading: float = 0.0  # of each token of the sequences, in a round
 
     @classmethod
     def parse(cls, text: str) -> "Costs":
@@ -85,41 +86,56 @@ class Costs(NamedTuple):
         except msgspec.DecodeError as error:
             raise ValueError(
                 f'{COSTS_ENV} is {text!r}: {error}; allowed: {{"draft": [[tokens, seconds], ...], '
-                '"target": [...], "overhead": seconds}, at least one point each. Mend it, or '
-                "unset it to have costs measured."
+                '"target": [...], "overhead": seconds, "reading": seconds}, at least one point '
+                "each. Mend it, or unset it to have costs measured."
             ) from None
         draft, target = Curve.of(sorted(given.draft)), Curve.of(sorted(given.target))
-        return cls(draft, target, given.overhead)
+        return cls(draft, target, given.overhead, given.reading)
 
     def as_dict(self) -> dict[str, Any]:
         """Return (tokens, seconds) of passes, as given."""
-        return {"draft": self.draft.points, "target": self.target.points, "overhead": self.overhead}
+        return {
+            "draft": self.draft.points,
+            "target": self.target.points,
+            "overhead": self.overhead,
+            "reading": self.reading,
+        }
 
-    def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
+    def round(self, batch_size: int, budget: Budget, widest: Budget, length: float = 0.0) -> float:
         """Return the seconds of a round of ``batch_size`` requests with at most ``widest`` each.
 
         With K = 0 a single chain costs no draft pass.
+
+        Args:
+            length: tokens of a request's sequence, on average.
         """
         num_particles, num_steps = budget.within(widest)
         chains = batch_size * num_particles
         drafts = max(num_steps - 1, 0) * self.draft.at(chains)
         if num_steps or num_particles > 1:
             drafts += self.draft.at(2 * chains)
-        return drafts + self.target.at(chains * (num_steps + 1)) + self.overhead
+        passes = drafts + self.target.at(chains * (num_steps + 1))
+        return passes + self.overhead + self.reading * batch_size * length
 
 
 class RoundCosts(NamedTuple):
     """Costs of whole rounds, in seconds, as measured."""
 
-    rounds: dict[Budget, Curve]  # by the number of requests
+    rounds: Mapping[Budget, Curve]  # of short sequences, by the number of requests
+    reading: Mapping[Budget, float] = {}  # of each token of the sequences; none: not measured
 
     def as_dict(self) -> dict[str, Any]:
-        """Return (requests, seconds) by N and K, for the log and /server_info."""
-        return {f"N={n} K={k}": curve.points for (n, k), curve in self.rounds.items()}
+        """Return (requests, seconds) and reading by N and K, for the log and /server_info."""
+        rounds = {f"N={n} K={k}": curve.points for (n, k), curve in self.rounds.items()}
+        return {**rounds, "reading": {f"N={n} K={k}": of for (n, k), of in self.reading.items()}}
 
-    def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
-        """Return the seconds of a round of ``batch_size`` requests; smaller ones are padded."""
-        return self.rounds[budget].at(batch_size)
+    def round(self, batch_size: int, budget: Budget, widest: Budget, length: float = 0.0) -> float:
+        """Return the seconds of a round of ``batch_size`` requests; smaller ones are padded.
+
+        ``length`` is as in `Costs.round`.
+        """
+        reading = self.reading.get(budget, 0.0) * batch_size * length
+        return self.rounds[budget].at(batch_size) + reading
 
 
 _Point = tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[float, msgspec.Meta(gt=0.0)]]
@@ -130,6 +146,7 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
     draft: _Points
     target: _Points
     overhead: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    reading: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 class Acceptance:
@@ -189,6 +206,7 @@ class Policy:
         self.costs = costs
         self._budgets = budgets(top)
         self._acceptance = Acceptance()
+        self._length = 0.0  # of a running sequence, on average
         self.budget = self.best(1, top)
         self._num_rounds = 0
         self._num_off = 0  # rounds without drafts, since the last with some
@@ -209,7 +227,11 @@ class Policy:
             self._acceptance.fade()
 
     def choose(
-        self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
+        self,
+        batch_size: int,
+        widest: Budget,
+        fits: Callable[[Budget], bool] = lambda _: True,
+        length: float = 0.0,
     ) -> None:
         """Set the budget of the next rounds; called once per round.
 
@@ -219,12 +241,13 @@ class Policy:
             batch_size: running requests.
             widest: the most particles, and the most steps, of any of them.
             fits: returns whether there is memory for a budget.
+            length: tokens of a request's sequence, on average.
         """
         self._num_rounds += 1
         self._num_off = self._num_off + 1 if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
-        self._considered, self._widest = batch_size, widest
+        self._considered, self._widest, self._length = batch_size, widest, length
         best, now = self._wanted(batch_size, widest), self.budget
         self._drafted.clear()
         if best == now or not fits(best):
@@ -264,9 +287,9 @@ class Policy:
         A trial ends with the first `_PERIOD` rounds that yield less than plain decoding. The next
         one is saved for twice as long.
         """
-        cheapest = min(self._budgets[:-1], key=lambda of: self.costs.round(batch_size, of, widest))
-        plain = self.costs.round(batch_size, OFF, widest)
-        more = self.costs.round(batch_size, cheapest, widest) / plain - 1.0
+        seconds = {of: self._seconds(of, batch_size, widest) for of in self._budgets}
+        cheapest = min(self._budgets[:-1], key=seconds.__getitem__)
+        more = seconds[cheapest] / seconds[OFF] - 1.0
         if self.budget == cheapest and self._drafted:
             pays = fmean(self._drafted) >= more
             self._num_lost = 0 if pays else min(self._num_lost + 1, _RAREST)
@@ -283,7 +306,7 @@ class Policy:
         best, allowed = self._budgets[0], list(self._budgets)
         tokens = {of: self._acceptance.tokens(of.within(widest)) for of in allowed}
         for size in _sizes(batch_size):
-            rates = {of: tokens[of] / self.costs.round(size, of, widest) for of in allowed}
+            rates = {of: tokens[of] / self._seconds(of, size, widest) for of in allowed}
             enough = max(_TAKEN * max(rates.values()), rates[OFF])
             best = max((b for b in allowed if rates[b] >= enough), key=lambda b: (b[0], rates[b]))
             allowed = [b for b in allowed if _work(b, widest) <= _work(best, widest)]
@@ -291,7 +314,10 @@ class Policy:
 
     def _rate(self, budget: Budget, batch_size: int, widest: Budget) -> float:
         tokens = self._acceptance.tokens(budget.within(widest))
-        return tokens / self.costs.round(batch_size, budget, widest)
+        return tokens / self._seconds(budget, batch_size, widest)
+
+    def _seconds(self, budget: Budget, batch_size: int, widest: Budget) -> float:
+        return self.costs.round(batch_size, budget, widest, self._length)
 
 
 def _work(budget: Budget, widest: Budget) -> int:

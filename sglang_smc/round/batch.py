@@ -103,16 +103,16 @@ class RoundInputs(NamedTuple):
 
     @classmethod
     def of_padding(
-        cls, config: SMCConfig, budget: Budget | None, size: int, device: str
+        cls, config: SMCConfig, budget: Budget | None, size: int, device: str, length: int = 1
     ) -> "RoundInputs":
         """Return the inputs of ``size`` groups on SGLang's padding row, with ended particles.
 
-        Its sequence has one token, in slot 0, so that there is KV to read.
+        Its sequence has ``length`` tokens, by default one, in slot 0, so that there is KV to read.
         """
         rows = torch.zeros(size, dtype=torch.int64, device=device)
-        known = [1, *map(int, apply_budget(config, budget).round_sizes)]
+        known = [length, *map(int, apply_budget(config, budget).round_sizes)]
         columns = on_device(device, known).unsqueeze(1).repeat(1, size)
-        return cls(rows, rows + 1, columns)
+        return cls(rows, rows + length, columns)
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
@@ -248,7 +248,7 @@ class Tables(NamedTuple):
             ),
             ops=ops,
         )
-        tables._begin_padding(config, device)
+        tables.begin_padding(config)
         return tables
 
     def sizes(self) -> dict[str, int]:
@@ -261,18 +261,24 @@ class Tables(NamedTuple):
             "marks of KV slots": tensor_bytes(self.ledger.rank),
         }
 
-    def _begin_padding(self, config: SMCConfig, device: str) -> None:
-        """Give SGLang's padding row ended particles, which fill up batches of captured rounds."""
+    def begin_padding(self, config: SMCConfig, num_rows: int = 1) -> None:
+        """Give the first rows ended particles.
+
+        Row 0 keeps them: SGLang's padding row fills up batches of captured rounds.
+        """
         params, num_particles = SamplingParams(max_new_tokens=1), config.num_particles
-        self.requests.write([Start(0, 0, params, request_config(config, None), frozenset())])
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        zeros = on_device(device, [zero_counters(1)], torch.float64)
-        self.counters.begin(row, zeros)
+        start = Start(0, 0, params, request_config(config, None), frozenset())
+        self.requests.write([start._replace(row=row) for row in range(num_rows)])
+        device = self.ledger.device
+        rows = torch.arange(num_rows, device=device)
+        zeros = on_device(device, [zero_counters(1)] * num_rows, torch.float64)
+        self.counters.begin(rows, zeros)
+        none = torch.zeros_like(rows)
         self.particles.begin(
-            row,
-            first_tokens=row,
-            num_emitted=row,
-            log_evidence=torch.zeros_like(row, dtype=torch.float64),
-            num_particles=row + num_particles,
-            ended=torch.ones(1, num_particles, dtype=torch.bool, device=device),
+            rows,
+            first_tokens=none.unsqueeze(1),
+            num_emitted=none,
+            log_evidence=none.double(),
+            num_particles=none + num_particles,
+            ended=torch.ones(num_rows, num_particles, dtype=torch.bool, device=device),
         )

@@ -1,14 +1,11 @@
-"""Measure the cost of rounds on this machine when a server starts.
-
-Sequences are short: the cost of reading the KV cache of long ones is not included.
-"""
+"""Measure the cost of rounds on this machine when a server starts."""
 
 import itertools
 import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +16,7 @@ from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_server
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import KVLocations, Ledger
@@ -33,6 +30,7 @@ T = TypeVar("T")
 # Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
 _MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
 _REPEATS = 3
+_READ, _LENGTH = 4, 1024  # requests and tokens of each, by which the cost of reading is measured
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
@@ -98,12 +96,13 @@ def costs_of_launched(
     play: Callable[[RoundInputs, RoundShape], object],
     config: SMCConfig,
     most_requests: int,
-    device: str,
+    tables: Tables,
 ) -> RoundCosts:
-    """Measure rounds that are launched from the host, on SGLang's padding row.
+    """Measure rounds that are launched from the host, before any request comes in.
 
     Particles with equal texts, which plain torch computes once, count as different ones.
     """
+    device = str(tables.ledger.device)
     top = Budget(config.num_particles, config.num_steps)
     most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
 
@@ -113,14 +112,17 @@ def costs_of_launched(
         yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
         yield most
 
-    def launch(budget: Budget, size: int) -> object:
-        inputs = RoundInputs.of_padding(config, budget, size, device)
+    def of_padding(budget: Budget, size: int) -> RoundInputs:
+        return RoundInputs.of_padding(config, budget, size, device)
+
+    def launch(budget: Budget, inputs: RoundInputs) -> object:
         return play(inputs, shape_of_server(config, budget))
 
     points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    runs = {(budget, size): partial(launch, budget, size) for budget, size in points}
+    runs = {(of, size): partial(launch, of, of_padding(of, size)) for of, size in points}
     with torch.no_grad():
         found = _seconds_of(runs, device)
+        reading = _reading_of(launch, budgets(top), config, tables, most_requests)
 
     def least(budget: Budget, size: int) -> float:
         """Return the seconds without the noise, which no larger round goes without."""
@@ -130,36 +132,76 @@ def costs_of_launched(
             if other.within(budget) == budget and its_size >= size
         )
 
-    return RoundCosts(
-        {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
-    )
+    curves = {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
+    return RoundCosts(curves, reading)
 
 
-def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
+def costs_of_recordings(
+    recordings: Recordings, config: SMCConfig, most_requests: int, tables: Tables
+) -> RoundCosts:
     """Measure captured rounds by replays in which all groups are padding.
 
     For each budget the kind of round that most requests use is measured.
     """
+    device = str(tables.ledger.device)
 
     def curve(of_budget: RoundGraphs) -> Curve:
         runs = {size: partial(of_budget.replay_padding, size) for size in of_budget.sizes}
         return Curve.of(_seconds_of(runs, device).items())
 
     measured = {of: found[0] for of, found in recordings.of_budget.items() if of is not None}
-    return RoundCosts({budget: curve(graphs) for budget, graphs in measured.items()})
+    curves = {budget: curve(graphs) for budget, graphs in measured.items()}
+
+    def replay(budget: Budget, inputs: RoundInputs) -> object:
+        return measured[budget].replay(inputs)
+
+    return RoundCosts(curves, _reading_of(replay, measured, config, tables, most_requests))
+
+
+def _reading_of(
+    play: Callable[[Budget, RoundInputs], object],
+    of: Iterable[Budget],
+    config: SMCConfig,
+    tables: Tables,
+    most_requests: int,
+) -> dict[Budget, float]:
+    """Return the seconds that a round takes longer for each token of its sequences.
+
+    The first rows of the tables, which no request has yet, get long sequences of slots apart.
+    """
+    ledger, device = tables.ledger, str(tables.ledger.device)
+    rows = torch.arange(min(_READ, most_requests), device=device)
+    length = min(_LENGTH, ledger.table.shape[1] // 2)
+    slots = torch.arange(len(rows) * length, device=device) % len(ledger.rank)
+
+    def inputs(budget: Budget, length: int) -> RoundInputs:
+        padding = RoundInputs.of_padding(config, budget, len(rows), device, length)
+        return padding._replace(rows=rows)
+
+    keys = [(budget, tokens) for budget in of for tokens in (1, length)]
+    runs = {key: partial(play, key[0], inputs(*key)) for key in keys}
+    tables.begin_padding(config, len(rows))
+    before = ledger.table[rows]
+    ledger.table[rows, :length] = slots.view(len(rows), -1).to(ledger.table.dtype)
+    found = _seconds_of(runs, device)
+    ledger.table[rows] = before
+    return {of: max(found[of, length] - found[of, 1], 0.0) / len(slots) for of, _ in keys}
 
 
 def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:
     """Return the seconds of the fastest of each but the first, run in turns.
 
-    The first may compile and allocate; what else the machine does may slow down others.
+    The first may compile and allocate; what else the machine does may slow down others, but for
+    a model that runs in one thread of a CPU, whose own seconds count.
     """
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
     times: dict[T, list[float]] = {key: [] for key in runs}
     for _ in range(1 + _REPEATS):
         for key, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if device != "cpu":
                 torch.get_device_module(device).synchronize()
-            times[key].append(time.perf_counter() - start)
+            times[key].append(clock() - start)
     return {key: min(of[1:]) for key, of in times.items()}

@@ -170,6 +170,8 @@ def places(flags: torch.Tensor) -> torch.Tensor:
 
 def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
     """Share out each layer in turn; p and q are of `verify`."""
+    if tree.tokens.shape[1] == 1:
+        return descend_single(tree, p, q)
     root = torch.zeros_like(tree.lengths, dtype=torch.float64)
     root[:, 0] = 1.0
     shares, residuals, densities = [root], [], []
@@ -180,6 +182,30 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
         densities.append(density)
     residuals.append(shares[-1])
     return Layers(torch.stack(shares), torch.stack(residuals), torch.stack(densities))
+
+
+def descend_single(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
+    """Return what `share_out` gives layer by layer, for trees of one chain each.
+
+    A child's share is min(1, w p / q), and a node's residual the sum of max(w p - q, 0): block
+    verification (arXiv 2403.10444, algorithm 2).
+    """
+    size, _, num_steps = tree.tokens.shape
+    log_p = p.log_probs().unflatten(0, (size, num_steps + 1))[:, :-1]  # [G, K, V]
+    log_q = torch.stack([of_column.log_probs() for of_column in q], 1)
+    at = tree.tokens.transpose(1, 2)  # [G, K, 1]
+    ratio = (log_p.gather(2, at).double() - log_q.gather(2, at)).exp().squeeze(2)
+    shares, lives = [torch.ones_like(ratio[:, 0])], []
+    for column in range(num_steps):
+        lives.append((shares[-1] > LEAST_SHARE) & (column < tree.lengths[:, 0]))
+        claim = (shares[-1] * ratio[:, column]).clamp_max(1.0)
+        shares.append(torch.where(lives[-1], claim, 0.0))
+    every, splits = torch.stack(shares), torch.stack(lives)  # [K + 1, G], [K, G]
+    # R_v(x), in place: it is as large as p.
+    left = log_p.exp().mul_(every[:-1].T.unsqueeze(2).float()).sub_(log_q.exp_()).clamp_min_(0.0)
+    residual = torch.where(splits, left.sum(2, dtype=torch.float64).T, every[:-1])
+    density = splits.double().view(num_steps, size, 1, 1).expand(-1, -1, -1, NUM_BINS)
+    return Layers(every.unsqueeze(2), torch.cat([residual, every[-1:]]).unsqueeze(2), density)
 
 
 def share_out(
@@ -392,14 +418,15 @@ def residual_of(
     for column, of_column in enumerate(q):
         shares, density = layers.shares[column], layers.density[column]
         is_here = num_columns == column
-        fork, here = forked(tree, shares, column), places(is_here)
+        here = places(is_here)
+        if not len(here):
+            continue
+        fork, at = forked(tree, shares, column), nodes[here]
         splits = fork.counts.take(nodes) > 0
         rejects |= is_here & splits & (layers.residual[column].take(nodes) > 0)
-        if len(here):
-            at = nodes[here]
-            rows = read(fork, at, p, of_column, column, len(layers.shares))
-            new = residual(rows, shares.take(at), density.flatten(0, 1)[at])
-            found[here] = new.where(is_here[here].unsqueeze(1), found[here])
+        rows = read(fork, at, p, of_column, column, len(layers.shares))
+        new = residual(rows, shares.take(at), density.flatten(0, 1)[at])
+        found[here] = new.where(is_here[here].unsqueeze(1), found[here])
     return rejects, found
 
 

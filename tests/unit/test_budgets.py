@@ -234,23 +234,51 @@ def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
 def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[tuple[Budget, int]] = []
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    clock.thread_time = clock.perf_counter
     monkeypatch.setattr(costs, "time", clock)
+    table, begun = torch.zeros(21, 600, dtype=torch.int32), []
+    ledger = SimpleNamespace(table=table, device=table.device, rank=torch.zeros(2000))
+    tables: Any = SimpleNamespace(ledger=ledger, begin_padding=lambda _, count: begun.append(count))
 
     def play(inputs: RoundInputs, shape: RoundShape) -> None:
-        budget = Budget(shape.num_particles, shape.num_steps)
-        played.append((budget, len(inputs.rows)))
-        clock.now += 0.02 if budget == OFF else 0.001 * len(inputs.rows)  # OFF is disturbed
+        budget, keys = Budget(shape.num_particles, shape.num_steps), int(inputs.committed[0])
+        if keys == 1 and not begun:
+            played.append((budget, len(inputs.rows)))
+            clock.now += 0.02 if budget == OFF else 0.001 * len(inputs.rows)  # OFF is disturbed
+            return
+        slots = table[inputs.rows, :keys]
+        assert slots.unique().numel() == slots.numel(), "no two requests share a slot"
+        tokens = slots.numel() if keys > 1 else 0
+        clock.now += 0.001 * len(inputs.rows) + 1e-6 * (shape.num_steps + 1) * tokens
 
-    found = costs_of_launched(play, SMCConfig(), most_requests=20, device="cpu")
+    found = costs_of_launched(play, SMCConfig(), most_requests=20, tables=tables)
     sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
     assert sizes[Budget(8, 8)] == [1, 4, 7] and sizes[OFF] == [1, 4, 16, 20]
     assert len(played) == 4 * sum(map(len, sizes.values()))
     assert found.round(16, OFF, TOP) == pytest.approx(0.016)
+    assert found.reading == pytest.approx({of: 1e-6 * (of.num_steps + 1) for of in found.rounds})
+    assert not table.any()
+
+
+def test_drafts_pay_again_where_the_sequences_are_long() -> None:
+    """A draft doubles a round; half of them are kept; reading takes no longer for it."""
+    rounds = {Budget(1, 1): Curve(((1, 2.0),)), OFF: Curve(((1, 1.0),))}
+    policy = Policy(Budget(1, 1), RoundCosts(rounds, dict.fromkeys(rounds, 0.01)))
+    for _ in range(200):
+        policy.learn(Budget(1, 1), 1)
+        policy.learn(Budget(1, 1), 0)
+        policy.end_round()
+    for length, expected in ((0, OFF), (90, OFF), (500, Budget(1, 1)), (0, OFF)):
+        for _ in range(16):
+            policy.choose(4, Budget(1, 1), length=length)
+        assert policy.budget == expected
+    parts = Costs(Curve(((1, 1.0),)), Curve(((1, 1.0),)), reading=0.01)
+    assert parts.round(2, OFF, TOP, 50) == parts.round(2, OFF, TOP) + 1.0
 
 
 def test_costs_are_read_from_json() -> None:
-    text = json.dumps({"draft": [[1, 0.1]], "target": [[4, 0.3], [1, 0.2]]})
-    assert Costs.parse(text) == Costs(Curve(((1, 0.1),)), Curve(((1, 0.2), (4, 0.3))), 0.0)
+    text = json.dumps({"draft": [[1, 0.1]], "target": [[4, 0.3], [1, 0.2]], "reading": 1e-6})
+    assert Costs.parse(text) == Costs(Curve(((1, 0.1),)), Curve(((1, 0.2), (4, 0.3))), 0.0, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -170,24 +170,31 @@ def laws_of(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[TokenDistribution
     return TokenDistribution.of_log_probs(log_p.flatten(0, 2)), every
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_one_chain_is_block_verification(spread: float) -> None:
-    """Sun et al.'s algorithm 2, however long the chain is and whatever a law forbids."""
+@pytest.mark.parametrize(("spread", "num_chains"), [(0.0, 1), (1.0, 1), (1.0, 2)])
+def test_one_chain_is_block_verification(spread: float, num_chains: int) -> None:
+    """Sun et al.'s algorithm 2, however long the chain is and whatever a law forbids.
+
+    A second chain without tokens changes nothing.
+    """
     generator = torch.Generator().manual_seed(0)
     size, num_steps, vocab_size = 60, 6, 4
     logits = torch.randn(size, 1, num_steps + 1, vocab_size, generator=generator)
     others = logits + spread * torch.randn(logits.shape, generator=generator)
     logits[::3, ..., 0] = others[::3, ..., 1] = -torch.inf if spread else 0.0
-    p, q = laws_of(logits.log_softmax(-1), others[:, :, :-1].log_softmax(-1))
+    each = (law.expand(-1, num_chains, -1, -1) for law in (logits, others[:, :, :-1]))
+    p, q = laws_of(*(law.log_softmax(-1) for law in each))
     numbers = torch.rand(num_steps, size, generator=generator, dtype=torch.float64)
-    tokens = torch.stack([law.sample(u)[0] for law, u in zip(q, numbers, strict=True)], 1)
+    numbers = numbers.repeat_interleave(num_chains, 1)
+    drawn = [law.sample(u)[0] for law, u in zip(q, numbers, strict=True)]
+    tokens = torch.stack(drawn, 1).view(size, num_chains, num_steps)
     lengths = torch.arange(size) % (num_steps + 1)
-    tree = verification.grow(tokens.unsqueeze(1), lengths.unsqueeze(1))
+    none = torch.zeros(size, num_chains - 1, dtype=torch.int64)
+    tree = verification.grow(tokens, torch.cat([lengths.unsqueeze(1), none], 1))
     chances = verification.exits(verification.descend(tree, p, q))[:, :, 0]
     laws = logits[:, 0].double().softmax(-1), others[:, 0].double().softmax(-1)
     for row, length in enumerate(lengths.tolist()):
         of_row = (law[row].tolist() for law in laws)
-        expected = block_verification(*of_row, tokens[row, :length].tolist())
+        expected = block_verification(*of_row, tokens[row, 0, :length].tolist())
         assert chances[row, : length + 1].tolist() == pytest.approx(expected, abs=1e-6)
 
 
