@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
 _MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
 _REPEATS = 3
-_READ, _LENGTH = 4, 1024  # requests and tokens of each, by which the cost of reading is measured
+_READ, _LENGTH = 16, 1024  # requests and tokens of each, by which the cost of reading is measured
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
