@@ -5,7 +5,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
-from sglang_smc.options.request import Budget, budgets
+from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_server
@@ -30,7 +30,7 @@ T = TypeVar("T")
 # Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
 _MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
 _REPEATS = 3
-_READ, _LENGTH = 4, 1024  # requests and tokens of each, by which the cost of reading is measured
+_READ, _LENGTH = 16, 1024  # requests and tokens of each, by which the cost of reading is measured
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
@@ -160,14 +160,15 @@ def costs_of_recordings(
 
 def _reading_of(
     play: Callable[[Budget, RoundInputs], object],
-    of: Iterable[Budget],
+    every: Collection[Budget],
     config: SMCConfig,
     tables: Tables,
     most_requests: int,
 ) -> dict[Budget, float]:
     """Return the seconds that a round takes longer for each token of its sequences.
 
-    The first rows of the tables, which no request has yet, get long sequences of slots apart.
+    They are those of the target's pass, and of K draft passes, whatever N is. The first rows of the
+    tables, which no request has yet, get long sequences of slots apart.
     """
     ledger, device = tables.ledger, str(tables.ledger.device)
     rows = torch.arange(min(_READ, most_requests), device=device)
@@ -178,14 +179,17 @@ def _reading_of(
         padding = RoundInputs.of_padding(config, budget, len(rows), device, length)
         return padding._replace(rows=rows)
 
-    keys = [(budget, tokens) for budget in of for tokens in (1, length)]
+    deepest = max(every, key=lambda budget: (-budget.num_particles, budget.num_steps))
+    keys = [(budget, tokens) for budget in (OFF, deepest) for tokens in (1, length)]
     runs = {key: partial(play, key[0], inputs(*key)) for key in keys}
     tables.begin_padding(config, len(rows))
     before = ledger.table[rows]
     ledger.table[rows, :length] = slots.view(len(rows), -1).to(ledger.table.dtype)
     found = _seconds_of(runs, device)
     ledger.table[rows] = before
-    return {of: max(found[of, length] - found[of, 1], 0.0) / len(slots) for of, _ in keys}
+    target, both = (max(found[of, length] - found[of, 1], 0.0) for of in (OFF, deepest))
+    draft = max(both - target, 0.0) / deepest.num_steps
+    return {of: (target + of.num_steps * draft) / len(slots) for of in every}
 
 
 def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:

@@ -237,7 +237,7 @@ def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPa
     clock.thread_time = clock.perf_counter
     monkeypatch.setattr(costs, "time", clock)
     table, begun = torch.zeros(21, 600, dtype=torch.int32), []
-    ledger = SimpleNamespace(table=table, device=table.device, rank=torch.zeros(2000))
+    ledger = SimpleNamespace(table=table, device=table.device, rank=torch.zeros(6000))
     tables: Any = SimpleNamespace(ledger=ledger, begin_padding=lambda _, count: begun.append(count))
 
     def play(inputs: RoundInputs, shape: RoundShape) -> None:
