@@ -160,6 +160,11 @@ class Acceptance:
         # Rounds of a request, their tokens kept, and those tried.
         self._counts: dict[Budget, tuple[float, float, float]] = {}
 
+    @property
+    def is_guessed(self) -> bool:
+        """Return whether nothing has been counted."""
+        return not self._counts
+
     def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; tokens behind the first rejected one do not count as tried."""
         rounds, kept, tried = self._counts.get(budget, (0.0, 0.0, 0.0))
@@ -284,8 +289,9 @@ class Policy:
     def _trial(self, batch_size: int, widest: Budget) -> Budget:
         """Return the cheapest drafts, where plain decoding has saved for them or they pay; or OFF.
 
-        A trial ends with the first `_PERIOD` rounds that yield less than plain decoding. The next
-        one is saved for twice as long.
+        The first trial is not saved for, since a guess alone speaks against it. A trial ends with
+        the first `_PERIOD` rounds that yield less than plain decoding. The next one is saved for
+        twice as long.
         """
         seconds = {of: self._seconds(of, batch_size, widest) for of in self._budgets}
         cheapest = min(self._budgets[:-1], key=seconds.__getitem__)
@@ -295,7 +301,7 @@ class Policy:
             self._num_lost = 0 if pays else min(self._num_lost + 1, _RAREST)
             return cheapest if pays else OFF
         earned = self._num_off * _TRIALS / _PERIOD / 2**self._num_lost
-        return cheapest if earned >= more else OFF
+        return cheapest if earned >= more or self._acceptance.is_guessed else OFF
 
     def best(self, batch_size: int, widest: Budget) -> Budget:
         """Return the budget of most tokens per second; of near ties, that of most particles.

@@ -158,6 +158,16 @@ def test_useless_drafts_cost_ever_less_and_are_tried_again(batch_size: int, row:
     assert seen[-1] != OFF
 
 
+def test_a_guess_alone_does_not_keep_drafts_off() -> None:
+    """A round of one draft token never pays here, and of eight does, if all are kept."""
+    costs = RoundCosts({of: Curve(((1, 3.0 + 0.3 * of[1]),)) for of in budgets(Budget(1, 8))[:-1]})
+    costs.rounds[OFF] = Curve(((1, 1.0),))
+    policy = Policy(Budget(1, 8), costs)
+    assert policy.budget == OFF
+    _, seen = race(policy, 1, 0.99, 5 * PATIENT)
+    assert seen[-1] == Budget(1, 8)
+
+
 def test_no_particles_are_taken_that_plain_decoding_beats() -> None:
     """Though near ties go to the most particles."""
     seconds = {Budget(2, 1): 1.85, Budget(1, 1): 3.0, OFF: 1.0}  # for 1.84, 1.8 and 1 tokens
@@ -193,6 +203,7 @@ def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
 
 def test_particles_come_back_when_the_load_has_gone_and_there_is_memory() -> None:
     policy = Policy(TOP, roofline(free=256))
+    policy.learn(Budget(1, 1), 1)
     rounds(policy, 512, 20)
     for _ in range(20):
         policy.choose(1, TOP, fits=lambda budget: budget == OFF)
