@@ -40,7 +40,7 @@ def play_plainly(
     locations = KVLocations(rows, committed, own, shape.max_tail + 1)
     # Without tails every slot of an arena is free, and its first is that of the next position.
     slots = ledger.table[rows.unsqueeze(1), starts].masked_fill(ended.unsqueeze(1), 0)  # [G, 1]
-    ledger.tails[own, starts & (ledger.tails.shape[1] - 1)] = slots
+    ledger.tails[own, ledger.in_ring(starts)] = slots
     written = slots.long().unsqueeze(1)  # [G, 1, 1]
     if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
         locations = locations._replace(committed=committed + 1, max_tail=0)

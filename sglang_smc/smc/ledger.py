@@ -133,7 +133,7 @@ class Ledger:
         slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
         targets = self.particle_rows(rows, lengths.shape[1])
         positions = (committed.unsqueeze(1) + lengths).unsqueeze(2) + column  # [G, N, 1 + width]
-        in_ring = self._in_ring(positions)
+        in_ring = self.in_ring(positions)
         self.tails[targets.unsqueeze(2), in_ring[:, :, 1:]] = slots
         owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
         before = self.tails[targets.unsqueeze(2), in_ring[:, :, :1]].where(owed, 0)
@@ -156,7 +156,7 @@ class Ledger:
         places = starts.unsqueeze(1) + column
         inside = column < lengths.unsqueeze(1)
         slots = self.table[rows.unsqueeze(1), places.where(inside, 0)].where(inside, 0)
-        self.tails[self.particle_rows(rows, 1), self._in_ring(places)] = slots
+        self.tails[self.particle_rows(rows, 1), self.in_ring(places)] = slots
         return slots.long()
 
     def descend(
@@ -220,9 +220,9 @@ class Ledger:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the tails in their table, for ``[G, N, T]``."""
         positions = committed.view(-1, 1, 1) + self._tail[:max_tail]
-        return self.particle_rows(rows, num_particles).unsqueeze(2), self._in_ring(positions)
+        return self.particle_rows(rows, num_particles).unsqueeze(2), self.in_ring(positions)
 
-    def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
+    def in_ring(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the entries of positions in particles' rows."""
         return positions & (self.tails.shape[1] - 1)
 
@@ -253,8 +253,8 @@ class Slots(NamedTuple):
         if tokens is not None:
             same_slot = same_slot & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
         slots.copy_(slots.gather(1, same_slot.long().argmax(2)))
-        in_ring = self.positions[column] & (ledger.tails.shape[1] - 1)
-        ledger.tails[self.locations.particle_rows, in_ring] = slots.int()
+        places = ledger.in_ring(self.positions[column])
+        ledger.tails[self.locations.particle_rows, places] = slots.int()
         return same_slot
 
     def descend(self, ancestors: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ class Failure(IntEnum):
 
 
 class Draft(Protocol):
-    """What gives logits of q for one draft token after another; see `proposers.base`."""
+    """Give logits of q for one draft token after another; see `proposers.base`."""
 
     def first_logits(self, last_two: torch.Tensor, at: Any) -> torch.Tensor: ...
     def next_logits(self, step: int, tokens: torch.Tensor, at: Any) -> torch.Tensor: ...
@@ -54,7 +54,7 @@ class Draft(Protocol):
 
 
 class Rules(Protocol):
-    """What reads texts on the host, as structured output does; see `rules.registry.TextRules`."""
+    """Read texts on the host, as structured output does; see `rules.registry.TextRules`."""
 
     def apply(
         self, logits: torch.Tensor, chains: torch.Tensor, first: int
@@ -66,7 +66,7 @@ class Rules(Protocol):
 
 
 class Matches(Protocol):
-    """What q is mixed with; see `proposers.ngram.Matches`."""
+    """Mix q with matches in earlier texts; see `proposers.ngram.Matches`."""
 
     def follow(self, drawn: torch.Tensor) -> "Matches": ...
     def mixed(self, draft: TokenDistribution) -> TokenDistribution: ...
