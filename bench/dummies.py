@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc_tools.plan.shapes import ModelShape
 
 #: Token ids; the first word of a prompt is neither padding nor EOS.
 PADDING, END, FIRST_TOKEN = 0, 1, 2

@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_smc.tools.distill.losses import chi2, rejection
+from sglang_smc_tools.distill.losses import chi2, rejection
 
 PAIR = Path(__file__).resolve().parents[1] / "bench" / "pair"
 sys.path.insert(0, str(PAIR))

@@ -10,13 +10,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sglang_smc.tools.view.particles import Particles
+    from sglang_smc_tools.view.particles import Particles
 
 __version__ = "0.1.0"
 
 
 def particles(answer: "Any") -> "Particles":
-    """Return the particles of an answer, with their weights; see `sglang_smc.tools.view.particles`.
+    """Return the particles of an answer, with their weights; see `sglang_smc_tools.view.particles`.
 
     Args:
         answer: of `/generate`, `sgl.Engine.generate` or an OpenAI route, for a request that sets
@@ -24,6 +24,6 @@ def particles(answer: "Any") -> "Particles":
 
     Raises ValueError if the answer has no particles; the message names the option to set.
     """
-    from sglang_smc.tools.view.particles import Particles
+    from sglang_smc_tools.view.particles import Particles
 
     return Particles.of(answer)

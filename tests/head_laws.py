@@ -1,4 +1,4 @@
-"""What heads draft, by transformers and the heads of `sglang_smc.tools.distill`, in float64.
+"""What heads draft, by transformers and the heads of `sglang_smc_tools.distill`, in float64.
 
 Those of MTP layers are by transformers' layers of the target's own family.
 """
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sglang_smc.tools.distill.checkpoints import load_head, new_head
+from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
 DSPARK = "dspark"

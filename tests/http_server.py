@@ -16,7 +16,7 @@ import httpx
 import warm
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
-from sglang_smc.tools.demo.serving import flags_of, free_port
+from sglang_smc_tools.demo.serving import flags_of, free_port
 
 START_TIMEOUT = 1200.0
 STOP_TIMEOUT = 60.0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.tools.testing.statistics import goodness_of_fit
+from sglang_smc_tools.testing.statistics import goodness_of_fit
 
 ALL = 1 << 30  # SGLang's top_k for "no top-k"
 Sequence = tuple[int, ...]

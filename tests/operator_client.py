@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from sglang_smc import upstream
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.metrics import PREFIX
-from sglang_smc.tools.demo.serving import free_port
+from sglang_smc_tools.demo.serving import free_port
 
 SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
 # As on a GPU: a round is in flight when the scheduler is told something.

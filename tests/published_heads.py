@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from sglang_smc.tools.distill.heads import Midlayer
+from sglang_smc_tools.distill.heads import Midlayer
 
 EAGLE, EAGLE_QWEN2 = "eagle", "eagle of qwen2"
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -19,7 +19,7 @@ from pair.task import held_out
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
 
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 #: Seconds a token of each family takes in a batch of one; SMC takes the default.
 SECONDS = {AR: 0.10, AR_STOCK: 0.09, CHAIN: 0.05, TREE: 0.04}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc_tools.plan.shapes import ModelShape
 
 #: 120 weights in its layer, 80 in its LM head, 16 bytes of KV a token, 32 operations a key.
 TOY = ModelShape(

@@ -8,7 +8,7 @@ import pytest
 from scipy.special import logsumexp
 
 from sglang_smc.state.trace import Trace, TracedRound
-from sglang_smc.tools.view.finding import checked
+from sglang_smc_tools.view.finding import checked
 
 
 class Replayed(NamedTuple):

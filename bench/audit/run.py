@@ -28,15 +28,15 @@ from pair.task import held_out
 from results import markdown_table, provenance
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
-from sglang_smc.tools.demo.serving import Launch, ServerError, running
-from sglang_smc.tools.real.models import CACHE, MODELS, checkpoint
-from sglang_smc.tools.testing import audit, audit_texts
-from sglang_smc.tools.testing.audit_pressure import sweep
-from sglang_smc.tools.testing.checks import PROMPTS
-from sglang_smc.tools.testing.copies import copies_of
-from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
-from sglang_smc.tools.testing.report import Result, as_dict
 from sglang_smc.upstream import SUPPORTED, release
+from sglang_smc_tools.demo.serving import Launch, ServerError, running
+from sglang_smc_tools.real.models import CACHE, MODELS, checkpoint
+from sglang_smc_tools.testing import audit, audit_texts
+from sglang_smc_tools.testing.audit_pressure import sweep
+from sglang_smc_tools.testing.checks import PROMPTS
+from sglang_smc_tools.testing.copies import copies_of
+from sglang_smc_tools.testing.endpoint import Endpoint, open_endpoint
+from sglang_smc_tools.testing.report import Result, as_dict
 
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives

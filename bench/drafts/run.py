@@ -27,9 +27,9 @@ from results import Report, by_temperature, interval_cell, number_cell, table, t
 from study import PAIR, digest
 
 from sglang_smc.options.server import LAG
-from sglang_smc.tools.plan import shapes
-from sglang_smc.tools.plan.devices import named
-from sglang_smc.tools.plan.roofline import Scenario, ar_step
+from sglang_smc_tools.plan import shapes
+from sglang_smc_tools.plan.devices import named
+from sglang_smc_tools.plan.roofline import Scenario, ar_step
 
 # --- Cells: each proposal with few and many particles, exact and auto, by temperature
 
@@ -121,7 +121,7 @@ def round_seconds(planned: str, num_particles: int) -> float:
     """Return a lower bound of the time of a round of K steps of an 8B.
 
     Args:
-        planned: the draft, one of `sglang_smc.tools.plan.shapes.DRAFTS`, or its own layer, mtp.
+        planned: the draft, one of `sglang_smc_tools.plan.shapes.DRAFTS`, or its own layer, mtp.
     """
     target = replace(shapes.from_config(EXPECTED), mtp_layers=1)
     draft = shapes.draft_for(target, planned)

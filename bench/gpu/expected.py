@@ -21,9 +21,9 @@ from speed import grid
 from speed.report import Results
 from study import PUBLISHED
 
-from sglang_smc.tools.plan.devices import named
-from sglang_smc.tools.plan.roofline import PassRows, RoundCost, ar_step, forward, smc_round
-from sglang_smc.tools.plan.shapes import DRAFTS
+from sglang_smc_tools.plan.devices import named
+from sglang_smc_tools.plan.roofline import PassRows, RoundCost, ar_step, forward, smc_round
+from sglang_smc_tools.plan.shapes import DRAFTS
 
 TEMPERATURE, TEMPERATURES = "0.7", ("0", "0.7", "1")
 TARGET, MODEL, HEAD = SPEED_8B.pair.target, SPEED_8B.pair.draft, DRAFTS["eagle3-8b"]

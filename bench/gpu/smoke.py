@@ -22,7 +22,7 @@ from speed.runner import Attempt, Case, Entry
 from study import PAIR, REPOSITORY, BenchError, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES, RESAMPLING_METHODS
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 NUM_PROBLEMS, ANSWER_TOKENS = 16, 160
 #: Far beyond the problems of the demo and of the studies.
@@ -53,7 +53,7 @@ def smoke_cases(work: Path, *names: str, device: str) -> list[Case]:
 
 #: Each kernel against torch, then the draft's attention at many sizes.
 COMMANDS = {
-    "doctor": (25.0, ("-m", "sglang_smc.tools.command", "doctor")),
+    "doctor": (25.0, ("-m", "sglang_smc.command", "doctor")),
     "attention": (45.0, ("-m", "pytest", "-q", "tests/kernels/test_particle_attention.py")),
 }
 
@@ -336,7 +336,7 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
         return client(engine.url)
     if part == AUDIT:
         words = ("audit", engine.url, "--minutes", "1.5", "--params", json.dumps(EXACT))
-        return ended(("-m", "sglang_smc.tools.command", *words))
+        return ended(("-m", "sglang_smc.command", *words))
     if part == "kinds":
         found = {kind.name: alone(engine, kind, prompts, graphs=graphs) for kind in kinds}
     else:

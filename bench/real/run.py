@@ -38,7 +38,7 @@ from results import (
 )
 from study import PUBLISHED, BenchError, Log, bar, code_fingerprint, copy
 
-from sglang_smc.tools.real.models import CACHE, checkpoint, origin
+from sglang_smc_tools.real.models import CACHE, checkpoint, origin
 
 # --- Cells
 

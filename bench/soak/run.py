@@ -31,7 +31,7 @@ from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
 from soak.verdict import Held, Watch, judge, load_of
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
-from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_arguments
+from sglang_smc_tools.demo.serving import Launch, describe_log, running, smc_arguments
 
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

@@ -13,8 +13,8 @@ from study import BenchError, slug_of
 from sglang_smc.dtype import default_dtype
 from sglang_smc.kv import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.demo.serving import Launch
-from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
+from sglang_smc_tools.demo.serving import Launch
+from sglang_smc_tools.plan.shapes import BUILT_IN, ModelShape
 
 # --- Models
 
@@ -62,7 +62,7 @@ def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
         write_model(folder / TARGET, llama_config(pair.target))
         write_model(folder / DRAFT, llama_config(pair.draft))
         if head in HEADS and not (folder / head / "model.safetensors").exists():
-            from sglang_smc.tools.distill.checkpoints import new_head  # imports torch
+            from sglang_smc_tools.distill.checkpoints import new_head  # imports torch
 
             hot = {"hot_tokens": range(min(HOT_TOKENS, pair.target.vocab_size))}
             new_head(head, folder / TARGET, folder / head, **(hot if head == HEAD else BLOCK_SIZES))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 from study import BenchError
 
-from sglang_smc.tools.commands import client_of, told_by
-from sglang_smc.tools.demo import serving
-from sglang_smc.tools.demo.serving import Launch, ServerError, streamed
+from sglang_smc_tools.commands import client_of, told_by
+from sglang_smc_tools.demo import serving
+from sglang_smc_tools.demo.serving import Launch, ServerError, streamed
 
 #: The last line of a Python traceback.
 ERROR = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception)): ?(.*)$", re.MULTILINE)

@@ -26,7 +26,7 @@ from speed.measure import TEMPERATURE, EngineCase, engine_cases
 from speed.report import CellRow, make_rows, markdown
 from speed.runner import Case, Clock, Records, Runner, Stage, read_results
 
-from sglang_smc.tools.plan.shapes import from_config
+from sglang_smc_tools.plan.shapes import from_config
 
 #: Far more than starts and cells take: what exceeds it thrice hangs.
 START_SECONDS, CELL_SECONDS = 120.0, 600.0

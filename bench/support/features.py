@@ -18,7 +18,7 @@ from speed.runner import Clock, TimeUpError
 from study import PUBLISHED, REPOSITORY, write_between
 from support.run import ENGINE, NEW_TOKENS, PATIENCE, prompts
 
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 PAIR = REPOSITORY / "bench" / "pair"
 HEAD = {"speculative_draft_model_path": str(PAIR / "eagle3"), "speculative_num_steps": 3}

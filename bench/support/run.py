@@ -29,7 +29,7 @@ from speed.runner import Clock, TimeUpError
 from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, write_between
 from support.families import EOS, FAMILIES, VOCAB, Family
 
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 # --- One family: random weights, an engine, and the texts of transformers
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.tools.distill.checkpoints import load_head
+from sglang_smc_tools.distill.checkpoints import load_head
 
 #: Targets and drafts.
 PAIRS = {"draft": ("target", "draft"), "head": ("target", "eagle3"), "coder": ("1.5b", "0.5b")}

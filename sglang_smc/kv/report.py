@@ -1,6 +1,6 @@
 """Report a server's memory, and the requests' shares of it, as one table.
 
-The server logs it when it starts, and returns it on /server_info; `sglang_smc.tools.plan` computes
+The server logs it when it starts, and returns it on /server_info; `sglang_smc_tools.plan` computes
 it for models and a device. `kv.arena` defines how much a request reserves.
 """
 

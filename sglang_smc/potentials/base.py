@@ -78,7 +78,7 @@ class Potential(ABC):
 
     prefix_is_complete: ClassVar[bool] = False
     """Whether `prefix` of a whole text equals `complete` of it;
-    `sglang_smc.tools.testing.check_potential` checks that."""
+    `sglang_smc_tools.testing.check_potential` checks that."""
 
     def open(self) -> None:
         """Load models and connect, once, in the process that runs rounds."""

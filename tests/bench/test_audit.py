@@ -24,10 +24,10 @@ from sglang_smc.patches.cpu import speculation
 from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
-from sglang_smc.tools.demo.serving import Launch, ServerError
-from sglang_smc.tools.testing.client import Client
-from sglang_smc.tools.testing.endpoint import Endpoint, Sample
-from sglang_smc.tools.testing.model import Position
+from sglang_smc_tools.demo.serving import Launch, ServerError
+from sglang_smc_tools.testing.client import Client
+from sglang_smc_tools.testing.endpoint import Endpoint, Sample
+from sglang_smc_tools.testing.model import Position
 
 NODES = 60
 FLAT = torch.tensor([[0.3, 0.2, 0.1, 0.0]]).repeat(NODES, 1)  # logits

@@ -17,7 +17,7 @@ from study import PAIR, BenchError
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.demo.cli import FIRST_PROBLEM
+from sglang_smc_tools.demo.cli import FIRST_PROBLEM
 
 STUDY = Fidelity(Fidelity.parser().parse_args([]))
 

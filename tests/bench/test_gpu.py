@@ -51,7 +51,7 @@ from speed_stand_ins import ORIGIN, FakeEngine
 from study import PAIR, REPOSITORY, BenchError
 
 from sglang_smc import __version__
-from sglang_smc.tools.command.machine import ENTRY_POINTS
+from sglang_smc.command.machine import ENTRY_POINTS
 
 CODE = {"code": 1}
 OF_BLOCK = {"architectures", "model_type", "dtype"}

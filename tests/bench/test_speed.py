@@ -38,7 +38,7 @@ from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
 
-from sglang_smc.tools.demo.serving import Launch
+from sglang_smc_tools.demo.serving import Launch
 
 QUICK = ("--preset", "cpu", "--quick")
 SYSTEMS = {system.slug: system for preset in (CPU, quick(CPU)) for system in systems(preset)}

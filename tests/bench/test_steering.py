@@ -14,7 +14,7 @@ from steering.judge import Judge
 from steering.steps import Steps, wrong_steps
 
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.tools.testing import check_potential
+from sglang_smc_tools.testing import check_potential
 
 # --- The potentials
 

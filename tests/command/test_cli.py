@@ -7,8 +7,8 @@ import pytest
 from programs import printed
 
 from sglang_smc import __version__
-from sglang_smc.tools.command import cli
-from sglang_smc.tools.commands import interruptible, main_of
+from sglang_smc.command import cli
+from sglang_smc_tools.commands import interruptible, main_of
 
 HEAVY = ("torch", "sglang", "transformers", "openai", "matplotlib", "numpy")
 PLAN = "plan --target llama-3.1-8b --draft llama-3.2-1b --device h200"
@@ -39,7 +39,7 @@ def test_a_command_gets_the_words_behind_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
     asked = ["--help", "doctor --help", "plan --help", "watch --help", PLAN]
     program = (
-        "import sys\nfrom sglang_smc.tools.command.cli import main\n"
+        "import sys\nfrom sglang_smc.command.cli import main\n"
         f"for words in {[line.split() for line in asked]}:\n"
         "    try: main(words)\n    except SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"

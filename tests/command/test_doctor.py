@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 from model_families import CONFIGS
 
+from sglang_smc.command import doctor, machine, pair
+from sglang_smc.command.machine import FAIL, OK, WARNING, Finding
 from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.command import doctor, machine, pair
-from sglang_smc.tools.command.machine import FAIL, OK, WARNING, Finding
-from sglang_smc.tools.plan import shapes
-from sglang_smc.tools.plan.devices import Device, named
-from sglang_smc.tools.plan.roofline import Scenario
-from sglang_smc.tools.plan.shapes import BUILT_IN, draft_from_config
+from sglang_smc_tools.plan import shapes
+from sglang_smc_tools.plan.devices import Device, named
+from sglang_smc_tools.plan.roofline import Scenario
+from sglang_smc_tools.plan.shapes import BUILT_IN, draft_from_config
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET = str(PAIR / "target")

@@ -27,7 +27,7 @@ MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 16, 700, 100
 
 
 def room_of(module: str) -> str:
-    """Return `round` of `sglang_smc.round.play`, `tools.plan` of `sglang_smc.tools.plan.cli`."""
+    """Return `round` of `sglang_smc.round.play`, `tools.plan` of `sglang_smc_tools.plan.cli`."""
     parts = module.split(".")
     return ".".join(parts[1:3] if parts[1:2] == ["tools"] else parts[1:2])
 

@@ -14,12 +14,12 @@ from figures import figures_of
 from resolved_args import field_names, options
 from transformers import AutoTokenizer
 
+from sglang_smc.command.cli import module_of
 from sglang_smc.options import request, server
 from sglang_smc.server import refusals
 from sglang_smc.state import metrics
-from sglang_smc.tools.command.cli import module_of
-from sglang_smc.tools.plan import cli as plan
-from sglang_smc.tools.testing import check_potential
+from sglang_smc_tools.plan import cli as plan
+from sglang_smc_tools.testing import check_potential
 
 ROOT = Path(__file__).parents[2]
 FOLDERS_OF_PAGES = (".", "docs", "kernels", "patches", "bench", "deploy", "*/*")

@@ -20,8 +20,8 @@ from server.target import Target
 from server.test_target import assert_greedy
 from tiny_models import smc_arguments
 
-from sglang_smc.tools.demo.serving import free_port
 from sglang_smc.upstream import IS_NEWEST
+from sglang_smc_tools.demo.serving import free_port
 
 if not IS_NEWEST:
     pytest.skip("older releases are refused", allow_module_level=True)

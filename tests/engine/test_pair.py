@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from sglang_smc.options.server import PROPOSALS
 from sglang_smc.potentials import Text
 from sglang_smc.potentials.library import EndpointError, Http
-from sglang_smc.tools.testing import check_potential
+from sglang_smc_tools.testing import check_potential
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

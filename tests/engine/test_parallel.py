@@ -19,7 +19,7 @@ from http_server import running_server
 from model_families import make_model
 from tiny_models import smc_arguments
 
-from sglang_smc.tools.demo.serving import free_port
+from sglang_smc_tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -23,7 +23,7 @@ from sglang_smc.smc.ledger import AttentionContext, KVLocations
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Ops
 from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import recorded_logprobs
-from sglang_smc.tools.plan.shapes import from_config
+from sglang_smc_tools.plan.shapes import from_config
 
 FILTERS = {"needs": {Need.FILTERS}}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()

@@ -16,7 +16,7 @@ from little_server import answering
 from operator_client import SETTINGS, Operator, queries_of_dashboard, queries_of_page
 from tiny_models import smc_arguments
 
-from sglang_smc.tools.demo.serving import free_port
+from sglang_smc_tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from programs import printed
 
-from sglang_smc.tools.command.cli import COMMANDS
+from sglang_smc.command.cli import COMMANDS
 from sglang_smc.upstream import SUPPORTED
 
 ROOT = Path(__file__).parents[2]

@@ -47,7 +47,7 @@ REPOSITORY, TAG = "https://github.com/o/n", "v1.2"
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
     "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},
-    "console_scripts": {"sglang-smc": "sglang_smc.tools.command.cli:main"},
+    "console_scripts": {"sglang-smc": "sglang_smc.command.cli:main"},
 }
 
 
@@ -161,7 +161,7 @@ def test_the_wheels_files_work_from_an_empty_directory(site: Path, tmp_path: Pat
 
 def test_the_installed_doctor_finds_wheel_and_pair_sound(site: Path, tmp_path: Path) -> None:
     """As a user runs it: in a process of its own, which has the hooks put in force."""
-    words = [sys.executable, "-m", "sglang_smc.tools.command", "doctor", "--json"]
+    words = [sys.executable, "-m", "sglang_smc.command", "doctor", "--json"]
     words += [f"--{name}={site}/sglang_smc/pair/{name}" for name in ("target", "draft")]
     listed = json.loads(run(tmp_path, *words, PYTHONPATH=str(site)))
     found = {one["about"]: one for one in listed}

@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from routed import MESSAGES
 
 from server.kinds import PROMPT
-from sglang_smc.tools import watch
+from sglang_smc_tools import watch
 
 
 @pytest.fixture(scope="module")

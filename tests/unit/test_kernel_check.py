@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sglang_smc
+from sglang_smc.command import doctor
 from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import TORCH, check
 from sglang_smc.ops.check_cases import CHECKS, Check, Inputs, Sizes
@@ -19,7 +20,6 @@ from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Population
-from sglang_smc.tools.command import doctor
 
 SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
 OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "population", "distribution"})

@@ -37,7 +37,7 @@ from sglang_smc.potentials.spec import (
 )
 from sglang_smc.rules.potentials import PrefixTree
 from sglang_smc.state.request import has_open_token
-from sglang_smc.tools.testing import check_potential
+from sglang_smc_tools.testing import check_potential
 
 # The flag.
 

@@ -24,8 +24,8 @@ from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import MOST, Kinds, Recordings, RoundGraphs, plan_sizes, thinned
 from sglang_smc.smc.settings import Need
 from sglang_smc.state.logprobs import LogprobTable, recorded_logprobs
-from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
+from sglang_smc_tools.plan.memory import PREFILL_SHARE, reserved_bytes
 
 STOCK = [*range(1, 9), *range(10, 34, 2), 40, 44, 48]  # of SGLang, up to 48 requests
 LOGPROBS = recorded_logprobs(1000)

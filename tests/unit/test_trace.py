@@ -17,7 +17,7 @@ from trace_replay import Replayed, read, replay
 from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.options.request import Budget
 from sglang_smc.smc.weighing import normalized
-from sglang_smc.tools.view.genealogy import genealogy
+from sglang_smc_tools.view.genealogy import genealogy
 
 
 @pytest.mark.parametrize("when", ["round", {"tokens": 3}, "end"])

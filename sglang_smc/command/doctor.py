@@ -1,0 +1,134 @@
+"""Run ``sglang-smc doctor``: check this machine, or a pair of models on a device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_smc.command import machine
+from sglang_smc.command.machine import FAIL, HERE, Finding, warning
+from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
+from sglang_smc_tools.commands import command, number, positive
+from sglang_smc_tools.plan import shapes
+from sglang_smc_tools.plan.devices import DATA_SHEETS
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print all findings; return the exit status: 0 if nothing failed, 1 if something did."""
+    _check(options)
+    found = []
+    with _without_log():
+        for finding in examine(options):
+            found.append(finding)
+            if not options.json:
+                print(as_text(finding), flush=True)
+    if options.json:
+        print(json.dumps([as_dict(finding) for finding in found], indent=2))
+    return int(any(finding.level == FAIL for finding in found))
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Suppress SGLang's log lines and warnings: relevant problems are reported as findings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def as_text(finding: Finding) -> str:
+    """Return the level and the finding, and the remedy below."""
+    marked = [("", line) for line in f"{finding.about}: {finding.found}".splitlines()]
+    marked += [("-> ", line) for line in finding.do.splitlines()]
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths
+    blocks = [
+        textwrap.wrap(line, 90, initial_indent=mark, subsequent_indent=" " * len(mark), **whole)
+        for mark, line in marked
+    ]
+    text = textwrap.indent("\n".join("\n".join(block) for block in blocks), " " * 10)
+    return f"{finding.level:10}{text.lstrip()}"
+
+
+def as_dict(finding: Finding) -> dict[str, Any]:
+    return {name: value for name, value in finding._asdict().items() if value not in ("", None)}
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc doctor",
+        description="Checks versions, device and hooks of this installation; with --target and "
+        "--draft also whether the pair fits together, and onto a device. No model is loaded.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = result.add_argument
+    models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
+    add("--target", metavar="DIR", help=models)
+    add("--draft", metavar="DIR", help="the same, or the folder of a head, or ngram; "
+        "without it mtp, the target's own MTP layer")  # fmt: skip
+    add("--device", default=HERE, help=f"device of the pair: {', '.join(DATA_SHEETS)}, or here")
+    add("--tp", type=positive, default=1, help="tensor-parallel devices")
+    add("--requests", type=positive, default=8, help="requests that should fit at once")
+    add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
+        "what the target takes")  # fmt: skip
+    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
+    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
+    add("--max-lag", type=positive, default=LAG, help="as --speculative-smc-max-lag")
+    share = number(float, 0, 1, is_open=True)
+    add("--mem-fraction", type=share, help="share of memory for weights and KV; default 0.7 on a "
+        "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
+    add("--kernels", action="store_true", help="instead run each kernel against its torch "
+        "reference, on this machine's GPU")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of lines")
+    return result
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError unless the arguments are consistent with each other."""
+    if options.draft and not options.target:
+        raise ValueError("--draft goes with --target; give both, or neither.")
+    if options.kernels and options.target:
+        raise ValueError("--kernels looks at no models; leave out --target and --draft.")
+    if options.device != HERE and not options.target:
+        raise ValueError("--device goes with --target and --draft; give both.")
+    if options.target:
+        options.draft = options.draft or shapes.MTP
+        both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, shapes.MTP: ()})
+        for name, known in both:
+            is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
+            if not is_known and not Path(name).is_dir():
+                raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
+    settings = ("num_particles", "num_steps", "max_lag")
+    SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield all findings, each as soon as it is available."""
+    if options.kernels:
+        yield from machine.kernel_findings(options.num_particles, options.num_steps)
+        return
+    failed = False
+    for finding in machine.findings():
+        failed = failed or finding.level == FAIL
+        yield finding
+    if not options.target:
+        return
+    if failed:
+        yield warning("pair", "not looked at", "Fix what failed above first.")
+        return
+    from sglang_smc_tools import pair_check as pair
+
+    yield from pair.findings(options)
+
+
+main = command(parser, run)

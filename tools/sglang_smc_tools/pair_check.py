@@ -1,0 +1,332 @@
+"""Check a target and a draft by their configurations and tokenizers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
+from sglang_smc.kv.arena import arena
+from sglang_smc.kv.rounds import Room as Graphs
+from sglang_smc.kv.rounds import round_bytes
+from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
+from sglang_smc_tools.plan import memory, shapes
+from sglang_smc_tools.plan.devices import Device, measure, named
+from sglang_smc_tools.plan.report import si
+from sglang_smc_tools.plan.roofline import DEFAULT_PARTICLES, Scenario
+from sglang_smc_tools.plan.shapes import EAGLE3, EAGLE3_STATES, MTP, NGRAM, ModelShape
+
+CONTEXT = 4096
+OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
+LAGS = (256, 128, 64, 32, 16, 8, LAG)
+#: Modes with the same number of KV slots per request are reported together.
+WEIGHING, VERIFYING = "smc", "exact"
+SETTINGS = ("num_particles", "num_steps", "max_lag")
+
+
+def findings(
+    options: argparse.Namespace, device: Device | None = None, most_slots: int | None = None
+) -> Iterator[Finding]:
+    """Yield all findings.
+
+    Args:
+        device: that of the options for None.
+        most_slots: bounds SGLang's KV pool regardless of the memory.
+    """
+    if options.draft == MTP and _has_no_layer(options.target):
+        yield _recommended(options, device)
+        return
+    if not _has_name(options):
+        if not _is_head(options.draft):
+            yield _vocabularies(options.target, options.draft)
+        yield _accepted(options)
+    try:
+        target = shapes.from_config(options.target)
+        draft = shapes.draft_for(target, options.draft)
+    except ValueError as error:
+        yield warning("arithmetic", "left out", str(error))
+        return
+    misfit = _misfit(target, draft, options)
+    if misfit is not None:
+        yield misfit
+        return
+    if device is None:
+        try:
+            device, most_slots = _device(options, shapes.lowest_precision(target, draft))
+        except ValueError as error:
+            yield fail("device of the pair", options.device, str(error))
+            return
+    options.context = options.context or _context(options.target)
+    tail = options.max_lag / 2  # tokens by which a particle runs ahead on average
+    scenario = Scenario(target, draft, device.times(options.tp), options.context, tail)
+    given = scenario.smc(1, options.num_particles, options.num_steps)
+    pair = ModelPair(given, options, most_slots)
+    yield pair.memory()
+    if pair.slots > 0:
+        yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
+        if most_slots is None:
+            yield pair.round_graphs()
+    yield pair.speed()
+    if pair.fitting(pair.settings(VERIFYING)) > 0:
+        yield pair.advice()
+
+
+def _has_no_layer(target: str) -> bool:
+    try:
+        return shapes.from_config(target).mtp_layers == 0
+    except ValueError:  # reported by other findings
+        return False
+
+
+def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
+    """Return a failure that compares what could draft for the target, by the planner's bounds."""
+    target, known = shapes.from_config(options.target), shapes.BUILT_IN.values()
+    layer = shapes.draft_for(replace(target, mtp_layers=1), MTP)
+    alike = [one for one in known if one.vocab_size == target.vocab_size]
+    smallest = min([target, *alike], key=lambda one: one.num_parameters)
+    drafts = {
+        "an EAGLE-3 head": replace(layer, kind=EAGLE3, num_states=EAGLE3_STATES),
+        **{name: one for name, one in shapes.BUILT_IN.items() if one is smallest is not target},
+        "n-gram matches alone": shapes.DRAFTS[NGRAM],
+    }
+    device = (device or _device(options, target.weight_bytes)[0]).times(options.tp)
+    sizes, plain, times = (options.num_particles, options.num_steps), 0.0, {}
+    for name, draft in drafts.items():
+        load = Scenario(target, draft, device, options.context or CONTEXT)
+        times[name], plain = 1e3 * load.smc(1, *sizes).seconds, 1e3 * load.ar(1).seconds
+    told = ", ".join(f"{ms:.2f} ms with {name}" for name, ms in times.items())
+    do = f"A round of N = {sizes[0]}, K = {sizes[1]} takes at least {told}; a token of plain "
+    do += f"decoding {plain:.2f} ms. Take a head made for this target, or train one (sglang-smc "
+    do += "distill --new eagle3); else a small model of its family and vocabulary; n-gram matches "
+    do += "where texts repeat. docs/drafts.md has what each yields."
+    return fail("draft", "none, and the target has no MTP layer", do, times)
+
+
+def _device(options: argparse.Namespace, weight_bytes: float) -> tuple[Device, int | None]:
+    """Return the device, measured in 16 bits if it is here, and a CPU's limit of KV slots.
+
+    Without --mem-fraction the options get the share that a server takes.
+    """
+    import torch
+
+    from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
+
+    is_here = options.device == HERE
+    on_cpu = is_here and not torch.cuda.is_available()
+    found = measure("cpu" if on_cpu else "cuda") if is_here else named(options.device, weight_bytes)
+    if options.mem_fraction is None:
+        kept = memory.reserved_bytes(found.capacity or 0.0)
+        options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (found.capacity or kept)
+    return found, MAX_TOTAL_TOKENS if on_cpu else None
+
+
+# --- Whether a server would start
+
+
+def _has_name(options: argparse.Namespace) -> bool:
+    """Return whether either model is given by a built-in name, which has no files to read."""
+    return any(map(shapes.is_name, (options.target, options.draft)))
+
+
+def _is_head(draft: str) -> bool:
+    """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
+    from sglang_smc.models.head_kinds import HEADS
+
+    try:
+        return draft == MTP or shapes.architecture(shapes.contents(draft)) in HEADS
+    except ValueError:  # reported by other findings
+        return False
+
+
+def _misfit(target: ModelShape, draft: ModelShape, options: argparse.Namespace) -> Finding | None:
+    """Return a failure if the sizes of target and draft do not fit together, else None."""
+    try:
+        draft.require_fit(target, options.num_steps)
+    except ValueError as error:
+        return fail("draft", f"{draft.kind} for another target, or fewer steps", str(error))
+    sizes = target.vocab_size, draft.vocab_size
+    # For folders, `_vocabularies` compares the tokenizers.
+    if draft.is_head or not draft.num_layers or not _has_name(options) or len({*sizes}) == 1:
+        return None
+    return fail("vocabulary", f"vocab_size is {sizes[0]} and {sizes[1]}", OTHER_DRAFT)
+
+
+def _vocabularies(*folders: str) -> Finding:
+    """Compare the tokenizers of a target and a draft model."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from sglang_smc.models import vocabulary
+
+    found, how = [], {"local_files_only": True}
+    try:
+        for folder in folders:
+            config = AutoConfig.from_pretrained(folder, **how).get_text_config()
+            tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+            found.append(vocabulary.Vocabulary.of(tokenizer, config.vocab_size))
+    except (OSError, ValueError) as error:
+        told = f"a tokenizer cannot be read: {error}"
+        return fail("vocabulary", told, "Give two model folders.")
+    if problem := vocabulary.problem(*found):
+        return fail("vocabulary", problem, OTHER_DRAFT)
+    size = len(found[0].tokens or ())
+    return ok("vocabulary", f"the same {size} tokens in both", numbers={"tokens": size})
+
+
+def _accepted(options: argparse.Namespace) -> Finding:
+    """Check these server arguments with SGLang's and SMC's validation; no weights are loaded."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_smc import upstream
+
+    given = ["--model-path", options.target]
+    if options.draft != MTP:  # which a server finds in the target's checkpoint
+        given += ["--speculative-draft-model-path", options.draft]
+    more = ["--disable-radix-cache"] if shapes.is_recurrent(options.target) else []
+    given += ["--speculative-algorithm", "SMC", "--log-level", "error", *more]
+    for name in SETTINGS:
+        given += [flag_of(name), str(getattr(options, name))]
+    try:
+        upstream.resolve_now(prepare_server_args(given))
+    except (OSError, ValueError) as error:
+        return fail("server arguments", "refused", str(error))
+    told = "".join(f", with {flag}" for flag in more)
+    return ok("server arguments", f"accepted{told}, and both models' families (by configuration)")
+
+
+def _context(target: str) -> int:
+    """Return the tokens of a request: `CONTEXT`, or fewer if the model's maximum is lower."""
+    if shapes.is_name(target):
+        return CONTEXT
+    return min(CONTEXT, shapes.contents(target).get("max_position_embeddings") or CONTEXT)
+
+
+# --- Memory and speed
+
+
+class ModelPair(NamedTuple):
+    """A target and a draft on a device with one request, and the options."""
+
+    given: Scenario
+    options: argparse.Namespace
+    most_slots: int | None
+
+    @property
+    def slots(self) -> int:
+        """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
+        given, options = self.given, self.options
+        share = options.mem_fraction * (given.device.capacity or 0.0)
+        share -= memory.ASIDE_BYTES if self.most_slots is None else 0.0
+        slots = memory.kv_slots(given.target, given.draft, share, self.settings(), options.requests)
+        return slots if self.most_slots is None else min(slots, self.most_slots)
+
+    def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
+        given = {name: getattr(self.options, name) for name in SETTINGS}
+        return SMCConfig(**{"mode": mode, **given, **other})
+
+    def fitting(self, config: SMCConfig) -> int:
+        """Return how many requests of full length fit at once, without a shared prefix."""
+        context = self.options.context
+        return self.slots // (context + arena(config, context))
+
+    def lag(self) -> int | None:
+        """Return the longest lag at which the wanted number of requests fits, or None."""
+        fitting = (
+            lag
+            for lag in LAGS
+            if lag <= self.options.max_lag
+            and self.fitting(self.settings(max_lag=lag)) >= self.options.requests
+        )
+        return next(fitting, None)
+
+    def memory(self) -> Finding:
+        both = self.given.target, self.given.draft
+        weights = sum(one.resident_bytes for one in both)
+        slot = sum(one.kv_bytes_per_token for one in both)
+        found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on "
+        found += self.given.device.name
+        if self.slots <= 0:
+            do = "Too large: split it (--tp), take a larger device, or leave less of it free "
+            do += "(--mem-fraction, --mem-fraction-static of the server)."
+            return fail("memory", found, do)
+        numbers = {"weight_bytes": weights, "bytes_per_slot": slot, "slots": self.slots}
+        return ok("memory", f"{found}: {self.slots:,} KV slots", numbers=numbers)
+
+    def requests(self, mode: str) -> Finding:
+        config, context = self.settings(mode), self.options.context
+        own, fitting = arena(config, context), self.fitting(config)
+        modes = [name for name in MODES if self.settings(name).weighs == config.weighs]
+        about = f"mode {', '.join(modes)}"
+        found = (
+            f"{own:,} slots a request beside its {context:,} tokens; {fitting:,} such requests fit"
+        )
+        numbers = {"arena": own, "requests": fitting}
+        if fitting >= self.options.requests:
+            return ok(about, found, numbers=numbers)
+        lag = self.lag()
+        if lag is not None and lag < self.options.max_lag:
+            remedy = f"With --speculative-smc-max-lag {lag} they fit."
+        elif self.fitting(self.settings(VERIFYING)) >= self.options.requests:
+            remedy = "In mode exact or auto they fit."
+        else:
+            remedy = "Texts as long as --context are too long for this device, or N is too large."
+        do = f"Fewer than --requests {self.options.requests}. {remedy}"
+        return (warning if fitting else fail)(about, found, do, numbers)
+
+    def round_graphs(self) -> Finding:
+        """Report how many requests' rounds are captured as CUDA graphs in the free memory."""
+        options = self.options
+        kept = (1 - options.mem_fraction) * (self.given.device.capacity or 0.0) / options.tp
+        sizes = options.num_particles, options.num_steps, self.given.target.vocab_size
+        weighed, verified = (
+            Graphs.beside_recordings(
+                int((1 - memory.PREFILL_SHARE) * kept),
+                round_bytes(*sizes, verifies=verifies),
+                round_bytes(*sizes, mixes=True),
+            )
+            for verifies in (False, True)
+        )
+        most = [min(one, memory.MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
+        found = (
+            f"of up to {most[0]} requests in mode smc, {most[1]} in the modes that verify, "
+            f"{most[2]} where one asks for what most do not, in {si(kept)}B that are left free; "
+            f"rounds that the host looks into play {weighed.launched} requests at a time"
+        )
+        numbers = {"recorded": most, "launched": weighed.launched}
+        if min(most) >= options.requests:
+            return ok("round graphs", found, numbers=numbers)
+        do = f"Fewer than --requests {options.requests}: larger batches play in slices, which "
+        do += "takes longer. A smaller --mem-fraction leaves more free."
+        return warning("round graphs", found, do, numbers)
+
+    def speed(self) -> Finding:
+        given = self.given
+        found = f"N = {given.num_particles}, K = {given.num_steps} at most {given.times_ar:.2f} "
+        found += "times plain decoding, one request at a time"
+        if given.times_ar <= 1:
+            do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
+            return warning("speed", f"{found}: no gain", do, {"times_ar": given.times_ar})
+        until = given.plain_wins_from
+        ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
+        numbers = {"times_ar": given.times_ar, "plain_wins_from": until}
+        return ok("speed", found + ends, numbers=numbers)
+
+    def advice(self) -> Finding:
+        """Recommend mode exact, with the given N and K, or the fastest with fewer particles.
+
+        They are for one request at a time: for several, adaptive sizes start from them.
+        """
+        best = self.given
+        if best.times_ar <= 1:
+            most = best.num_particles
+            particles = [count for count in DEFAULT_PARTICLES if count <= most] or [most]
+            best, _ = best.best(1, particles)
+        if best.times_ar <= 1:
+            do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
+            found = f"no N and K are faster than plain decoding on {self.given.device.name}"
+            return warning("advice", found, do)
+        settings = {"num_particles": best.num_particles, "num_steps": best.num_steps}
+        flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
+        flags += [flag_of("adaptive")] if self.options.requests > 1 else []
+        return ok("advice", " ".join([f"{flag_of('mode')} {VERIFYING}", *flags]), numbers=settings)
