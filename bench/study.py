@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # The benchmarks import these from here.
-from sglang_smc_tools.commands import ScriptError, as_script, bar, main_of, number, positive
+from sglang_smc.command.program import ScriptError, main_of, number, positive
+from sglang_smc_tools.commands import as_script, bar
 
 __all__ = ("as_script", "bar", "main_of", "number", "positive")
 FORMAT = 3

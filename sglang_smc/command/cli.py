@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from types import ModuleType
 
 from sglang_smc import __version__
+from sglang_smc.command import extensions
 
-#: The module of each command, below `sglang_smc_tools`, and what it does.
+DOCTOR = "doctor"
+#: What each command does. All but `doctor` are those of sglang-smc-tools.
 COMMANDS = {
-    "doctor": ("command.doctor", "check the installation, or whether a pair of models fits"),
-    "demo": ("demo.cli", "show SMC beside plain decoding, with tiny models"),
-    "plan": ("plan.cli", "compute bounds on speed, and the fastest N and K"),
-    "audit": ("testing.audit_cli", "test any server from outside: is its speculation lossless?"),
-    "check": ("testing.cli", "test whether an SMC server's answers follow the target"),
-    "view": ("view.page", "draw the particles of one answer, as a page"),
-    "watch": ("watch", "show a running server, live"),
+    DOCTOR: "check the installation, or whether a pair of models fits",
+    "demo": "show SMC beside plain decoding, with tiny models",
+    "plan": "compute bounds on speed, and the fastest N and K",
+    "audit": "test any server from outside: is its speculation lossless?",
+    "check": "test whether an SMC server's answers follow the target",
+    "view": "draw the particles of one answer, as a page",
+    "watch": "show a running server, live",
 }
 
 
-def module_of(name: str) -> ModuleType:
-    """Import the module of a command; its ``main(argv)`` returns an exit status."""
-    return import_module(f"sglang_smc_tools.{COMMANDS[name][0]}")
+def module_of(name: str) -> ModuleType | None:
+    """Import a command, whose ``main(argv)`` returns an exit status; None if not installed."""
+    if name != DOCTOR:
+        return extensions.loaded(extensions.COMMANDS, name)
+    from sglang_smc.command import doctor
+
+    return doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; 2, with the usage on stderr, if it is unknown."""
+    """Run a command and return its exit status.
+
+    It is 2, with the reason on stderr, if the command is unknown or not installed.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
-        return module_of(words[0]).main(words[1:])
+        module = module_of(words[0])
+        if module is not None:
+            return module.main(words[1:])
+        told = f"{words[0]} is a command of {extensions.PACKAGE}, which is not installed."
+        print(f"sglang-smc: {told} {extensions.INSTALL}", file=sys.stderr)
+        return 2
     if words in (["-h"], ["--help"]):
         print(usage())
         return 0
@@ -43,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    commands = "\n".join(f"  {name:8}{told}" for name, (_, told) in COMMANDS.items())
+    commands = "\n".join(f"  {name:8}{told}" for name, told in COMMANDS.items())
     return (
         f"usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version\n\n{commands}\n\n"
-        "sglang-smc COMMAND --help lists the options. To start a server:\n"
-        "python -m sglang.launch_server --speculative-algorithm SMC ..."
+        f"All but {DOCTOR} come with {extensions.PACKAGE}. sglang-smc COMMAND --help has options.\n"
+        "To start a server: python -m sglang.launch_server --speculative-algorithm SMC ..."
     )

@@ -9,15 +9,13 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from sglang_smc.command import machine
+from sglang_smc.command import extensions, machine
 from sglang_smc.command.machine import FAIL, HERE, Finding, warning
+from sglang_smc.command.program import command, number, positive
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
-from sglang_smc_tools.commands import command, number, positive
-from sglang_smc_tools.plan import shapes
-from sglang_smc_tools.plan.devices import DATA_SHEETS
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     add("--target", metavar="DIR", help=models)
     add("--draft", metavar="DIR", help="the same, or the folder of a head, or ngram; "
         "without it mtp, the target's own MTP layer")  # fmt: skip
-    add("--device", default=HERE, help=f"device of the pair: {', '.join(DATA_SHEETS)}, or here")
+    add("--device", default=HERE, help="device of the pair: h100, or another that sglang-smc plan "
+        "--help lists, or here")  # fmt: skip
     add("--tp", type=positive, default=1, help="tensor-parallel devices")
     add("--requests", type=positive, default=8, help="requests that should fit at once")
     add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
@@ -102,12 +101,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
-        options.draft = options.draft or shapes.MTP
-        both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, shapes.MTP: ()})
-        for name, known in both:
-            is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
-            if not is_known and not Path(name).is_dir():
-                raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
+        _pair_check().check(options)
     settings = ("num_particles", "num_steps", "max_lag")
     SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
 
@@ -126,9 +120,18 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     if failed:
         yield warning("pair", "not looked at", "Fix what failed above first.")
         return
-    from sglang_smc_tools import pair_check as pair
+    yield from _pair_check().findings(options)
 
-    yield from pair.findings(options)
+
+def _pair_check() -> ModuleType:
+    """Return the tools' module that checks a pair; raise ValueError if it is not installed."""
+    found = extensions.loaded(extensions.DOCTOR, "pair")
+    if found is None:
+        raise ValueError(
+            f"--target and --draft are checked by {extensions.PACKAGE}, which is not installed. "
+            f"{extensions.INSTALL} Without them doctor checks installation and device."
+        )
+    return found
 
 
 main = command(parser, run)

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NamedTuple
 
 from sglang_smc import __version__
+from sglang_smc.command import extensions
 
 #: Entry points of the package: group, name, and the variable that restricts the names loaded.
 ENTRY_POINTS = (
@@ -48,6 +49,7 @@ def findings() -> Iterator[Finding]:
         return
     yield ok("torch", str(installed("torch")))
     yield _release()
+    yield _tools()
     for group, name, variable in ENTRY_POINTS:
         yield _entry_point(group, name, variable)
     yield _device()
@@ -77,6 +79,18 @@ def _release() -> Finding:
             f"pip install 'sglang=={SUPPORTED[-1]}', or unset it.",
         )
     return fail("sglang", f"{found}", problem)
+
+
+def _tools() -> Finding:
+    found = installed(extensions.PACKAGE)
+    if found is None:
+        return ok(
+            extensions.PACKAGE, "not installed: doctor is the only command", extensions.INSTALL
+        )
+    if found != __version__:
+        told = f"{found}, with sglang-smc {__version__}"
+        return fail(extensions.PACKAGE, told, extensions.INSTALL)
+    return ok(extensions.PACKAGE, found)
 
 
 def _entry_point(group: str, name: str, variable: str | None) -> Finding:

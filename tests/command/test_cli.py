@@ -1,14 +1,12 @@
 """``sglang-smc``: which words it knows, how it ends, and that its help does not wait."""
 
-import signal
 import sys
 
 import pytest
 from programs import printed
 
 from sglang_smc import __version__
-from sglang_smc.command import cli
-from sglang_smc_tools.commands import interruptible, main_of
+from sglang_smc.command import cli, extensions
 
 HEAVY = ("torch", "sglang", "transformers", "openai", "matplotlib", "numpy")
 PLAN = "plan --target llama-3.1-8b --draft llama-3.2-1b --device h200"
@@ -36,6 +34,19 @@ def test_a_command_gets_the_words_behind_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert given == [["--x", "1"]]
 
 
+def test_without_its_tools_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extensions, "entry_points", lambda group: ())
+    for name in set(cli.COMMANDS) - {cli.DOCTOR}:
+        assert cli.main([name, "--help"]) == 2
+        told = capsys.readouterr()
+        assert f"{name} is a command of sglang-smc-tools" in told.err and told.out == ""
+        assert extensions.INSTALL in told.err
+    assert cli.main(["doctor", "--target", "llama-3.1-8b"]) == 2
+    assert extensions.INSTALL in capsys.readouterr().err
+
+
 def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
     asked = ["--help", "doctor --help", "plan --help", "watch --help", PLAN]
     program = (
@@ -46,18 +57,3 @@ def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
     )
     told = printed(sys.executable, "-c", program)
     assert "Best: SMC" in told and told.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_as_ctrl_c_does(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Red where servers would outlive their command; the handler before is in force again."""
-    outside = signal.signal(number, signal.SIG_DFL)  # ignored under nohup
-
-    def run() -> None:
-        with interruptible():
-            signal.raise_signal(number)
-            pytest.fail("the signal interrupted nothing")
-
-    assert main_of(run, "All has ended.") == 130
-    assert "Interrupted. All has ended." in capsys.readouterr().err
-    assert signal.signal(number, outside) is signal.SIG_DFL

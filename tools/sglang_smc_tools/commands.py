@@ -1,11 +1,8 @@
-"""Share what commands have in common: arguments, servers, tables, progress, exit statuses."""
+"""Share what commands have in common: servers, signals, tables, progress."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import math
-import os
 import signal
 import sys
 import threading
@@ -19,58 +16,9 @@ if TYPE_CHECKING:
     import httpx
 
 
-class ScriptError(RuntimeError):
-    """An error that ends the command; the message gives the reason and the remedy."""
-
-
 def bar(**options: Any) -> tqdm:
     """Return a progress bar, refreshed less often if each refresh becomes a line of a log."""
     return tqdm(mininterval=0.2 if sys.stderr.isatty() else 10.0, **options)
-
-
-def main_of(run: Callable[[], int | None], interrupted: str = "") -> int:
-    """Call ``run``; return its exit status (0 for None), 1 for a ScriptError, or 130 for Ctrl-C.
-
-    Args:
-        interrupted: printed after Ctrl-C.
-    """
-    try:
-        return run() or 0
-    except ScriptError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {interrupted}".rstrip(), file=sys.stderr)
-        return 130
-
-
-def command(
-    parser: Callable[[], argparse.ArgumentParser],
-    run: Callable[[argparse.Namespace], int | None],
-    interrupted: str = "",
-    *,
-    refused: int = 2,
-) -> Callable[..., int]:
-    """Return the ``main`` of a command: parse its words and ``run``, as `main_of` does.
-
-    Args:
-        refused: the exit status of a ValueError or OSError, which is printed.
-    """
-
-    def main(argv: Sequence[str] | None = None) -> int:
-        options = parser().parse_args(argv)
-        try:
-            status = main_of(lambda: run(options), interrupted)
-            sys.stdout.flush()
-            return status
-        except BrokenPipeError:  # of `| head`; Python would flush again as it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return refused
-
-    return main
 
 
 def as_script(main: Callable[[], int]) -> NoReturn:
@@ -159,42 +107,6 @@ def prompts_in(path: Path) -> list[str]:
     if not found:
         raise ValueError(f"--prompts {path}: no prompt in there; needed: one a line, 1 or more.")
     return found
-
-
-def number(
-    kind: type, low: float = -math.inf, high: float = math.inf, *, is_open: bool = False
-) -> Callable[[str], Any]:
-    """Return a parser of finite numbers from ``low`` to ``high``, both excluded if ``is_open``."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not finite")
-        inside = low < value < high if is_open else low <= value <= high
-        if inside:
-            return value
-        if high == math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not {'above' if is_open else 'at least'} {low:g}"
-            )
-        raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
-
-    parse.__name__ = "number"  # as argparse names what it cannot parse
-    return parse
-
-
-positive = number(int, 1)
-natural = number(int, 0)
-
-
-def several(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Return a parser of values separated by commas."""
-
-    def parse_all(text: str) -> tuple[Any, ...]:
-        return tuple(parse(part) for part in text.split(","))
-
-    parse_all.__name__ = "list"
-    return parse_all
 
 
 def table(rows: Sequence[Mapping[str, str]], left: Collection[str], rule: bool = True) -> list[str]:

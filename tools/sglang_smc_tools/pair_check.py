@@ -1,10 +1,11 @@
-"""Check a target and a draft by their configurations and tokenizers."""
+"""Check a target and a draft by their configurations and tokenizers, for `sglang-smc doctor`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
@@ -24,6 +25,16 @@ LAGS = (256, 128, 64, 32, 16, 8, LAG)
 #: Modes with the same number of KV slots per request are reported together.
 WEIGHING, VERIFYING = "smc", "exact"
 SETTINGS = ("num_particles", "num_steps", "max_lag")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError unless target and draft are known; without a draft it is the MTP layer."""
+    options.draft = options.draft or MTP
+    both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, MTP: ()})
+    for name, known in both:
+        is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
+        if not is_known and not Path(name).is_dir():
+            raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
 
 
 def findings(

@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sglang_smc.command.program import command, number
 from sglang_smc.printable import printable
-from sglang_smc_tools.commands import command, number, told_by
+from sglang_smc_tools.commands import told_by
 
 CLEAR = "\033[H\033[2J"
 _ID_LENGTH = 12

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from sglang_smc.command.program import command, positive
 from sglang_smc.kv.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, SMCConfig
-from sglang_smc_tools.commands import bar, client_of, command, positive, table
+from sglang_smc_tools.commands import bar, client_of, table
 from sglang_smc_tools.demo.chat import chat
 from sglang_smc_tools.demo.serving import (
     Launch,
@@ -37,7 +38,7 @@ from sglang_smc_tools.demo.serving import (
 from sglang_smc_tools.pair.task import check, held_out, messages
 
 #: The model pair that is shipped with the package, trained on `pair.task`.
-PAIR = Path(str(files("sglang_smc"))) / "pair"
+PAIR = Path(str(files("sglang_smc_tools"))) / "pair"
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
 SHOWN = 1_000_000  # beyond all measured ones
 QUICK = 2

@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from sglang_smc_tools.commands import ScriptError, bar, interruptible
+from sglang_smc.command.program import ScriptError
+from sglang_smc_tools.commands import bar, interruptible
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 600.0

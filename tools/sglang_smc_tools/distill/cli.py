@@ -16,7 +16,8 @@ import msgspec
 import torch
 import transformers
 
-from sglang_smc_tools.commands import command, number, positive, several, table
+from sglang_smc.command.program import command, number, positive, several
+from sglang_smc_tools.commands import table
 from sglang_smc_tools.distill.checkpoints import new_head
 from sglang_smc_tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc_tools.distill.losses import LOSSES

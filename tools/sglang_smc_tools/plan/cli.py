@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from sglang_smc.command.program import command, natural, number, positive, several
 from sglang_smc.options.server import LAG
-from sglang_smc_tools.commands import command, natural, number, positive, several
 from sglang_smc_tools.plan import shapes
 from sglang_smc_tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc_tools.plan.report import Comparison, Plan

@@ -16,7 +16,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 
-from sglang_smc_tools.commands import ScriptError
+from sglang_smc.command.program import ScriptError
 
 #: Names of a GGUF's tensors, and those of transformers.
 OUTER = {

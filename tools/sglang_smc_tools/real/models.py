@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
 
-from sglang_smc_tools.commands import ScriptError, as_script, bar, command
+from sglang_smc.command.program import ScriptError, command
+from sglang_smc_tools.commands import as_script, bar
 from sglang_smc_tools.real.proof import Proof, prove
 
 CACHE = Path.home() / ".cache" / "sglang-smc" / "real"

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_smc_tools.commands import ScriptError
+from sglang_smc.command.program import ScriptError
 
 #: bfloat16 differs by this much, relatively, between processors; the least fault by far more.
 TOLERANCE = 0.02

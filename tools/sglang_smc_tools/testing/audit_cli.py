@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_smc_tools.commands import bar, command, number, positive, prompts_in, told_by
+from sglang_smc.command.program import command, number, positive
+from sglang_smc_tools.commands import bar, prompts_in, told_by
 from sglang_smc_tools.testing import report
 from sglang_smc_tools.testing.audit import audit, most_answers
 from sglang_smc_tools.testing.audit_page import page_of

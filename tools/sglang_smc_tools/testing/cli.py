@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_smc_tools.commands import bar, command, number, positive, prompts_in
+from sglang_smc.command.program import command, number, positive
+from sglang_smc_tools.commands import bar, prompts_in
 from sglang_smc_tools.testing import checks, report
 from sglang_smc_tools.testing.checks import FEW, PROMPTS
 from sglang_smc_tools.testing.model import SMCPair, connect, started

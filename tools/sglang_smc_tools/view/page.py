@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_smc.command.program import command
 from sglang_smc.state.trace import Trace
-from sglang_smc_tools.commands import command
 from sglang_smc_tools.view.finding import load
 from sglang_smc_tools.view.genealogy import genealogy
 

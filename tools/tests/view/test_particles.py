@@ -1,4 +1,4 @@
-"""`sglang_smc.particles`: a value of an answer, by the numbers that the server gave."""
+"""`sglang_smc_tools.particles`: a value of an answer, by the numbers that the server gave."""
 
 import math
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from toy_traces import a_trace
 
-import sglang_smc
+import sglang_smc_tools
 
 INFO = {
     "spec_smc_log_evidence": -1.5,
@@ -32,7 +32,7 @@ INFO = {
     ids=["generate", "chat", "list of one", "openai-python"],
 )
 def test_an_answer_of_any_route(answer: Any) -> None:
-    found = sglang_smc.particles(answer)
+    found = sglang_smc_tools.particles(answer)
     assert found.texts == ["a", "<b>", "<b>", "5"]
     assert found.weights == [0.5, 0.25, 0.25, 0.0]
     assert found.log_weights[3] == -math.inf
@@ -45,7 +45,7 @@ def test_an_answer_of_any_route(answer: Any) -> None:
 
 def test_a_frame_and_a_plot() -> None:
     trace = msgspec.to_builtins(a_trace(length=40))
-    found = sglang_smc.particles({"meta_info": {**INFO, "spec_smc_trace": trace}})
+    found = sglang_smc_tools.particles({"meta_info": {**INFO, "spec_smc_trace": trace}})
     assert list(found.frame()["weight"]) == [0.5, 0.25, 0.25, 0.0]
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -64,4 +64,4 @@ def test_a_frame_and_a_plot() -> None:
 )
 def test_what_is_missing_is_told(answer: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        sglang_smc.particles(answer).plot()
+        sglang_smc_tools.particles(answer).plot()

@@ -13,7 +13,7 @@ from toy_grammar import Letters, runners
 from toy_traces import DYING, a_trace, serve
 from trace_replay import replay
 
-import sglang_smc
+import sglang_smc_tools
 from sglang_smc.options.request import Budget
 from sglang_smc.state.trace import Trace
 from sglang_smc_tools.view.finding import BY_PARTICLE, checked
@@ -143,7 +143,7 @@ def test_a_broken_trace_is_refused_where_it_is_read(trace: dict[str, Any]) -> No
     with pytest.raises(ValueError, match=r"this is no trace: .* - at `"):
         checked(trace)
     with pytest.raises(ValueError, match="this is no trace"):
-        sglang_smc.particles({"meta_info": {**INFO, "spec_smc_trace": trace}})
+        sglang_smc_tools.particles({"meta_info": {**INFO, "spec_smc_trace": trace}})
 
 
 HOSTILE = (None, True, -1, 4, 10**30, 1.5, "", "x", [], [0], [9, 9], [[]], {}, {"a": []})
