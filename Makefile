@@ -11,20 +11,21 @@
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, 12 minutes on two cores
+# make test-core   that without the tests of the tools and of the benchmarks
 # make test-oldest the contract, unit tests and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
 # make docs        the pages as a site, in site/, without a network, in seconds
-# make dist        what an index gets: wheel and source archive, checked by twine
+# make dist        what an index gets: two wheels and source archives, checked by twine
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sglang-smc-installed
-SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
+SOURCES := sglang_smc kernels patches tools tests bench docs examples setup.py conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts real real-models gsm8k steering speed soak support upstream quick test test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models gsm8k steering speed soak support upstream quick test test-core test-oldest test-all lint check
 .PHONY: catalogue docs dist clean
 
 help:
@@ -32,11 +33,11 @@ help:
 
 venv: $(STAMP)
 
-# The stamp is older than pyproject.toml exactly when the requirements may have changed.
-$(STAMP): pyproject.toml
-	@echo "Installing sglang-smc, SGLang and test tools into $(VENV) (the first time: ~11 GB, minutes)"
+# The stamp is older than a pyproject.toml exactly when the requirements may have changed.
+$(STAMP): pyproject.toml tools/pyproject.toml
+	@echo "Installing sglang-smc, its tools, SGLang and test tools into $(VENV) (the first time: ~11 GB, minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --editable '.[test,bench,dev,docs]'
+	$(BIN)/python -m pip install --editable '.[test,bench,dev,docs]' --editable ./tools
 	@touch $@
 
 demo: venv
@@ -96,6 +97,10 @@ test: check upstream docs
 	$(BIN)/python -W ignore tests/house_measures.py
 	$(PYTEST) -p costs --costs .costs.json $(PYTEST_ARGS)
 
+# What a change of the plugin needs: all but the tests of its tools and of the benchmarks.
+test-core: check
+	$(PYTEST) tests --ignore tests/bench $(PYTEST_ARGS)
+
 # A second environment, for the SGLang that needs no more than torch 2.11.
 OLDEST := 0.5.17
 VENV_OLDEST ?= .venv-oldest
@@ -105,10 +110,10 @@ test-oldest: $(VENV_OLDEST)/.sglang-smc-installed
 	$(VENV_OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder \
 		$(OF_OLDEST) $(PYTEST_ARGS)
 
-$(VENV_OLDEST)/.sglang-smc-installed: pyproject.toml
+$(VENV_OLDEST)/.sglang-smc-installed: pyproject.toml tools/pyproject.toml
 	@echo "Installing SGLang $(OLDEST) into $(VENV_OLDEST) (~9 GB, minutes)"
 	test -x $(VENV_OLDEST)/bin/python || $(PYTHON) -m venv $(VENV_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pip install 'sglang==$(OLDEST)' --editable '.[test,bench]'
+	$(VENV_OLDEST)/bin/python -m pip install 'sglang==$(OLDEST)' --editable '.[test,bench]' --editable ./tools
 	@touch $@
 
 test-all: check upstream
@@ -130,12 +135,13 @@ catalogue: venv
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# What is uploaded. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
+# What is uploaded, of the plugin and of its tools. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
 dist: venv
-	rm -f dist/sglang_smc-*
+	rm -f dist/sglang_smc-* dist/sglang_smc_tools-*
 	$(BIN)/python -m build
-	$(BIN)/python -m twine check --strict dist/sglang_smc-*
+	$(BIN)/python -m build --outdir dist tools
+	$(BIN)/python -m twine check --strict dist/sglang_smc-* dist/sglang_smc_tools-*
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info tools/build tools/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(filter-out %.py,$(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +

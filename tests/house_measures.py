@@ -15,7 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sglang_smc"
-OWN = ("sglang_smc", "kernels", "patches")  # folders of the package
+TOOLS = ROOT / "tools" / "sglang_smc_tools"
+OWN = ("sglang_smc", "kernels", "patches")  # folders of the plugin
 NO_PAGES = {".venv", ".venv-oldest", ".pytest_cache", "build", "dist", "results"}  # folders
 
 
@@ -27,7 +28,7 @@ def measured() -> dict[str, int | list[str]]:
     files = [code.co_filename for code in codes]
     functions = list(functions_of(set(codes)))
     package = lines_in("sglang_smc")
-    beside = sum(lines_in(f"sglang_smc/{room}") for room in ("tools", "cpu", "guard"))
+    beside = sum(lines_in(f"sglang_smc/{room}") for room in ("command", "cpu", "guard"))
     pages = (path for path in ROOT.rglob("*.md") if not {*path.parts} & NO_PAGES)
     text = "\n".join(map(Path.read_text, pages))
     return {
@@ -47,8 +48,10 @@ def measured() -> dict[str, int | list[str]]:
         "package_lines": package,
         "core_lines": package - beside,
         "kernel_and_hook_lines": lines_in("kernels") + lines_in("patches"),
+        "tools_lines": lines_in("tools/sglang_smc_tools"),
         "bench_lines": lines_in("bench"),
         "test_lines": lines_in("tests"),
+        "tools_test_lines": lines_in("tools/tests"),
         "page_words": len(text.split()),
         "table_words": len(" ".join(re.findall(r"^\|.*", text, re.M)).split()),
         "glossary": glossary(),  # words of our own
@@ -68,8 +71,8 @@ def glossary() -> list[str]:
 
 
 def sources() -> Iterator[Path]:
-    """The package's files and its hooks; kernels and hooks are linked into it."""
-    for folder in OWN:
+    """The files of both packages; kernels and hooks are linked into the plugin's."""
+    for folder in (*OWN, TOOLS):
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
@@ -79,11 +82,12 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def own_imports(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports as it is loaded or for its types."""
+    """Modules of both packages that a file imports, as it is loaded or later or for its types."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_smc"):
             for alias in node.names:
-                inner = (ROOT / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(".py")
+                above = TOOLS.parent if (node.module or "").startswith(TOOLS.name) else ROOT
+                inner = (above / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(".py")
                 yield f"{node.module}.{alias.name}" if inner.exists() else node.module or ""
 
 

@@ -5,21 +5,22 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from house_measures import PACKAGE, ROOT, measured, own_imports, sources
+from house_measures import PACKAGE, ROOT, TOOLS, measured, own_imports, sources
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
     "dtype printable upstream, potentials, smc, options, guard models, kv, ops, state, process, "
-    "rules, proposers, round, worker, server, cpu, patches, plugin, tools.command"
+    "rules, proposers, round, worker, server, cpu, patches, plugin, command"
 )
-# Tools that import nothing of the server but settings, arithmetic and records; the commands alone
-# import them.
+# Rooms of the other package, which the plugin never imports: of the plugin they import settings,
+# arithmetic, records and what commands share.
 APART = (
-    *("tools.commands", "tools.demo", "tools.distill", "tools.plan", "tools.real"),
+    *("tools.commands", "tools.demo", "tools.distill", "tools.pair", "tools.plan", "tools.real"),
     *("tools.testing", "tools.view", "tools.watch"),
 )
-COMMANDS = ("tools.command",)
-PAIR = "pair"  # data, and the task that goes with them
+KNOWN = {"dtype", "printable", "options", "kv", "state", "potentials", "command"}
+#: It judges a pair by SGLang's and the server's own rules.
+PAIR_CHECK, ITS_OWN = "tools.pair_check", {"upstream", "models", "cpu"}
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 
@@ -28,13 +29,14 @@ MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 16, 700, 100
 
 def room_of(module: str) -> str:
     """Return `round` of `sglang_smc.round.play`, `tools.plan` of `sglang_smc_tools.plan.cli`."""
-    parts = module.split(".")
-    return ".".join(parts[1:3] if parts[1:2] == ["tools"] else parts[1:2])
+    package, _, inner = module.partition(".")
+    room = inner.partition(".")[0]
+    return f"tools.{room}" if package == TOOLS.name else room
 
 
 def module_of(path: Path) -> str:
-    inner = path.relative_to(ROOT).with_suffix("")
-    parts = inner.parts if inner.parts[0] == "sglang_smc" else ("sglang_smc", *inner.parts)
+    inner = path.relative_to(TOOLS.parent if TOOLS in path.parents else ROOT).with_suffix("")
+    parts = inner.parts if inner.parts[0].startswith("sglang_smc") else ("sglang_smc", *inner.parts)
     return ".".join(parts).removesuffix(".__init__")
 
 
@@ -44,7 +46,8 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS.split(", ")) for ro
 
 
 def test_files_and_functions_are_short() -> None:
-    others = (path for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py"))
+    folders = ("tests", "bench", "tools/tests")
+    others = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     long: list[str] = []
     for path in [*SOURCES, *others]:
         text = path.read_text()
@@ -73,20 +76,19 @@ def test_no_room_imports_one_above_it() -> None:
 def imported_above(path: Path) -> set[str]:
     here = room_of(module_of(path))
     found = {room_of(module) for module in IMPORTS[path]} - {here, ""}
-    if not here:  # the package itself, where a notebook finds what it asks for
-        return found - {"tools.view"}
+    if not here:  # SGLang loads the package in every process
+        return found
     if here in MAY:
         return found - MAY[here]
-    if here in APART:
-        known = {"dtype", "printable", "options", "kv", "state", "potentials", PAIR} | set(APART)
-        return found - known
-    if here in COMMANDS:
-        found -= set(APART)
+    if here == "tools.":  # the package itself, where a notebook finds what it asks for
+        return found - {"tools.view"}
+    if here in (*APART, PAIR_CHECK):
+        return found - KNOWN - {*APART} - (ITS_OWN if here == PAIR_CHECK else set())
     on_call = {"algorithm.py": {"worker"}, "hooks.py": {"patches"}, "plugin.py": set()}
     return {
         room
-        for room in found - {KERNELS, PAIR} - on_call.get(path.name, set())
-        if room in APART or LEVEL_OF[room] >= LEVEL_OF[here]
+        for room in found - {KERNELS} - on_call.get(path.name, set())
+        if room.startswith("tools.") or LEVEL_OF[room] >= LEVEL_OF[here]
     }
 
 
@@ -99,7 +101,8 @@ def test_no_import_circle() -> None:
 
 
 def test_a_room_is_small_and_says_what_it_is_for() -> None:
-    for folder in sorted(path for path in PACKAGE.iterdir() if path.is_dir()):
+    rooms = [*PACKAGE.iterdir(), *TOOLS.iterdir()]
+    for folder in sorted(path for path in rooms if path.is_dir()):
         modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= MOST_MODULES, folder.name
         if not folder.is_symlink() and modules:

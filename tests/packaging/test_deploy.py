@@ -149,12 +149,15 @@ def test_images_hold_the_newest_release_and_files_that_are_there() -> None:
     assert f"lmsysorg/sglang:v{SUPPORTED[-1]}\n" in (DEPLOY / "Dockerfile").read_text()
     assert f"'sglang=={SUPPORTED[-1]}'" in (DEPLOY / "Dockerfile.cpu").read_text()
 
+    copied: set[str] = set()
     let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
     for name in DOCKERFILES:
         lines = re.findall(r"^COPY (?!--from)(.*) \S+$", (DEPLOY / name).read_text(), re.M)
         sources = [source for line in lines for source in line.split()]
         assert sources and all((ROOT / source).exists() for source in sources)
-        assert sorted(sources) == sorted(let_in)
+        assert len(set(sources)) == len(sources)
+        copied |= set(sources)
+    assert copied == set(let_in)
 
 
 def option(words: list[str], name: str) -> str:

@@ -68,7 +68,6 @@ def exchange_two_tokens(folder: Path) -> None:
     ids=["exchanged", "no tokenizer"],
 )
 def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], says: str) -> None:
-    """The same ones are found so in packaging/test_packaging.py."""
     spoil(draft)
     found = pair_check._vocabularies(TARGET, str(draft))
     assert found.level == FAIL and says in found.found
@@ -82,6 +81,19 @@ def resolving() -> Iterator[None]:
     load_plugins()
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.mark.usefixtures("resolving")
+def test_the_shipped_pair_goes_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "findings", lambda: iter(()))
+    shipped = "--target", TARGET, "--draft", str(PAIR / "draft")
+    assert doctor.main([*shipped, "--device", "h100", "--json"]) == 0
+    found = {one["about"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["vocabulary"]["numbers"] == {"tokens": 512}
+    assert found["server arguments"]["level"] == OK
+    assert found["mode smc"]["numbers"]["arena"] == 105
 
 
 @pytest.mark.usefixtures("resolving")
@@ -221,7 +233,7 @@ def test_devices_share_a_large_target() -> None:
 
 
 def test_a_head_needs_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the target's tokens; packaging/test_packaging.py asks a draft model for its own."""
+    """It takes the target's tokens; a draft model is asked for its own above."""
     config = json.loads((PAIR / "target" / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
