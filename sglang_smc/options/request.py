@@ -24,7 +24,6 @@ from sglang_smc.options.server import (
     flag_of,
     integers,
     numbers,
-    one_of,
     settings_of,
     with_implied,
 )
@@ -80,10 +79,6 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         if self.proposal is None and self.resample_at == "block":
             return self.weighs and self._has_factors
         return super().extends
-
-    @property
-    def may_extend(self) -> bool:
-        return self.extends
 
     @property
     def _usual_lag(self) -> int:
@@ -185,7 +180,7 @@ def at_temperature_0(asked: RequestConfig) -> RequestConfig:
     Particles that are returned or weighed by potentials would all be equal: they are one.
     """
     if asked.return_particles or asked.potentials:
-        return replace(asked, greedy=True, num_particles=1, chains_per_particle=1, power=1.0)
+        return replace(asked, greedy=True, num_particles=1, power=1.0)
     return replace(verified_as_tree(asked), greedy=True)
 
 
@@ -227,9 +222,6 @@ def _range_of(name: str, server: SMCConfig) -> Range:
     """
     if name in ("num_particles", "num_steps"):
         return integers(int(name == "num_particles"), getattr(server, name))
-    if name == "chains_per_particle":  # of all requests of a batch, so that they share its rows
-        most = server.num_particles
-        return one_of(tuple(m for m in range(1, most + 1) if most % m == 0))
     if name == "max_lag":
         return integers(1, server.most_lag)
     if name == "ngram_weight" and not server.keeps_texts:
@@ -337,18 +329,17 @@ def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
     Rounds get the return value only. The weight of a single particle has no effect, and its
     sequence would follow the draft: a request that is reduced to one particle is verified.
     Verification supports only the target p, or p renormalised at each token, so requests for a
-    power of p and, in mode smc, for p under a mask keep their particles, as do those whose
-    particles have several chains each, which also keep a step.
+    power of p and, in mode smc, for p under a mask keep their particles.
     """
     if budget is None:
         return asked
-    num_particles, fewest = asked.num_particles, 1 if asked.num_chains > 1 else 0
-    if asked.is_normalized and asked.num_chains == 1:
+    num_particles = asked.num_particles
+    if asked.is_normalized:
         num_particles = min(num_particles, budget.num_particles)
     return replace(
         asked,
         num_particles=num_particles,
-        num_steps=min(asked.num_steps, max(budget.num_steps, fewest)),
+        num_steps=min(asked.num_steps, budget.num_steps),
         mode="exact" if num_particles == 1 < asked.num_particles else asked.mode,
     )
 

@@ -133,17 +133,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             modes=_SMC,
         ),
     ] = None
-    # M: each M consecutive ones of the N particles are equal between rounds, and weigh as one.
-    chains_per_particle: Annotated[
-        int,
-        Setting(
-            integers(1, MAX_PARTICLES),
-            "With verified proposals, chains that a particle drafts, which are verified together: "
-            "more tokens a pass. They are counted among the particles, so their number divides "
-            "that of the particles",
-            modes=_SMC,
-        ),
-    ] = 1
     ess_threshold: Annotated[
         float,
         Setting(
@@ -334,21 +323,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.weighs and self.proposal == "verified"
 
     @property
-    def may_extend(self) -> bool:
-        """Return whether some request's rounds may be such, by these settings alone."""
-        return self.proposal != "draft" and self.resample_at == "block"
-
-    @property
-    def num_chains(self) -> int:
-        """Return M: the chains that each particle of its rounds drafts."""
-        return self.chains_per_particle if self.extends else 1
-
-    @property
-    def num_weights(self) -> int:
-        """Return the number of particles with weights of their own: N, over M chains of each."""
-        return self.num_particles // self.num_chains
-
-    @property
     def drafted_power(self) -> float:
         """Return the power of q that is drafted from: that of p where this is verified."""
         return self.power if self.extends else 1.0
@@ -428,13 +402,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
-        asks = self.weighs and "chains_per_particle" in chosen and self.chains_per_particle > 1
-        if asks and not self.may_extend:
-            told = "1, or proposal 'verified', since weighed drafts are chains of their own"
-            yield ("chains_per_particle", "proposal", "resample_at"), told
-        elif self.may_extend and self.num_particles % self.chains_per_particle:
-            told = "a number of particles that the chains divide: they are counted among them"
-            yield ("chains_per_particle", "num_particles"), told
         if self.has_no_draft and self.draft_temperature is not None:
             told = "a smaller weight, with a draft model, since matches have no temperature"
             yield ("draft_temperature", "ngram_weight"), told

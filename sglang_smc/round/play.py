@@ -201,7 +201,7 @@ class Round:
             position=position.expand_as(starts),
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
-            extends=settings.extends if shape.chains and shape.num_steps else None,
+            extends=settings.extends if Need.EXTENDS in needs and shape.num_steps else None,
             ends=settings.ends,
             rules=self._rules(reqs, before) if Need.RULES in needs else None,
             edits=self._edits(reqs, settings, before, starts) if Need.EDITS in needs else None,
@@ -284,7 +284,6 @@ class Round:
             # Counts lag one token: the last emitted one is counted with the next.
             tables.ops.count_tokens(batch.edits.columns, rows, texts[:, 1:], counts)
         last_emitted = tables.particles.scatter(rows, narrowed, counts)
-        num_weights, num_chains = batch.settings.num_particles, batch.settings.chains
         counters = tables.counters.add_round(
             rows,
             fidelity=narrowed.fidelity[:, 0],
@@ -295,7 +294,7 @@ class Round:
             exact_ct=decision.verified,
             killed_ct=decision.num_killed,
             ess_sum=decision.ess,
-            particles_sum=num_weights // num_chains if Need.CHAINS in needs else num_weights,
+            particles_sum=batch.settings.num_particles,
             steps_sum=batch.settings.num_steps,
             ancestors=end.num_roots,
             log_evidence=end.log_evidence,

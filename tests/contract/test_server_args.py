@@ -41,7 +41,6 @@ GIVEN = {
 } | {
     "speculative_smc_mode": "smc",
     "speculative_smc_proposal": "draft",
-    "speculative_smc_chains_per_particle": 1,
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
     "speculative_smc_ngram_weight": 0.25 if upstream.IS_NEWER else 0.0,

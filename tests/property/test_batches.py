@@ -42,7 +42,7 @@ KINDS = (
     Kind({"mode": "auto", "num_particles": 2, "num_steps": 1}),
     Kind({"power": 2.0, "num_particles": 3}),
     Kind({"power": 2.0, "num_particles": 3, "num_steps": 2, "proposal": "verified"}),
-    Kind({"power": 2.0, "num_particles": 4, "proposal": "verified", "chains_per_particle": 4}),
+    Kind({"power": 2.0, "num_particles": 4, "proposal": "verified"}),
     Kind({"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0}),
     Kind({"ngram_weight": 0.9}),
     Kind({"ngram_weight": 0.0}),
@@ -55,7 +55,7 @@ KINDS = (
     Kind({"num_particles": 4, "proposal": "draft"}, regex=REGEX),
     Kind({"mode": "auto", "num_particles": 3}, regex=REGEX),
     Kind({**SCORED, "num_particles": 4}),
-    Kind({**SCORED, "num_particles": 6, "chains_per_particle": 2}, PENALTIES),
+    Kind({**SCORED, "num_particles": 6}, PENALTIES),
 )
 PER_KIND = 12
 

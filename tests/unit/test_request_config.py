@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from toy_request import ToyRequest
 
 from sglang_smc.kv import arena
@@ -33,7 +32,6 @@ CHOICES: dict[str, Any] = {
     "num_steps": 2,
     "mode": "exact",
     "num_particles": 3,
-    "chains_per_particle": 1,
     "ess_threshold": 0.9,
     "resampling_method": "stratified",
     "proposal": "draft",
@@ -113,7 +111,6 @@ BAD = [
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
     *(("proposal", value, WORDS) for value in ("weighed", True, None)),
-    *(("chains_per_particle", value, f"{WORDS}1, 2, 3, 6") for value in (0, 4, 7, True, 2.0, "2")),
     *(("resample_at", value, WORDS) for value in ("round", 1, None)),
     *(("selection", value, WORDS) for value in ("best", True)),
     *((name, "vote", "at the client") for name in ("selection", "answer_pattern")),
@@ -138,8 +135,7 @@ def test_bad_values_are_refused_with_their_keys_and_what_is_allowed() -> None:
 
 
 WEIGHING = (
-    "proposal chains_per_particle ess_threshold resampling_method resample_at selection max_lag "
-    "return_particles power"
+    "proposal ess_threshold resampling_method resample_at selection max_lag return_particles power"
 )
 WITHOUT_EFFECT = [
     *((mode, name) for mode in ("exact", "auto") for name in WEIGHING.split()),
@@ -184,11 +180,11 @@ def test_without_drafts_a_request_is_one_particle_of_the_target(
     mode: str | None,
 ) -> None:
     """All that would be ignored beside it is refused, and a power, which it would not follow."""
-    server = SMCConfig(num_particles=6, num_steps=5, chains_per_particle=3, tilt=0.1, mode="auto")
+    server = SMCConfig(num_particles=6, num_steps=5, tilt=0.1, mode="auto")
     chosen: dict[str, Any] = {"num_steps": 0} | ({} if mode is None else {"mode": mode})
     for constrained in (False, True):
         found = request_config(server, {"smc": chosen}, constrained=constrained)
-        assert found.round_sizes == (1, 0, True) and found.is_normalized and found.num_chains == 1
+        assert found.round_sizes == (1, 0, True) and found.is_normalized
         assert apply_budget(found, Budget(4, 1)) == found
         assert arena.arena(found, 100) == 2, "the token of a round, and of the one under way"
     assert config_of(server, arrived(chosen, top_k=1)).round_sizes == (1, 0, True)
@@ -215,33 +211,6 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
     knows_part = SMCConfig(drafts_all=False)
     assert "proposal 'verified'" in refusal(knows_part, power=2.0)
     assert choose(knows_part, power=2.0, proposal="verified").extends
-
-
-def test_chains_of_particles_are_verified_and_counted_among_them() -> None:
-    """What weighs drafts has none; the server's apply where a request is verified alone."""
-    for other in ({"proposal": "draft"}, {"resample_at": "token"}, {}):
-        assert "has chains_per_particle=2 beside proposal=" in refusal(
-            chains_per_particle=2, **other
-        )
-    verified = {"proposal": "verified", "chains_per_particle": 2}
-    assert "has chains_per_particle=2 beside num_particles=3" in refusal(
-        **verified, num_particles=3
-    )
-    for other in ({"num_particles": 3}, {"proposal": "draft"}, {"resample_at": "token"}):
-        with pytest.raises(ValueError, match="--speculative-smc-chains-per-particle is 2 and"):
-            SMCConfig(chains_per_particle=2, **other).validate()
-    server = SMCConfig(chains_per_particle=2, num_particles=6)
-    server.validate()
-    message = refusal(server, proposal="verified", num_particles=3)
-    assert "chains_per_particle=2 (this server's --speculative-smc-chains-per-particle)" in message
-    assert (
-        choose(server, num_particles=3).num_chains == choose(server, mode="exact").num_chains == 1
-    )
-    found = choose(server, proposal="verified")
-    assert (found.num_chains, found.num_weights) == (2, 3)
-    assert apply_budget(found, Budget(4, 1)) == replace(found, num_steps=1)
-    weighed = config_of(server, arrived({"return_particles": True}, top_k=1))
-    assert (weighed.num_particles, weighed.num_chains) == (1, 1), "at temperature 0"
 
 
 def test_a_power_of_p_has_no_evidence_to_measure() -> None:
