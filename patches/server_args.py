@@ -2,8 +2,8 @@
 
 SGLang derives everything from the fields of `ServerArgs`: `--help`, `--config` files,
 `from_cli_args`, the namespace bags, `/server_info`. So the flags become fields of a subclass that
-replaces the class; in 0.5.17, of the class itself, which is a dataclass there. Its `__init__` was
-generated before, and rejects unknown keywords, hence a hook.
+replaces the class; in the oldest release, of the class itself, which is a dataclass there. Its
+`__init__` was generated before, and rejects unknown keywords, hence a hook.
 
 A flag that is not given is None, as for SGLang's own `speculative_num_steps`; `server.arguments`
 fills in the default when SMC is selected. A value without SMC is refused, never ignored.

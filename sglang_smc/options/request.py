@@ -23,7 +23,6 @@ from sglang_smc.options.server import (
     SMCConfig,
     flag_of,
     integers,
-    numbers,
     settings_of,
     with_implied,
 )
@@ -87,12 +86,8 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def uses_matches(self) -> bool:
-        """Return whether n-gram matches can change its draft tokens.
-
-        For a single greedy chain they cannot unless w is above 1/2: it drafts the likeliest token.
-        """
-        is_chain = self.greedy and not self.branches
-        return self.num_steps > 0 and self.ngram_weight > (0.5 if is_chain else 0.0)
+        """Return whether its draft tokens are n-gram matches."""
+        return self.num_steps > 0 and self.ngram_matches
 
     @property
     def branches(self) -> bool:
@@ -201,8 +196,6 @@ def _raise_if(problems: list[str], where: str) -> None:
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
     """Return what is wrong with a key or its value, or None."""
-    if name == "answer_pattern" or (name == "selection" and value == "vote"):
-        return f"{name}={value!r:.100}; allowed: a vote at the client, over return_particles."
     if name not in KEYS:
         return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
     try:
@@ -224,11 +217,6 @@ def _range_of(name: str, server: SMCConfig) -> Range:
         return integers(int(name == "num_particles"), getattr(server, name))
     if name == "max_lag":
         return integers(1, server.most_lag)
-    if name == "ngram_weight" and not server.keeps_texts:
-        flag = flag_of("ngram_weight")
-        return numbers(0, 0, words=f"0, since this server has no {flag} and keeps no texts")
-    if name == "ngram_weight" and server.has_no_draft:
-        return numbers(1, 1, words="1, since this server has no draft model")
     return KEYS[name].allowed
 
 

@@ -22,7 +22,6 @@ CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "auto")
-INSTEAD_OF_MIXED = " (instead of 'mixed': 'auto' with an evidence_threshold, by default 0.5)"
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial")
 PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
@@ -84,10 +83,10 @@ def numbers(low: float, high: float = MAX_FLOAT, *, above: bool = False, words: 
     return Range(float, words, bounds, low, high, above)
 
 
-def one_of(values: tuple[Any, ...], remark: str = "") -> Range:
-    """Return the range of some words, or some integers; errors end with the ``remark``."""
-    listed = ", ".join(map(str, values))
-    return Range(type(values[0]), f"one of {listed}{remark}", listed, choices=values)
+def one_of(values: tuple[str, ...]) -> Range:
+    """Return the range of some words."""
+    listed = ", ".join(values)
+    return Range(str, f"one of {listed}", listed, choices=values)
 
 
 class Setting(NamedTuple):
@@ -111,7 +110,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: Annotated[
         str,
         Setting(
-            one_of(MODES, INSTEAD_OF_MIXED),
+            one_of(MODES),
             "'exact' verifies all drafts together: lossless. 'auto' keeps a round's drafts where "
             "their mean weight is high (evidence threshold, or tilt), and verifies them elsewhere: "
             "nearly the target. 'smc' weighs and resamples particles: approximate, keeps the most "
@@ -203,15 +202,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             "for a draft model, and 0.8 (1 - 1 / N) for EAGLE heads and MTP layers",
         ),
     ] = None
-    ngram_weight: Annotated[
-        float,
+    ngram_matches: Annotated[
+        bool,
         Setting(
-            numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
-            "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's distribution "
-            "plus w times that of what followed the same tokens before, in prompts and answers. 1 "
-            "needs no draft model, and a mode that verifies",
+            Range(bool, "True or False"),
+            "Draft from n-gram matches, without a draft model: what followed the same tokens "
+            "before, in prompts and answers. Drafts are verified",
+            is_key=False,
         ),
-    ] = 0.0
+    ] = False
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
     max_lag: Annotated[
         int | None,
@@ -333,14 +332,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.mode == "exact" or (self.mode == "auto" and self.tilt == 0)
 
     @property
-    def keeps_texts(self) -> bool:
-        return self.ngram_weight > 0
-
-    @property
-    def has_no_draft(self) -> bool:
-        return self.ngram_weight == 1
-
-    @property
     def lag(self) -> int:
         """Return L: tails have fewer tokens than this before a round; 1: all is emitted at once."""
         if not self.weighs or self.num_particles == 1:
@@ -402,15 +393,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
-        if self.has_no_draft and self.draft_temperature is not None:
-            told = "a smaller weight, with a draft model, since matches have no temperature"
-            yield ("draft_temperature", "ngram_weight"), told
-        if self.weighs and not self.extends and self.has_no_draft:
+        if self.ngram_matches and self.draft_temperature is not None:
+            told = "one of the two, since matches have no temperature"
+            yield ("draft_temperature", "ngram_matches"), told
+        if self.ngram_matches and self.weighs and not self.extends:
             told = (
                 "proposal 'verified', or mode 'exact' or 'auto', which draw from the "
-                "target what no match proposes, or a smaller weight with a draft model"
+                "target what no match proposes"
             )
-            yield ("mode", "ngram_weight"), told
+            yield ("mode", "ngram_matches"), told
 
 
 DEFAULTS = SMCConfig()

@@ -42,7 +42,7 @@ class Round:
     target: ParticleForward  # the target model, over particles
     draft: DraftProposer
     _tables: Tables  # state of requests between rounds
-    _corpus: Corpus | None = None  # texts of n-gram matches; None without such matches
+    _corpus: Corpus | None = None  # texts of n-gram matches; None where a model drafts
     routed: torch.Tensor | None = None  # `upstream.experts_of_passes`
 
     def record_passes(
@@ -256,7 +256,7 @@ class Round:
 
     def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
         """Return the n-gram matches of the sequences before the round."""
-        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
+        assert self._corpus is not None, "n-gram matches are of a server that keeps texts"
         return Matches.of(self._corpus, list(reqs), before)
 
     def _commit(

@@ -31,7 +31,7 @@ class Need(str, Enum):
     OPEN_TOKEN = "particles that differ in the first token"
     RULES = "structured output, stop texts or a custom logit processor"  # read on the host
     POTENTIALS = "potentials"  # on the host
-    MATCHES = "n-gram matches"  # with which drafts are mixed
+    MATCHES = "n-gram matches"
 
 
 class Settings(NamedTuple):

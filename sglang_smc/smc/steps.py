@@ -66,10 +66,10 @@ class Rules(Protocol):
 
 
 class Matches(Protocol):
-    """Mix q with matches in earlier texts; see `proposers.ngram.Matches`."""
+    """Draft from matches in earlier texts; see `proposers.ngram.Matches`."""
 
     def follow(self, drawn: torch.Tensor) -> "Matches": ...
-    def mixed(self, draft: TokenDistribution) -> TokenDistribution: ...
+    def distribution(self, allowed: TokenDistribution) -> TokenDistribution: ...
 
 
 class Batch(NamedTuple):
@@ -154,7 +154,7 @@ def propose(batch: Batch, population: Population) -> Drafts:
             logits, allowed = batch.edited(logits.unsqueeze(2), chains, step)
         read = None if shared is None else shared.slots[step + 1]
         q = distribution(logits, allowed=allowed, slots=read)
-        q = q if matches is None else matches.mixed(q)
+        q = q if matches is None else matches.distribution(q)
         tokens, scored = q.sample(stratified)
         if tree is not None:
             tokens, scored, same_slot = tree.grow(step, q, tokens, same_text, same_slot)

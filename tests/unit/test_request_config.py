@@ -26,7 +26,7 @@ from sglang_smc.options.server import (
     SMCConfig,
 )
 
-SERVER = SMCConfig(ngram_weight=0.5, num_particles=6, num_steps=5)
+SERVER = SMCConfig(num_particles=6, num_steps=5)
 
 CHOICES: dict[str, Any] = {
     "num_steps": 2,
@@ -41,7 +41,6 @@ CHOICES: dict[str, Any] = {
     "evidence_threshold": 0.75,
     "tilt": 0.1,
     "draft_temperature": 0.5,
-    "ngram_weight": 0.25,
     "max_lag": 3,
     "return_particles": True,
     "trace": True,
@@ -106,18 +105,15 @@ POSITIVE, WORDS = "a finite number > 0", "one of "
 BAD = [
     *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
     *(("num_steps", value, INTEGER_5) for value in (-1, 6, False, "4", math.nan, {})),
-    ("mode", "mixed", "instead of 'mixed': 'auto' with an evidence_threshold"),
     *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
     *(("proposal", value, WORDS) for value in ("weighed", True, None)),
     *(("resample_at", value, WORDS) for value in ("round", 1, None)),
     *(("selection", value, WORDS) for value in ("best", True)),
-    *((name, "vote", "at the client") for name in ("selection", "answer_pattern")),
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
     *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
     *(("tilt", value, "a finite number >= 0") for value in (-1, math.nan, True, "a", {})),
-    *(("ngram_weight", value, "a number from 0") for value in (-1, 1.5, math.nan, True, "a", {})),
     *(("max_lag", value, "an integer from 1") for value in (0, 2.0, math.nan, True, "a", [])),
     *(("draft_temperature", value, ">= 1e-06") for value in (0, -1, math.inf, math.nan, True, "1")),
     *((name, value, "true or false") for name in SWITCHES for value in (1, 0, "true", None, [])),
@@ -205,7 +201,7 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
         assert "has proposal='verified' beside evidence_threshold=" in message
         with pytest.raises(ValueError, match="--speculative-smc-proposal is 'verified' and"):
             SMCConfig(proposal="verified", **other).validate()
-    alone = SMCConfig(proposal="verified", ngram_weight=1)
+    alone = SMCConfig(proposal="verified", ngram_matches=True)
     alone.validate()
     assert choose(alone, power=2.0).extends and not choose(alone, mode="exact").extends
     knows_part = SMCConfig(drafts_all=False)
@@ -286,12 +282,12 @@ def test_a_tilt_implies_the_mode_that_has_one() -> None:
 
 def test_a_request_in_the_scheduler_is_not_refused() -> None:
     """SGLang takes the grammar from one that it aborts: what was allowed beside it is not now."""
-    chosen = {"ngram_weight": 1.0}
-    server = SMCConfig(ngram_weight=0.5)
-    assert request_config(server, {"smc": chosen}, constrained=True).ngram_weight == 1.0
-    with pytest.raises(ValueError, match="ngram_weight=1"):
+    chosen = {"ess_threshold": 0.9}
+    server = SMCConfig(ngram_matches=True)
+    assert request_config(server, {"smc": chosen}, constrained=True).ngram_matches
+    with pytest.raises(ValueError, match="ngram_matches=True"):
         request_config(server, {"smc": chosen})
-    assert config_of(server, arrived(chosen)).ngram_weight == 1
+    assert config_of(server, arrived(chosen)).ngram_matches
 
 
 def test_a_request_in_the_scheduler_is_read_once() -> None:
@@ -323,15 +319,12 @@ def test_at_temperature_0_a_tree_is_verified(chosen: dict[str, Any], num_particl
     assert played.mode == ("smc" if weighed else "exact")
 
 
-def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() -> None:
-    """Red where a request gets matches of a corpus that nobody fills, or no draft at all."""
-    without, alone = SMCConfig(), SMCConfig(mode="exact", ngram_weight=1)
-    assert choose(without, ngram_weight=0).ngram_weight == 0
-    assert choose(alone, ngram_weight=1).uses_matches
-    assert choose(SERVER, ngram_weight=1, mode="auto").ngram_weight == 1
-    for server, allowed in ((without, 0), (alone, 1)):
-        message = refusal(server, ngram_weight=0.3)
-        assert f"ngram_weight=0.3; allowed: {allowed}, since this server has no" in message
-    for message in (refusal(alone, mode="smc"), refusal(SERVER, ngram_weight=1)):
-        assert "has mode='smc'" in message and "beside ngram_weight=1" in message
-        assert "; allowed: proposal 'verified', or mode 'exact'" in message
+def test_matches_draft_for_all_requests_of_a_server_where_drafts_are_verified() -> None:
+    """And for none that drafts nothing."""
+    server = SMCConfig(mode="exact", ngram_matches=True)
+    assert choose(server).uses_matches and choose(server, mode="auto").uses_matches
+    assert choose(server, mode="smc", proposal="verified").uses_matches
+    assert not choose(server, num_steps=0).uses_matches and not choose().uses_matches
+    message = refusal(server, mode="smc")
+    assert "has mode='smc' beside ngram_matches=True (this server's --speculative-smc" in message
+    assert "; allowed: proposal 'verified', or mode 'exact'" in message
