@@ -44,14 +44,17 @@ _SWITCH = Range(bool, "true or false")
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     """`SMCConfig` of one request."""
 
-    return_particles: Annotated[bool, Setting(_SWITCH, modes=("smc",))] = False
-    """Return all particles and their weights in `meta_info`."""
-
-    trace: Annotated[bool, Setting(_SWITCH)] = False
-    """Return a trace of the particles, round by round, in `meta_info`."""
-
-    potentials: Annotated[tuple[PotentialSpec, ...], Setting(Range(list, ""), modes=("smc",))] = ()
-    """Potentials that multiply the target; `parse_specs` says what is allowed."""
+    return_particles: Annotated[
+        bool, Setting(_SWITCH, "All particles and their weights in `meta_info`", modes=("smc",))
+    ] = False
+    trace: Annotated[
+        bool, Setting(_SWITCH, "A trace of the particles, round by round, in `meta_info`")
+    ] = False
+    # `parse_specs` says what is allowed.
+    potentials: Annotated[
+        tuple[PotentialSpec, ...],
+        Setting(Range(list, "a list"), "Potentials that multiply the target", modes=("smc",)),
+    ] = ()
 
     # The rest are no keys.
     constrained: bool = False  # whether the request has a grammar
@@ -112,6 +115,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
 KEYS = {name: key for name, key in settings_of(RequestConfig).items() if name not in SERVER_FIELDS}
 """The settings of a request, by key."""
+
+UP_TO_SERVER = {"num_particles": 1, "num_steps": 0, "max_lag": 1}
+"""Keys that allow integers up to the server's own value, and the least that they allow."""
 
 
 def request_config(
@@ -213,11 +219,10 @@ def _range_of(name: str, server: SMCConfig) -> Range:
 
     Tables and graphs are allocated for the server's N, K and lag, so these are maxima.
     """
-    if name in ("num_particles", "num_steps"):
-        return integers(int(name == "num_particles"), getattr(server, name))
-    if name == "max_lag":
-        return integers(1, server.most_lag)
-    return KEYS[name].allowed
+    if name not in UP_TO_SERVER:
+        return KEYS[name].allowed
+    most = server.most_lag if name == "max_lag" else getattr(server, name)
+    return integers(UP_TO_SERVER[name], most)
 
 
 def check_support(config: RequestConfig) -> str | None:

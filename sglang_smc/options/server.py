@@ -93,10 +93,11 @@ class Setting(NamedTuple):
     """Declaration of a setting."""
 
     allowed: Range
-    help: str = ""  # of its flag, without the sentence's end; num_steps has SGLang's own flag
+    help: str  # of its flag, without the sentence's end
     note: str = ""  # the help's end, in parentheses; else it names bounds and default
     modes: tuple[str, ...] = MODES  # those in which a request's value has an effect
     is_key: bool = True  # whether a request may set it
+    sglang_field: str = ""  # of SGLang's own flag, where it has one
 
 
 _SMC = ("smc",)
@@ -106,7 +107,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server, which apply unless a request sets its own."""
 
     # K: a round yields at most K + 1 tokens, with the target's bonus.
-    num_steps: Annotated[int, Setting(integers(1))] = 8
+    num_steps: Annotated[
+        int, Setting(integers(1), "Tokens drafted a round", sglang_field="speculative_num_steps")
+    ] = 8
     mode: Annotated[
         str,
         Setting(
@@ -275,6 +278,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "sglang_smc.potentials.Potential or a function that returns one. Literal keyword "
                 "arguments may follow it, in parentheses. Several values, or the flag several "
                 "times",
+                modes=_SMC,
                 is_key=False,
             ),
         ]
@@ -285,6 +289,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             numbers(0, above=True),
             "Seconds that a potential may take for all texts of a round; where it takes longer, "
             "the requests of these texts end with HTTP 503",
+            modes=_SMC,
             is_key=False,
         ),
     ] = 10.0
@@ -421,10 +426,9 @@ def settings_of(config: type[SMCConfig]) -> dict[str, Setting]:
 SETTINGS = settings_of(SMCConfig)
 
 FIELDS = {
-    name: f"speculative_smc_{name}" if setting.help else f"speculative_{name}"
-    for name, setting in SETTINGS.items()
+    name: setting.sglang_field or f"speculative_smc_{name}" for name, setting in SETTINGS.items()
 }
-"""Setting -> attribute of ServerArgs. K is SGLang's own."""
+"""Setting -> attribute of ServerArgs."""
 
 SERVER_ARGS_FIELDS = {
     name: field for name, field in FIELDS.items() if name in SMCConfig.__struct_fields__
@@ -448,6 +452,15 @@ def with_implied(chosen: dict[str, Any]) -> dict[str, Any]:
 def flag_of(name: str) -> str:
     """Return the command-line flag of a field: `num_steps` -> `--speculative-num-steps`."""
     return "--" + FIELDS[name].replace("_", "-")
+
+
+def values_of(name: str) -> str:
+    """Return the bounds and the default of a flag, in words."""
+    setting = SETTINGS[name]
+    default = getattr(DEFAULTS, name)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    note = setting.note or ", ".join(filter(None, (setting.allowed.bounds, "default {default}")))
+    return note.format(default="none" if shown is None else shown)
 
 
 def out_of_range(name: str, value: object) -> str:
