@@ -167,7 +167,7 @@ def send_request(original: Callable, manager: TokenizerManager, tokenized: Any) 
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
         _check_memory(manager)
         tokenized.sampling_params = _sample_params(tokenized.sampling_params)
-    return original(manager, tokenized)  # to be awaited, except in 0.5.17
+    return original(manager, tokenized)  # to be awaited, except in the oldest release
 
 
 @PATCHES.on(
@@ -207,15 +207,15 @@ def _is_own(name: str, value: Any) -> bool:
 
 @PATCHES.on(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-    "srt/managers/tokenizer_manager.py, of 0.5.17",
+    "srt/managers/tokenizer_manager.py, of the oldest release",
     why="customized_info carries lists with one element per token; totals are numbers.",
-    retire_when="0.5.17 is no longer supported.",
+    retire_when="`upstream.OLDER` leaves.",
     family=OLDER,
 )
 def add_meta_info(
     original: Callable, manager: TokenizerManager, meta_info: dict, recv_obj: Any, i: int
 ) -> None:
-    """Unwrap spec_smc_* in the final meta_info, which 0.5.17 has as lists."""
+    """Unwrap spec_smc_* in the final meta_info, which the oldest release has as lists."""
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in list(accumulated.items()):

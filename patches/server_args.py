@@ -2,8 +2,8 @@
 
 SGLang derives everything from the fields of `ServerArgs`: `--help`, `--config` files,
 `from_cli_args`, the namespace bags, `/server_info`. So the flags become fields of a subclass that
-replaces the class; in 0.5.17, of the class itself, which is a dataclass there. Its `__init__` was
-generated before, and rejects unknown keywords, hence a hook.
+replaces the class; in the oldest release, of the class itself, which is a dataclass there. Its
+`__init__` was generated before, and rejects unknown keywords, hence a hook.
 
 A flag that is not given is None, as for SGLang's own `speculative_num_steps`; `server.arguments`
 fills in the default when SMC is selected. A value without SMC is refused, never ignored.
@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
-from sglang_smc.options.server import ALGORITHM, DEFAULTS, FIELDS, SETTINGS, is_smc
+from sglang_smc.options.server import ALGORITHM, FIELDS, SETTINGS, is_smc, values_of
 from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import Arguments
@@ -30,18 +30,16 @@ PATCHES = Hooks()
 
 def _declared(name: str) -> Any:
     """Return the type of a setting's field, with its flag declared as SGLang declares its own."""
-    setting, default = SETTINGS[name], getattr(DEFAULTS, name)
+    setting = SETTINGS[name]
     allowed = setting.allowed
-    shown = f"{default:g}" if isinstance(default, float) else default
-    note = setting.note or ", ".join(filter(None, (allowed.bounds, "default {default}")))
-    note = note.format(default="none" if shown is None else shown)
     several = {"action": "extend", "action_kwargs": {"nargs": "+"}} if allowed.kind is list else {}
-    flag = Arg(help=f"SMC only. {setting.help} ({note}).", **several)
+    flag = Arg(help=f"SMC only. {setting.help} ({values_of(name)}).", **several)
     kind: Any = list[str] if allowed.kind is list else allowed.kind
     return Annotated[kind | None, flag, NS("spec")]
 
 
-FLAGS = {field: _declared(name) for name, field in FIELDS.items() if SETTINGS[name].help}
+OURS = [name for name, setting in SETTINGS.items() if not setting.sglang_field]
+FLAGS = {FIELDS[name]: _declared(name) for name in OURS}
 FLAG_FIELDS = tuple(FLAGS)
 
 

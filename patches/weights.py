@@ -175,7 +175,7 @@ def update_from_tensor(
     "srt/managers/scheduler.py:3966 (is_fully_idle)",
     why="SGLang flushes only when nothing waits, yet requests that are paused with mode "
     "'retract' wait. It asserts, and the server would die.",
-    retire_when="0.5.17 is no longer supported: later a flush that cannot be is an answer.",
+    retire_when="`upstream.OLDER` leaves: later a flush that cannot be is an answer.",
     family=upstream.OLDER,
 )
 def flush_after_update(

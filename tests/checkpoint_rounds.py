@@ -154,7 +154,7 @@ class CheckpointRounds(ToyWorker):
 
     Args:
         target: a checkpoint.
-        draft: another one, or a head's law; None: n-gram matches alone.
+        draft: another one, or a head's law; None: n-gram matches.
         settings: of the server, as `SMCConfig` has them.
         num_requests: that it has rows for.
         hot: the only tokens that the draft has mass on; None for all.

@@ -1,4 +1,4 @@
-"""SGLang's server arguments, resolved: as they are built in 0.5.17, on demand in later releases."""
+"""SGLang's server arguments, resolved: as they are built in the oldest release, later on demand."""
 
 import argparse
 from typing import Any

@@ -72,8 +72,8 @@ class ToyTrie:
         self.open -= set(req_ids)
 
 
-def corpus(*, alone: bool = False) -> Corpus:
-    return Corpus(ToyTrie(), DEPTH, NUM_NODES, alone=alone)
+def corpus() -> Corpus:
+    return Corpus(ToyTrie(), DEPTH, NUM_NODES)
 
 
 def children(text: tuple[int, ...], start: int) -> list[int]:
@@ -84,10 +84,8 @@ def children(text: tuple[int, ...], start: int) -> list[int]:
     return list(here)
 
 
-def with_matches(draft: torch.Tensor, proposed: list[int], weight: float) -> torch.Tensor:
-    """The mixture ``[V]`` of a law, by its definition."""
-    if not proposed:
-        return draft
-    mixture = draft * (1 - weight)
-    mixture[proposed] += weight / len(proposed)
-    return mixture
+def law_of_matches(proposed: list[int], vocab_size: int) -> torch.Tensor:
+    """The law ``[V]`` of what is drafted, by its definition."""
+    law = torch.zeros(vocab_size)
+    law[proposed or [0]] = 1 / max(len(proposed), 1)
+    return law

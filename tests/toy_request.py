@@ -58,7 +58,7 @@ class ToyRequest:
         self.grammar = grammar
         self.tokenizer = Letters(vocab_size)
         self.kv_committed_len = len(PROMPT)
-        self.kv = self  # in 0.5.17 these lengths are the request's own, later its kv's
+        self.kv = self  # in the oldest release these lengths are the request's own, later its kv's
         self.return_logprob, self.lora_id = False, None
         self.logprob: Any = None
         self.sampling_params = SimpleNamespace(**{**ASKED, "max_new_tokens": limit, **asked})

@@ -32,7 +32,7 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
         is_plain: for the target itself: bonus tokens, and first ones, weigh nothing.
         tolerance: of all numbers.
     """
-    state = Replay(is_plain and trace.mode == "smc", tolerance, trace.chains_per_particle)
+    state = Replay(is_plain and trace.mode == "smc", tolerance)
     for traced in trace.rounds:
         state.play(traced, weighs=trace.mode == "smc")
     state.emitted += trace.emitted_after
@@ -43,8 +43,8 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
 class Replay:
     """Particles as a reader of the trace knows them."""
 
-    def __init__(self, is_plain: bool, tolerance: float, num_chains: int) -> None:
-        self.is_plain, self.num_chains = is_plain, num_chains
+    def __init__(self, is_plain: bool, tolerance: float) -> None:
+        self.is_plain = is_plain
         self.near = partial(pytest.approx, abs=tolerance)
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
@@ -62,7 +62,7 @@ class Replay:
         before, weighed = as_floats(traced.log_weights_before), as_floats(traced.log_weights)
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
-            assert traced.ess == self.near(ess_of(weighed[:: self.num_chains]))
+            assert traced.ess == self.near(ess_of(weighed))
         added = as_floats(traced.log_potentials or [0.0] * num_particles)
         judged = [old + new for old, new in zip(before, added, strict=True)]
         self.scores |= {tuple(t): new for t, new in zip(self.texts, added, strict=True) if new}
@@ -108,11 +108,8 @@ class Replay:
         each = zip(self.texts, traced.drafted, kept, strict=True)
         drafted = [[*text, *tokens[:count]] for text, tokens, count in each]
         whole = [count >= len(tokens) for count, tokens in zip(kept, traced.drafted, strict=True)]
-        if weighs:  # of a particle's chains one keeps tokens
-            size = self.num_chains
-            keeps_all = all(any(whole[at : at + size]) for at in range(0, len(kept), size))
-        else:  # the winner alone goes on
-            keeps_all = all(whole[who] for who in traced.ancestors)
+        # In rounds that verify the winner alone goes on.
+        keeps_all = all(whole) if weighs else all(whole[who] for who in traced.ancestors)
         assert (traced.cut == "none") == keeps_all
         handed = [drafted[who] for who in traced.ancestors]
         assert all(len(traced.drafted[who]) >= kept[who] for who in traced.ancestors)

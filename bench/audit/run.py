@@ -93,8 +93,7 @@ def _copying(name: str, fault: str = "") -> Server:
 CHAIN = _own("STANDALONE", "draft", 1)
 EAGLE_TREE = _own("EAGLE3", "eagle3", 4)
 _ONE_CHAIN = _smc("exact") | _shape(1, 8)
-_MATCHES = _smc("exact", "") | {"speculative_smc_ngram_weight": 1.0}
-_BESIDE = _smc("exact") | {"speculative_smc_ngram_weight": 0.1}
+_MATCHES = _smc("exact", "") | {"speculative_smc_ngram_matches": True}
 _ONE_STEP = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 _FEW_SLOTS = {"max_total_tokens": 8192, "chunked_prefill_size": 256}  # retracts under load
 _RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
@@ -140,7 +139,6 @@ LOSSLESS: dict[str, dict[str, Any]] = {
     "SMC exact N=16 K=4": _smc("exact") | _shape(16, 4),
     **{f"SMC exact by {head}": _smc("exact", head) for head in _HEADS},
     "SMC exact by n-grams": _MATCHES,
-    "SMC exact by draft and n-grams": _BESIDE,
 }
 SERVERS = (
     SIMULATED,

@@ -48,7 +48,6 @@ class Proposal(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})  # further engine settings
 
 
-WEIGHT = "speculative_smc_ngram_weight"
 DRAFT = Proposal("draft model", "draft", "model", "llama-3.2-1b")
 PROPOSALS = (
     DRAFT,
@@ -57,8 +56,10 @@ PROPOSALS = (
     Proposal("MTP layer", "mtp", "mtp", "mtp"),
     Proposal("DFlash", "dflash", "dflash", "dflash-8b"),
     Proposal("DSpark", "dspark", "dflash", "dspark-8b"),
-    Proposal("n-gram", None, "ngram", "ngram", {WEIGHT: 1.0, "speculative_smc_mode": EXACT}),
-    Proposal("model + n-gram", "draft", "ngram", "ngram+llama-3.2-1b", {WEIGHT: 0.1}),
+    Proposal(
+        *("n-gram", None, "ngram", "ngram"),
+        {"speculative_smc_ngram_matches": True, "speculative_smc_mode": EXACT},
+    ),
 )
 _BY_NAME = {one.name: one for one in PROPOSALS}
 #: SGLang's own chain of K tokens: a tree with one branch; its root is the last token.
@@ -251,7 +252,7 @@ def _bottom_line(rows: Sequence[DraftRow]) -> str:
 _MARKERS = {EXACT: "o", AUTO: "D", STANDALONE: "s"}
 STYLES = {
     f"{proposal.name} {rule}": (colour, marker)
-    for proposal, colour in zip(PROPOSALS, COLOURS, strict=True)
+    for proposal, colour in zip(PROPOSALS, COLOURS, strict=False)
     for rule, marker in _MARKERS.items()
 }
 

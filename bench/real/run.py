@@ -69,9 +69,10 @@ COMMON: dict[str, Any] = answers.COMMON | {
     "context_length": 1024,
     "max_total_tokens": 24_576,
 }
-SMC, PLAIN, MATCHES, MIXED = "SMC", "plain decoding", "n-grams", "model and n-grams"
+SMC = "SMC"
+PLAIN = "plain decoding"
+MATCHES = "n-grams"
 NUM_PARTICLES, MOST_STEPS = 8, 23
-WEIGHT = "speculative_smc_ngram_weight"
 #: Trees of at most 72 rows, by SGLang's topk, steps and tokens; a chain has one branch.
 STANDALONE = {
     "SGLang chain of 8": (1, 8, 9),
@@ -143,7 +144,6 @@ def _cells(pair: str, temperature: float) -> Iterator[Cell]:
         return
     yield from (stock(label, rows, k) for label, (_, k, rows) in STANDALONE.items())
     yield from (smc("exact", size, mode="exact") for size in EXACT)
-    yield smc("exact with n-grams", USUAL, MIXED, mode="exact")
     if temperature:  # at 0 all modes are one
         paper = {"mode": "smc", "resample_at": "block", "evidence_threshold": 0.0}
         yield smc("auto", USUAL, mode="auto")
@@ -169,13 +169,14 @@ def settings(engine: str) -> dict[str, Any]:
             "speculative_algorithm": "NGRAM",
             "speculative_num_draft_tokens": NGRAM_TOKENS,
         }
-    weight = {MATCHES: {WEIGHT: 1.0, "speculative_smc_mode": "exact"}, MIXED: {WEIGHT: 0.1}}
-    return COMMON | {
+    found = COMMON | {
         "speculative_algorithm": "SMC",
         "speculative_num_steps": OF_HEADS[-1][1] if pair in HEADS else MOST_STEPS,
         "speculative_smc_num_particles": NUM_PARTICLES,
-        **weight.get(name, {}),
     }
+    if name == MATCHES:
+        found |= {"speculative_smc_ngram_matches": True, "speculative_smc_mode": "exact"}
+    return found
 
 
 # --- Answers and rows

@@ -143,7 +143,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return CpuKVPool
 
     def get_paged_allocator_cls(self) -> Any:
-        """Return None for SGLang's allocator of pages; on 0.5.17, where this is for pages of 1."""
+        """Return None for SGLang's allocator of pages; on releases where this is for pages of 1."""
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
         from sglang_smc.upstream import IS_NEWEST

@@ -204,7 +204,7 @@ def _eagle3_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
 def _block_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
     whole = config.hf_config.to_dict()
-    given = whole.get("dflash_config") or {}  # 0.5.17 does not parse extras
+    given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
     extras = {name: given.get(name) or getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
     if is_dspark(config):

@@ -166,7 +166,7 @@ class WeightUpdates(BaseSpecWorker):
 
         SGLang calls this on releases where requests select no model.
         """
-        tensors = self.target_worker._deserialize_own_rank(  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
+        tensors = self.target_worker._deserialize_own_rank(  # pyright: ignore[reportAttributeAccessIssue] -- OLDER
             recv_req.serialized_named_tensors
         )
         if recv_req.load_format == "flattened_bucket":

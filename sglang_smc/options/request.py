@@ -23,8 +23,6 @@ from sglang_smc.options.server import (
     SMCConfig,
     flag_of,
     integers,
-    numbers,
-    one_of,
     settings_of,
     with_implied,
 )
@@ -46,14 +44,17 @@ _SWITCH = Range(bool, "true or false")
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     """`SMCConfig` of one request."""
 
-    return_particles: Annotated[bool, Setting(_SWITCH, modes=("smc",))] = False
-    """Return all particles and their weights in `meta_info`."""
-
-    trace: Annotated[bool, Setting(_SWITCH)] = False
-    """Return a trace of the particles, round by round, in `meta_info`."""
-
-    potentials: Annotated[tuple[PotentialSpec, ...], Setting(Range(list, ""), modes=("smc",))] = ()
-    """Potentials that multiply the target; `parse_specs` says what is allowed."""
+    return_particles: Annotated[
+        bool, Setting(_SWITCH, "All particles and their weights in `meta_info`", modes=("smc",))
+    ] = False
+    trace: Annotated[
+        bool, Setting(_SWITCH, "A trace of the particles, round by round, in `meta_info`")
+    ] = False
+    # `parse_specs` says what is allowed.
+    potentials: Annotated[
+        tuple[PotentialSpec, ...],
+        Setting(Range(list, "a list"), "Potentials that multiply the target", modes=("smc",)),
+    ] = ()
 
     # The rest are no keys.
     constrained: bool = False  # whether the request has a grammar
@@ -82,22 +83,14 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return super().extends
 
     @property
-    def may_extend(self) -> bool:
-        return self.extends
-
-    @property
     def _usual_lag(self) -> int:
         # Returned particles must differ.
         return LONG_LAG if self.return_particles else super()._usual_lag
 
     @property
     def uses_matches(self) -> bool:
-        """Return whether n-gram matches can change its draft tokens.
-
-        For a single greedy chain they cannot unless w is above 1/2: it drafts the likeliest token.
-        """
-        is_chain = self.greedy and not self.branches
-        return self.num_steps > 0 and self.ngram_weight > (0.5 if is_chain else 0.0)
+        """Return whether its draft tokens are n-gram matches."""
+        return self.num_steps > 0 and self.ngram_matches
 
     @property
     def branches(self) -> bool:
@@ -122,6 +115,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
 KEYS = {name: key for name, key in settings_of(RequestConfig).items() if name not in SERVER_FIELDS}
 """The settings of a request, by key."""
+
+UP_TO_SERVER = {"num_particles": 1, "num_steps": 0, "max_lag": 1}
+"""Keys that allow integers up to the server's own value, and the least that they allow."""
 
 
 def request_config(
@@ -185,7 +181,7 @@ def at_temperature_0(asked: RequestConfig) -> RequestConfig:
     Particles that are returned or weighed by potentials would all be equal: they are one.
     """
     if asked.return_particles or asked.potentials:
-        return replace(asked, greedy=True, num_particles=1, chains_per_particle=1, power=1.0)
+        return replace(asked, greedy=True, num_particles=1, power=1.0)
     return replace(verified_as_tree(asked), greedy=True)
 
 
@@ -206,8 +202,6 @@ def _raise_if(problems: list[str], where: str) -> None:
 
 def _problem(server: SMCConfig, name: str, value: Any) -> str | None:
     """Return what is wrong with a key or its value, or None."""
-    if name == "answer_pattern" or (name == "selection" and value == "vote"):
-        return f"{name}={value!r:.100}; allowed: a vote at the client, over return_particles."
     if name not in KEYS:
         return f"the unknown key {name!r}; allowed: {', '.join(KEYS)}."
     try:
@@ -225,19 +219,10 @@ def _range_of(name: str, server: SMCConfig) -> Range:
 
     Tables and graphs are allocated for the server's N, K and lag, so these are maxima.
     """
-    if name in ("num_particles", "num_steps"):
-        return integers(int(name == "num_particles"), getattr(server, name))
-    if name == "chains_per_particle":  # of all requests of a batch, so that they share its rows
-        most = server.num_particles
-        return one_of(tuple(m for m in range(1, most + 1) if most % m == 0))
-    if name == "max_lag":
-        return integers(1, server.most_lag)
-    if name == "ngram_weight" and not server.keeps_texts:
-        flag = flag_of("ngram_weight")
-        return numbers(0, 0, words=f"0, since this server has no {flag} and keeps no texts")
-    if name == "ngram_weight" and server.has_no_draft:
-        return numbers(1, 1, words="1, since this server has no draft model")
-    return KEYS[name].allowed
+    if name not in UP_TO_SERVER:
+        return KEYS[name].allowed
+    most = server.most_lag if name == "max_lag" else getattr(server, name)
+    return integers(UP_TO_SERVER[name], most)
 
 
 def check_support(config: RequestConfig) -> str | None:
@@ -337,18 +322,17 @@ def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
     Rounds get the return value only. The weight of a single particle has no effect, and its
     sequence would follow the draft: a request that is reduced to one particle is verified.
     Verification supports only the target p, or p renormalised at each token, so requests for a
-    power of p and, in mode smc, for p under a mask keep their particles, as do those whose
-    particles have several chains each, which also keep a step.
+    power of p and, in mode smc, for p under a mask keep their particles.
     """
     if budget is None:
         return asked
-    num_particles, fewest = asked.num_particles, 1 if asked.num_chains > 1 else 0
-    if asked.is_normalized and asked.num_chains == 1:
+    num_particles = asked.num_particles
+    if asked.is_normalized:
         num_particles = min(num_particles, budget.num_particles)
     return replace(
         asked,
         num_particles=num_particles,
-        num_steps=min(asked.num_steps, max(budget.num_steps, fewest)),
+        num_steps=min(asked.num_steps, budget.num_steps),
         mode="exact" if num_particles == 1 < asked.num_particles else asked.mode,
     )
 

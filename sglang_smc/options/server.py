@@ -22,7 +22,6 @@ CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "auto")
-INSTEAD_OF_MIXED = " (instead of 'mixed': 'auto' with an evidence_threshold, by default 0.5)"
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial")
 PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
@@ -84,20 +83,21 @@ def numbers(low: float, high: float = MAX_FLOAT, *, above: bool = False, words: 
     return Range(float, words, bounds, low, high, above)
 
 
-def one_of(values: tuple[Any, ...], remark: str = "") -> Range:
-    """Return the range of some words, or some integers; errors end with the ``remark``."""
-    listed = ", ".join(map(str, values))
-    return Range(type(values[0]), f"one of {listed}{remark}", listed, choices=values)
+def one_of(values: tuple[str, ...]) -> Range:
+    """Return the range of some words."""
+    listed = ", ".join(values)
+    return Range(str, f"one of {listed}", listed, choices=values)
 
 
 class Setting(NamedTuple):
     """Declaration of a setting."""
 
     allowed: Range
-    help: str = ""  # of its flag, without the sentence's end; num_steps has SGLang's own flag
+    help: str  # of its flag, without the sentence's end
     note: str = ""  # the help's end, in parentheses; else it names bounds and default
     modes: tuple[str, ...] = MODES  # those in which a request's value has an effect
     is_key: bool = True  # whether a request may set it
+    sglang_field: str = ""  # of SGLang's own flag, where it has one
 
 
 _SMC = ("smc",)
@@ -107,11 +107,13 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server, which apply unless a request sets its own."""
 
     # K: a round yields at most K + 1 tokens, with the target's bonus.
-    num_steps: Annotated[int, Setting(integers(1))] = 8
+    num_steps: Annotated[
+        int, Setting(integers(1), "Tokens drafted a round", sglang_field="speculative_num_steps")
+    ] = 8
     mode: Annotated[
         str,
         Setting(
-            one_of(MODES, INSTEAD_OF_MIXED),
+            one_of(MODES),
             "'exact' verifies all drafts together: lossless. 'auto' keeps a round's drafts where "
             "their mean weight is high (evidence threshold, or tilt), and verifies them elsewhere: "
             "nearly the target. 'smc' weighs and resamples particles: approximate, keeps the most "
@@ -133,17 +135,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             modes=_SMC,
         ),
     ] = None
-    # M: each M consecutive ones of the N particles are equal between rounds, and weigh as one.
-    chains_per_particle: Annotated[
-        int,
-        Setting(
-            integers(1, MAX_PARTICLES),
-            "With verified proposals, chains that a particle drafts, which are verified together: "
-            "more tokens a pass. They are counted among the particles, so their number divides "
-            "that of the particles",
-            modes=_SMC,
-        ),
-    ] = 1
     ess_threshold: Annotated[
         float,
         Setting(
@@ -214,15 +205,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             "for a draft model, and 0.8 (1 - 1 / N) for EAGLE heads and MTP layers",
         ),
     ] = None
-    ngram_weight: Annotated[
-        float,
+    ngram_matches: Annotated[
+        bool,
         Setting(
-            numbers(0, 1, words="a number from 0 (none) to 1 (no draft model)"),
-            "Weight w of n-gram matches in what is drafted: (1 - w) times the draft's distribution "
-            "plus w times that of what followed the same tokens before, in prompts and answers. 1 "
-            "needs no draft model, and a mode that verifies",
+            Range(bool, "True or False"),
+            "Draft from n-gram matches, without a draft model: what followed the same tokens "
+            "before, in prompts and answers. Drafts are verified",
+            is_key=False,
         ),
-    ] = 0.0
+    ] = False
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
     max_lag: Annotated[
         int | None,
@@ -287,6 +278,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "sglang_smc.potentials.Potential or a function that returns one. Literal keyword "
                 "arguments may follow it, in parentheses. Several values, or the flag several "
                 "times",
+                modes=_SMC,
                 is_key=False,
             ),
         ]
@@ -297,6 +289,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             numbers(0, above=True),
             "Seconds that a potential may take for all texts of a round; where it takes longer, "
             "the requests of these texts end with HTTP 503",
+            modes=_SMC,
             is_key=False,
         ),
     ] = 10.0
@@ -334,21 +327,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.weighs and self.proposal == "verified"
 
     @property
-    def may_extend(self) -> bool:
-        """Return whether some request's rounds may be such, by these settings alone."""
-        return self.proposal != "draft" and self.resample_at == "block"
-
-    @property
-    def num_chains(self) -> int:
-        """Return M: the chains that each particle of its rounds drafts."""
-        return self.chains_per_particle if self.extends else 1
-
-    @property
-    def num_weights(self) -> int:
-        """Return the number of particles with weights of their own: N, over M chains of each."""
-        return self.num_particles // self.num_chains
-
-    @property
     def drafted_power(self) -> float:
         """Return the power of q that is drafted from: that of p where this is verified."""
         return self.power if self.extends else 1.0
@@ -357,14 +335,6 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_exact(self) -> bool:
         """Return whether rounds verify every draft token."""
         return self.mode == "exact" or (self.mode == "auto" and self.tilt == 0)
-
-    @property
-    def keeps_texts(self) -> bool:
-        return self.ngram_weight > 0
-
-    @property
-    def has_no_draft(self) -> bool:
-        return self.ngram_weight == 1
 
     @property
     def lag(self) -> int:
@@ -428,22 +398,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.extends and (weighs_drafts or self.resample_at == "token"):
             told = "no threshold, and resample_at 'block', since verified tokens are not weighed"
             yield ("proposal", "evidence_threshold", "resample_at"), told
-        asks = self.weighs and "chains_per_particle" in chosen and self.chains_per_particle > 1
-        if asks and not self.may_extend:
-            told = "1, or proposal 'verified', since weighed drafts are chains of their own"
-            yield ("chains_per_particle", "proposal", "resample_at"), told
-        elif self.may_extend and self.num_particles % self.chains_per_particle:
-            told = "a number of particles that the chains divide: they are counted among them"
-            yield ("chains_per_particle", "num_particles"), told
-        if self.has_no_draft and self.draft_temperature is not None:
-            told = "a smaller weight, with a draft model, since matches have no temperature"
-            yield ("draft_temperature", "ngram_weight"), told
-        if self.weighs and not self.extends and self.has_no_draft:
+        if self.ngram_matches and self.draft_temperature is not None:
+            told = "one of the two, since matches have no temperature"
+            yield ("draft_temperature", "ngram_matches"), told
+        if self.ngram_matches and self.weighs and not self.extends:
             told = (
                 "proposal 'verified', or mode 'exact' or 'auto', which draw from the "
-                "target what no match proposes, or a smaller weight with a draft model"
+                "target what no match proposes"
             )
-            yield ("mode", "ngram_weight"), told
+            yield ("mode", "ngram_matches"), told
 
 
 DEFAULTS = SMCConfig()
@@ -463,10 +426,9 @@ def settings_of(config: type[SMCConfig]) -> dict[str, Setting]:
 SETTINGS = settings_of(SMCConfig)
 
 FIELDS = {
-    name: f"speculative_smc_{name}" if setting.help else f"speculative_{name}"
-    for name, setting in SETTINGS.items()
+    name: setting.sglang_field or f"speculative_smc_{name}" for name, setting in SETTINGS.items()
 }
-"""Setting -> attribute of ServerArgs. K is SGLang's own."""
+"""Setting -> attribute of ServerArgs."""
 
 SERVER_ARGS_FIELDS = {
     name: field for name, field in FIELDS.items() if name in SMCConfig.__struct_fields__
@@ -490,6 +452,15 @@ def with_implied(chosen: dict[str, Any]) -> dict[str, Any]:
 def flag_of(name: str) -> str:
     """Return the command-line flag of a field: `num_steps` -> `--speculative-num-steps`."""
     return "--" + FIELDS[name].replace("_", "-")
+
+
+def values_of(name: str) -> str:
+    """Return the bounds and the default of a flag, in words."""
+    setting = SETTINGS[name]
+    default = getattr(DEFAULTS, name)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    note = setting.note or ", ".join(filter(None, (setting.allowed.bounds, "default {default}")))
+    return note.format(default="none" if shown is None else shown)
 
 
 def out_of_range(name: str, value: object) -> str:

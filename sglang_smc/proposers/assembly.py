@@ -199,7 +199,7 @@ def assemble(
     """Build the target and the draft over particles.
 
     Args:
-        draft: None where n-gram matches are the only proposer.
+        draft: None where n-gram matches draft.
         num_particles: N of the server.
         num_columns: K + 1.
         skinny: the kernel of a draft's layers; None: they run as SGLang has them.
@@ -253,5 +253,5 @@ def assemble(
 
 
 def corpus_of(resolved: Arguments, config: SMCConfig) -> Corpus | None:
-    """Return the n-gram corpus of a server, or None where no n-gram matches are used."""
-    return open_corpus(resolved, config) if config.keeps_texts else None
+    """Return the n-gram corpus of a server, or None where a model drafts."""
+    return open_corpus(resolved, config) if config.ngram_matches else None

@@ -1,14 +1,13 @@
-"""Mix n-gram matches into the draft distribution, or propose from matches alone.
+"""Propose from n-gram matches, without a draft model.
 
 SGLang's corpus returns, for the last tokens of a sequence, a tree of the continuations that it has
-seen. At each draft step a particle is at a node of its tree, or has left it. The match distribution
-is uniform over the node's children, since their counts are not returned; where there are none, q is
-the draft distribution alone. All of that is fixed before a token is sampled, so q is known exactly,
-and weights and verification correct for it as for any draft. A token that a request's rules forbid
-has no mass in the draft distribution, and gets none from a match.
+seen. At each draft step a particle is at a node of its tree, or has left it. The proposal q is
+uniform over the node's children, since their counts are not returned; where there are none, it has
+all mass on one token. All of that is fixed before a token is sampled, so q is known exactly, and
+verification corrects for it as for any draft.
 
-A server without a draft model proposes from matches alone. A round then takes uniform logits in
-place of the draft's, to which rules apply as usual, but no filter (`Matches.mixed`).
+A round takes uniform logits in place of a model's. Rules apply to them as usual, so that a token
+that a request's rules forbid gets no mass; filters do not (`Matches.distribution`).
 
 The corpus is SGLang's trie, on the host, of all runs of up to `--speculative-ngram-max-trie-depth`
 tokens of prompts and outputs; the oldest are evicted. SGLang keeps the progress of a match under a
@@ -24,12 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from sglang_smc.kv.transfer import on_device, to_device
+from sglang_smc.kv.transfer import to_device
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.options.server import SMCConfig, flag_of
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
-from sglang_smc.smc.edits import likeliest, mix
 from sglang_smc.smc.population import Population
 from sglang_smc.state.request import shared_ids, state_of, tails_of
 from sglang_smc.upstream import Arguments, release
@@ -64,11 +62,11 @@ def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
         )
     except Exception as error:  # of a compiler, or of whatever it lacks
         raise ValueError(
-            f"{flag_of('ngram_weight')} is above 0, and SGLang {release()} cannot build its n-gram "
+            f"{flag_of('ngram_matches')} is given, and SGLang {release()} cannot build its n-gram "
             f"cache: {_told(error)}. It is compiled as a server starts: have a C++20 compiler and "
             "ninja (apt-get install g++ ninja-build), or leave the flag out."
         ) from error
-    return Corpus(trie, depth, num_nodes, alone=config.has_no_draft)
+    return Corpus(trie, depth, num_nodes)
 
 
 def _told(error: Exception) -> str:
@@ -84,13 +82,9 @@ class Corpus:
     Args:
         depth: the longest run of tokens that ``trie`` stores.
         num_nodes: T, nodes of a tree that it returns, the root included.
-        alone: whether there is no other proposer.
     """
 
-    def __init__(
-        self, trie: "NgramCorpus", depth: int, num_nodes: int, *, alone: bool = False
-    ) -> None:
-        self.alone = alone
+    def __init__(self, trie: "NgramCorpus", depth: int, num_nodes: int) -> None:
         self._trie = trie
         self._depth = depth
         self._num_nodes = num_nodes
@@ -200,8 +194,6 @@ class Matches(NamedTuple):
     tokens: torch.Tensor  # [D, T] int64; the root comes first, for the sequence itself
     parents: torch.Tensor  # [D, T] int64 nodes; -2 for the root and for padding
     node: torch.Tensor  # [D] int64 current node; `_OUTSIDE` once the particle has left the tree
-    weights: torch.Tensor  # [D] float32: w of each particle's request
-    alone: bool = False  # there is no draft model: uniform logits, -inf where rules forbid
 
     @classmethod
     def of(cls, corpus: Corpus, reqs: "list[Req]", population: Population) -> "Matches":
@@ -209,13 +201,10 @@ class Matches(NamedTuple):
         size, num_particles, _ = population.texts.shape
         device = population.texts.device
         tokens, parents = map(torch.from_numpy, corpus.trees(reqs, population))
-        weights = [state_of(req).now.ngram_weight for req in reqs]
         return cls(
             to_device(device, tokens),
             to_device(device, parents),
             torch.zeros(size * num_particles, dtype=torch.int64, device=device),
-            of_each_draw(on_device(device, weights, torch.float32), size * num_particles),
-            corpus.alone,
         )
 
     def follow(self, drawn: torch.Tensor) -> "Matches":
@@ -224,39 +213,67 @@ class Matches(NamedTuple):
         node = torch.where(found.any(1), found.long().argmax(1), _OUTSIDE)
         return self._replace(node=node)
 
-    def mixed(self, draft: TokenDistribution) -> TokenDistribution:
-        """Return the mixture q of the matches and the draft distribution ``draft``, of D rows.
+    def distribution(self, allowed: TokenDistribution) -> TokenDistribution:
+        """Return q, of D rows: uniform over the matches that the rules allow.
 
-        At temperature 0 the draft distribution is a point mass on its likeliest token, and q is one
-        on the likeliest token of the mixture: the match's where w > 1/2 and it is the only one.
+        Where there is none, all mass is on the first token that the rules allow: any is valid,
+        since verification corrects for it. At temperature 0 it is on the first of the matches.
 
-        Without a draft model the other component is a point mass on the first token that the rules
-        allow: any is valid, since verification corrects for it.
+        Args:
+            allowed: uniform logits, -inf where rules forbid a token.
         """
         num_draws = len(self.node)
-        at_temperature_0 = draft.greedy
-        if self.alone:
-            every = torch.ones_like(draft.temperature, dtype=torch.bool)
-            draft = draft._replace(greedy=every, kept=None, sums=None)
-        log_q = draft.log_probs()  # [D, V]
-        support = log_q.gather(1, self.tokens) > -torch.inf  # [D, T]
-        if draft.greedy is not None:
-            is_point = of_each_draw(draft.greedy, num_draws).unsqueeze(1)
-            allowed = draft.scores.gather(1, self.tokens) > -torch.inf
-            support = torch.where(is_point, allowed, support)
-        mixture = mix(log_q, self.tokens, self._children() & support, self.weights)
-        if at_temperature_0 is not None:
-            is_point = of_each_draw(at_temperature_0, num_draws).unsqueeze(1)
-            mixture = torch.where(is_point, likeliest(mixture), mixture)
-        return draft.of_log_probs(mixture, num_groups=len(draft.temperature))
+        is_greedy = allowed.greedy
+        every = torch.ones_like(allowed.temperature, dtype=torch.bool)
+        point = allowed._replace(greedy=every, kept=None, sums=None)
+        support = point.scores.gather(1, self.tokens) > -torch.inf  # [D, T]
+        log_q = uniform_over(self.tokens, self._children() & support, point.log_probs())
+        if is_greedy is not None:
+            is_point = of_each_draw(is_greedy, num_draws).unsqueeze(1)
+            log_q = torch.where(is_point, likeliest(log_q), log_q)
+        return point.of_log_probs(log_q, num_groups=len(allowed.temperature))
 
     def _children(self) -> torch.Tensor:
         """Return which nodes ``[D, T]`` are children of each particle's node."""
         return self.parents == self.node.unsqueeze(1)
 
 
+def uniform_over(
+    tokens: torch.Tensor, proposed: torch.Tensor, otherwise: torch.Tensor
+) -> torch.Tensor:
+    """Return log-probabilities that are uniform over each row's proposed tokens.
+
+    A row without proposed tokens is that of ``otherwise``; so is a row of NaN there, which is no
+    distribution.
+
+    Args:
+        tokens: ``[D, T]`` int64 token ids; a row's proposed ones are distinct.
+        proposed: ``[D, T]`` bool: the entries of ``tokens`` that are proposed.
+        otherwise: ``[D, V]`` normalised log-probabilities.
+
+    Returns:
+        ``[D, V]`` float32 log-probabilities.
+    """
+    counts = proposed.sum(1, keepdim=True)  # [D, 1]
+    share = (1.0 / counts.clamp_min(1)).log().masked_fill(~proposed, -torch.inf)  # [D, T]
+    nothing = torch.full_like(otherwise, -torch.inf)
+    # A tree may have one token at several nodes, of which one at most is proposed.
+    found = nothing.scatter_reduce(1, tokens, share, "amax")
+    is_matched = (counts > 0) & ~otherwise.isnan().any(1, keepdim=True)
+    return torch.where(is_matched, found, otherwise)
+
+
+def likeliest(log_q: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities ``[D, V]`` with all mass on each row's likeliest token.
+
+    Of ties the first token is taken. A row with NaN stays as it is.
+    """
+    point = torch.full_like(log_q, -torch.inf).scatter(1, log_q.argmax(1, keepdim=True), 0.0)
+    return torch.where(log_q.isnan().any(1, keepdim=True), log_q, point)
+
+
 class UniformDraft(DraftProposer):
-    """Uniform logits, used where n-gram matches are the only proposer."""
+    """Return uniform logits, of which `Matches` take what the rules allow."""
 
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
         self.attn_backend = of_target

@@ -1,6 +1,5 @@
 """Define the inputs of a round, its shape on the host, and the tables that it reads."""
 
-import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
@@ -39,7 +38,6 @@ class RoundShape(NamedTuple):
     num_steps: int  # K: the most tokens that a request drafts per round
     max_tail: int  # the longest tail in the round, before it is narrowed
     max_arena: int  # the most KV slots of a request beyond `RoundInputs.committed`
-    chains: tuple[int, ...]  # M of requests whose rounds verify each particle's own chains
     needs: frozenset[Need] = frozenset()
     # Of these, the first for the groups of no other; none for `plain.play_plainly`.
     deciders: tuple[Decider, ...] = ()
@@ -47,9 +45,14 @@ class RoundShape(NamedTuple):
 
     def needing(self, needs: Iterable[Need]) -> "RoundShape":
         """Return the shape with other needs, and their deciders."""
-        needs, each = frozenset(needs), map(VerifyEach, self.chains)
-        together = [VerifyTogether()] if needs & {Need.VERIFIES, Need.TREES} else []
-        deciders = (*together, *each, *([Weigh()] if Need.WEIGHS in needs else []))
+        needs = frozenset(needs)
+        deciders: tuple[Decider, ...] = ()
+        if needs & {Need.VERIFIES, Need.TREES}:
+            deciders += (VerifyTogether(),)
+        if Need.EXTENDS in needs:
+            deciders += (VerifyEach(),)
+        if Need.WEIGHS in needs:
+            deciders += (Weigh(),)
         if self.num_steps == 0:  # the target draws the next token, in every mode
             is_plain = self.skips_draft and self.max_tail <= 1 and not self.logprobs.own
             deciders = () if is_plain and needs <= _OF_PLAIN else (Plain(),)
@@ -64,9 +67,7 @@ class RoundShape(NamedTuple):
         """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._sizes().items(), other._sizes().values(), strict=True)
         lacking = [name for (name, size), needed in pairs if size < needed]
-        lacking += sorted(need.value for need in other.needs - self.needs)
-        more = set(other.chains) - set(self.chains) if Need.EXTENDS in self.needs else ()
-        return lacking + [f"chains_per_particle {chains}" for chains in sorted(more)]
+        return lacking + sorted(need.value for need in other.needs - self.needs)
 
     def _sizes(self) -> dict[str, int]:
         """Return sizes: a shape with no smaller one supports those of another."""
@@ -133,7 +134,6 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         num_steps=now.num_steps,
         max_tail=arena.tail(now if now.num_steps == 0 else config, config.lag),
         max_arena=arena.arena(config, config.lag),
-        chains=(now.num_chains,) if now.extends else (),
     )
     return shape.needing(needs)
 
@@ -157,16 +157,12 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     configs = [state.now for state in states]
     each = zip(reqs, states, strict=True)
     tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
-    chains = tuple(sorted({config.num_chains for config in configs if config.extends}))
-    most, multiple = max(config.num_particles for config in configs), math.lcm(*chains)
     shape = RoundShape(
         budget=states[0].budget,
-        # Chains of a particle are consecutive rows.
-        num_particles=math.ceil(most / multiple) * multiple,
+        num_particles=max(config.num_particles for config in configs),
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        chains=chains,
         logprobs=LogprobWidths.of(reqs, returns_logprobs),
     )
     return shape.needing(chain.from_iterable(set(map(_needs_of, reqs, states))))
@@ -177,7 +173,7 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
         return [Need.VERIFIES]
     if not config.extends:
         return [Need.WEIGHS]
-    return [Need.EXTENDS, Need.CHAINS] if config.num_chains > 1 else [Need.EXTENDS]
+    return [Need.EXTENDS]
 
 
 def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:

@@ -73,7 +73,7 @@ def assemble(
     Args:
         target, draft: SGLang's workers of the two models, with their pools built; ``draft`` is
             None without a draft model.
-        corpus: texts of n-gram matches; None without such matches.
+        corpus: texts of n-gram matches; None where a model drafts.
 
     Raises ValueError for a model that cannot run in rounds.
     """

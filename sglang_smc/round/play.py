@@ -42,7 +42,7 @@ class Round:
     target: ParticleForward  # the target model, over particles
     draft: DraftProposer
     _tables: Tables  # state of requests between rounds
-    _corpus: Corpus | None = None  # texts of n-gram matches; None without such matches
+    _corpus: Corpus | None = None  # texts of n-gram matches; None where a model drafts
     routed: torch.Tensor | None = None  # `upstream.experts_of_passes`
 
     def record_passes(
@@ -201,7 +201,7 @@ class Round:
             position=position.expand_as(starts),
             last_two=last_two,
             may_stratify=before.present & dependent.unsqueeze(1),
-            extends=settings.extends if shape.chains and shape.num_steps else None,
+            extends=settings.extends if Need.EXTENDS in needs and shape.num_steps else None,
             ends=settings.ends,
             rules=self._rules(reqs, before) if Need.RULES in needs else None,
             edits=self._edits(reqs, settings, before, starts) if Need.EDITS in needs else None,
@@ -256,7 +256,7 @@ class Round:
 
     def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
         """Return the n-gram matches of the sequences before the round."""
-        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
+        assert self._corpus is not None, "n-gram matches are of a server that keeps texts"
         return Matches.of(self._corpus, list(reqs), before)
 
     def _commit(
@@ -284,7 +284,6 @@ class Round:
             # Counts lag one token: the last emitted one is counted with the next.
             tables.ops.count_tokens(batch.edits.columns, rows, texts[:, 1:], counts)
         last_emitted = tables.particles.scatter(rows, narrowed, counts)
-        num_weights, num_chains = batch.settings.num_particles, batch.settings.chains
         counters = tables.counters.add_round(
             rows,
             fidelity=narrowed.fidelity[:, 0],
@@ -295,7 +294,7 @@ class Round:
             exact_ct=decision.verified,
             killed_ct=decision.num_killed,
             ess_sum=decision.ess,
-            particles_sum=num_weights // num_chains if Need.CHAINS in needs else num_weights,
+            particles_sum=batch.settings.num_particles,
             steps_sum=batch.settings.num_steps,
             ancestors=end.num_roots,
             log_evidence=end.log_evidence,

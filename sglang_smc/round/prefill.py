@@ -318,8 +318,6 @@ class Prefill:
         present, nothing = particle < settings.num_particles.unsqueeze(1), torch.zeros_like(places)
         same_text = own.same_text(nothing.unsqueeze(2), nothing, present)
         numbers, _ = own.stratify(numbers, same_text)
-        if any(state_of(req).config.num_chains > 1 for req in reqs):
-            numbers = settings.of_first_chains(numbers)
         row = row.repeat_interleave(num_particles)
         drawn = sample(log_p, numbers.flatten(), row).view_as(numbers)
         is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])

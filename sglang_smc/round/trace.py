@@ -120,8 +120,7 @@ class Stages(NamedTuple):
         if not config.weighs:
             winner = ancestors[0]
             return "none" if kept[winner] >= drafted[winner] else "verification"
-        keeps_all = (kept >= drafted)[: len(ancestors)].view(-1, config.num_chains)
-        if bool(keeps_all.any(1).all()):  # of a particle's chains one keeps tokens
+        if bool((kept >= drafted)[: len(ancestors)].all()):
             return "none"
         if config.extends:
             return "verification"

@@ -52,7 +52,7 @@ def check_arguments(server_args: Arguments) -> None:
 def _draft_from_target(server_args: Arguments) -> None:
     """Name the target as its own draft where no other is given and it has an MTP layer."""
     view = resolved_view(server_args)
-    if view.speculative_draft_model_path is not None or view.speculative_smc_ngram_weight == 1:
+    if view.speculative_draft_model_path is not None or view.speculative_smc_ngram_matches:
         return
     if has_mtp(view.model_path, view.revision, view.trust_remote_code):
         server_args.speculative_draft_model_path = view.model_path
@@ -189,19 +189,18 @@ def _kernel_problems(config: SMCConfig, server_args: Arguments) -> Iterator[str]
 
 
 def _draft_problems(server_args: Arguments) -> Iterator[str]:
-    path, flag = server_args.speculative_draft_model_path, flag_of("ngram_weight")
-    has_no_draft = server_args.speculative_smc_ngram_weight == 1
-    if has_no_draft and path is not None:
+    path = server_args.speculative_draft_model_path
+    flag = flag_of("ngram_matches")
+    if server_args.speculative_smc_ngram_matches and path is not None:
         yield (
-            f"{flag} is 1 and --speculative-draft-model-path is {path!r}; allowed: one of both, "
-            "since n-gram matches draft alone there. Leave the draft out, or pass a smaller "
-            "weight."
+            f"{flag} is True and --speculative-draft-model-path is {path!r}; allowed: one of both, "
+            "since n-gram matches draft alone. Leave one of them out."
         )
-    if not has_no_draft and path is None:
+    if not server_args.speculative_smc_ngram_matches and path is None:
         yield (
             "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
-            f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
-            "matches alone, where drafts are verified. A target with an MTP layer needs none: "
+            f"smaller model with the target's vocabulary; without one, {flag} drafts from n-gram "
+            "matches, where drafts are verified. A target with an MTP layer needs none: "
             f"{' or '.join(MTP)}."
         )
     tokens, view = server_args.speculative_token_map, resolved_view(server_args)

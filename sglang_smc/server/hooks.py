@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_smc import upstream
@@ -149,22 +148,12 @@ def install(group: Group) -> None:
 
     This works even for names that are imported already: the registry replaces those too.
     """
-    search = hook_registry._propagate_patch
-
-    def search_for_functions(original: Any, wrapped: Any, owner: Any) -> int:
-        # All modules are searched for copies, for 35 ms; of a method there is none.
-        return 0 if isinstance(owner, type) else search(original, wrapped, owner)
-
-    hook_registry._propagate_patch = search_for_functions
-    try:
-        for patch in collect(group):
-            is_taken = patch.target in HookRegistry._patched and not _is_registered(patch)
-            register((patch,))
-            if is_taken:  # the registry skips what another plugin has hooked
-                HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
-        HookRegistry.apply_hooks()
-    finally:
-        hook_registry._propagate_patch = search
+    for patch in collect(group):
+        is_taken = patch.target in HookRegistry._patched and not _is_registered(patch)
+        register((patch,))
+        if is_taken:  # the registry skips what another plugin has hooked
+            HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
+    HookRegistry.apply_hooks()
     verify_installed(group)
 
 

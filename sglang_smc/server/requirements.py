@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
-from sglang_smc.options.server import SETTINGS, Range, flag_of, integers, one_of
+from sglang_smc.options.server import Range, flag_of, integers, one_of
 from sglang_smc.upstream import IS_NEWER, IS_NEWEST, Arguments, argument_defaults, release
 
 
@@ -92,7 +92,7 @@ _AT_DEFAULT = {
     "speculative_ngram_external_corpus_max_tokens decoupled_spec_bind_endpoint "
     "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir "
     "enable_linear_replayssm enable_linear_replayssm_spec linear_attn_verify_backend",
-    f"it acts on n-gram matches, and {flag_of('ngram_weight')} is 0": " ".join(_NGRAM),
+    f"it acts on n-gram matches, without {flag_of('ngram_matches')}": " ".join(_NGRAM),
 }
 _OTHERS = (
     Requirement(
@@ -161,12 +161,12 @@ def unmet(server_args: Arguments) -> list[str]:
     """Return a sentence for each requirement that is not met, and what to do."""
     # Until resolution ends, fields may lag behind the values that earlier steps have set.
     view = resolved_view(server_args)
-    texts = _keeps_texts(view)
     return [
         f"--{required.field.replace('_', '-')} is {getattr(view, required.field)!r}; allowed: "
         f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
         for required in REQUIREMENTS
-        if hasattr(view, required.field) and not (texts and required.field in _NGRAM)
+        if hasattr(view, required.field)
+        if not (view.speculative_smc_ngram_matches and required.field in _NGRAM)
         if getattr(view, required.field) not in required.allowed
     ] + [
         *_draft_problems(view),
@@ -177,26 +177,20 @@ def unmet(server_args: Arguments) -> list[str]:
     ]
 
 
-def _keeps_texts(view: Any) -> bool:
-    weight = view.speculative_smc_ngram_weight
-    return SETTINGS["ngram_weight"].allowed.holds(weight) and weight > 0
-
-
 def _ngram_problems(view: Any) -> Iterator[str]:
     """Yield n-gram settings with which SGLang's cache cannot be built, or ends the process."""
-    if not _keeps_texts(view):
+    if not view.speculative_smc_ngram_matches:
         return
+    own = flag_of("ngram_matches")
     if view.enable_multimodal:
         yield (
-            f"--enable-multimodal is True with {flag_of('ngram_weight')} "
-            f"{view.speculative_smc_ngram_weight!r}; allowed: one of them, since tokens of images "
+            f"--enable-multimodal is True with {own}; allowed: one of them, since tokens of images "
             "would be matched. Leave one out."
         )
     if not IS_NEWER:
         yield (
-            f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "
-            f"{release()}; allowed: 0, since its n-gram cache does not compile everywhere. "
-            "Leave it out, or install SGLang 0.5.22 or later."
+            f"{own} is True on SGLang {release()}; allowed: False, since its n-gram cache does not "
+            "compile everywhere. Leave it out, or install SGLang 0.5.22 or later."
         )
         return
     for field, allowed in _NGRAM.items():

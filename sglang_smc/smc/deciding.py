@@ -48,7 +48,6 @@ class Scored(NamedTuple):
     powered: bool  # some group samples from a power of p
     accept_uniforms: torch.Tensor | None = None  # [G, N], where some group verifies
     extends: torch.Tensor | None = None  # [G] bool, where some group has verified proposals
-    chains: torch.Tensor | None = None  # [G] int64 M, where these differ in it
     greedy: torch.Tensor | None = None  # [G] bool: temperature 0, where some group drafts a tree
     is_tree: torch.Tensor | None = None  # [G] bool: drafts one, where others sample their chains
 
@@ -139,48 +138,40 @@ class VerifyEach(Decider):
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
     `steps.add_bonus` draws. Particles advance by different lengths, which depend on chance and on
     no weight, so that E[Z-hat f] stays (docs/fidelity.md).
-
-    The N places are of P = N / M particles, of which each has M equal ones: its chains are verified
-    as one multi-draft, and all become copies of the chain that carries the accepted tokens. Groups
-    of another M get undefined values.
     """
 
-    num_chains: int = 1  # M of each particle
-
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        population, drafts, p, _, block = scored[:5]
-        (size, num_places, num_steps), num_chains = drafts.tokens.shape, self.num_chains
-        raised, log_sums = p, p.log_masses()
+        population = scored.population
+        drafts = scored.drafts
+        p = scored.p
+        block = scored.block
+        size, num_particles, num_steps = drafts.tokens.shape
+        raised = p
+        log_sums = p.log_masses()
         if scored.powered:
             raised, log_sums = p.to_power(block.power)
             raised = raised.summed()
-        num_particles, each = num_places // num_chains, slice(None, None, num_chains)
-        shape = size * num_particles, num_chains, num_steps
+        shape = size * num_particles, 1, num_steps
         found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
-        ends, sums = drafts.ends, log_sums.double().view(size, num_places, -1)
-        first = torch.arange(0, log_sums.numel(), num_chains * (num_steps + 1), device=sums.device)
-        chain = first
-        if num_chains > 1:
-            chain = found.winner + num_chains * torch.arange(len(first), device=sums.device)
-            first = chain * (num_steps + 1)  # [G * P] rows of p after the particles
-            ends = ends.flatten(0, 1)[chain].view(size, num_particles, -1)
-            sums = sums.flatten(0, 1)[chain].view(size, num_particles, -1)
-        present = population.present[:, each]  # [G, P]
-        live = present & ~population.ended[:, each]
+        sums = log_sums.double().view(size, num_particles, -1)
+        # [G * N] rows of p after the particles
+        first = torch.arange(0, log_sums.numel(), num_steps + 1, device=sums.device)
+        live = population.present & ~population.ended
         num_kept = found.num_columns.view(size, num_particles).where(live, 0)
         column = torch.arange(num_steps + 1, device=sums.device)
-        continues = live & ~(ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
+        continues = live & ~(drafts.ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
         num_weighed = num_kept + continues
         gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
-        lengths = population.lengths[:, each] + num_weighed
+        lengths = population.lengths + num_weighed
         correction = length_correction(gains, num_weighed, lengths, continues)
-        zero, one = torch.zeros_like(block.power), torch.ones_like(block.num_steps)
+        zero = torch.zeros_like(block.power)
+        one = torch.ones_like(block.num_steps)
         weigh = Block(
-            log_weights=population.log_weights[:, each] - correction,
+            log_weights=population.log_weights - correction,
             log_p=gains.unsqueeze(2),
             log_q=torch.zeros_like(gains).unsqueeze(2),
-            up_to_end=torch.ones_like(present).unsqueeze(2),
-            present=present,
+            up_to_end=torch.ones_like(population.present).unsqueeze(2),
+            present=population.present,
             power=torch.ones_like(zero),
             num_steps=one,
             ess_threshold=block.ess_threshold,
@@ -188,13 +179,12 @@ class VerifyEach(Decider):
             evidence_threshold=zero,  # so that the column is kept, whatever its evidence
             scheme=block.scheme,
             keep_uniforms=zero,
-            uniforms=block.uniforms[:, :num_particles],
+            uniforms=block.uniforms,
         )
         decision = ops.reweight_and_resample(weigh)
         row, left, rejects = (
             of_each_draw(
-                of_particles.view(size, -1).gather(1, decision.ancestors).flatten(),
-                live.numel() * num_chains,
+                of_particles.view(size, -1).gather(1, decision.ancestors).flatten(), live.numel()
             )
             for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
         )
@@ -208,14 +198,11 @@ class VerifyEach(Decider):
             log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
             verified=torch.ones_like(decision.all_zero),
         )
-        if num_chains > 1:
-            decision = _of_chains(decision, num_chains, chain.view(live.shape) % num_places)
         return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
 
     def groups(self, scored: Scored) -> torch.Tensor:
         assert scored.extends is not None, "there where some group has such"
-        chains = scored.chains
-        return scored.extends if chains is None else scored.extends & (chains == self.num_chains)
+        return scored.extends
 
 
 def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:
@@ -234,27 +221,6 @@ def _next_rows(scored: Scored, decision: Decision) -> Decided:
     row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
     masses = None if p.log_mass is None else p.log_mass[row]
     return decision, p._replace(rows=row, log_mass=masses)
-
-
-def _of_chains(decision: Decision, num_chains: int, winner: torch.Tensor) -> Decision:
-    """Return a decision about P particles as one about the M chains of each.
-
-    Args:
-        decision: with fields ``[G, P]`` in place of ``[G, N]``, N = P M.
-        num_chains: M.
-        winner: ``[G, P]`` int64: the place of the chain that a particle goes on with, among N.
-    """
-
-    def to_chains(of_particles: torch.Tensor) -> torch.Tensor:
-        return of_particles.unsqueeze(2).expand(-1, -1, num_chains).flatten(1)
-
-    none = to_chains(torch.zeros_like(decision.num_kept))
-    return decision._replace(
-        num_kept=none.scatter(1, winner, decision.num_kept),
-        weighed=to_chains(decision.weighed),
-        ancestors=to_chains(winner.gather(1, decision.ancestors)),
-        log_weights=to_chains(decision.log_weights),
-    )
 
 
 def length_correction(

@@ -1,4 +1,4 @@
-"""Edit logits: penalties, logit biases, minimum lengths, token masks and n-gram mixtures.
+"""Edit logits: penalties, logit biases, minimum lengths and token masks.
 
 Applied in this order, before temperature and filters: frequency, presence and repetition penalties
 of the tokens in the output, biases, and a ban of stop tokens before `min_new_tokens`. The formulas
@@ -14,10 +14,6 @@ proportional to the product of p m over positions. Draft tokens are drawn from q
 have the log-weight log p minus their log-probability there, with p unmasked; the bonus token is
 drawn from p m normalised, and has the log-weight log M, whichever token it is. M is the mass that
 the mask leaves of p.
-
-*Mixtures* (`mix`). The draft distribution is mixed with a uniform one over the tokens that n-gram
-matches propose. The result has a probability for each token, so weights and verification need no
-change.
 """
 
 from collections.abc import Sequence
@@ -159,38 +155,3 @@ def restrict(
     log_mass = scaled.masked_fill(forbidden, -torch.inf).logsumexp(-1) - scaled.logsumexp(-1)
     is_empty = (log_mass == -torch.inf).unsqueeze(-1)
     return logits.masked_fill(forbidden & ~is_empty, -torch.inf), log_mass
-
-
-def mix(
-    log_q: torch.Tensor, tokens: torch.Tensor, proposed: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return (1 - w) q plus w times the uniform distribution over the proposed tokens.
-
-    A row without proposed tokens, or of weight 0, stays bitwise as it is; so does a row of NaN,
-    which is no distribution.
-
-    Args:
-        log_q: ``[D, V]`` normalised log-probabilities.
-        tokens: ``[D, T]`` int64 token ids; a row's proposed ones are distinct.
-        proposed: ``[D, T]`` bool: the entries of ``tokens`` that are proposed.
-        weights: ``[D]`` float32 in [0, 1]: w.
-
-    Returns:
-        ``[D, V]`` float32 log-probabilities.
-    """
-    counts = proposed.sum(1)  # [D]
-    w = torch.where(counts > 0, weights, 0.0).unsqueeze(1)  # [D, 1]
-    rest = log_q + torch.log1p(-w)
-    share = (w / counts.clamp_min(1).unsqueeze(1)).log()
-    # A proposed token has at least its probability in ``rest``, so amax replaces exactly these.
-    more = torch.logaddexp(rest.gather(1, tokens), share).masked_fill(~proposed, -torch.inf)
-    return torch.where(w > 0, rest.scatter_reduce(1, tokens, more, "amax"), log_q)
-
-
-def likeliest(log_q: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities ``[D, V]`` with all mass on each row's likeliest token.
-
-    Of ties the first token is taken. A row with NaN stays as it is.
-    """
-    point = torch.full_like(log_q, -torch.inf).scatter(1, log_q.argmax(1, keepdim=True), 0.0)
-    return torch.where(log_q.isnan().any(1, keepdim=True), log_q, point)

@@ -23,7 +23,7 @@ from sglang_smc.smc.settings import Need, Settings
 from sglang_smc.smc.steps import Batch
 from sglang_smc.smc.weighing import SCHEMES, Decision
 
-_NEEDS = frozenset({Need.VERIFIES, Need.EXTENDS, Need.CHAINS, Need.POWER})  # of any decider
+_NEEDS = frozenset({Need.VERIFIES, Need.EXTENDS, Need.POWER})  # of any decider
 
 
 class Proposer(Protocol):
@@ -174,7 +174,6 @@ class Round:
             num_steps=self.num_steps,
             weighs=self.decider.weighs,
             extends=isinstance(self.decider, VerifyEach),
-            chains=self.decider.num_chains if isinstance(self.decider, VerifyEach) else 1,
             ess_threshold=self.ess_threshold,
             scheme=SCHEMES.index(self.scheme),
             resample_each_token=self.resample_each_token,

@@ -22,7 +22,6 @@ class Need(str, Enum):
     VERIFIES = "a mode that verifies"
     TREES = "trees at temperature 0"
     EXTENDS = "verified proposals"
-    CHAINS = "chains_per_particle"
     FILTERS = "top-k, top-p or min-p"  # and is not greedy
     GREEDY = "temperature 0"
     EDITS = "penalties, biases or min_new_tokens"
@@ -32,7 +31,7 @@ class Need(str, Enum):
     OPEN_TOKEN = "particles that differ in the first token"
     RULES = "structured output, stop texts or a custom logit processor"  # read on the host
     POTENTIALS = "potentials"  # on the host
-    MATCHES = "n-gram matches"  # with which drafts are mixed
+    MATCHES = "n-gram matches"
 
 
 class Settings(NamedTuple):
@@ -52,7 +51,6 @@ class Settings(NamedTuple):
     # Rounds weigh and resample, else they verify; those that extend weigh verified chains.
     weighs: _Bool
     extends: _Bool
-    chains: _Int  # of each particle
     ess_threshold: _Double
     scheme: _Int  # index of the resampling method
     resample_each_token: _Bool
@@ -113,20 +111,6 @@ class Settings(NamedTuple):
     def branches(self) -> Tensor:
         """Return the groups whose chains are a tree, where they draft any, ``[G]`` bool."""
         return self.greedy & (self.num_particles > 1)
-
-    def of_chain(self, num_particles: int) -> Tensor:
-        """Return each chain's number among those of its particle, ``[G, N]`` int64."""
-        return torch.arange(num_particles, device=self.rows.device) % self.chains.unsqueeze(1)
-
-    def of_same_chain(self, pairs: Tensor) -> Tensor:
-        """Return those of the pairs ``[G, N, N]`` bool that are chains of one number."""
-        own = self.of_chain(pairs.shape[1])
-        return pairs & (own.unsqueeze(1) == own.unsqueeze(2))
-
-    def of_first_chains(self, values: Tensor) -> Tensor:
-        """Give all chains of a particle the value of its first: ``[G, N]`` to ``[G, N]``."""
-        place = torch.arange(values.shape[1], device=values.device)
-        return values.gather(1, place - self.of_chain(len(place)))
 
     @property
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,10 +66,10 @@ class Rules(Protocol):
 
 
 class Matches(Protocol):
-    """Mix q with matches in earlier texts; see `proposers.ngram.Matches`."""
+    """Draft from matches in earlier texts; see `proposers.ngram.Matches`."""
 
     def follow(self, drawn: torch.Tensor) -> "Matches": ...
-    def mixed(self, draft: TokenDistribution) -> TokenDistribution: ...
+    def distribution(self, allowed: TokenDistribution) -> TokenDistribution: ...
 
 
 class Batch(NamedTuple):
@@ -137,8 +137,6 @@ def propose(batch: Batch, population: Population) -> Drafts:
     # [G, N, K], as uniforms [K, G, N] contiguous for each step
     positions = (batch.output_lengths + column.view(-1, 1, 1)).permute(1, 2, 0)
     same_text = ops.same_text(texts, lengths, batch.may_stratify)
-    if Need.CHAINS in needs:  # those of one particle are independent
-        same_text = settings.of_same_chain(same_text)
     uniforms = ops.uniforms(settings.seeds, positions, Purpose.DRAFT).permute(2, 0, 1).contiguous()
     coins = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
     matches, tokens = batch.matches, None
@@ -156,7 +154,7 @@ def propose(batch: Batch, population: Population) -> Drafts:
             logits, allowed = batch.edited(logits.unsqueeze(2), chains, step)
         read = None if shared is None else shared.slots[step + 1]
         q = distribution(logits, allowed=allowed, slots=read)
-        q = q if matches is None else matches.mixed(q)
+        q = q if matches is None else matches.distribution(q)
         tokens, scored = q.sample(stratified)
         if tree is not None:
             tokens, scored, same_slot = tree.grow(step, q, tokens, same_text, same_slot)
@@ -269,7 +267,6 @@ def decide(
         powered=Need.POWER in needs,
         accept_uniforms=uniforms(batch.position, Purpose.ACCEPT) if verifies else None,
         extends=batch.extends,
-        chains=settings.chains if Need.CHAINS in needs else None,
         greedy=settings.greedy if Need.TREES in needs else None,
         is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= needs else None,
     )
@@ -304,8 +301,6 @@ def add_bonus(
     if needs & {Need.VERIFIES, Need.TREES}:
         # After verification all particles are copies of one, and must draw the same token.
         uniforms = torch.where(settings.weighs.unsqueeze(1), uniforms, own[:, :1])
-    if Need.CHAINS in needs:
-        uniforms = settings.of_first_chains(uniforms)
     tokens = next_tokens.draw(uniforms).unsqueeze(2)  # [G, N, 1]
     ends = batch.ends(tokens, positions.unsqueeze(2))
     if batch.rules is not None:

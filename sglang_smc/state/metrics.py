@@ -162,7 +162,7 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "num_steps": config.num_steps,
         "evidence_threshold": finite(threshold),
         # Smaller than its options where the server adapts to its load.
-        "particles_mean": sums.particles_sum / rounds if rounds else config.num_weights,
+        "particles_mean": sums.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": sums.steps_sum / rounds if rounds else config.num_steps,
         "rounds_ct": int(rounds),
         "replayed_ct": num_replayed,
@@ -173,7 +173,7 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "nan_ct": int(sums.nan_ct),
         "exact_ct": int(sums.exact_ct),
         # Before the first round the particles are equal.
-        "ess_mean": sums.ess_sum / rounds if rounds else float(config.num_weights),
+        "ess_mean": sums.ess_sum / rounds if rounds else float(config.num_particles),
         "ess_min": sums.ess_min,
         "distinct_ancestors": int(sums.ancestors),
         "tilt": sums.tilt_sum / information if information else None,

@@ -178,7 +178,7 @@ class RequestState(msgspec.Struct):
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
-        return cls(seed, config, zero_counters(config.num_weights), config, config)
+        return cls(seed, config, zero_counters(config.num_particles), config, config)
 
     @property
     def sizes(self) -> Budget:
@@ -257,7 +257,6 @@ class RequestState(msgspec.Struct):
             mode=self.config.mode,
             num_particles=self.config.num_particles,
             num_steps=self.config.num_steps,
-            chains_per_particle=self.config.num_chains,
             prompt_length=prompt_length,
             rounds=self.rounds,
             emitted_after=self._untraced(output_ids),
@@ -279,7 +278,7 @@ class RequestState(msgspec.Struct):
         """Return the particles of a sequence that ended with a shared first token, else None."""
         if len(output_ids) != self.num_prefilled + 1 or self.open_token.is_open:
             return None  # aborted
-        count = self.config.num_weights
+        count = self.config.num_particles
         return [as_particle(list(output_ids), 1.0 / count, 0.0) for _ in range(count)]
 
 
@@ -427,13 +426,12 @@ def particles_of(req: Req, population: Population, group: int) -> list[dict[str,
     """Return one request's particles for `meta_info`; None while some have not ended."""
     if not population.ended[group].all():
         return None
-    each = slice(None, None, state_of(req).config.num_chains)
-    log_weights = population.log_weights[group, each]
+    log_weights = population.log_weights[group]
     rows = zip(
-        tails_of(req, population, group)[each],
+        tails_of(req, population, group),
         normalized(log_weights).tolist(),
         log_weights.tolist(),
-        population.present[group, each].tolist(),
+        population.present[group].tolist(),
         strict=True,
     )
     shared = shared_ids(req)

@@ -61,7 +61,6 @@ _VALUES: dict[str, Callable[[Start], Any]] = {
     "last_position": _last_position,
     "greedy": lambda of: of.params.top_k == 1,
     "may_stop": lambda of: not of.params.ignore_eos,
-    "chains": lambda of: of.config.num_chains,
     "scheme": lambda of: SCHEMES.index(of.config.resampling_method),
     "resample_each_token": lambda of: of.config.resample_at == "token",
     "heaviest": lambda of: of.config.selection == "argmax",

@@ -35,9 +35,8 @@ class TracedRound(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     log_potentials: list[float | None] | None = None  # the potentials' part of these, in this round
 
     ess: float
-    """Effective sample size of `log_weights`, from 1 to N, of which `Trace.chains_per_particle`
-    count as one; in rounds that verify, of the weights after the kept columns. 0 where logits are
-    invalid."""
+    """Effective sample size of `log_weights`, from 1 to N; in rounds that verify, of the weights
+    after the kept columns. 0 where logits are invalid."""
 
     log_block_evidence: float | None
     """Log of the factor by which the kept columns multiply the mean weight."""
@@ -77,8 +76,6 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: str
     num_particles: int
     num_steps: int
-    # That many consecutive particles of a round weigh as one, and one of them keeps draft tokens.
-    chains_per_particle: int = 1
     prompt_length: int  # in tokens
     rounds: list[TracedRound]
     emitted_after: list[int] = []  # after the last round: tokens of a prefill that ended the answer

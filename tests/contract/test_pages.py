@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from functools import cache
@@ -165,42 +166,12 @@ def items_below(heading: str) -> list[str]:
     return [row.split(": ")[0] for row in section.splitlines() if row.startswith("- `")]
 
 
-def test_every_flag_has_a_row_with_its_default() -> None:
-    rows = [row for row in REFERENCE.splitlines() if row.startswith("| `--")]
-    stated = {row.split("`")[1]: row.split(" | ")[1].strip() for row in rows}
-    assert stated.pop("--speculative-draft-model-path") == "required"
-    defaults = {name: getattr(server.DEFAULTS, name) for name in server.SETTINGS}
-    as_text = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in defaults.items()}
-    in_words = {
-        "evidence_threshold": f"{server.EVIDENCE_THRESHOLD:g} ({server.AUTO_EVIDENCE_THRESHOLD:g})",
-        "proposal": "draft (verified)",
-        "draft_temperature": "the request's; [more](drafts.md#beside-sglangs-trees) in `exact`",
-        "max_lag": f"{server.LAG} ({server.LONG_LAG})",
-        "tilt": "none",
-        "adaptive": "off",
-        "potential": "none",
-        "presets": "none",
-    }
-    assert stated == {server.flag_of(name): v for name, v in (as_text | in_words).items()}
-
-
-def test_every_choice_of_a_flag_is_named() -> None:
-    for name, setting in server.SETTINGS.items():
-        flag, rows = f"| `{server.flag_of(name)}`", REFERENCE.splitlines()
-        (row,) = (row for row in rows if row.startswith(flag))
-        missing = [word for word in setting.allowed.choices or () if f"`{word}`" not in row]
-        assert missing == [], f"{name}: {missing}"
-
-
-def test_every_request_key_has_a_row_with_its_modes() -> None:
-    section = REFERENCE.partition("\n| key | values | in modes |\n")[2].partition("\n\n")[0]
-    rows = [re.split(r" ?\| ?", row)[1:-1] for row in section.splitlines()[1:]]
-    everywhere = {"": server.MODES, "all": server.MODES, "all; 1 not in `smc`": server.MODES}
-    stated = {
-        key.strip("`"): set(everywhere.get(modes) or re.findall(r"`(\w+)`", modes))
-        for key, _, modes in rows
-    }
-    assert stated == {name: set(key.modes) for name, key in request.KEYS.items()}
+def test_the_tables_of_settings_are_what_these_give() -> None:
+    """Red where settings have changed and `python docs/write_reference.py` was not run."""
+    written = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["written"](REFERENCE)
+    assert written == REFERENCE
+    assert all(f"| `{server.flag_of(name)}` |" in REFERENCE for name in server.SETTINGS)
+    assert all(f"| `{name}` |" in REFERENCE for name in request.KEYS)
 
 
 def test_all_are_named_in_their_places() -> None:

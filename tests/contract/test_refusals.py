@@ -46,7 +46,7 @@ RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "evidence_threshold": ("a finite number >= 0", (-0.1, INF, NAN, False), (0, 1e9, None)),
     "tilt": ("a finite number >= 0", (-0.1, NAN), ()),
     "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
-    "ngram_weight": ("a number from 0 (none) to 1", (-0.1, 1.1, NAN, True), (0, 0.99)),
+    "ngram_matches": ("True or False", (1, "yes"), (False,)),
     "max_lag": ("an integer >= 1", (0,), (1,)),
     "adaptive": ("True or False", (1, "yes"), (True,)),
 }
@@ -67,16 +67,19 @@ TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("--speculative-smc-power is 0.5", "--speculative-smc-evidence-threshold is 0.25"),
     ),
     (
-        {"mode": "exact", "ngram_weight": 1, "draft_temperature": 0.5},
-        ("draft-temperature is 0.5 and", "ngram-weight is 1; allowed", "with a draft model"),
+        {"mode": "exact", "ngram_matches": True, "draft_temperature": 0.5},
+        ("draft-temperature is 0.5 and", "ngram-matches is True; allowed"),
     ),
-    ({"mode": "smc", "ngram_weight": 1}, ("ngram-weight is 1; allowed", "is 'smc' and", "'exact'")),
+    (
+        {"mode": "smc", "ngram_matches": True},
+        ("ngram-matches is True; allowed", "is 'smc' and", "'exact'"),
+    ),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"mode": "auto", "tilt": 0.0},
     {"mode": "auto", "evidence_threshold": 0.0},
     *({"mode": mode, "power": 1.0} for mode in MODES),
-    *({"mode": mode, "ngram_weight": 1} for mode in ("exact", "auto")),
+    *({"mode": mode, "ngram_matches": True} for mode in ("exact", "auto")),
     *({"power": 2.0, "evidence_threshold": threshold} for threshold in (None, 0, 0.0)),
     {"power": 1.0, "evidence_threshold": 0.5},
 ]
@@ -112,7 +115,7 @@ def server_args(**changed: Any) -> Any:
     """Arguments as `unmet` reads them, all of them as SMC wants them."""
     meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
     experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
-    own = {"speculative_smc_ngram_weight": None, "enable_multimodal": None}
+    own = {"speculative_smc_ngram_matches": None, "enable_multimodal": None}
     own |= dict.fromkeys(("enable_return_routed_experts", "enable_hierarchical_cache"), False)
     own |= {"page_size": 1, "disaggregation_mode": "null", "hicache_storage_backend": None}
     own |= {"enable_memory_saver": False}
@@ -219,9 +222,8 @@ def test_what_is_left_to_sglang_it_refuses(smc: dict) -> None:
 
 
 has_cache = pytest.mark.skipif(not upstream.IS_NEWER, reason="this SGLang has no cache")
-WITH = {"speculative_smc_ngram_weight": 0.3}
-ALONE: dict[str, Any] = {
-    "speculative_smc_ngram_weight": 1,
+MATCHES: dict[str, Any] = {
+    "speculative_smc_ngram_matches": True,
     "speculative_smc_mode": "exact",
     "speculative_draft_model_path": None,
 }
@@ -239,18 +241,18 @@ NGRAM: dict[str, tuple[Any, Any, str]] = {
 
 
 @has_cache
-def test_flags_of_ngram_matches_act_with_a_weight_and_are_refused_without(smc: dict) -> None:
+def test_flags_of_ngram_matches_act_with_these_and_are_refused_without(smc: dict) -> None:
     given = {f"speculative_ngram_{name}": value for name, (value, _, _) in NGRAM.items()}
-    resolve(**smc, **WITH, **given)
+    resolve(**{**smc, **MATCHES, **given})
     for name, (value, bad, allowed) in NGRAM.items():
         flag, field = f"--speculative-ngram-{name.replace('_', '-')}", f"speculative_ngram_{name}"
         if value:
             with pytest.raises(
-                ValueError, match=f"{flag} is {value!r}; allowed.*ngram-weight is 0"
+                ValueError, match=f"{flag} is {value!r}; allowed.*without --.*ngram-matches"
             ):
                 resolve(**smc, **{field: value})
         with pytest.raises(ValueError, match=f"{flag} is {bad!r}; allowed: {allowed}"):
-            resolve(**smc, **WITH, **{field: bad})
+            resolve(**{**smc, **MATCHES, field: bad})
 
 
 def test_images_are_for_models_that_take_them_in_rounds_and_without_matches(smc: dict) -> None:
@@ -258,23 +260,23 @@ def test_images_are_for_models_that_take_them_in_rounds_and_without_matches(smc:
     with pytest.raises(ValueError, match=r"target of Llama\w+; allowed: .*Qwen3VL") as error:
         resolve(**asked)
     assert "ngram" not in str(error.value)
-    with pytest.raises(ValueError, match="-multimodal is True with --speculative-smc-ngram-weight"):
-        resolve(**asked, **WITH)
+    with pytest.raises(ValueError, match=r"-multimodal is True with .*-ngram-matches"):
+        resolve(**{**asked, **MATCHES})
 
 
 @has_cache
-def test_ngram_matches_alone_take_no_draft_model(smc: dict) -> None:
-    resolve(**{**smc, **ALONE})
-    with pytest.raises(ValueError, match="ngram-weight is 1 and --speculative-draft-model-path"):
-        resolve(**{**smc, **ALONE, "speculative_draft_model_path": smc["model_path"]})
-    with pytest.raises(ValueError, match="without one, --speculative-smc-ngram-weight 1 drafts"):
-        resolve(**{**smc, **ALONE, **WITH})
+def test_ngram_matches_take_no_draft_model(smc: dict) -> None:
+    resolve(**{**smc, **MATCHES})
+    with pytest.raises(ValueError, match="matches is True and --speculative-draft-model-path"):
+        resolve(**{**smc, **MATCHES, "speculative_draft_model_path": smc["model_path"]})
+    with pytest.raises(ValueError, match="without one, --speculative-smc-ngram-matches drafts"):
+        resolve(**{**smc, **MATCHES, "speculative_smc_ngram_matches": None})
 
 
 def test_a_token_map_is_for_a_language_model_beside_bonus_tokens(smc: dict, tmp_path: Path) -> None:
     given = {**smc, "speculative_token_map": "map.pt"}
     resolve(**given)
-    for other in (ALONE, saved(tmp_path, **HEAD)):
+    for other in (MATCHES, saved(tmp_path, **HEAD)):
         with pytest.raises(ValueError, match=r"-map is 'map\.pt'; allowed: with a language model"):
             resolve(**given | other)
     with pytest.raises(ValueError, match="evidence_threshold 0, beside a draft that knows a part"):
@@ -340,7 +342,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"},
 }  # fmt: skip
 
-if "minicpm3" in CONFIG_MAPPING:  # 0.5.17 comes with a transformers that lacks it
+if "minicpm3" in CONFIG_MAPPING:  # the oldest SGLang comes with a transformers that lacks it
     ATTENTION["MiniCPM3ForCausalLM"] = {**LATENT, "model_type": "minicpm3"}
 
 
@@ -435,9 +437,9 @@ def test_one_mtp_layer_needs_no_draft(smc: dict, tmp_path: Path, num_layers: int
     found = upstream.resolved(resolve(**smc | target))
     assert found.speculative_draft_model_path == str(tmp_path)
     assert head_kinds.reads_states(found)
-    matches = {"speculative_smc_ngram_weight": 1, "speculative_smc_mode": "exact"}
+    matches = {"speculative_smc_ngram_matches": True, "speculative_smc_mode": "exact"}
     found = upstream.resolved(resolve(**smc | target | matches))
-    assert found.speculative_draft_model_path is None, "matches alone draft"
+    assert found.speculative_draft_model_path is None, "matches draft"
 
 
 RECURRENT = {

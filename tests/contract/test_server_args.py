@@ -37,20 +37,20 @@ def another(allowed: Range) -> Any:
 GIVEN = {
     FIELDS[name]: another(setting.allowed)
     for name, setting in SETTINGS.items()
-    if name not in ("num_steps", "tilt", "potential", "presets")
+    if name not in ("num_steps", "tilt", "ngram_matches", "potential", "presets")
 } | {
     "speculative_smc_mode": "smc",
     "speculative_smc_proposal": "draft",
-    "speculative_smc_chains_per_particle": 1,
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
-    "speculative_smc_ngram_weight": 0.25 if upstream.IS_NEWER else 0.0,
     "speculative_smc_potential": ["count=steered:Count", "offset=steered:Count(offset=0.5)"],
     "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }
 #: Which goes with no mode that has a power.
 TILT = {"speculative_smc_tilt": 0.1}
-OURS = GIVEN | dict.fromkeys(TILT)
+#: Which go with no draft model.
+MATCHES = {"speculative_smc_ngram_matches": True}
+OURS = GIVEN | dict.fromkeys(TILT) | dict.fromkeys(MATCHES, False)
 DEFAULTS = {field: getattr(server.DEFAULTS, name) for name, field in FIELDS.items()}
 
 
@@ -71,6 +71,7 @@ def test_flags_come_by_keyword_by_command_line_and_from_resolved_arguments(smc: 
     args = resolve(**smc, **GIVEN)
     as_dict = args.resolved_dict if upstream.IS_NEWER else partial(dataclasses.asdict, args)
     told = prepare_server_args(command_line(smc | GIVEN))
+    upstream.resolve_now(told)
     assert ours(args) == ours(told) == ours(resolve(**as_dict())) == OURS
     short = [*command_line(smc), "--speculative-smc-num", "4", "--speculative-smc-ess=0.25"]
     found = {"speculative_smc_num_particles": 4, "speculative_smc_ess_threshold": 0.25}.items()
@@ -146,7 +147,7 @@ def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
 
 
 def test_flag_without_smc_is_refused(model_path: str) -> None:
-    for name, value in (GIVEN | TILT).items():
+    for name, value in (GIVEN | TILT | MATCHES).items():
         flag = re.escape(f"--{name.replace('_', '-')} {value}")
         with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
             ServerArgs(model_path=model_path, **{name: value})
@@ -175,7 +176,7 @@ def stock_args(**keywords: Any) -> ServerArgs:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_num_draft_tokens": 8}, r"--speculative-num-draft-tokens is 8; allowed: .* = 9"),
     ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
-    ({"speculative_smc_mode": "mixed"}, r"-mode is 'mixed'; .*instead of 'mixed': 'auto' with"),
+    ({"speculative_smc_mode": "mixed"}, "-mode is 'mixed'; allowed: one of smc, exact, auto"),
     (  # all reasons are given at once
         {
             "speculative_draft_model_path": None,
@@ -200,7 +201,7 @@ def test_a_server_does_not_start(smc: dict, given: dict[str, Any], said: str) ->
         resolve(**smc | {name: value for name, value in given.items() if name.islower()})
 
 
-@pytest.mark.skipif(not upstream.IS_NEWER, reason="0.5.17 runs no adapters")
+@pytest.mark.skipif(not upstream.IS_NEWER, reason="this SGLang runs no adapters")
 def test_an_adapter_starts_unless_it_has_the_name_of_a_preset(smc: dict) -> None:
     for name in ("a", "b"):
         named = {"lora_paths": [f"{name}=/adapter"], "speculative_smc_presets": '{"a": {}}'}

@@ -44,7 +44,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"resample_at": "token", "ess_threshold": 1.0, "max_lag": 1}, {}),
     ({"selection": "argmax", "num_steps": 1}, {"top_p": 0.9, "min_p": 0.02}),
     ({"power": 2.0}, {}),
-    ({"proposal": "verified", "ess_threshold": 1.0, "power": 1.5, "chains_per_particle": 2}, {}),
+    ({"proposal": "verified", "ess_threshold": 1.0, "power": 1.5}, {}),
     ({"proposal": "verified", "num_particles": 3}, {"temperature": 1.7, "top_p": 0.9}),
     ({"mode": "exact"}, {}),
     ({"mode": "exact", "num_particles": 1}, {"temperature": 1.7, "top_k": 5}),

@@ -1,4 +1,4 @@
-"""N-gram matches in real engines, beside a draft model and alone.
+"""N-gram matches as the draft, in a real engine.
 
 What matches depends on what was answered before: requests come one by one, to the engine and to the
 package's own rounds over transformers, and answers are equal (see test_golden.py).
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_rounds import Answer, CheckpointRounds, check
+from checkpoint_rounds import CheckpointRounds, check
 from tiny_models import smc_arguments
 
 from sglang_smc.options.server import SMCConfig
@@ -23,16 +23,8 @@ TOKENS = 24
 CORPUS = {"speculative_ngram_capacity": 100_000, "speculative_ngram_max_trie_depth": 6}
 SIZES = {"num_particles": 8, "num_steps": 3, "max_lag": 16}
 Asked = tuple[dict[str, Any], dict[str, Any]]
-EXACT = {"mode": "exact"}
 #: `custom_params.smc` and sampling parameters.
-BESIDE: list[Asked] = [
-    ({"ngram_weight": 0.5, "evidence_threshold": 0}, {"temperature": 0.5}),
-    ({"ngram_weight": 0.9, "mode": "auto"}, {"temperature": 0}),
-    ({"ngram_weight": 1, **EXACT}, {"temperature": 0.1}),
-    ({"ngram_weight": 0.9, "num_particles": 1}, {"logit_bias": {"9": 3.0}}),
-    ({"ngram_weight": 0.7, "mode": "auto"}, {"top_k": 9, "stop": ["t63 t63"]}),
-]
-ALONE: list[Asked] = [
+ASKED: list[Asked] = [
     ({}, {"temperature": 0.1}),
     ({"mode": "auto"}, {"temperature": 0}),
     ({"mode": "auto", "num_steps": 2}, {"top_k": 9, "stop": ["t63 t63"]}),
@@ -61,16 +53,16 @@ def compare(running: Any, own: CheckpointRounds, asked: list[Asked]) -> None:
     assert check(answers, expected) == len(answers)
 
 
-def rounds_of_second(running: Any, weight: float) -> int:
-    """Rounds of an answer that was given before, within matches of this weight."""
+def rounds_of_second(running: Any) -> int:
+    """Rounds of an answer that was given before, and is all of matches."""
+    asked = params(({}, {"temperature": 0}))
     running.flush_cache()
-    asked = params(({**EXACT, "ngram_weight": weight}, {"temperature": 0.02}))
     for _ in range(2):
         answer = running.generate(input_ids=PROMPTS[0], sampling_params=asked)
     return answer["meta_info"]["spec_smc_rounds_ct"]
 
 
-def rounds_of(target: str, draft: str | None, **settings: Any) -> CheckpointRounds:
+def rounds_of(target: str, **settings: Any) -> CheckpointRounds:
     config = {**SIZES, **settings}
     arguments = SimpleNamespace(
         speculative_ngram_min_bfs_breadth=1,
@@ -79,36 +71,23 @@ def rounds_of(target: str, draft: str | None, **settings: Any) -> CheckpointRoun
         **CORPUS,
     )
     corpus = open_corpus(arguments, SMCConfig(**config))  # type: ignore[arg-type]
-    return CheckpointRounds(target, draft, config, 100, corpus=corpus)
+    return CheckpointRounds(target, None, config, 100, corpus=corpus)
 
 
-@pytest.fixture
-def pair(tiny: Callable[..., str]) -> tuple[str, str]:
-    return tiny(seed=1, vocab_size=64), tiny(seed=2, vocab_size=64)
-
-
-def test_beside_a_draft_model(
-    engine: Callable[..., Any], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+def test_matches_draft(
+    engine: Callable[..., Any], tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And who wants no matches keeps his text in a batch with those who do."""
+    """What is retracted is matched again from its start."""
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # of several requests at a time
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
-    running = engine(**smc_arguments(*pair, **SIZES, ngram_weight=0.3), **CORPUS)
-    own = rounds_of(*pair, ngram_weight=0.3)
-    compare(running, own, BESIDE)
+    target = tiny(seed=1, vocab_size=64)
+    own = {"mode": "exact", "ngram_matches": True}
+    arguments = smc_arguments(target, "", **SIZES, **own)
+    running = engine(**{**arguments, "speculative_draft_model_path": None}, **CORPUS)
+    compare(running, rounds_of(target, **own), ASKED)
     prompts = PROMPTS * 4
-    none, some = ({"ngram_weight": weight} for weight in (0.0, 0.5))
-    kinds: list[Asked] = [(none, {}), (some, {})]
-    asked = [params(kinds[i % 2], seed=i) for i in range(len(prompts))]
+    asked = [params(({}, {}), seed=i) for i in range(len(prompts))]
     answers = running.generate(input_ids=prompts, sampling_params=asked)
-    expected: list[Answer] = own.generate(prompts[::2], asked[::2])
-    assert check(answers[::2], expected)
     assert all(len(answer["output_ids"]) == TOKENS for answer in answers)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers)
-    assert rounds_of_second(running, 0.9) < 0.5 * rounds_of_second(running, 0.0)
-
-
-def test_alone(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
-    arguments = smc_arguments(pair[0], "", **SIZES, mode="exact", ngram_weight=1)
-    running = engine(**{**arguments, "speculative_draft_model_path": None}, **CORPUS)
-    compare(running, rounds_of(pair[0], None, mode="exact", ngram_weight=1), ALONE)
+    assert rounds_of_second(running) < 0.5 * TOKENS

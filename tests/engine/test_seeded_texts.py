@@ -1,7 +1,7 @@
 """A seeded text is the same on every supported release of SGLang, and stays so.
 
-`seeded_texts.json` was written on 0.5.17. Where a release has other logits, in more than the last
-bits, it has other texts, and this page of answers has to be written anew, with a reason:
+`seeded_texts.json` was written on the oldest. Where a release has other logits, in more than the
+last bits, it has other texts, and this page of answers has to be written anew, with a reason:
 
     PYTHONPATH=tests python tests/engine/test_seeded_texts.py
 """

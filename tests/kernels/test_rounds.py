@@ -24,7 +24,6 @@ ONE_TOKEN: tuple[dict[str, Any], ...] = ({"top_k": 1},)
 AT_TOKENS = {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 1.0}
 POWERED = {"power": 2.0}
 VERIFIED = POWERED | {"proposal": "verified", "ess_threshold": 1.0}
-IN_TURN = VERIFIED | {"chains_per_particle": 3}
 AS_ASKED = (None,)
 CHANGING = (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2))
 # What requests choose in turns, the budgets of rounds, and what requests ask for.
@@ -38,7 +37,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], ...], Any, tuple[dict[str, Any], ..
         ({},),
     ),
     "verified": (({"mode": "exact"}, {"mode": "auto"}), CHANGING, ASKED),
-    "each particle verified": ((VERIFIED, {"mode": "exact"}, {}, IN_TURN), AS_ASKED, ({},)),
+    "each particle verified": ((VERIFIED, {"mode": "exact"}, {}), AS_ASKED, ({},)),
     "powered": ((POWERED,), CHANGING, ({},)),
     "powered and filtered": ((POWERED,), AS_ASKED, ({"top_k": 2, "min_p": 0.3},)),
     "powered and greedy": ((POWERED,), AS_ASKED, ONE_TOKEN),

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from edit_cases import Echo
-from toy_corpus import corpus
 from toy_grammar import Letters, maker, runners
 from toy_laws import LENGTH, SCRIPTS, VOCAB, run, toy
 from toy_worker import Outcome
@@ -42,10 +41,8 @@ KINDS = (
     Kind({"mode": "auto", "num_particles": 2, "num_steps": 1}),
     Kind({"power": 2.0, "num_particles": 3}),
     Kind({"power": 2.0, "num_particles": 3, "num_steps": 2, "proposal": "verified"}),
-    Kind({"power": 2.0, "num_particles": 4, "proposal": "verified", "chains_per_particle": 4}),
+    Kind({"power": 2.0, "num_particles": 4, "proposal": "verified"}),
     Kind({"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0}),
-    Kind({"ngram_weight": 0.9}),
-    Kind({"ngram_weight": 0.0}),
     Kind({"num_particles": 3}, PENALTIES),
     Kind({"mode": "exact"}, {"min_new_tokens": 3, "custom_logit_processor": Echo.to_str()}),
     Kind({"num_particles": 2}, {"top_p": 0.7, "min_p": 0.2}),
@@ -55,7 +52,7 @@ KINDS = (
     Kind({"num_particles": 4, "proposal": "draft"}, regex=REGEX),
     Kind({"mode": "auto", "num_particles": 3}, regex=REGEX),
     Kind({**SCORED, "num_particles": 4}),
-    Kind({**SCORED, "num_particles": 6, "chains_per_particle": 2}, PENALTIES),
+    Kind({**SCORED, "num_particles": 6}, PENALTIES),
 )
 PER_KIND = 12
 
@@ -66,9 +63,8 @@ def serve(
     *,
     max_lag: int = LENGTH,
     budgets: tuple[Budget | None, ...] = (None,),
-    matches: bool = True,
 ) -> Outcome:
-    """Texts of rows, each of whose kinds comes in turn; with n-gram matches, or without."""
+    """Texts of rows, each of whose kinds comes in turn."""
     makers = [maker(kind.regex) if kind.regex else (lambda: None) for kind in kinds]
     # Grammars are made as requests begin, in their order.
     begun = iter(rows or range(1, PER_KIND * len(KINDS) + 1))
@@ -80,7 +76,6 @@ def serve(
         asked=tuple(kind.asked for kind in kinds),
         grammar=lambda: makers[(next(begun) - 1) % len(kinds)](),
         budgets=budgets,
-        **({"ngram_weight": 0.3, "corpus": corpus()} if matches else {}),
         runners=runners(letters=Letters()),
     )
 
@@ -96,9 +91,7 @@ def test_a_text_is_the_same_among_its_own_kind_and_all(max_lag: int, script: str
 
 def test_drafts_weigh_the_same_beside_a_tree() -> None:
     """Under masks, q is renormalised where a tree's tokens are scored; one chain's q is greedy."""
-    assert_alike(
-        tuple(kind for kind in KINDS if kind.regex or "top_k" in kind.asked), matches=False
-    )
+    assert_alike(tuple(kind for kind in KINDS if kind.regex or "top_k" in kind.asked))
 
 
 def test_texts_without_drafts_are_the_same_beside_any_others() -> None:

@@ -51,7 +51,7 @@ def test_docs_say_how_far_from_p_in_a_grammar_texts_are() -> None:
         BUDGETS,
         {"power": 2.0},
         {"regex": BLIND},
-        {"regex": BLIND, "chains_per_particle": 2, "num_steps": 3, "ess_threshold": 0.9},
+        {"regex": BLIND, "num_steps": 3, "ess_threshold": 0.9},
         {"num_particles": 1, **WEIGHED},
         {"num_steps": 4, **WEIGHED},
         {"max_lag": 1, **WEIGHED},

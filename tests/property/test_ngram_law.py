@@ -1,4 +1,4 @@
-"""The law of rounds whose drafts are mixed with n-gram matches, in every mode.
+"""The law of rounds that draft from n-gram matches, in every mode that verifies.
 
 The corpus is a toy that proposes by the last tokens of a text; all else is the package's own.
 Seeds are fixed, so a test passes always or never; error probabilities are those of correct code.
@@ -9,9 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 import toy_worker
-from toy_corpus import children, corpus, with_matches
+from toy_corpus import children, corpus, law_of_matches
 from toy_laws import (
-    DRAFT,
     LENGTH,
     TARGET,
     VOCAB,
@@ -22,75 +21,54 @@ from toy_laws import (
     next_law,
     p_value,
     run,
-    total_variation,
 )
 from toy_worker import Outcome
 
 from sglang_smc.proposers.ngram import UniformDraft
 
 
-def played(
-    num_particles: int, num_steps: int, weight: float, *, alone: bool = False, **more: Any
-) -> Outcome:
-    settings = {"evidence_threshold": 0.0, "ngram_weight": weight, **more}
-    sizes = {"num_particles": num_particles, "num_steps": num_steps}
-    return run(**sizes, **settings, corpus=corpus(alone=alone))
-
-
-def law_of_mixture(num_steps: int, weight: float) -> dict[Text, float]:
-    """The law of one particle that keeps all: K tokens of q behind each of p's."""
-
-    def mixed(text: Text) -> torch.Tensor:
-        if (column := len(text) % (num_steps + 1)) == 0:
-            return next_law(TARGET, text)
-        proposed = children(text, len(text) - column + 1)
-        return with_matches(next_law(DRAFT, text), proposed, weight)
-
-    return law_by(mixed)
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "weight", "max_lag"), [(1, 0.5, 1), (3, 0.3, LENGTH), (4, 0.8, 1)]
-)
-def test_one_particle_follows_the_mixture(num_steps: int, weight: float, max_lag: int) -> None:
-    """Error probability 1e-4 each. Red for a tree behind another text, a node that is lost or
-    followed too far, and a weight that is not w."""
-    outcome = played(1, num_steps, weight, max_lag=max_lag)
-    assert p_value(outcome, law_of_mixture(num_steps, weight)) > 1e-4
-    assert p_value(outcome, law_of_mixture(num_steps, 0.0)) < 1e-9, "no test of matches"
-
-
-@pytest.mark.parametrize(
-    ("num_particles", "num_steps", "weight"), [(2, 1, 0.9), (4, 2, 0.3), (5, 4, 0.9)]
-)
-def test_texts_are_properly_weighted(num_particles: int, num_steps: int, weight: float) -> None:
-    """Red where the weights' q is not the one that was drawn from."""
-    outcome = played(num_particles, num_steps, weight, max_lag=LENGTH)
-    assert_properly_weighted(outcome, P)
-
-
-@pytest.mark.parametrize(
-    ("num_particles", "num_steps", "weight", "mode"),
-    [(1, 4, 0.3, "exact"), (3, 2, 1.0, "exact"), (8, 3, 0.3, "exact"), (4, 3, 1.0, "auto")],
-)
-def test_verification_follows_the_target(
-    num_particles: int, num_steps: int, weight: float, mode: str
-) -> None:
-    """Error probability 1e-4 each; w = 1 has no mass on most tokens where something matches."""
-    outcome = played(num_particles, num_steps, weight, mode=mode, evidence_threshold=1e9)
-    assert p_value(outcome, P) > 1e-4
-
-
-def test_matches_alone_leave_the_law_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Error probability 1e-4: without a draft model what is drafted where nothing matches is
-    nonsense, and rejected."""
+@pytest.fixture(autouse=True)
+def no_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     uniform: Any = UniformDraft(cast("Any", None), VOCAB)
     monkeypatch.setattr(toy_worker, "LanguageModel", lambda *_: uniform)
-    outcome = played(3, 3, 1.0, mode="exact", alone=True)
-    assert p_value(outcome, P) > 1e-4
 
 
-def test_auto_leans_no_further_than_it_does_without_matches() -> None:
-    """A TV of noise alone is about .06. Red where the evidence is of another q."""
-    found = played(4, 3, 0.5, mode="auto", evidence_threshold=None)
-    assert total_variation(found, P) < 0.11
+def played(num_particles: int, num_steps: int, **more: Any) -> Outcome:
+    sizes = {"num_particles": num_particles, "num_steps": num_steps}
+    return run(**sizes, **more, ngram_matches=True, corpus=corpus())
+
+
+def law_of_drafts(num_steps: int) -> dict[Text, float]:
+    """The law of one particle that keeps all: K tokens of q behind each of p's."""
+
+    def drafted(text: Text) -> torch.Tensor:
+        if (column := len(text) % (num_steps + 1)) == 0:
+            return next_law(TARGET, text)
+        return law_of_matches(children(text, len(text) - column + 1), VOCAB)
+
+    return law_by(drafted)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_one_particle_that_keeps_all_follows_the_matches(num_steps: int) -> None:
+    """Error probability 1e-4 each. Red for a tree behind another text, and a node that is lost or
+    followed too far."""
+    outcome = played(1, num_steps, mode="auto", evidence_threshold=0.0)
+    assert p_value(outcome, law_of_drafts(num_steps)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("num_particles", "num_steps", "mode"), [(1, 4, "exact"), (8, 3, "exact"), (4, 3, "auto")]
+)
+def test_verification_leaves_the_law_to_the_target(
+    num_particles: int, num_steps: int, mode: str
+) -> None:
+    """Error probability 1e-4 each: q has no mass on most tokens where something matches, and what
+    is drafted where nothing does is nonsense, and rejected."""
+    threshold = {"evidence_threshold": 1e9} if mode == "auto" else {}
+    assert p_value(played(num_particles, num_steps, mode=mode, **threshold), P) > 1e-4
+
+
+def test_verified_texts_are_weighed_by_the_power_of_p() -> None:
+    outcome = played(4, 2, proposal="verified", power=2.0, max_lag=LENGTH)
+    assert_properly_weighted(outcome, P, 2.0)

@@ -15,7 +15,7 @@ from toy_laws import EOS, LENGTH, TARGET, P, assert_properly_weighted, run
 from toy_worker import Outcome
 
 WEIGHED = {"proposal": "draft"}
-IN_PAIRS = {"chains_per_particle": 2, "ess_threshold": 1.0}
+RESAMPLED = {"ess_threshold": 1.0}
 
 
 def named(when: Any = "round", **more: Any) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def asked(chosen: dict[str, Any], num_particles: int, num_steps: int, **more: An
         (4, 2, "round", {"max_lag": 2}),
         (4, 2, {"tokens": 2}, {"resample_at": "token"}),
         (4, 2, "end", {"resample_at": "token"}),
-        (4, 2, "round", IN_PAIRS),
-        (6, 1, {"delimiter": "a"}, {**IN_PAIRS, "max_lag": 2}),
+        (4, 2, "round", RESAMPLED),
+        (6, 1, {"delimiter": "a"}, {**RESAMPLED, "max_lag": 2}),
         (1, 2, "round", WEIGHED),
         (4, 2, "round", {**WEIGHED, "ess_threshold": 1.0}),
         (5, 4, {"delimiter": "a"}, WEIGHED),

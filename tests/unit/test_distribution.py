@@ -1,4 +1,4 @@
-"""From logits to p and q: temperature, SGLang's filters, masks, n-gram matches, and exact draws."""
+"""From logits to p and q: temperature, SGLang's filters, masks, and exact draws."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_smc.smc import distribution
 from sglang_smc.smc.distribution import TokenDistribution, sample
-from sglang_smc.smc.edits import likeliest, mix, restrict
+from sglang_smc.smc.edits import restrict
 from sglang_smc.smc.filters import EXTENT, NUM_KEYS, keep_tokens
 
 INF = math.inf
@@ -187,15 +187,6 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
     scores = (law.score(torch.tensor([1, 1, 1, 1])) + log_mass).exp()
     assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
-
-
-def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> None:
-    """Of equals the first; a NaN of the draft that became a probability would go unseen."""
-    found = likeliest(torch.tensor([[0.25, 0.5, 0.25], [0.4, 0.2, 0.4]]).log())
-    assert found.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
-    lost = torch.full((1, 3), math.nan)
-    mixed = mix(lost, torch.tensor([[1]]), torch.tensor([[True]]), torch.tensor([0.5]))
-    assert mixed.isnan().all() and likeliest(mixed).isnan().all()
 
 
 def test_a_target_that_rounding_carries_to_the_total_finds_the_last_token_of_mass() -> None:

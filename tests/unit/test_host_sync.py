@@ -88,7 +88,7 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     VERIFIED,
     {"mode": "auto"},
     POWERED,
-    {**POWERED, "proposal": "verified", "chains_per_particle": 3},
+    {**POWERED, "proposal": "verified"},
     {"return_particles": True},
     {"num_steps": 0},
     {"trace": True},

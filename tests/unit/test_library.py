@@ -29,7 +29,6 @@ CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     "exact": (VerifyTogether(), {"mode": "exact"}, {"evidence_threshold": torch.inf}),
     "auto": (VerifyTogether(), {"mode": "auto", "evidence_threshold": 0.5}, {}),
     "verified": (VerifyEach(), VERIFIED, POWERED),
-    "chains": (VerifyEach(2), {**VERIFIED, "chains_per_particle": 2}, POWERED),
 }
 
 

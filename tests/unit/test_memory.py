@@ -137,7 +137,7 @@ def test_a_pool_of_just_the_size_that_is_asked_for_is_taken() -> None:
 def test_the_translator_reads_the_workers_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, attention reads it in a prefill; from the former it would get others' KV unseen."""
     if not upstream.IS_NEWER:
-        return pytest.skip("0.5.17 has no translator of indices")
+        return pytest.skip("this SGLang has no translator of indices")
     place = SimpleNamespace(attn_dcp_size=1, dcp_enabled=False)
     monkeypatch.setattr("sglang.srt.mem_cache.kv_index_translator.get_parallel", lambda: place)
     former = torch.zeros(5, 40, dtype=torch.int32)

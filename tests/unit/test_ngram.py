@@ -1,6 +1,5 @@
 """What the corpus reads and answers, and how a round follows its trees."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,15 @@ from toy_corpus import ToyTrie, Tree, answer
 from sglang_smc import upstream
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.ngram import NONE, Corpus, Matches, as_trees, open_corpus
+from sglang_smc.proposers.ngram import (
+    NONE,
+    Corpus,
+    Matches,
+    as_trees,
+    likeliest,
+    open_corpus,
+    uniform_over,
+)
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state.request import RequestState
 
@@ -26,8 +33,8 @@ SETTINGS = {
 }
 
 
-def request(prompt: list[int], answered: list[int], weight: float = 0.5) -> Any:
-    config = RequestConfig(ngram_weight=weight)
+def request(prompt: list[int], answered: list[int], num_steps: int = 4) -> Any:
+    config = RequestConfig(ngram_matches=True, num_steps=num_steps)
     return SimpleNamespace(
         origin_input_ids=prompt, output_ids=answered, smc_state=RequestState.of(0, config)
     )
@@ -112,9 +119,9 @@ def test_sglangs_corpus_continues_each_particles_own_text() -> None:
     assert trees(corpus, [req], [[[99], [13]]]) == [{}, {14: {15: {16: {}}}}]
 
 
-def test_prompts_answer_unless_a_request_wants_none_and_a_flush_leaves_nothing() -> None:
+def test_prompts_answer_unless_a_request_drafts_nothing_and_a_flush_leaves_nothing() -> None:
     corpus = corpus_of([11, 12, 13])
-    talks, silent = request([1, 2, 3, 4, 1, 2], [3]), request([1, 2], [3], weight=0.0)
+    talks, silent = request([1, 2, 3, 4, 1, 2], [3]), request([1, 2], [3], num_steps=0)
     assert trees(corpus, [talks, silent], [[[]], [[]]]) == [{4: {1: {2: {3: {}}}}}, {}]
     assert trees(corpus, [request([5, 11], [12])], [[[]]]) == [{13: {}}]
     for _ in range(8):
@@ -130,50 +137,41 @@ def test_what_sglang_cannot_build_is_said_with_the_mend(monkeypatch: pytest.Monk
         raise RuntimeError("ninja exited with status 1\nx.h:13:17: error: no such thing\nmore")
 
     monkeypatch.setattr(ngram_corpus, "get_ngram_corpus_cls", broken)
-    with pytest.raises(ValueError, match=r"ngram-weight.*x.h:13:17: error: no such thing.*g\+\+"):
+    with pytest.raises(ValueError, match=r"ngram-matches.*x.h:13:17: error: no such thing.*g\+\+"):
         corpus_of()
 
 
-def mixed(
-    tree: Tree, weights: list[float], logits: list[list[float]], alone: bool = False, **more: Any
-) -> Any:
-    """Probabilities ``[D, V]`` of q: one tree behind all particles, and the draft's own logits."""
+def drafted(tree: Tree, logits: list[list[float]], **more: Any) -> Any:
+    """Probabilities ``[D, V]`` of q: one tree behind all particles."""
     tokens, mask = answer(1, tree, 6)
-    size = len(weights)
+    size = len(logits)
     trees = [torch.from_numpy(one).expand(size, -1) for one in as_trees(np.array(tokens), mask, 6)]
-    matches = Matches(trees[0], trees[1], torch.zeros(size).long(), torch.tensor(weights), alone)
-    draft = TokenDistribution(torch.tensor(logits), torch.ones(size), **more)
-    return pytest.approx(matches.mixed(draft).log_probs().exp().numpy(), abs=1e-5)
-
-
-def test_a_forbidden_token_gets_no_mass() -> None:
-    """Red where a match speaks over masks, biases of -inf or filters of its request."""
-    found = mixed({2: {}}, [0.5, 0.5], [[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
-    assert found == np.array([[0.5, 0.5, 0.0], [1 / 6, 1 / 6, 2 / 3]])
-    filters = torch.ones(1), torch.tensor([2]), torch.ones(1), torch.zeros(1)
-    kept = TokenDistribution.keep_tokens(torch.tensor([[2.0, 1.0, 0.0]]), *filters)
-    q = 1 / (1 + math.e)
-    assert mixed({2: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept) == np.array([[1 - q, q, 0.0]])
-    found = mixed({1: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept)
-    assert found == np.array([[(1 - q) / 2, (1 + q) / 2, 0.0]])
+    matches = Matches(trees[0], trees[1], torch.zeros(size).long())
+    allowed = TokenDistribution(torch.tensor(logits), torch.ones(size), **more)
+    return pytest.approx(matches.distribution(allowed).log_probs().exp().numpy(), abs=1e-5)
 
 
 GREEDY: dict[str, Any] = {"greedy": torch.tensor([True])}
 
 
-@pytest.mark.parametrize(
-    ("weight", "tree", "expected"),
-    [(0.4, {2: {}}, 0), (0.6, {2: {}}, 2), (0.6, {2: {}, 1: {}}, 0), (0.9, {2: {}, 1: {}}, 1)],
-)
-def test_at_temperature_0_the_likelier_is_drafted(weight: float, tree: Tree, expected: int) -> None:
-    assert mixed(tree, [weight], [[3.0, 1.0, 0.0]], **GREEDY) == np.eye(3)[[expected]]
-
-
 @pytest.mark.parametrize("more", [{}, GREEDY])
 @pytest.mark.parametrize(("tree", "expected"), [({2: {}}, 2), ({0: {}}, 1), ({}, 1)])
-def test_alone_matches_are_all_that_is_drafted(
-    tree: Tree, expected: int, more: dict[str, Any]
-) -> None:
+def test_matches_are_all_that_is_drafted(tree: Tree, expected: int, more: dict[str, Any]) -> None:
     """Red where flat logits spread a draft over the vocabulary, or a rule's ban is not heard."""
-    found = mixed(tree, [1.0], [[-torch.inf, 0.0, 0.0]], alone=True, **more)
-    assert found == np.eye(3)[[expected]]
+    assert drafted(tree, [[-torch.inf, 0.0, 0.0]], **more) == np.eye(3)[[expected]]
+
+
+def test_several_matches_share_the_mass_and_at_temperature_0_the_first_takes_it() -> None:
+    """Of the tokens that are proposed and allowed, by rows."""
+    tree, flat = {2: {}, 1: {}}, [0.0, 0.0, 0.0]
+    found = drafted(tree, [flat, [0.0, 0.0, -torch.inf]])
+    assert found == np.array([[0.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
+    assert drafted(tree, [flat], **GREEDY) == np.eye(3)[[1]]
+
+
+def test_what_is_no_distribution_stays_none() -> None:
+    lost = torch.tensor([[0.5, torch.nan, 0.5]])
+    found = uniform_over(torch.tensor([[1]]), torch.tensor([[True]]), lost)
+    assert found.isnan().any() and likeliest(found).isnan().any()
+    found = likeliest(torch.tensor([[0.25, 0.5, 0.25], [0.4, 0.2, 0.4]]).log())
+    assert torch.equal(found.exp(), torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from toy_request import ToyRequest
 
 from sglang_smc.kv import arena
@@ -27,13 +26,12 @@ from sglang_smc.options.server import (
     SMCConfig,
 )
 
-SERVER = SMCConfig(ngram_weight=0.5, num_particles=6, num_steps=5)
+SERVER = SMCConfig(num_particles=6, num_steps=5)
 
 CHOICES: dict[str, Any] = {
     "num_steps": 2,
     "mode": "exact",
     "num_particles": 3,
-    "chains_per_particle": 1,
     "ess_threshold": 0.9,
     "resampling_method": "stratified",
     "proposal": "draft",
@@ -43,7 +41,6 @@ CHOICES: dict[str, Any] = {
     "evidence_threshold": 0.75,
     "tilt": 0.1,
     "draft_temperature": 0.5,
-    "ngram_weight": 0.25,
     "max_lag": 3,
     "return_particles": True,
     "trace": True,
@@ -108,19 +105,15 @@ POSITIVE, WORDS = "a finite number > 0", "one of "
 BAD = [
     *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
     *(("num_steps", value, INTEGER_5) for value in (-1, 6, False, "4", math.nan, {})),
-    ("mode", "mixed", "instead of 'mixed': 'auto' with an evidence_threshold"),
     *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
     *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
     *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
     *(("proposal", value, WORDS) for value in ("weighed", True, None)),
-    *(("chains_per_particle", value, f"{WORDS}1, 2, 3, 6") for value in (0, 4, 7, True, 2.0, "2")),
     *(("resample_at", value, WORDS) for value in ("round", 1, None)),
     *(("selection", value, WORDS) for value in ("best", True)),
-    *((name, "vote", "at the client") for name in ("selection", "answer_pattern")),
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
     *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
     *(("tilt", value, "a finite number >= 0") for value in (-1, math.nan, True, "a", {})),
-    *(("ngram_weight", value, "a number from 0") for value in (-1, 1.5, math.nan, True, "a", {})),
     *(("max_lag", value, "an integer from 1") for value in (0, 2.0, math.nan, True, "a", [])),
     *(("draft_temperature", value, ">= 1e-06") for value in (0, -1, math.inf, math.nan, True, "1")),
     *((name, value, "true or false") for name in SWITCHES for value in (1, 0, "true", None, [])),
@@ -138,8 +131,7 @@ def test_bad_values_are_refused_with_their_keys_and_what_is_allowed() -> None:
 
 
 WEIGHING = (
-    "proposal chains_per_particle ess_threshold resampling_method resample_at selection max_lag "
-    "return_particles power"
+    "proposal ess_threshold resampling_method resample_at selection max_lag return_particles power"
 )
 WITHOUT_EFFECT = [
     *((mode, name) for mode in ("exact", "auto") for name in WEIGHING.split()),
@@ -184,11 +176,11 @@ def test_without_drafts_a_request_is_one_particle_of_the_target(
     mode: str | None,
 ) -> None:
     """All that would be ignored beside it is refused, and a power, which it would not follow."""
-    server = SMCConfig(num_particles=6, num_steps=5, chains_per_particle=3, tilt=0.1, mode="auto")
+    server = SMCConfig(num_particles=6, num_steps=5, tilt=0.1, mode="auto")
     chosen: dict[str, Any] = {"num_steps": 0} | ({} if mode is None else {"mode": mode})
     for constrained in (False, True):
         found = request_config(server, {"smc": chosen}, constrained=constrained)
-        assert found.round_sizes == (1, 0, True) and found.is_normalized and found.num_chains == 1
+        assert found.round_sizes == (1, 0, True) and found.is_normalized
         assert apply_budget(found, Budget(4, 1)) == found
         assert arena.arena(found, 100) == 2, "the token of a round, and of the one under way"
     assert config_of(server, arrived(chosen, top_k=1)).round_sizes == (1, 0, True)
@@ -209,39 +201,12 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
         assert "has proposal='verified' beside evidence_threshold=" in message
         with pytest.raises(ValueError, match="--speculative-smc-proposal is 'verified' and"):
             SMCConfig(proposal="verified", **other).validate()
-    alone = SMCConfig(proposal="verified", ngram_weight=1)
+    alone = SMCConfig(proposal="verified", ngram_matches=True)
     alone.validate()
     assert choose(alone, power=2.0).extends and not choose(alone, mode="exact").extends
     knows_part = SMCConfig(drafts_all=False)
     assert "proposal 'verified'" in refusal(knows_part, power=2.0)
     assert choose(knows_part, power=2.0, proposal="verified").extends
-
-
-def test_chains_of_particles_are_verified_and_counted_among_them() -> None:
-    """What weighs drafts has none; the server's apply where a request is verified alone."""
-    for other in ({"proposal": "draft"}, {"resample_at": "token"}, {}):
-        assert "has chains_per_particle=2 beside proposal=" in refusal(
-            chains_per_particle=2, **other
-        )
-    verified = {"proposal": "verified", "chains_per_particle": 2}
-    assert "has chains_per_particle=2 beside num_particles=3" in refusal(
-        **verified, num_particles=3
-    )
-    for other in ({"num_particles": 3}, {"proposal": "draft"}, {"resample_at": "token"}):
-        with pytest.raises(ValueError, match="--speculative-smc-chains-per-particle is 2 and"):
-            SMCConfig(chains_per_particle=2, **other).validate()
-    server = SMCConfig(chains_per_particle=2, num_particles=6)
-    server.validate()
-    message = refusal(server, proposal="verified", num_particles=3)
-    assert "chains_per_particle=2 (this server's --speculative-smc-chains-per-particle)" in message
-    assert (
-        choose(server, num_particles=3).num_chains == choose(server, mode="exact").num_chains == 1
-    )
-    found = choose(server, proposal="verified")
-    assert (found.num_chains, found.num_weights) == (2, 3)
-    assert apply_budget(found, Budget(4, 1)) == replace(found, num_steps=1)
-    weighed = config_of(server, arrived({"return_particles": True}, top_k=1))
-    assert (weighed.num_particles, weighed.num_chains) == (1, 1), "at temperature 0"
 
 
 def test_a_power_of_p_has_no_evidence_to_measure() -> None:
@@ -317,12 +282,12 @@ def test_a_tilt_implies_the_mode_that_has_one() -> None:
 
 def test_a_request_in_the_scheduler_is_not_refused() -> None:
     """SGLang takes the grammar from one that it aborts: what was allowed beside it is not now."""
-    chosen = {"ngram_weight": 1.0}
-    server = SMCConfig(ngram_weight=0.5)
-    assert request_config(server, {"smc": chosen}, constrained=True).ngram_weight == 1.0
-    with pytest.raises(ValueError, match="ngram_weight=1"):
+    chosen = {"ess_threshold": 0.9}
+    server = SMCConfig(ngram_matches=True)
+    assert request_config(server, {"smc": chosen}, constrained=True).ngram_matches
+    with pytest.raises(ValueError, match="ngram_matches=True"):
         request_config(server, {"smc": chosen})
-    assert config_of(server, arrived(chosen)).ngram_weight == 1
+    assert config_of(server, arrived(chosen)).ngram_matches
 
 
 def test_a_request_in_the_scheduler_is_read_once() -> None:
@@ -354,15 +319,12 @@ def test_at_temperature_0_a_tree_is_verified(chosen: dict[str, Any], num_particl
     assert played.mode == ("smc" if weighed else "exact")
 
 
-def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() -> None:
-    """Red where a request gets matches of a corpus that nobody fills, or no draft at all."""
-    without, alone = SMCConfig(), SMCConfig(mode="exact", ngram_weight=1)
-    assert choose(without, ngram_weight=0).ngram_weight == 0
-    assert choose(alone, ngram_weight=1).uses_matches
-    assert choose(SERVER, ngram_weight=1, mode="auto").ngram_weight == 1
-    for server, allowed in ((without, 0), (alone, 1)):
-        message = refusal(server, ngram_weight=0.3)
-        assert f"ngram_weight=0.3; allowed: {allowed}, since this server has no" in message
-    for message in (refusal(alone, mode="smc"), refusal(SERVER, ngram_weight=1)):
-        assert "has mode='smc'" in message and "beside ngram_weight=1" in message
-        assert "; allowed: proposal 'verified', or mode 'exact'" in message
+def test_matches_draft_for_all_requests_of_a_server_where_drafts_are_verified() -> None:
+    """And for none that drafts nothing."""
+    server = SMCConfig(mode="exact", ngram_matches=True)
+    assert choose(server).uses_matches and choose(server, mode="auto").uses_matches
+    assert choose(server, mode="smc", proposal="verified").uses_matches
+    assert not choose(server, num_steps=0).uses_matches and not choose().uses_matches
+    message = refusal(server, mode="smc")
+    assert "has mode='smc' beside ngram_matches=True (this server's --speculative-smc" in message
+    assert "; allowed: proposal 'verified', or mode 'exact'" in message

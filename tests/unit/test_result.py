@@ -340,27 +340,3 @@ def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int)
     server = {"num_particles": 3, "num_steps": 2, "limit": 20, "eos": -1}
     worker = toy(1, (TARGET, TARGET), **server, chosen=chosen)
     assert worker.play_round(worker.begin([1])).outcome.num_correct_drafts.tolist() == [2]
-
-
-def test_chains_of_a_particle_are_equal_between_rounds_and_count_as_one() -> None:
-    """Red where narrowing, resampling, a first or a bonus token tells them apart."""
-    asked = {"proposal": "verified", "power": 3.0, "chains_per_particle": 2, "ess_threshold": 1.0}
-    server = {"num_particles": 6, "num_steps": 2, "limit": 20, "eos": -1, "max_lag": 4}
-    worker = toy(16, chosen=({**asked, "return_particles": True},), **server)
-    reqs, rows = worker.begin(list(range(1, 17))), torch.arange(1, 17)
-    while any(len(req.output_ids) < 20 for req in reqs):
-        held = worker.worker._tables.particles.gather(rows, 6, 6)[0]
-        places = torch.arange(held.texts.shape[2]) <= held.lengths.unsqueeze(2) + 1
-        texts = torch.where(places[:, :, 1:], held.texts[:, :, 1:], -1)
-        for of_chains in (texts, held.lengths, held.log_weights, held.ended, held.fidelity):
-            assert torch.equal(of_chains[:, ::2], of_chains[:, 1::2])
-        worker.step([req for req in reqs if len(req.output_ids) < 20])
-    totals = [Counters._make(req.smc_state.counters) for req in reqs]
-    assert sum(total.resample_ct for total in totals) > 16 < sum(t.narrow_ct for t in totals)
-    assert all(total.particles_sum == 3 * total.rounds_ct for total in totals)
-    assert max(total.ancestors for total in totals) <= 3
-    assert max(total.ess_sum / total.rounds_ct for total in totals) < 3
-    for req in reqs:
-        assert len(req.particles) == 3
-        assert sum(one["weight"] for one in req.particles) == pytest.approx(1.0)
-        assert req.smc_state.meta_info(req.output_ids)["spec_smc_particles_mean"] == 3

@@ -88,7 +88,7 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     assert sent == text and ids == list(range(len(tokens)))
 
 
-@pytest.mark.skipif(not IS_NEWER, reason="this process of 0.5.17 loads no plugins")
+@pytest.mark.skipif(not IS_NEWER, reason="this process loads no plugins")
 @given(texts, cuts, st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_what_was_sent_is_a_prefix_of_the_whole(
     text: str, cuts: list[int], lengths: list[int]

@@ -93,12 +93,12 @@ def test_a_reader_comes_to_the_answer() -> None:
 
 BUDGETS = Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3)
 POWERED = {"power": 2.0, "evidence_threshold": 0}
-IN_PAIRS = {"power": 2.0, "proposal": "verified", "chains_per_particle": 2, "ess_threshold": 1.0}
+RESAMPLED = {"power": 2.0, "proposal": "verified", "ess_threshold": 1.0}
 RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "cut by evidence": ([{"ess_threshold": 1.0, "evidence_threshold": 1.5}], {}),
     "adaptive": ([{}], {"budgets": BUDGETS}),
     "powered": ([POWERED], {}),
-    "verified and powered": ([IN_PAIRS], {"num_particles": 6}),
+    "verified and powered": ([RESAMPLED], {"num_particles": 6}),
     "powered alone": ([{**POWERED, "num_particles": 1}], {}),
     "weighed in a grammar": ([{}], {"grammar": maker("(ab|b){6}")}),
     "verified in a grammar": ([{"mode": "exact"}], {"grammar": maker("(ab|b){6}")}),

@@ -164,7 +164,7 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_
 srt.utils.common.get_compiler_backend | calls current_platform.get_compile_backend
 """
 
-# On 0.5.17, whose server arguments are a dataclass that resolves as it is built; goes with it.
+# On the oldest release, whose server arguments are a dataclass that resolves as it is built.
 OLDER = """
 srt.arg_groups.arg_utils.resolvable_fields(cls)
 srt.server_args.ServerArgs: __dataclass_fields__

@@ -49,7 +49,7 @@ def chat(logs: Path) -> None:
         "speculative_smc_num_particles": NUM_PARTICLES,
         "speculative_num_steps": NUM_STEPS,
         "speculative_smc_mode": "exact",
-        "speculative_smc_ngram_weight": 1.0,
+        "speculative_smc_ngram_matches": True,
         "speculative_smc_adaptive": True,
     }
     launch = Launch(arguments, label="SmolLM2-135M-Instruct", log=logs / "server.log")

@@ -14,7 +14,7 @@ from sglang_smc_tools.plan import shapes
 from sglang_smc_tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc_tools.plan.report import Comparison, Plan
 from sglang_smc_tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
-from sglang_smc_tools.plan.shapes import BESIDE, DEFAULT_STEPS, MTP, NGRAM, ModelShape
+from sglang_smc_tools.plan.shapes import DEFAULT_STEPS, MTP, NGRAM, ModelShape
 
 ACCEPTANCE = 0.8
 WEIGHT_BYTES, INT8 = {"bf16": 2.0, "fp8": 1.0}, "int8"
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     heads = ", ".join(name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM))
     several_drafts = (
         f"the same; or that of an EAGLE-3 head or a block, or {heads}; or {MTP}, the target's MTP "
-        f"layer; or {NGRAM}, alone or beside a model, as {BESIDE}llama-3.2-1b. Several are compared"
+        f"layer; or {NGRAM}, n-gram matches. Several are compared"
     )
     devices = (
         f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch sees "

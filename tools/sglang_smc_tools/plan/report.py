@@ -251,12 +251,12 @@ def _models(target: str, drafts: Mapping[str, ModelShape], largest: Scenario) ->
     for name, draft in drafts.items():
         line = f"draft   {name} ({draft.kind}): "
         if draft.kind == NGRAM:
-            line += "matches, found on the host in microseconds, which are left out; "
-        line += (
-            _model_line(draft)
-            if draft.num_layers
-            else ("where drafts are verified: exact, auto, or proposal 'verified'")
-        )
+            line += (
+                "matches, found on the host in microseconds, which are left out; where drafts are "
+                "verified: exact, auto, or proposal 'verified'"
+            )
+        else:
+            line += _model_line(draft)
         if draft.kind == DFLASH:
             line += "; a pass reads the target's LM head, too"
         if draft.is_head:

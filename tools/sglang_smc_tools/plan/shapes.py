@@ -26,7 +26,6 @@ STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
 
 #: Kinds of drafts; a target is a `MODEL`.
 MODEL, EAGLE3, DFLASH, MTP, NGRAM = ("model", "eagle3", "dflash", "mtp", "ngram")
-BESIDE = "ngram+"
 DEFAULT_STEPS = (4, 8, 16)
 #: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
 #: reads, and columns of a DFlash block, the last token's among them.
@@ -438,19 +437,11 @@ def from_config(source: Source, weight_bytes: float | None = None) -> ModelShape
 def draft_from_config(source: Source, weight_bytes: float | None = None) -> ModelShape:
     """Return the shape of a draft, with ``weight_bytes`` used like `from_config`.
 
-    ``source`` is a ``config.json`` of a model or a head, its folder, its contents, one of `DRAFTS`,
-    or ``ngram+`` followed by any of these that is a model.
+    ``source`` is a ``config.json`` of a model or a head, its folder, its contents, or one of
+    `DRAFTS`.
 
     Raises ValueError for unsupported configurations.
     """
-    if isinstance(source, str) and source.lower().startswith(BESIDE):
-        draft = draft_from_config(source[len(BESIDE) :], weight_bytes)
-        if draft.kind != MODEL:
-            raise ValueError(
-                f"n-gram matches go alone ({NGRAM}) or beside a draft model "
-                f"({BESIDE}llama-3.2-1b); given is {draft.kind}."
-            )
-        return replace(draft, kind=NGRAM)
     return _shape_of(source, DRAFTS, HEADS).in_precision(weight_bytes)
 
 
@@ -488,7 +479,7 @@ def _shape_of(
 
 def is_name(source: str) -> bool:
     """Return whether ``source`` names a draft without a path."""
-    return source.lower().removeprefix(BESIDE) in DRAFTS
+    return source.lower() in DRAFTS
 
 
 def lowest_precision(*shapes: ModelShape) -> float:

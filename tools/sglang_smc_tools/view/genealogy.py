@@ -78,7 +78,7 @@ def genealogy(trace: Trace) -> Genealogy:
     """
     if not trace.rounds:
         raise ValueError("the trace has no round: the answer was prefill's token alone")
-    growth = _Growth(verifies=trace.mode != "smc", num_chains=trace.chains_per_particle)
+    growth = _Growth(verifies=trace.mode != "smc")
     for number, traced in enumerate(trace.rounds):
         growth.play(number, traced, is_last=number == len(trace.rounds) - 1)
     for token in trace.emitted_after:
@@ -108,9 +108,8 @@ def shares(log_weights: list[float | None]) -> list[float]:
 class _Growth:
     """Segments as rounds append them, and the last segment of each particle."""
 
-    def __init__(self, *, verifies: bool, num_chains: int) -> None:
+    def __init__(self, *, verifies: bool) -> None:
         self.verifies = verifies
-        self.num_chains = num_chains  # of each particle
         self.segments: list[Segment] = []
         self.wrote: list[int] = []  # of each segment: the last one of its text that has a token
         self.steps: list[Step] = []
@@ -148,7 +147,7 @@ class _Growth:
         same = ("ess", "log_block_evidence", "log_evidence", "cut", "resampled")
         fields = {name: getattr(traced, name) for name in same}
         fields |= {"start": start, "kept_to": kept_to, "end": end, "gone": gone}
-        fields |= {"num_particles": len(weights) // self.num_chains, "retracted": retracted}
+        fields |= {"num_particles": len(weights), "retracted": retracted}
         fields |= {"resized": traced.resized_from is not None, "emitted_to": len(self.emitted)}
         self.steps.append(Step(**fields))
 
@@ -182,8 +181,7 @@ class _Growth:
         if traced.cut == "failure":
             self.end(self.heads, "failure")
         dead = {head for head, weight in zip(self.heads, weights, strict=True) if weight == 0}
-        loses = self.num_chains > 1 and not traced.resampled  # to other chains of its particle
-        fate = "verification" if self.verifies or loses else "resampled"
+        fate = "verification" if self.verifies else "resampled"
         kept = {self.heads[ancestor] for ancestor in traced.ancestors}
         self.end(dead - kept, "dead" if fate == "resampled" else fate)
         self.descend(traced.ancestors, fate)

@@ -24,7 +24,6 @@ from sglang_smc_tools.plan.shapes import BUILT_IN, draft_from_config
 
 PAIR = Path(__file__).parents[3] / "bench" / "pair"
 TARGET = str(PAIR / "target")
-NGRAM = ("ngram", "ngram+llama-3.2-1b")
 LLAMA = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
 
 
@@ -187,7 +186,7 @@ def test_speed_is_that_of_the_plan() -> None:
 
 @pytest.mark.parametrize(
     ("device", "draft"),
-    [("l4", LLAMA[3]), *(("h100", name) for name in (LLAMA[3], "eagle3-8b", "dflash-8b", *NGRAM))],
+    [("l4", LLAMA[3]), *(("h100", name) for name in (LLAMA[3], "eagle3-8b", "dflash-8b", "ngram"))],
 )
 def test_memory_is_that_of_weights_states_and_arenas(device: str, draft: str) -> None:
     """By hand: 16 bits a number, 128 KiB of KV a token beside the draft's; matches are free."""
@@ -217,7 +216,7 @@ BIG = ("--target", "llama-3.1-70b")
     [
         ((*BIG, "--draft", "eagle3-8b"), "draft", "4096 and the target's 8192"),
         (("--draft", "dflash-8b", "--num-steps", "16"), "draft", "at most 15 steps"),
-        (("--draft", "ngram+qwen3-0.6b"), "vocabulary", "target's family"),
+        (("--draft", "qwen3-0.6b"), "vocabulary", "target's family"),
         (("--draft", "qwen3-0.6b"), "vocabulary", "128256 and 151936"),
         (BIG, "memory", "split it (--tp)"),
     ],

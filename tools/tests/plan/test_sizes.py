@@ -330,7 +330,6 @@ DOMINO = {"projector_type": "domino"}
         (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
         (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
         (draft_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
-        (draft_of, "ngram+eagle3-8b", "beside a draft model .*given is eagle3"),
         (from_config, "{", r"config\.json is not JSON"),
     ],
 )

@@ -16,7 +16,7 @@ SMC = {
     "speculative_num_steps": 4,
     "speculative_smc_num_particles": 4,
     "speculative_smc_mode": "exact",
-    "speculative_smc_ngram_weight": 1.0,
+    "speculative_smc_ngram_matches": True,
     "tool_call_parser": "hermes",
 }
 CITY = {

@@ -1,0 +1,84 @@
+"""Writes the tables of docs/reference.md from the settings; run it after a change of these."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sglang_smc.options.request import KEYS, UP_TO_SERVER
+from sglang_smc.options.server import LONG_LAG, MODES, SETTINGS, Setting, flag_of, values_of
+
+PATH = Path(__file__).parent / "reference.md"
+END = "<!-- end -->"
+#: Where pages have more of a flag, and of a key.
+MORE = {
+    "mode": "algorithm.md#the-modes-as-one-dial",
+    "proposal": "fidelity.md#verified-proposals",
+    "power": "fidelity.md#a-power-of-the-target",
+    "evidence_threshold": "algorithm.md#evidence-and-where-a-block-is-cut",
+    "tilt": "fidelity.md#one-dial",
+    "draft_temperature": "drafts.md#beside-sglangs-trees",
+    "ngram_matches": "drafts.md#n-gram-matches",
+    "max_lag": "algorithm.md#the-lag",
+    "kernels": "operations.md#the-check-of-kernels",
+    "draft_layers": "performance.md#a-drafts-layers",
+    "adaptive": "performance.md#under-load",
+    "potential": "potentials.md#on-a-server",
+    "presets": "#presets",
+}
+MORE_OF_KEYS = {
+    "num_steps": "#off-for-one-request",
+    "selection": "potentials.md#which-particle-answers",
+    "potentials": "potentials.md#in-a-request",
+    "trace": "trace.md#limit-and-cost",
+}
+
+
+def flags() -> str:
+    """Return the table of flags: what `--help` says of them."""
+    rows = (
+        (f"`{flag_of(name)}`", values_of(name), modes_of(setting), more(setting.help, name, MORE))
+        for name, setting in SETTINGS.items()
+    )
+    return table(("flag", "values", "in modes", ""), rows)
+
+
+def keys() -> str:
+    """Return the table of a request's keys."""
+    rows = (
+        (f"`{name}`", more(allowed(name, key), name, MORE_OF_KEYS), modes_of(key))
+        for name, key in KEYS.items()
+    )
+    return table(("key", "values", "in modes"), rows)
+
+
+def allowed(name: str, key: Setting) -> str:
+    if name in UP_TO_SERVER:
+        words = f"an integer from {UP_TO_SERVER[name]} to the server's"
+        return f"{words}, or to {LONG_LAG} where it has none" if name == "max_lag" else words
+    return ", ".join(map(repr, key.allowed.choices or ())) or key.allowed.words
+
+
+def modes_of(setting: Setting) -> str:
+    return "all" if setting.modes == MODES else ", ".join(f"`{mode}`" for mode in setting.modes)
+
+
+def more(text: str, name: str, links: dict[str, str]) -> str:
+    return f"{text} ([more]({links[name]}))" if name in links else text
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"(?<!\[)'([\w-]+)'", r"`\1`", text)  # words are code on a page
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the settings are."""
+    for mark, rows in (("<!-- flags -->", flags()), ("<!-- keys -->", keys())):
+        before, _, rest = page.partition(mark)
+        page = f"{before}{mark}\n\n{rows}\n\n{END}{rest.partition(END)[2]}"
+    return page
+
+
+if __name__ == "__main__":
+    PATH.write_text(written(PATH.read_text()))
