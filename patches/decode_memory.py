@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_extend, allo
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_smc.cpu.trees import spans as entries
+from sglang_smc.kv.rows import spans as entries
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.process import active, active_config

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from sglang_smc.cpu.trees import places_in_mask
 from sglang_smc.models.attention import PoolAttention
 from sglang_smc.models.softmax import Softmax, additive, attend, finish, gather_slots
 from sglang_smc.models.supported import window_of
@@ -142,8 +141,16 @@ class CpuAttentionBackend(PoolAttention):
             slots_of=lambda index, kv_lens: req_to_token[rows[index, None], columns(kv_lens)],
             prefix_lens=prefix_lens,
             query_lens=query_lens,
-            tree=tree_of(forward_batch),
+            tree=self.tree_of(forward_batch),
         )
+
+    @staticmethod
+    def tree_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
+        """Return which new tokens attend to which, ``[rows, width, width]`` bool; None for chains.
+
+        SMC verifies chains; `bench/baselines` has trees, for SGLang's own speculation.
+        """
+        return None
 
     def set_plan(self, **rows: Any) -> None:
         """Set the plan of the next forward, from the arguments of ``plan_calls``."""
@@ -202,17 +209,6 @@ def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor
     return prefix_lens.long(), query_lens.long()
 
 
-def tree_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """Return which new tokens attend to which, ``[rows, width, width]`` bool; None for chains."""
-    spec_info: Any = forward_batch.spec_info
-    if not forward_batch.forward_mode.is_target_verify() or spec_info is None:
-        return None
-    if spec_info.custom_mask is None or spec_info.tree_topk == 1:
-        return None
-    places = places_in_mask(forward_batch.seq_lens, spec_info.draft_token_num)
-    return spec_info.custom_mask[places].bool()
-
-
 def plan_calls(
     *,
     slots_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -234,7 +230,7 @@ def plan_calls(
         prefix_lens, query_lens: [rows] int64, cached and new tokens
         group: query heads per key head
         dtype: of the queries
-        tree: from ``tree_of``
+        tree: as of `CpuAttentionBackend.tree_of`
         window: the number of keys before its own that a query attends to; None for all
     """
     starts = query_lens.cumsum(0) - query_lens  # [rows], first query of each row

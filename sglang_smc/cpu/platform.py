@@ -11,7 +11,7 @@ calls it in every process, on machines with an accelerator too. So nothing heavy
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -39,21 +39,6 @@ MAX_TOTAL_TOKENS = 1 << 17
 # The batched attention replaces SGLang's row loop under the loop's own name: by this name SGLang
 # avoids Triton kernels (`support_triton`, `get_last_loc`).
 ATTENTION_BACKEND = "torch_native"
-
-# SGLang's algorithms that take functions from the platform; and their options that are not
-# supported here, with the value that disables each.
-SPECULATIVE_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NGRAM")
-SPECULATIVE_OPTIONS = {
-    "speculative_use_rejection_sampling": False,
-    "speculative_use_block_verification": False,
-    "speculative_accept_threshold_single": 1.0,
-    "speculative_accept_threshold_acc": 1.0,
-    "speculative_draft_window_size": None,
-    "speculative_adaptive": False,
-    "enable_multi_layer_eagle": False,
-}
-# What pages may be with these algorithms, and before SGLang 0.5.23.
-_ONE_SLOT = {"page_size": (1, None)}
 
 # What fields of server arguments may be; first what runs here, then defaults of SGLang's.
 _ALLOWED = {
@@ -152,33 +137,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return None
         return lambda size, *, page_size, **how: TokenToKVPoolAllocator(size, **how)
 
-    def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Return whether an algorithm of SGLang's runs here."""
-        return algorithm in SPECULATIVE_ALGORITHMS
-
-    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        from sglang_smc.cpu.trees import slots_between
-
-        return slots_between
-
-    def get_speculative_worker_cls(self, algorithm: str) -> None:
-        """Return None for SGLang's own worker, after installing hooks in the worker's process."""
-        from sglang_smc.cpu.speculation import stand_in_for_wheel
-        from sglang_smc.server import hooks
-
-        if algorithm in SPECULATIVE_ALGORITHMS:
-            stand_in_for_wheel()
-            hooks.install(hooks.CPU_SPECULATION)
-
-    def draft_attention(self, runner: ModelRunner, topk: int, num_steps: int, each: bool) -> Any:
-        """Return the attention of each pass of a draft, or of its pass over accepted tokens.
-
-        `patches/cpu/speculation.py` calls this.
-        """
-        from sglang_smc.cpu.speculation import DraftExtend, DraftSteps
-
-        return DraftSteps(runner, topk, num_steps) if each else DraftExtend(runner)
-
     def linear_attention(self, runner: ModelRunner) -> Any:
         """Return the backend of linear-attention layers, for `patches/cpu/platform.py`."""
         from sglang_smc.cpu.recurrent import CpuRecurrentBackend
@@ -230,14 +188,21 @@ def _check_server_args(server_args: Arguments) -> None:
             f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
             "for example with CUDA_VISIBLE_DEVICES='')"
         )
-    is_stock = server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN")
-    if is_stock or not IS_NEWEST:
-        fields |= _ONE_SLOT
-    if is_stock:
-        fields |= {field: (nothing,) for field, nothing in SPECULATIVE_OPTIONS.items()}
+    if not IS_NEWEST:
+        fields |= {"page_size": (1, None)}
+    refuse(server_args, fields, *found)
+
+
+def refuse(server_args: Arguments, fields: Mapping[str, tuple[Any, ...]], *found: str) -> None:
+    """Raise ValueError for what was ``found``, and for fields that have another value than these.
+
+    Args:
+        fields: what each may be; the first is told.
+    """
+    wrong = list(found)
     for field, allowed in fields.items():
         value = getattr(server_args, field, allowed[0])  # each release lacks some
         if value not in allowed:
-            found.append(f"{field}={value!r} (allowed: {allowed[0]!r})")
-    if found:
-        raise ValueError(f"the {PLATFORM_NAME} platform does not support {', '.join(found)}")
+            wrong.append(f"{field}={value!r} (allowed: {allowed[0]!r})")
+    if wrong:
+        raise ValueError(f"the {PLATFORM_NAME} platform does not support {', '.join(wrong)}")

@@ -20,11 +20,12 @@ from sglang_smc.upstream import Family
 
 
 class Group(NamedTuple):
-    """Files of `patches/` with hooks that are installed together."""
+    """Files of `patches/`, or of another package, with hooks that are installed together."""
 
     modules: tuple[str, ...]
     where: str
     when: str
+    package: str = "sglang_smc.patches"
 
 
 FLAGS = Group(
@@ -71,18 +72,12 @@ CPU_PLATFORM = Group(
     where="In processes that run models on the platform `smc_cpu`",
     when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
 )
-CPU_SPECULATION = Group(
-    ("cpu.speculation",),
-    where="In processes that run models on the platform `smc_cpu` with SGLang's own speculation",
-    when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
-    "worker.",
-)
 CPU_RECURRENT = Group(
     ("cpu.recurrent",),
     where="In processes that run a model with linear attention on the platform `smc_cpu`",
     when="By the hook on `attn_backend_wrapper`, once the model is loaded.",
 )
-GROUPS = (FLAGS, DRAFTS, DETOKENIZER, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION, CPU_RECURRENT)
+GROUPS = (FLAGS, DRAFTS, DETOKENIZER, SMC, ROUTES, CPU_PLATFORM, CPU_RECURRENT)
 
 # The source in SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")
@@ -131,8 +126,8 @@ def collect(*groups: Group) -> tuple[Patch, ...]:
 
 def recorded(*groups: Group) -> tuple[Patch, ...]:
     """Return the records of these groups for all releases, in their order."""
-    names = (name for group in groups for name in group.modules)
-    modules = (import_module(f"sglang_smc.patches.{name}") for name in names)
+    names = (f"{group.package}.{name}" for group in groups for name in group.modules)
+    modules = map(import_module, names)
     return tuple(patch for module in modules for patch in module.PATCHES)
 
 

@@ -232,7 +232,6 @@ NOTICED: dict[hooks.Group, tuple[Callable[[dict], Any], ...]] = {
     hooks.DRAFTS: (lambda smc: resolve(**smc), schedule),
     hooks.SMC: (launch, schedule),
     hooks.CPU_PLATFORM: (lambda _: PlainCpuPlatform().init_backend(),),
-    hooks.CPU_SPECULATION: (lambda _: PlainCpuPlatform().get_speculative_worker_cls("STANDALONE"),),
 }
 
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from baselines.cpu_speculation.attention import DraftStep, tree_of
 from particle_cases import attend_by_hand, runner_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -13,7 +14,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_smc.cpu import attention
 from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
-from sglang_smc.cpu.speculation import DraftStep
 from sglang_smc.models.softmax import Softmax
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -208,6 +208,7 @@ def test_a_tree_s_tokens_see_their_ancestors(heads):
     tree = SimpleNamespace(custom_mask=mask, tree_topk=2, draft_token_num=width)
     h = Harness(prefix_lens, [width] * 3, heads=heads)
     cached = {"seq_lens": torch.tensor(prefix_lens), "extend_seq_lens": None}
+    h.backend.tree_of = tree_of
     found = h.run(VERIFY, spec_info=tree, **cached)
     for node, ancestors in enumerate(sees):
         h.hidden = (~ancestors).nonzero().flatten().tolist()

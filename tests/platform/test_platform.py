@@ -73,7 +73,6 @@ def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
     ("change", "message"),
     [
         ({"device": "cuda"}, "hide the accelerator"),
-        ({"page_size": 16, "speculative_algorithm": "NGRAM"}, "page_size=16"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
         ({"enable_memory_saver": True}, "enable_memory_saver"),
         ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),
@@ -85,16 +84,6 @@ def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
 def test_refusals(make_args, change, message):
     with pytest.raises(ValueError, match=message):
         make_args(**change)
-
-
-def test_options_of_speculation_that_do_not_run_are_refused(make_args):
-    """Of SGLang's own algorithms; ours judges them itself."""
-    for field, nothing in platform.SPECULATIVE_OPTIONS.items():
-        given = {"speculative_algorithm": "STANDALONE", field: 0.5}
-        with pytest.raises(ValueError, match=rf"{field}=0.5 \(allowed: {nothing}\)"):
-            make_args(**given)
-        make_args(**given | {"speculative_algorithm": "SMC"})
-        make_args(**given | {field: nothing})
 
 
 def test_the_pool_moves_slots_without_a_kernel():

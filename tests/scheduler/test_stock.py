@@ -1,17 +1,19 @@
 """Stock SGLang on the CPU platform, plain and with its own speculative decoding."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from baselines import cpu_speculation
 from in_process import Reply, Server
 from laws import enumerate_law, next_probs, p_value
 from transformers import LlamaForCausalLM
 
 from sglang_smc import upstream
+from sglang_smc.cpu.platform import PlainCpuPlatform
 
 pytestmark = pytest.mark.skipif(
     not upstream.NEWEST.is_installed, reason="this SGLang asks no platform for its workers"
@@ -29,6 +31,15 @@ TOY = {"vocab_size": 4, "scale": 0.5}
 def asked(prompt: list[int], **params: Any) -> dict[str, Any]:
     own = {"input_ids": prompt, "return_logprob": True}
     return {**own, "sampling_params": {**GREEDY, **params}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_speculation() -> Iterator[None]:
+    """The platform runs SGLang's own, as in the benchmarks' servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, method in cpu_speculation.METHODS.items():
+            patch.setattr(PlainCpuPlatform, name, method)
+        yield
 
 
 @pytest.fixture(scope="module")

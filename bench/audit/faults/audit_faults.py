@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from copy import copy
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -17,8 +18,12 @@ import torch
 
 if __package__:
     from . import kv_faults
+
+    HOOKS = "baselines.cpu_speculation.hooks"
 else:  # as servers load it
     import kv_faults
+
+    HOOKS = "cpu_speculation.hooks"
 
 Tokens = Callable[..., torch.Tensor]
 _probs: list[torch.Tensor] = []  # of the last round's nodes
@@ -125,8 +130,7 @@ def register() -> None:
 
 
 def _break_stock(name: str) -> None:
-    from sglang_smc.patches.cpu import speculation
-
+    speculation = import_module(HOOKS)
     broken = {"sample_target": STOCK[name], "verify_trees": accept}
     for index, patch in enumerate(speculation.PATCHES):
         own = patch.function

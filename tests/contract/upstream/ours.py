@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from contract.upstream.release import FAMILIES, ROOT
 from contract.upstream.sglang import PACKAGE, Function
 
-PRODUCT = ("sglang_smc", "patches")
-FOLDERS = (*PRODUCT, "kernels", "tests", "bench", "examples")
+#: The packages, and the benchmarks' own plugin, which has hooks too.
+PRODUCT = ("sglang_smc", "patches", "tools/sglang_smc_tools", "bench/baselines")
+FOLDERS = ("sglang_smc", "patches", "kernels", "tools", "tests", "bench", "examples")
 
 
 class Use(NamedTuple):
@@ -32,7 +33,7 @@ class Source(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Whether it is part of the package, not a tool or a test."""
+        """Whether it is part of a package, not a benchmark or a test."""
         return self.path.startswith(PRODUCT)
 
     def use(self, path: str, node: Any) -> Use:

@@ -10,10 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from baselines import cpu_speculation
+from baselines.cpu_speculation import hooks as speculation
+from baselines.cpu_speculation import trees
 from laws import PLAIN, p_value, rules, sampling, sorted_law
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_smc.cpu import trees
-from sglang_smc.patches.cpu import speculation
+from sglang_smc.cpu.platform import PlainCpuPlatform
+from sglang_smc.server import hooks
 
 SEEDS = range(5)
 NUM_STEPS, TOPK, WIDTH = 3, 3, 7
@@ -255,3 +259,28 @@ def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     tokens, lengths = torch.tensor([[5, 6, 9], [7, 9, 9]]), torch.tensor([2, 1])
     speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)
     assert bonus.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("lost", [patch.target for patch in hooks.collect(cpu_speculation.HOOKS)])
+def test_hook_that_did_not_land_is_named(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    hooks.install(cpu_speculation.HOOKS)
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {lost})
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    with pytest.raises(RuntimeError, match=lost):
+        cpu_speculation.worker_cls(PlainCpuPlatform(), "STANDALONE")
+
+
+@pytest.mark.parametrize("field", cpu_speculation.OPTIONS)
+def test_options_that_do_not_run_are_refused(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """Of SGLang's own algorithms; SMC judges them itself."""
+    monkeypatch.setattr(cpu_speculation, "_apply_defaults", Mock())
+    runs = {name: allowed[0] for name, allowed in cpu_speculation.OPTIONS.items()}
+
+    def apply(algorithm: str, **changes: Any) -> None:
+        args: Any = SimpleNamespace(speculative_algorithm=algorithm, **runs | changes)
+        cpu_speculation.apply_defaults(PlainCpuPlatform(), args)
+
+    apply("SMC", **{field: 16})
+    apply("NEXTN")
+    with pytest.raises(ValueError, match=rf"{field}=16 \(allowed: {runs[field]}\)"):
+        apply("NEXTN", **{field: 16})

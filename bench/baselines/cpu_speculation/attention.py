@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_smc.cpu.attention import CpuAttentionBackend, columns
-from sglang_smc.cpu.trees import tree_of_mask
+
+from .trees import places_in_mask, tree_of_mask
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -64,6 +65,17 @@ class DraftExtend(CpuAttentionBackend):
 
     # SGLang sizes the masks of trees by them.
     needs_cpu_seq_lens = True
+
+
+def tree_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """Return which new tokens attend to which, ``[rows, width, width]`` bool; None for chains."""
+    spec_info: Any = forward_batch.spec_info
+    if not forward_batch.forward_mode.is_target_verify() or spec_info is None:
+        return None
+    if spec_info.custom_mask is None or spec_info.tree_topk == 1:
+        return None
+    places = places_in_mask(forward_batch.seq_lens, spec_info.draft_token_num)
+    return spec_info.custom_mask[places].bool()
 
 
 def stand_in_for_wheel() -> None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_smc.kv.rows import spans
+
 
 class Links(NamedTuple):
     """The outputs that describe a batch's trees to SGLang; each [requests, width] int64."""
@@ -86,16 +88,6 @@ def walk(
             break
         nodes.append(node)
     return nodes
-
-
-def spans(
-    rows: torch.Tensor, start: torch.Tensor, end: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and columns of the entries ``start .. end - 1`` of each row, concatenated."""
-    size = (end - start).long()
-    owner = torch.repeat_interleave(size)  # [total] which row an entry goes to
-    place = torch.arange(len(owner), device=size.device) - (size.cumsum(0) - size)[owner]
-    return rows[owner], start.long()[owner] + place
 
 
 def slots_between(

@@ -8,9 +8,10 @@ import torch
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.platforms import current_platform
 
-from sglang_smc.cpu import trees
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.upstream import NEWEST
+
+from . import attention, trees
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -47,12 +48,13 @@ def create_backend(
 
     With ``stamps_children`` it is that of the draft's passes, else that of its extend.
     """
-    platform: Any = current_platform  # ours
-    name = platform.get_default_attention_backend()
-    sizes = factory.topk, factory.speculative_num_steps
+    name = current_platform.get_default_attention_backend()
+    draft, topk, num_steps = factory.draft_model_runner, factory.topk, factory.speculative_num_steps
 
     def ours() -> tuple[str, Any]:
-        return name, platform.draft_attention(factory.draft_model_runner, *sizes, stamps_children)
+        if stamps_children:
+            return name, attention.DraftSteps(draft, topk, num_steps)
+        return name, attention.DraftExtend(draft)
 
     with_ours = {**backend_map, name: ours}
     return original(factory, backend_name, with_ours, error_template, stamps_children)
