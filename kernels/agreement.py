@@ -84,7 +84,8 @@ def _same_text(texts, lengths, may_stratify, found, padded: tl.constexpr):
         key += tl.sum(tl.where(inside, term, 0), 1)
     shares = tl.load(may_stratify + own, mask=here, other=0) != 0
     same = (key[:, None] == key[None, :]) & shares[:, None] & shares[None, :]
-    one, other = particle[:, None], particle[None, :]
+    one = particle[:, None]
+    other = particle[None, :]
     pair = (group * num_particles + one) * num_particles + other
     inside_pair = (one < num_particles) & (other < num_particles)
     tl.store(found + pair, same | (one == other), mask=inside_pair)
@@ -95,7 +96,8 @@ def _stratify(
     uniforms, same_text, tokens, spread_out, remaining, num_particles, padded: tl.constexpr
 ):
     group, particle, own, here = _members(num_particles, padded)
-    one, other = particle[:, None], particle[None, :]
+    one = particle[:, None]
+    other = particle[None, :]
     inside = (one < num_particles) & (other < num_particles)
     pair = (group * num_particles + one) * num_particles + other
     same = tl.load(same_text + pair, mask=inside, other=0) != 0
@@ -144,7 +146,8 @@ def _begins_alike(texts, length, count, particle, drawn, here):
 def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
     """Return the ancestor in each place, see `smc.prefixes._splits`, and each copy's log-weight."""
     place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
-    ancestor, share = particle, weight
+    ancestor = particle
+    share = weight
     parts = stays.to(tl.int32)
     for free in range(0, num_free):
         shared = tl.where(stays, share, -float("inf"))

@@ -124,8 +124,10 @@ def _edit(
     num_columns,
     tile: tl.constexpr,
 ):
-    own, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
-    group, particle = own // num_particles, own % num_particles  # own is the text, in [G, N]
+    own = tl.program_id(0) // num_columns  # the text, in [G, N]
+    column = tl.program_id(0) % num_columns
+    group = own // num_particles
+    particle = own % num_particles
     row = tl.load(rows.rows + group)  # int64, since it is multiplied by the vocabulary size
     place = first + column  # drafts before this row
     is_penalized = tl.load(rows.columns.penalizes + row) != 0
@@ -143,7 +145,8 @@ def _edit(
         if is_penalized:
             found = tl.load(rows.columns.counts + at, mask=inside, other=0)
             length = tl.load(texts.lengths + own).to(tl.int32)
-            text, stride = texts.tokens + own * texts.stride, texts.token_stride
+            text = texts.tokens + own * texts.stride
+            stride = texts.token_stride
             found = _counted(found, tokens, text, stride, length, lowest, tile)
             draft = drafts + own * num_drafted
             found = _counted(found, tokens, draft, 1, place, lowest, tile)

@@ -108,12 +108,14 @@ def keep_tokens(
         key=room(torch.int32),
         last=room(torch.int32),
     )
-    padded_tiles, grid = triton.next_power_of_2(num_tiles), (num_rows, num_tiles)
+    padded_tiles = triton.next_power_of_2(num_tiles)
+    grid = (num_rows, num_tiles)
     _survey[grid](rows, tile=tile)
     sizes = {"padded_tiles": padded_tiles, "tile": tile}
     chunk = min(_CHUNK, tile // _UNROLL.value)
     for level in range(_LEVELS.value):
-        found, leaves = levels[1 - level % 2], levels[level % 2]
+        found = levels[1 - level % 2]
+        leaves = levels[level % 2]
         _count[grid](rows, found, leaves, level=level, chunk=chunk, **sizes)
     _settle[(num_rows,)](rows, levels[(_LEVELS.value - 1) % 2], kept, **sizes)
     return kept
@@ -171,7 +173,8 @@ def _survey(rows, tile: tl.constexpr):
 def _peak_and_rate(rows, row, heat, share, padded_tiles: tl.constexpr):
     """Return a row's largest logit and its keys per unit (`smc.filters._rate`); NaN if broken."""
     part = tl.arange(0, padded_tiles)
-    at, inside = row * rows.num_tiles + part, part < rows.num_tiles
+    at = row * rows.num_tiles + part
+    inside = part < rows.num_tiles
     of_tiles = tl.load(rows.highest + at, mask=inside, other=-float("inf"))
     low = tl.min(tl.load(rows.lowest + at, mask=inside, other=float("inf")), 0)
     is_broken = tl.sum((of_tiles != of_tiles).to(tl.int32), 0) > 0
@@ -188,17 +191,22 @@ def _find_digit(rows, found, row, limit, share, is_first: tl.constexpr, padded_t
     """Return the next digit of the key at which a row is cut, a `_Cut`, from all tiles."""
     digit = tl.arange(0, _NUM_DIGITS)
     part = tl.arange(0, padded_tiles)[:, None]
-    at, inside = (row * rows.num_tiles + part) * _NUM_DIGITS + digit[None, :], part < rows.num_tiles
+    at = (row * rows.num_tiles + part) * _NUM_DIGITS + digit[None, :]
+    inside = part < rows.num_tiles
     count = tl.sum(tl.load(found.counts + at, mask=inside, other=0), 0)  # [digits]
     mass = tl.sum(tl.load(found.masses + at, mask=inside, other=0.0).to(tl.float64), 0)
     if is_first:
-        key, rank, before = 0, 0, 0.0
+        key = 0
+        rank = 0
+        before = 0.0
         target = tl.where(share < 1.0, share.to(tl.float64) * tl.sum(mass, 0), float("inf"))
         is_cut = (share < 1.0) | (tl.sum(count, 0) >= limit)
     else:
         state = found.state + row * 4
-        key, rank = tl.load(state).to(tl.int32), tl.load(state + 1).to(tl.int32)
-        before, target = tl.load(state + 2), tl.load(state + 3)
+        key = tl.load(state).to(tl.int32)
+        rank = tl.load(state + 1).to(tl.int32)
+        before = tl.load(state + 2)
+        target = tl.load(state + 3)
         is_cut = key >= 0
     exists = count > 0
     reached = (rank + tl.cumsum(count, 0) >= limit) | (before + tl.cumsum(mass, 0) > target)

@@ -26,7 +26,8 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, ledger: Ledger) -> "_Rows":
-        table, tails = ledger.table, ledger.tails
+        table = ledger.table
+        tails = ledger.tails
         return cls(table, table.stride(0), tails, tails.shape[1], ledger.num_particles)
 
 
@@ -59,7 +60,8 @@ def reserve(
     """
     shape = 1 + width, *wanted.lengths.shape
     slots = torch.empty(shape, dtype=torch.int64, device=wanted.rows.device)
-    positions, targets = torch.empty_like(slots), torch.empty_like(slots[0])
+    positions = torch.empty_like(slots)
+    targets = torch.empty_like(slots[0])
     given = Wanted._make(contiguous(wanted))
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
         _Rows.of(ledger), given, slots, positions, targets, shape, block=_CELL_BLOCK
@@ -106,8 +108,10 @@ def commit(
     the slots by their rank, place them in order, and write them back, with the marks removed.
     """
     num_groups, num_particles = lengths.shape
-    rows, of_batch = _Rows.of(ledger), contiguous((*arenas, lengths, counts))
-    shape, device = (num_groups, max_arena), lengths.device
+    rows = _Rows.of(ledger)
+    of_batch = contiguous((*arenas, lengths, counts))
+    shape = (num_groups, max_arena)
+    device = lengths.device
     in_order = torch.empty(shape, dtype=torch.int32, device=device)
     arena = _Commit(*of_batch, ledger.rank, ledger.free_rank, in_order, max_arena)
     _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
@@ -128,7 +132,8 @@ def _reserve(ledger, wanted, slots, positions, targets, shape, block: tl.constex
     cell = tl.program_id(0) * block + tl.arange(0, block)
     inside = cell < num_groups * padded_particles * padded_columns
     own = cell // padded_columns  # of this particle, in [G, N]
-    group, particle = own // padded_particles, own % padded_particles
+    group = own // padded_particles
+    particle = own % padded_particles
     column = cell % padded_columns - 1  # -1 is the position before the first
     request = tl.load(wanted.rows + group, mask=inside, other=0)
     runs = inside & (tl.load(wanted.idle + own, mask=inside, other=1) == 0)

@@ -66,7 +66,8 @@ def gather(
 
     Reference: `sglang_smc.smc.population.Population.gather`, same arguments.
     """
-    size, few = len(rows), table.cut(num_particles, width)
+    size = len(rows)
+    few = table.cut(num_particles, width)
     of_batch = [None if of is None else of.new_empty(size, *of.shape[1:]) for of in few[:-1]]
     scores = few.scores and few.scores._make(values[rows] for values in few.scores)
     found = table._make((*of_batch, scores))
@@ -139,7 +140,8 @@ def narrow(
     Reference: `sglang_smc.smc.population.Population.narrow`, same arguments.
     """
     own = "texts", "lengths", "ended", "roots", "fidelity", "log_weights"
-    scores, whole = population.scores, torch.empty_like(seeds)
+    scores = population.scores
+    whole = torch.empty_like(seeds)
     found = Narrowed(
         population._replace(**_like(population, *own)),
         ancestors=seeds.new_empty(population.lengths.shape),
@@ -148,9 +150,11 @@ def narrow(
         num_common=whole,
         num_roots=torch.empty_like(whole),
     )
-    before, complete = _Side.of(population), None if scores is None else scores.complete
+    before = _Side.of(population)
+    complete = None if scores is None else scores.complete
     asked = tuple(contiguous((seeds, lag, weighs, heaviest)))
-    texts, bare = _texts(before.columns.texts[:, :, 1:]), _bare(found.population)
+    texts = _texts(before.columns.texts[:, :, 1:])
+    bare = _bare(found.population)
     to = found._replace(population=bare)
     _launch(_narrow, *population.lengths.shape, before, to, texts, asked, complete)
     carried = copied({"logprobs": population.logprobs, "scores": scores}, found.ancestors)
@@ -168,7 +172,8 @@ def _copy_history(source, target, at, to, here):
 @triton.jit
 def _copy(source, target, rows, places, here, width, shift):
     """Copy a row of particles without the first ``shift`` tokens; return what these had before."""
-    of_source, of_target = source.columns, target.columns
+    of_source = source.columns
+    of_target = target.columns
     row, to_row = rows
     at, to = places
     _copy_history(of_source, of_target, at, to, here)
@@ -210,7 +215,8 @@ def _gather(table, found, rows, begun, padded: tl.constexpr):
 @triton.jit
 def _store(population, table, rows, counts, last, padded: tl.constexpr):
     group, particle, own, here = _members(population.num_particles, padded)
-    row, count = tl.load(rows + group), tl.load(counts + group)
+    row = tl.load(rows + group)
+    count = tl.load(counts + group)
     to = row * table.num_particles + particle
     _copy(population, table, (group, row), (own, to), here, population.width, count)
     first = group * population.num_particles * population.width
@@ -243,7 +249,8 @@ def _extend(before, target, new, num_columns, padded: tl.constexpr):
         is_present = tl.load(source.present + own, mask=here, other=0) != 0
         weight = tl.load(source.log_weights + own, mask=here)
         tl.store(target.log_weights + own, tl.where(stops & is_present, 0.0, weight), mask=here)
-        grown, ended = tl.where(stops, 0, grown), ended | stops
+        grown = tl.where(stops, 0, grown)
+        ended = ended | stops
     tl.store(target.lengths + own, grown, mask=here)
     tl.store(target.ended + own, ended, mask=here)
     for start in range(0, before.width, _BLOCK):
@@ -260,7 +267,8 @@ def _extend(before, target, new, num_columns, padded: tl.constexpr):
 @triton.jit
 def _narrow(before, found, texts, asked, complete, padded: tl.constexpr):
     group, particle, own, here = _members(before.num_particles, padded)
-    source, target = before.columns, found.population
+    source = before.columns
+    target = found.population
     seeds, lag, weighs, heaviest = asked
     weight = tl.load(source.log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(source.present + own, mask=here, other=0) != 0

@@ -72,9 +72,11 @@ def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:
 def _launch(kernel: Any, block: Block, *others: Any) -> None:
     """Launch a kernel over the groups of a block, whose log p is read in place if it can be."""
     size, num_particles, num_drafted = block.log_q.shape
-    log_p, p_stride = block.log_p, block.log_p.stride(1)
+    log_p = block.log_p
+    p_stride = block.log_p.stride(1)
     if log_p.stride() != (num_particles * p_stride, p_stride, 1):
-        log_p, p_stride = log_p.contiguous(), num_drafted
+        log_p = log_p.contiguous()
+        p_stride = num_drafted
     kernel[(size,)](
         Block(block.log_weights.contiguous(), log_p, *contiguous(block[2:])),
         *others,
@@ -197,7 +199,8 @@ def _normalized(unnormalized):
 
 @triton.jit
 def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_columns: tl.constexpr):
-    num_particles, num_drafted = sizes.num_particles, sizes.num_drafted
+    num_particles = sizes.num_particles
+    num_drafted = sizes.num_drafted
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     start = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
@@ -234,7 +237,8 @@ def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_column
     tl.store(found.num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
-    numbers, scheme = block.uniforms + group * num_particles, tl.load(block.scheme + group)
+    numbers = block.uniforms + group * num_particles
+    scheme = tl.load(block.scheme + group)
     drawn = _drawn(weights, numbers, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, drawn, particle)
@@ -256,7 +260,8 @@ def _keep(
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
-    num_particles, num_drafted = sizes.num_particles, sizes.num_drafted
+    num_particles = sizes.num_particles
+    num_drafted = sizes.num_drafted
     group, particle, own, here = _members(num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
     is_present = tl.load(block.present + own, mask=here, other=0) != 0
@@ -269,7 +274,8 @@ def _keep(
     log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
     weighed = tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0)
-    sums, squares = tl.sum(weighed, 0), tl.sum(weighed * weighed, 0)
+    sums = tl.sum(weighed, 0)
+    squares = tl.sum(weighed * weighed, 0)
     ess = sums * sums / tl.where(squares > 0, squares, 1.0)
     point = tl.load(block.uniforms + group * num_particles)
     point += tl.zeros([padded_particles], dtype=tl.float64)

@@ -96,9 +96,12 @@ class RowSums(NamedTuple):
 
 def summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
-    logits, rows, greedy = law.scores, law.rows, law.greedy
+    logits = law.scores
+    rows = law.rows
+    greedy = law.greedy
     check_contiguous(logits)
-    vocab_size, size = logits.shape[1], law.num_draws
+    vocab_size = logits.shape[1]
+    size = law.num_draws
     source = _Source(
         logits,
         law.temperature.contiguous(),
@@ -176,7 +179,8 @@ def _relative(scaled, largest):
 def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
     """Return each tile's mass and scale, relative to the row's largest logit, and that logit."""
     part = tl.arange(0, padded_tiles)
-    at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
+    at = _place(sums, draw) * sums.num_tiles + part
+    inside = part < sums.num_tiles
     of_tile = tl.load(sums.highest + at, mask=inside, other=-float("inf"))
     totals = tl.load(sums.total + at, mask=inside, other=0.0)
     largest = tl.max(of_tile, 0)
@@ -188,7 +192,8 @@ def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
 def _likeliest(sums, draw, largest, padded_tiles: tl.constexpr):
     """Return the first token with the row's largest logit; 0 if the row has no distribution."""
     part = tl.arange(0, padded_tiles)
-    at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
+    at = _place(sums, draw) * sums.num_tiles + part
+    inside = part < sums.num_tiles
     has_largest = tl.load(sums.highest + at, mask=inside, other=float("nan")) == largest
     token = tl.min(tl.load(sums.first + at, mask=has_largest, other=0x7FFFFFFF), 0)
     return tl.where(token == 0x7FFFFFFF, 0, token)

@@ -48,7 +48,8 @@ def blocks_of(
             f"{MOST_SKINNY_ROWS} rows, inputs in multiples of 64 and outputs in multiples of 16"
         )
     rows = max(16, triton.next_power_of_2(num_rows))
-    is_wide, stages = rows > 16, 3 if chip.is_small else 4
+    is_wide = rows > 16
+    stages = 3 if chip.is_small else 4
     if is_wide or gated or chip.is_small:
         most = 64 if is_wide and (gated or chip.is_small) else 128
     else:
@@ -66,7 +67,8 @@ def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
 
     Raises ValueError as `blocks_of`.
     """
-    (num_rows, inputs), outputs = x.shape, len(weight) // (1 + fused.gated)
+    num_rows, inputs = x.shape
+    outputs = len(weight) // (1 + fused.gated)
     chip = work.chip_of(x.device)
     blocks = blocks_of(num_rows, (outputs, inputs), weight.element_size(), fused.gated, chip)
     assert not fused.gated or fused.bias is fused.beside is None, "which no layer has"
@@ -114,7 +116,8 @@ def _skinny(x, weight, y, num_rows, fused, sizes, blocks, overlaps: tl.constexpr
         gdc_wait()
     sums, up = _sums(x, fused.norm, own, row, num_rows, fused.eps, sizes.inputs, up_from, blocks)
     if fused.beside is not None:
-        norm, beside = fused.beside_norm, own + sizes.inputs
+        norm = fused.beside_norm
+        beside = own + sizes.inputs
         more, _ = _sums(
             fused.beside, norm, beside, row, num_rows, fused.eps, sizes.inputs, 0, blocks
         )
@@ -127,7 +130,8 @@ def _skinny(x, weight, y, num_rows, fused, sizes, blocks, overlaps: tl.constexpr
         sums += tl.load(fused.bias + output).to(tl.float32)[:, None]
     if fused.gated:
         sums = sums / (1 + tl.exp(-sums)) * up
-    place, present = row[None, :] * sizes.outputs + output[:, None], (row < num_rows)[None, :]
+    place = row[None, :] * sizes.outputs + output[:, None]
+    present = (row < num_rows)[None, :]
     if fused.residual is not None:
         sums += tl.load(fused.residual + place, mask=present, other=0.0).to(tl.float32)
     tl.store(y + place, sums, mask=present)
@@ -168,7 +172,8 @@ def _sums(
             up = tl.dot(tl.load(own + up_from + begin).to(given.dtype), given, up)
     if norm is not None:
         root = tl.rsqrt(squares / inputs + eps)[None, :]
-        sums, up = sums * root, up * root
+        sums = sums * root
+        up = up * root
     return sums, up
 
 

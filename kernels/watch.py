@@ -65,7 +65,8 @@ def watch(
     )
     bare = (law._replace(rows=None, greedy=None) for law in (p, q))
     (of_p, p_sums, sizes), (of_q, q_sums, _) = map(summed, bare)
-    laws, num_tiles = (of_p, p_sums, of_q, q_sums), q_sums.num_tiles
+    laws = (of_p, p_sums, of_q, q_sums)
+    num_tiles = q_sums.num_tiles
     grid = size * num_particles, num_tiles
     found = _Found(*torch.empty(3, *grid, device=sums.device).unbind(), num_tiles)
     _compare[grid](at, laws, found, **sizes, num_warps=8)
@@ -151,7 +152,8 @@ def _compare(at, laws, found, padded_tiles: tl.constexpr, tile: tl.constexpr):
         part = tl.program_id(1)
         columns = part * tile + tl.arange(0, tile)
         log_p, ratio = _logs(at, laws, draw, columns, padded_tiles)
-        mass, to = tl.exp(log_p), draw * found.num_tiles + part
+        mass = tl.exp(log_p)
+        to = draw * found.num_tiles + part
         tl.store(found.ratio + to, tl.sum(mass * ratio, 0))
         tl.store(found.square + to, tl.sum(mass * ratio * ratio, 0))
         tl.store(found.log_p + to, tl.sum(mass * tl.maximum(log_p, _LEAST), 0))

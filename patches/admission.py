@@ -50,7 +50,8 @@ def add_one_req(
     original: Callable, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Admit a request only if its own arena, by its own mode, fits beside it."""
-    admitted, charged = len(adder.can_run_list), _charge(adder, req)
+    admitted = len(adder.can_run_list)
+    charged = _charge(adder, req)
     result = original(adder, req, *args, **kwargs)
     if len(adder.can_run_list) == admitted:
         upstream.charge(adder, -charged)
@@ -135,4 +136,6 @@ def validate_input_length(
 
 
 # Indices into the tuple that TpModelWorker.get_worker_info returns.
-_MAX_TOTAL, _MOST_RUNNING, _MAX_REQ_LEN = 0, 2, 4
+_MAX_TOTAL = 0
+_MOST_RUNNING = 2
+_MAX_REQ_LEN = 4

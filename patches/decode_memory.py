@@ -93,7 +93,9 @@ def _allocate(batch: ScheduleBatch, spans: list[tuple[int, int]]) -> None:
         return
     host = torch.tensor(known, device="cpu").T  # [3, rows to fill]
     places = torch.stack(entries(*host))  # [2, total]
-    total, pool, tree = places.shape[1], batch.req_to_token_pool, batch.tree_cache
+    total = places.shape[1]
+    pool = batch.req_to_token_pool
+    tree = batch.tree_cache
     page = batch.token_to_kv_pool_allocator.page_size
     if page == 1:
         slots = alloc_token_slots(tree, total)
@@ -162,7 +164,8 @@ def trim_overshoot(
     """
     if active_config() is not None:
         assert holds_kv(req), "the turn still owns its row"
-        end, kv = _end_of_read_text(req), kv_of(req)
+        end = _end_of_read_text(req)
+        kv = kv_of(req)
         sessions._free_kv_aligned(owner_of_slots(req), end, allocated(req))
         # The next prefill reads a token: without an open one, the last of what the tree owns.
         end = min(end, _last_place(req))
@@ -175,7 +178,8 @@ def trim_overshoot(
 
 def _end_of_read_text(req: Req) -> int:
     """Return the end of what both models have processed; the draft is one token behind or more."""
-    prompt, written = len(req.origin_input_ids), len(req.output_ids)
+    prompt = len(req.origin_input_ids)
+    written = len(req.output_ids)
     read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2), _last_place(req))
     if (state := find_state(req)) is not None and state.num_read is not None:
         read = min(read, state.num_read)

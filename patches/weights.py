@@ -123,7 +123,8 @@ def _update_target(
     original: Callable, manager: SchedulerWeightUpdaterManager, recv_req: Any
 ) -> Any:
     """Hide the draft, into which SGLang would load the target's weights."""
-    worker, manager.draft_worker = manager.draft_worker, None
+    worker = manager.draft_worker
+    manager.draft_worker = None
     try:
         return original(manager, recv_req)
     finally:
@@ -362,7 +363,8 @@ def _at_rest(scheduler: Scheduler) -> Iterator[None]:
 
     SGLang would not flush then, nor while KV is copied to the host. Waiting requests own no KV.
     """
-    is_paused, cache = scheduler._engine_paused, cast(Any, scheduler.tree_cache)
+    is_paused = scheduler._engine_paused
+    cache = cast(Any, scheduler.tree_cache)
     if not is_paused:
         scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
     while any(getattr(cache, copies, None) for copies in _COPIES):

@@ -80,7 +80,8 @@ class SMCWorker(WeightUpdates):
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
         """Widen requests' rows by their arenas, then allocate the draft's KV for the same slots."""
-        config, pool = self.config, req_to_token_pool
+        config = self.config
+        pool = req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
         arena.check_pool(config, num_slots)
         num_rows, longest = pool.req_to_token.shape
@@ -149,7 +150,8 @@ class SMCWorker(WeightUpdates):
     def _measure_rounds(self) -> costs.AnyCosts:
         """Measure the rounds of this server as they are played."""
         assert self.req_to_token_pool is not None, "pools are built before rounds"
-        most, recordings = self.req_to_token_pool.size, self._captures.recordings
+        most = self.req_to_token_pool.size
+        recordings = self._captures.recordings
         if recordings is not None:
             return costs.costs_of_recordings(recordings, self.config, most, self._tables)
         return costs.costs_of_launched(self._round.play, self.config, most, self._tables)

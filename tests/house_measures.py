@@ -134,6 +134,34 @@ def wide_functions() -> list[str]:
     return [name for name, args in each if len({a.arg for a in args} - {"self", "cls"}) >= 8]
 
 
+def packed_assignments() -> list[str]:
+    """Return assignments of several values to several names, `a, b = x, y`, but for swaps."""
+    found = []
+    for path in (*sources(), *(ROOT / "tools").rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                packed = [target for target in node.targets if isinstance(target, ast.Tuple)]
+                values = sorted(map(ast.unparse, node.value.elts))
+                if any(sorted(map(ast.unparse, target.elts)) != values for target in packed):
+                    place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    found.append(f"{place} {ast.unparse(node)}")
+    return found
+
+
+def functions_of_many_names(most: int) -> list[str]:
+    """Return functions with more local names, those of nested functions among them."""
+    found = []
+    for path in (*sources(), *(ROOT / "tools").rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = (one for one in ast.walk(node) if isinstance(one, ast.Name))
+                names = {one.id for one in inner if isinstance(one.ctx, ast.Store)}
+                if len(names) > most:
+                    place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    found.append(f"{place} {node.name}: {len(names)}")
+    return found
+
+
 def types_named(functions: list[ast.FunctionDef]) -> set[str]:
     """Return classes of the package that functions name, in signatures and in code."""
     nodes = (node for path in sources() for node in ast.walk(tree_of(path)))

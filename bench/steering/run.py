@@ -1,8 +1,6 @@
 """Compare steering by potentials with choices among as many plain samples.
 
-    make steering                                        # everything, resumable at any point
-    .venv/bin/python bench/steering --list               # lists the cells
-    .venv/bin/python bench/steering --only 'smc-target-*' # a part of it
+    .venv/bin/python bench/steering                      # resumable at any point
     .venv/bin/python bench/steering --problems 20        # a quick run, in another --output-dir
 
 The shipped pair answers held-out problems. A rule that checks each step of arithmetic, and the
@@ -11,7 +9,6 @@ trained reward model, score lines and answers.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +26,7 @@ from pair.task import held_out
 from results import Report, interval_cell, markdown_table, table
 from steering.judge import Judge
 from steering.steps import Steps
-from study import PAIR, REPOSITORY, BenchError, digest, positive, slug_of, write_between
+from study import PAIR, REPOSITORY, BenchError, digest, slug_of, write_between
 
 from sglang_smc.potentials import Potential, Text
 
@@ -88,13 +85,13 @@ def steered(model: str, potential: str, num_particles: int) -> Cell:
     return Cell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
 
 
-def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
+def cells() -> list[Cell]:
     """Return all cells, grouped by engine to start each once."""
     found = []
     for model in MODELS:
         if model not in (VERIFIED, ITSELF):  # their plain samples are the target's
             found.append(plain(model))
-        found += [steered(model, name, count) for name in POTENTIALS for count in particles]
+        found += [steered(model, name, count) for name in POTENTIALS for count in PARTICLES]
     return found
 
 
@@ -337,15 +334,8 @@ class Steering(Study[Cell, Drawn]):
     report = Report("steering", Row, markdown)
     note = staticmethod(note)
 
-    @classmethod
-    def parser(cls) -> argparse.ArgumentParser:
-        made = super().parser()
-        sizes = {"type": positive, "nargs": "+", "default": list(PARTICLES), "metavar": "N"}
-        made.add_argument("--particles", choices=PARTICLES, help="numbers of particles", **sizes)
-        return made
-
     def grid(self) -> list[Cell]:
-        return cells(self.options.particles)
+        return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
         return COMMON | (SMC if name.startswith("smc ") else {})

@@ -28,7 +28,8 @@ def gated_delta(
         if not part.is_contiguous():
             raise ValueError(f"tensors must be contiguous, got strides {part.stride()}")
     qkv, decay, _ = new
-    (size, num_columns, heads), (value_dim, key_dim) = decay.shape, states.shape[2:]
+    size, num_columns, heads = decay.shape
+    value_dim, key_dim = states.shape[2:]
     width = qkv.shape[2]
     rolled = states.new_empty(size, *states.shape[1:])
     output = qkv.new_empty(size, num_columns, heads, value_dim)
@@ -79,10 +80,12 @@ def _gated_delta(
     value_dim: tl.constexpr,
     key_tile: tl.constexpr,
 ):
-    particle, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    particle = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     keys = tl.arange(0, key_tile)
     values = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
-    in_keys, in_values = keys < key_dim, values < value_dim
+    in_keys = keys < key_dim
+    in_values = values < value_dim
     scale: tl.constexpr = key_dim**-0.5
     in_state = in_values[:, None] & in_keys[None, :]
     cell = values[:, None] * key_dim + keys[None, :]
@@ -98,7 +101,8 @@ def _gated_delta(
     at_key = of_keys + at_query
     for j in range(tl.load(run.num_past + particle)):
         column = particle * run.max_past + j
-        row, gate = run.past[0] + column * width, column * heads + head
+        row = run.past[0] + column * width
+        gate = column * heads + head
         key = _unit(row + at_key, in_keys)
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
         state = _step(state, key, value, tl.load(run.past[1] + gate), tl.load(run.past[2] + gate))
@@ -107,7 +111,8 @@ def _gated_delta(
 
     for j in range(run.num_columns):
         column = particle * run.num_columns + j
-        row, gate = run.new[0] + column * width, column * heads + head
+        row = run.new[0] + column * width
+        gate = column * heads + head
         key = _unit(row + at_key, in_keys)
         query = _unit(row + at_query, in_keys) * scale
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)

@@ -27,9 +27,11 @@ from sglang_smc.kernels.attention.work import Blocks, Chip, WorkSplit, cut
 from sglang_smc.smc.ledger import AttentionContext
 
 BLOCK_KEYS = 32
-MAX_ROWS, FEW_ROWS = 64, 32  # of a block of queries; the latter on a small chip
+MAX_ROWS = 64  # of a block of queries
+FEW_ROWS = 32  # on a small chip
 VALUES_PER_WARP = 64  # numbers of a value per warp of a program; at least 4 warps
-MAX_RANK, MAX_ROPE = 512, 64
+MAX_RANK = 512
+MAX_ROPE = 64
 NUM_STAGES = 2
 
 
@@ -52,7 +54,8 @@ def latent_attention(
     """
     rope = query.shape[4] - rank
     check_sizes(query.dtype, rank, rope)
-    max_tail, chip = context.locations.max_tail, work.chip_of(query.device)
+    max_tail = context.locations.max_tail
+    chip = work.chip_of(query.device)
     split = cut_work(query.shape, rank, max_prefix, max_tail, chip)
     block_rope = max(16, triton.next_power_of_2(rope))
     return attend(
@@ -123,8 +126,10 @@ def _attend_latents(
     span = own_span(slots, layer, 0, first_key, sizes, parts)
     token, head, column, in_rows = own_rows(span, layer)
     last_seen = span.start + column
-    dim, turned = tl.arange(0, layer.block_dim)[None, :], tl.arange(0, layer.block_rope)[None, :]
-    in_dim, in_rope = dim < layer.head_dim, turned < layer.rope
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    turned = tl.arange(0, layer.block_rope)[None, :]
+    in_dim = dim < layer.head_dim
+    in_rope = turned < layer.rope
     # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
     asked = (in_rows & (span.begin < span.end))[:, None]
     place = token.to(tl.int64) * queries.stride + head * queries.head_stride
@@ -138,7 +143,8 @@ def _attend_latents(
     for first in range(span.begin, span.end, layer.block_keys):
         position = first + tl.arange(0, layer.block_keys)
         slot = slots_of(span, position)
-        row, loaded = (latents[0] + slot * latents[1])[:, None], (slot > 0)[:, None]
+        row = (latents[0] + slot * latents[1])[:, None]
+        loaded = (slot > 0)[:, None]
         latent = tl.load(row + dim, mask=loaded & in_dim, other=0.0).to(query.dtype)
         key = tl.load(row + layer.head_dim + turned, mask=loaded & in_rope, other=0.0)
         scores = tl.dot(query, tl.trans(latent))

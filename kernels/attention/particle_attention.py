@@ -96,13 +96,15 @@ def particle_attention(
     head_dim = query.shape[4]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
-    window, sees_block = context.window, context.sees_block
+    window = context.window
+    sees_block = context.sees_block
     assert not sees_block or (window is None and new is None), "checked with the layers"
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)
     chip = work.chip_of(query.device)
-    max_tail, item = context.locations.max_tail, query.element_size()
+    max_tail = context.locations.max_tail
+    item = query.element_size()
     split = cut_work(query.shape, kv_heads, item, max_prefix, max_tail, chip, new is not None)
     flags = {"has_window": window is not None, "has_cap": cap > 0, "sees_block": sees_block}
     flags["overlaps"] = chip.overlaps and new is not None  # in a draft's layers
@@ -161,7 +163,8 @@ def _attend_spans(
         column = tl.full([layer.block_rows], layer.num_columns, tl.int32)
     end = span.end
     if cache.new is None:
-        last_seen, some = span.start + column, span.begin < end
+        last_seen = span.start + column
+        some = span.begin < end
     else:
         last_seen, end = _cached(cache.new, span, token, own_start, in_rows, layer)
         some = (span.begin < end) | span.is_first_of_tail
@@ -176,16 +179,20 @@ def _attend_spans(
     highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
     total = tl.zeros([layer.block_rows], tl.float32)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
-    owner, before_first, num_parts = token // layer.num_columns, 0, 1
+    owner = token // layer.num_columns
+    before_first = 0
+    num_parts = 1
     if partial.output is None:  # the prefix, then the tails of the particles that have a row here
         before_first = tl.min(owner, 0) - 1
         num_parts = tl.max(tl.where(in_rows, owner, 0), 0) - before_first + 1
     for nth in range(0, num_parts):
-        part, last = span, last_seen
+        part = span
+        last = last_seen
         if partial.output is None:
             part = part_of(span, slots, before_first + nth, nth > 0, first_key, layer)
             is_own = (owner == before_first + nth) | (nth == 0)
-            last, end = tl.where(is_own, part.start + column, -1), part.end
+            last = tl.where(is_own, part.start + column, -1)
+            end = part.end
         for first in range(part.begin, end, layer.block_keys):
             position = first + tl.arange(0, layer.block_keys)
             slot = slots_of(part, position)
@@ -250,7 +257,8 @@ def _cached(new, span, token, own_start, in_rows, layer):
 @triton.jit
 def _new_keys(new, span, layer):
     """Return the positions, slots, rotated keys and values of a particle's new tokens."""
-    column, dim = tl.arange(0, layer.block_columns), tl.arange(0, layer.block_dim)[None, :]
+    column = tl.arange(0, layer.block_columns)
+    dim = tl.arange(0, layer.block_dim)[None, :]
     token = span.first_token + column
     slot = tl.load(new.slots + token, mask=column < layer.num_columns, other=0)
     place = token.to(tl.int64) * new.key_stride + span.head * layer.head_dim

@@ -160,7 +160,8 @@ def attend(
         ``[G, N, C, q_heads, head_dim]``, contiguous.
     """
     size, num_particles, num_columns, q_heads, _ = query.shape
-    kv_heads, head_dim = layer.kv_heads.value, layer.head_dim.value
+    kv_heads = layer.kv_heads.value
+    head_dim = layer.head_dim.value
     num_prefix = size * kv_heads * split.prefix_blocks * split.prefix_spans
     num_tail = size * num_particles * kv_heads * split.tail_blocks * split.tail_spans
     # Every query has a partial result from each span.
@@ -212,10 +213,13 @@ def own_span(slots, layer, window, first_key, sizes, parts):
     is_tail = program >= num_prefix
     rest = program - tl.where(is_tail, num_prefix, 0)
     blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
-    block, rest = rest % blocks, rest // blocks
+    block = rest % blocks
+    rest = rest // blocks
     owners = all_tokens // (layer.num_columns * tl.where(is_tail, 1, num_particles))
-    owner, rest = rest % owners, rest // owners
-    head, span = rest % layer.kv_heads, rest // layer.kv_heads
+    owner = rest % owners
+    rest = rest // owners
+    head = rest % layer.kv_heads
+    span = rest // layer.kv_heads
 
     request = owner // tl.where(is_tail, num_particles, 1)
     committed = tl.load(slots.committed + request).to(tl.int32)
@@ -297,9 +301,11 @@ def own_rows(span, layer, offset=0):
     """Return the tokens and heads of a program's rows, their columns, and which rows there are."""
     # Unsigned, since division by other numbers than powers of two takes fewer registers.
     row = (span.block * layer.block_rows + offset + tl.arange(0, layer.block_rows)).to(tl.uint32)
-    nth_token, nth_head = (row // layer.group).to(tl.int32), (row % layer.group).to(tl.int32)
+    nth_token = (row // layer.group).to(tl.int32)
+    nth_head = (row % layer.group).to(tl.int32)
     in_rows = row < span.num_tokens * layer.group
-    token, head = span.first_token + nth_token, span.head * layer.group + nth_head
+    token = span.first_token + nth_token
+    head = span.head * layer.group + nth_head
     return token, head, nth_token % layer.num_columns, in_rows
 
 
@@ -377,7 +383,8 @@ def join_last(partial, span, sizes, parts, layer):
     if arrived == prefix_spans + num_particles * tail_blocks * tail_spans - 1:
         tl.store(counter, 0)
         row = tl.arange(0, layer.block_rows)
-        token, head = request * num_tokens + row // layer.group, row % layer.group
+        token = request * num_tokens + row // layer.group
+        head = row % layer.group
         in_rows = row < num_tokens * layer.group
         place = token * (layer.kv_heads * layer.group) + span.head * layer.group + head
         step = all_tokens.to(tl.int64) * (layer.kv_heads * layer.group)
@@ -392,7 +399,8 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
         place: of the rows in a span's results.
         step: from span to span.
     """
-    nth, dim = tl.arange(0, layer.most_spans), tl.arange(0, layer.block_dim)[None, :]
+    nth = tl.arange(0, layer.most_spans)
+    dim = tl.arange(0, layer.block_dim)[None, :]
     known = (nth < prefix_spans + tail_spans)[:, None] & in_rows[None, :]
     log_sums = place[None, :] + nth[:, None] * step
     log_sums = tl.load(partial.log_sums + log_sums, mask=known, other=float("-inf"))
@@ -417,7 +425,8 @@ def join_spans(partial: Partial) -> None:
     assert partial.output is not None, "there are spans"
     spans, tokens, q_heads, head_dim = partial.output.shape
     assert spans <= MAX_SPANS, "one program joins all"
-    block_dim, block_spans = triton.next_power_of_2(head_dim), triton.next_power_of_2(spans)
+    block_dim = triton.next_power_of_2(head_dim)
+    block_spans = triton.next_power_of_2(spans)
     _join_spans[(tokens * q_heads,)](
         partial,
         tokens * q_heads,

@@ -41,7 +41,8 @@ class Chip(NamedTuple):
         return self.multiprocessors * (most_each if self.shared >= H100.shared else 1)
 
 
-A100, H100 = Chip(108, 163 << 10), Chip(132, 227 << 10, overlaps=True)
+A100 = Chip(108, 163 << 10)
+H100 = Chip(132, 227 << 10, overlaps=True)
 
 
 @cache

@@ -61,7 +61,8 @@ class PaddedRows(msgspec.Struct, frozen=True):
         head are folded into the query axis, so that no key is repeated in memory.
         """
         rows, query_len = self.tokens.shape
-        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        kv_heads = keys.shape[1]
+        head_dim = keys.shape[3]
         tokens = self.tokens.view(-1)
         folded = query[tokens].view(rows, query_len, kv_heads, -1, head_dim).transpose(1, 2)
         # [rows, kv_heads, query_len * group, dim]
@@ -96,7 +97,8 @@ class LongRow(msgspec.Struct, frozen=True):
         Key heads become the batch axis: keys are broadcast over their query heads as views.
         """
         own = slice(self.start, self.start + self.query_len)
-        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        kv_heads = keys.shape[1]
+        head_dim = keys.shape[3]
         grouped = query[own].view(self.query_len, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         broadcast = (-1, grouped.shape[1], -1, -1)  # [kv_heads, group, kv_len, head_dim]
         if softmax.sinks is not None:
@@ -136,7 +138,8 @@ class CpuAttentionBackend(PoolAttention):
         if forward_batch.forward_mode.is_idle():
             return
         prefix_lens, query_lens = row_lengths(forward_batch)
-        req_to_token, rows = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
+        req_to_token = self.req_to_token_pool.req_to_token
+        rows = forward_batch.req_pool_indices
         self.set_plan(
             slots_of=lambda index, kv_lens: req_to_token[rows[index, None], columns(kv_lens)],
             prefix_lens=prefix_lens,
@@ -171,7 +174,8 @@ class CpuAttentionBackend(PoolAttention):
     def attended(self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax) -> torch.Tensor:
         """Run the planned calls; see `PoolAttention.attended`."""
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        output, plan = torch.empty_like(query), self.plan_of(window_of(layer))
+        output = torch.empty_like(query)
+        plan = self.plan_of(window_of(layer))
         for call in plan.calls:
             keys, values = self._gather(layer.layer_id, call.slots, plan)
             call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
@@ -197,8 +201,10 @@ class CpuAttentionBackend(PoolAttention):
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cached and new tokens of every row: two int64 tensors [rows]."""
-    mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens.long()
-    prefix_lens, query_lens = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
+    mode = forward_batch.forward_mode
+    seq_lens = forward_batch.seq_lens.long()
+    prefix_lens = forward_batch.extend_prefix_lens
+    query_lens = forward_batch.extend_seq_lens
     if mode.is_decode():
         return seq_lens - 1, torch.ones_like(seq_lens)
     if mode.is_target_verify() and query_lens is None:
@@ -237,7 +243,9 @@ def plan_calls(
     calls: list[PaddedRows | LongRow] = []
     for rows in _buckets(prefix_lens.tolist(), query_lens.tolist(), together=tree is not None):
         index = torch.tensor(rows)
-        prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
+        prefix = prefix_lens[index]
+        length = query_lens[index]
+        start = starts[index]
         slots = slots_of(index, prefix + length).long()
         offset = columns(length)  # [rows, query_len]
         if length[0] > LONG_ROW and tree is None:
@@ -275,7 +283,8 @@ def columns(lengths: torch.Tensor) -> torch.Tensor:
 
 def _hidden(position: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
     """Return the keys masked for queries at ``position``: ``[*position.shape, kv_len]`` bool."""
-    key, position = torch.arange(kv_len), position.unsqueeze(-1)
+    key = torch.arange(kv_len)
+    position = position.unsqueeze(-1)
     if window is None:
         return key > position
     return (key > position) | (key < position - window)

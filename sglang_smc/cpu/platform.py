@@ -87,7 +87,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.lora_backend == "csgmv":  # SGLang's default, of Triton kernels
             server_args.lora_backend = "torch_native"
         # As torch copies host pools; SGLang's defaults are for kernels.
-        server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
+        server_args.hicache_io_backend = "direct"
+        server_args.hicache_mem_layout = "layer_first"
         if server_args.dtype == "auto":
             server_args.dtype = default_dtype()
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
@@ -182,7 +183,8 @@ def _check_server_args(server_args: Arguments) -> None:
     from sglang_smc.upstream import IS_NEWEST  # which imports SGLang, and that this module
 
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    found, fields = [], _ALLOWED | ({} if is_interpreted else _ALLOWED_BACKENDS)
+    found = []
+    fields = _ALLOWED | ({} if is_interpreted else _ALLOWED_BACKENDS)
     if server_args.device != "cpu":
         found.append(
             f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "

@@ -46,7 +46,9 @@ class CpuRecurrentBackend(AttentionBackend):
         prefix_lens, lengths = row_lengths(forward_batch)
         assert forward_batch.req_pool_indices is not None, "a batch has rows"
         slots = self.pool.get_mamba_indices(forward_batch.req_pool_indices)
-        self._slots, self._has_prefix, self._lengths = slots.long(), prefix_lens > 0, lengths
+        self._slots = slots.long()
+        self._has_prefix = prefix_lens > 0
+        self._lengths = lengths
         offset = columns(lengths)
         self._index = (lengths.cumsum(0) - lengths).unsqueeze(1) + offset
         self._real = torch.arange(offset.shape[1]) < lengths.unsqueeze(1)
@@ -75,8 +77,11 @@ class CpuRecurrentBackend(AttentionBackend):
             ``[1, tokens, v_heads, V]``.
         """
         cache = self.pool.mamba2_layer_cache(layer.layer_id)
-        windows, states = cache.conv[0], cache.temporal  # [slots, D, W - 1], [slots, heads, V, K]
-        slots, real, index = self._slots, self._real.unsqueeze(2), self._index
+        windows = cache.conv[0]  # [slots, D, W - 1]
+        states = cache.temporal  # [slots, heads, V, K]
+        slots = self._slots
+        real = self._real.unsqueeze(2)
+        index = self._index
         fresh = ~self._has_prefix.view(-1, 1, 1)
         before = windows[slots].masked_fill(fresh, 0).transpose(1, 2)  # [rows, W - 1, D]
         inputs = torch.cat([before.to(mixed_qkv.dtype), mixed_qkv[index]], dim=1)

@@ -130,7 +130,8 @@ class Pattern:
         return state
 
     def _stepped(self, state: PatternState, character: str) -> PatternState | None:
-        here, taking = self._at(state.last, character, "x"), self._taking(character)
+        here = self._at(state.last, character, "x")
+        taking = self._taking(character)
         if here.accepts(state.live):
             return None
         live = here.after(state.live) & taking
@@ -148,7 +149,8 @@ class Pattern:
 
     def _automaton_at(self, before: str, behind: str, further: str) -> _Automaton:
         """Return the automaton of a border, by the characters around it; "" at the text's end."""
-        text, place = before + behind + further, len(before)
+        text = before + behind + further
+        place = len(before)
         holding = (
             re.compile(_BORDERS[code], flags).match(text, place) is not None
             for code, flags in self._borders
@@ -218,13 +220,16 @@ class _Reader:
         loops = most == sre.MAXREPEAT
         copies = max(least, 1) if loops else int(most)
         if not inner.size:  # repeating what takes no character changes nothing
-            least, copies = min(least, 1), min(copies, 1)
-        size, num_parts = copies * inner.size, 1 + copies * inner.num_parts
+            least = min(least, 1)
+            copies = min(copies, 1)
+        size = copies * inner.size
+        num_parts = 1 + copies * inner.num_parts
         return _Node(sre.MAX_REPEAT, (least, copies, loops, inner), size, num_parts)
 
 
 def _joined(code: Any, nodes: list[_Node]) -> _Node:
-    size, num_parts = sum(node.size for node in nodes), sum(node.num_parts for node in nodes)
+    size = sum(node.size for node in nodes)
+    num_parts = sum(node.num_parts for node in nodes)
     return _Node(code, nodes, size, 1 + num_parts)
 
 

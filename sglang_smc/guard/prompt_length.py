@@ -88,7 +88,8 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     backend = cast("Tokenizer", tokenizer.backend_tokenizer)
     found = json.loads(backend.to_str())
-    added, model = found["added_tokens"], found["model"]
+    added = found["added_tokens"]
+    model = found["model"]
     composed = _composed(found["normalizer"])
     if (
         composed is None

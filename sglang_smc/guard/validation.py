@@ -157,7 +157,8 @@ def check_labels(request: GenerateReqInput, allowed: Iterable[str] | None) -> No
         request: as its client has sent it.
         allowed: --tokenizer-metrics-allowed-custom-labels.
     """
-    labels, known = request.custom_labels, sorted(allowed or ())
+    labels = request.custom_labels
+    known = sorted(allowed or ())
     if labels is not None and not (isinstance(labels, dict) and labels.keys() <= set(known)):
         raise ValueError(
             f"custom_labels is {labels!r:.100}; allowed: values of {', '.join(known) or 'none'}. "
@@ -187,7 +188,8 @@ def _check_batch(request: GenerateReqInput) -> None:
     number: int | str = "no list, for one prompt"
     names = _BATCHED
     if isinstance(prompts, list) and not isinstance(prompts[0], int):
-        number, names = len(prompts), _BATCHED + _NESTED
+        number = len(prompts)
+        names = _BATCHED + _NESTED
     if any(isinstance(ids, list) for ids in _each(request.token_ids_logprob)):
         names = (*names, "token_ids_logprob")
     for name in names:

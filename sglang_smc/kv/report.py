@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from sglang_smc.kv import arena
 from sglang_smc.options.server import LAG, SMCConfig
 
-PROMPT, ANSWER = 1024, 512
+PROMPT = 1024
+ANSWER = 512
 """Tokens of the reference request, where the server admits such lengths."""
 
 FEW = 8

@@ -11,7 +11,8 @@ from sglang_smc.upstream import kv_layers
 def kv_buffers(pool: Any) -> Iterator[torch.Tensor]:
     """Yield keys and values ``[slots, ...]`` of each layer; in MLA they share one tensor."""
     for layer in kv_layers(pool):
-        key, value = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+        key = pool.get_key_buffer(layer)
+        value = pool.get_value_buffer(layer)
         yield key
         if value.data_ptr() != key.data_ptr():
             yield value

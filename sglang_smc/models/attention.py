@@ -160,14 +160,16 @@ class ParticleAttention(PoolAttention):
         plain = plain and self.token_to_kv_pool.dtype == self.dtype
         self.rotates = implementation == "triton" and plain
         self._max_prefix = runner.model_config.context_len
-        self._first_key, self.blocks = first_key, blocks
+        self._first_key = first_key
+        self.blocks = blocks
         if self.rank is not None:
             self._set_up_latents(runner, implementation)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
         self._new: dict[str, Any] = {}  # keys of the running layer that are yet to be written
         if self.rotates:
-            pool, rows = self.token_to_kv_pool, len(self.req_to_token_pool.req_to_token)
+            pool = self.token_to_kv_pool
+            rows = len(self.req_to_token_pool.req_to_token)
             kv_heads = pool.get_key_buffer(kv_layers(pool)[0]).shape[1]
             self._arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32, device=tails.device)
         # Arguments: the window, and whether tokens of a block attend to each other.
@@ -232,7 +234,8 @@ class ParticleAttention(PoolAttention):
         assert self.rotation is None, "a layer that leaves its rotation writes keys, too"
         attend = self._attend_over(window_of(layer), sees_block(layer))
         keys, values = self.caches(layer.layer_id)
-        new, self._new = self._new, {}
+        new = self._new
+        self._new = {}
         output = attend(self._queries(q, layer), keys, values, softmax=softmax, **new)
         return self._outputs(output)[..., : self.rank].reshape(len(q), -1)
 
@@ -260,7 +263,8 @@ class ParticleAttention(PoolAttention):
         return partial(shared_prefix_attention, plan=plan)
 
     def _plan_triton(self, context: AttentionContext) -> "Attend":
-        longest, rank = self._max_prefix, self.rank
+        longest = self._max_prefix
+        rank = self.rank
         if rank is not None:
             from sglang_smc.kernels.attention.latent import latent_attention
 

@@ -33,7 +33,8 @@ class Chains(NamedTuple):
     ) -> "Chains":
         """Return particles on SGLang's padding row, which read and write its slot 0."""
         chains = torch.zeros(shape, dtype=torch.int64, device=device)  # [G, N, C]
-        particles, groups = chains[:, :, 0].clone(), chains[:, 0, 0].clone()
+        particles = chains[:, :, 0].clone()
+        groups = chains[:, 0, 0].clone()
         locations = KVLocations(groups, groups + 1, particles, max_tail)
         return cls(chains, particles + 1, chains.clone(), locations)
 
@@ -77,7 +78,8 @@ def merge_rows(slots: torch.Tensor, *, last: bool) -> MergedRows | None:
     """
     if slots.shape[1] == 1 and not last:
         return None
-    num_columns, flat = slots.shape[2], slots.flatten()
+    num_columns = slots.shape[2]
+    flat = slots.flatten()
     row = torch.arange(len(flat), device=slots.device)
     alone = flat == 0
     unused = alone & ((row + 1) % num_columns > 0) if last else torch.zeros_like(alone)

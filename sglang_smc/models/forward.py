@@ -33,7 +33,9 @@ class ParticleForward:
     """
 
     # For heads: see `ParticleAttention`, and the hidden states that the forward returns.
-    _first_key, _blocks, _captured = 0, False, CaptureHiddenMode.NULL
+    _first_key = 0
+    _blocks = False
+    _captured = CaptureHiddenMode.NULL
 
     def __init__(
         self, runner: ModelRunner, tails: torch.Tensor, attention: Implementation, max_columns: int
@@ -142,7 +144,8 @@ class ParticleForward:
         tokens, starts, slots, locations = chains[:4]
         num_columns = tokens.shape[2]
         first = starts.flatten()
-        positions, lengths = starts.unsqueeze(2), None
+        positions = starts.unsqueeze(2)
+        lengths = None
         if num_columns > 1:
             positions = positions + self._counts[:num_columns]
         if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
@@ -153,11 +156,14 @@ class ParticleForward:
         if self._shifts is not None:
             of_each = self._shifts[locations.rows].repeat_interleave(tokens[0].numel())
             rotary = positions + of_each
-        tokens, slots, rows = tokens.flatten(), slots.flatten(), locations.particle_rows.flatten()
+        tokens = tokens.flatten()
+        slots = slots.flatten()
+        rows = locations.particle_rows.flatten()
         if merged is not None:
             tokens, slots, positions = (of[merged.kept] for of in (tokens, slots, positions))
             rotary = None if rotary is None else rotary[merged.kept]
-            first, rows = first[merged.particles], rows[merged.particles]
+            first = first[merged.particles]
+            rows = rows[merged.particles]
             lengths = None if lengths is None else merged.lengths
         return ForwardBatch(
             forward_mode=mode,

@@ -33,7 +33,8 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Inputs ``[P, W - 1 + J, D]`` are J tokens preceded by the W - 1 before them.
     """
-    width, taps = weight.shape[1], weight.float().unbind(1)
+    width = weight.shape[1]
+    taps = weight.float().unbind(1)
     num_columns = inputs.shape[1] - width + 1
     total = inputs[:, :num_columns].float() * taps[0]  # [P, J, D]
     for w in range(1, width):
@@ -88,7 +89,8 @@ def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Te
         The last states, and the outputs ``[P, J, v_heads, V]`` in the dtype of ``qkv``.
     """
     query, key, value = split_heads(columns.qkv, states.shape)
-    keep, outputs = columns.decay.exp(), [value[:, :0]]
+    keep = columns.decay.exp()
+    outputs = [value[:, :0]]
     for j in range(value.shape[1]):
         states = states * keep[:, j, :, None, None]
         seen = torch.einsum("phvk,phk->phv", states, key[:, j])

@@ -9,7 +9,8 @@ from sglang.srt.configs.model_config import ModelConfig
 Kind = Literal["model", "eagle", "eagle3", "dflash", "mtp"]
 
 EAGLE = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle")
-EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+EAGLE3 = "LlamaForCausalLMEagle3"
+DFLASH = "DFlashDraftModel"
 LATENT_EAGLE3 = "Eagle3DeepseekV2ForCausalLM"
 DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel")
 MTP = {
@@ -88,10 +89,12 @@ def take_mtp(config: ModelConfig) -> None:
 
 def reads_states(server_args: Any) -> bool:
     """Return whether the draft of these arguments is a head over the target's hidden states."""
-    path, of_target = server_args.speculative_draft_model_path, server_args.model_path
+    path = server_args.speculative_draft_model_path
+    of_target = server_args.model_path
     if path is None:
         return False
-    revision, trusts = server_args.speculative_draft_model_revision, server_args.trust_remote_code
+    revision = server_args.speculative_draft_model_revision
+    trusts = server_args.trust_remote_code
     is_head = _named(_config_at(path, revision, trusts)) in HEADS
     return is_head or (path == of_target and has_mtp(path, revision, trusts))
 
@@ -152,7 +155,8 @@ def num_states(config: ModelConfig) -> int:
 
 def head_problems(config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
     """Yield what in a draft's checkpoint does not fit a server, as phrases that follow its path."""
-    name, kind = _named(config.hf_config), kind_of(config)
+    name = _named(config.hf_config)
+    kind = kind_of(config)
     if kind == "model":
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
@@ -185,7 +189,8 @@ def _eagle3_problems(config: ModelConfig, target: ModelConfig) -> Iterator[str]:
     extras["norm_before_fc"] = latent and told.get("norm_before_fc")
     for name in (name for name, value in extras.items() if value):
         yield f"is an EAGLE-3 head with {_EAGLE3_EXTRAS[name]} ({name})"
-    reads, width = num_states(config), config.hidden_size
+    reads = num_states(config)
+    width = config.hidden_size
     if told.get("use_aux_hidden_state") is False:
         yield "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
     elif _LAYER_IDS in told and _LAYER_IDS not in _eagle(config):

@@ -93,8 +93,10 @@ class Session:
 
     def usage(self, recorded: str) -> tuple[float, float]:
         """Return and log the gigabytes and seconds of graphs; warn if they share no memory."""
-        taken, largest = self._taken(), self._largest or 0
-        gigabytes, seconds = taken / 2**30, time.monotonic() - self._start
+        taken = self._taken()
+        largest = self._largest or 0
+        gigabytes = taken / 2**30
+        seconds = time.monotonic() - self._start
         logger.info(
             "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
             "%.2f GB. %s",
@@ -171,7 +173,8 @@ class PassRecording(NamedTuple):
         """
         sizes = sorted(self.sizes, reverse=True)
         captures = [self._capture(forward, name, size, c) for c in columns for size in sizes]
-        of_chains, run = name == "chain_logits", getattr(forward, name)
+        of_chains = name == "chain_logits"
+        run = getattr(forward, name)
 
         def replayed(chains: Chains) -> torch.Tensor:
             size, num_particles, num_columns = shape = chains.tokens.shape

@@ -43,7 +43,8 @@ class StateTables(NamedTuple):
         """
         states = take_room(pool, len(pool.req_to_token) * num_particles)
         windows = pool.mamba_pool.mamba_cache.conv[0]  # [L, slots, D, W - 1]
-        shape, (_, _, num_inputs, width) = states.shape[:2], windows.shape
+        shape = states.shape[:2]
+        _, _, num_inputs, width = windows.shape
         return cls(
             states,
             windows.new_zeros(*shape, width + num_columns, num_inputs, dtype=dtype),
@@ -59,12 +60,14 @@ def take_room(pool: Any, num_states: int) -> torch.Tensor:
     it is large enough, and replaced by a new table otherwise.
     """
     cache = pool.mamba_pool.mamba_cache
-    found, of_requests = cache.intermediate_ssm.flatten(1, 2), cache.temporal
+    found = cache.intermediate_ssm.flatten(1, 2)
+    of_requests = cache.temporal
     pool.mamba_pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=None)
     del cache
     if num_states <= found.shape[1]:
         return found[:, :num_states]
-    layers, (_, *shape) = len(found), found.shape[1:]
+    layers = len(found)
+    _, *shape = found.shape[1:]
     del found
     return of_requests.new_zeros(layers, num_states, *shape)
 
@@ -81,7 +84,8 @@ class RecurrentParticles(AttentionBackend):
         self.token_to_kv_pool = full.token_to_kv_pool
         self.req_to_token_pool: Any = full.req_to_token_pool
         self.tables = tables
-        self._full, self._tails = full, full.tails
+        self._full = full
+        self._tails = full.tails
         self._most_columns = tables.gates.shape[2]
         self._gated_delta: Any = gated_delta
         if implementation == "triton":
@@ -98,10 +102,13 @@ class RecurrentParticles(AttentionBackend):
 
     def begin_forward(self, chains: Chains) -> None:
         """Find the states from which a pass continues, and note which particle writes each slot."""
-        readers, base = self.tables.readers, self._most_columns + 1
-        slots, particle_rows = chains.slots, chains.locations.particle_rows
+        readers = self.tables.readers
+        base = self._most_columns + 1
+        slots = chains.slots
+        particle_rows = chains.locations.particle_rows
         found = readers[slots_before(self._tails, particle_rows, chains.starts)].flatten()
-        self._source, self._num_past = found // base, found % base
+        self._source = found // base
+        self._num_past = found % base
         self._own = particle_rows.flatten()
         column = torch.arange(1, slots.shape[2] + 1, device=slots.device)
         readers[slots] = particle_rows.unsqueeze(2) * base + column
@@ -132,8 +139,11 @@ class RecurrentParticles(AttentionBackend):
         """
         here = self.req_to_token_pool.mamba_map[layer.layer_id]
         states, inputs, gates = (table[here] for table in self.tables[:3])
-        own, num_past, heads = self._own, self._num_past, layer.num_v_heads
-        past_inputs, past_gates = inputs[self._source], gates[self._source]
+        own = self._own
+        num_past = self._num_past
+        heads = layer.num_v_heads
+        past_inputs = inputs[self._source]
+        past_gates = gates[self._source]
         past = columns_of(past_inputs, layer, *past_gates.split(heads, dim=2))
 
         width = inputs.shape[1] - self._most_columns  # W - 1
@@ -158,11 +168,14 @@ class RecurrentParticles(AttentionBackend):
             rows, lengths: ``[G]`` int64 rows of `req_to_token`, and numbers of tokens processed.
             particles: ``[G, N]`` int64 rows of all particles.
         """
-        pool, tables, first = self.req_to_token_pool, self.tables, particles[:, 0]
+        pool = self.req_to_token_pool
+        tables = self.tables
+        first = particles[:, 0]
         slots = pool.req_to_token[rows, lengths - 1]  # [G]
         seed_tail(self._tails, particles, lengths, slots)
         tables.readers[slots.long()] = first * (self._most_columns + 1)
-        cache, found = pool.mamba_pool.mamba_cache, pool.get_mamba_indices(rows).long()
+        cache = pool.mamba_pool.mamba_cache
+        found = pool.get_mamba_indices(rows).long()
         tables.states[:, first] = cache.temporal[:, found]
         windows = cache.conv[0][:, found].transpose(2, 3)  # [L, G, W - 1, D]
         tables.inputs[:, first, : windows.shape[2]] = windows.to(tables.inputs.dtype)
@@ -189,7 +202,8 @@ class RecurrentForward(ParticleForward):
             num_slots=len(ledger.rank),
             dtype=runner.dtype,
         )
-        self._ledger, self._num_particles = ledger, num_particles
+        self._ledger = ledger
+        self._num_particles = num_particles
         self._linear = RecurrentParticles(self.attn_backend, tables, attention)
         self.attn_backend: Any = self._linear
 

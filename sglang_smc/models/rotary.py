@@ -24,7 +24,8 @@ class LateRotary(torch.nn.Module):
 
     def __init__(self, rotary: RotaryEmbedding, attention: ParticleAttention) -> None:
         super().__init__()
-        self.rotary, self._attention = rotary, attention
+        self.rotary = rotary
+        self._attention = attention
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor

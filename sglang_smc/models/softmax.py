@@ -42,7 +42,8 @@ def softmax_of(layer: RadixAttention, sinks: torch.Tensor | None, is_scaled: boo
     """
     if not is_scaled:
         return Softmax(layer.scaling, layer.logit_cap, sinks)
-    of_keys, of_values = layer.k_scale_float, layer.v_scale_float
+    of_keys = layer.k_scale_float
+    of_values = layer.v_scale_float
     return Softmax(
         layer.scaling * (1.0 if of_keys is None else of_keys),
         layer.logit_cap,
@@ -163,7 +164,8 @@ def find_siblings(context: AttentionContext) -> list[Siblings]:
     Other requests are then runs of one, so that their length pads no others. The last committed
     token is not shared: each request has a key of its own.
     """
-    req_to_token, first_key = context.req_to_token, context.first_key
+    req_to_token = context.req_to_token
+    first_key = context.first_key
     rows, committed, *_ = context.locations
     fewest = first_key + _LONG
     if len(rows) == 1 or committed.max() <= fewest:
@@ -178,7 +180,9 @@ def find_siblings(context: AttentionContext) -> list[Siblings]:
     joins = (2 * common >= shorter) & (common >= fewest)
     if not joins.any():
         return []
-    shared, found, first = (committed - 1).tolist(), [], 0
+    shared = (committed - 1).tolist()
+    found = []
+    first = 0
     for last, length in enumerate([*common.where(joins, 0).tolist(), 0], 1):
         if length:
             shared[last] = min(shared[last - 1], length)
@@ -345,7 +349,8 @@ def shared_prefix_attention(
         The output, in the shape of ``query``.
     """
     size, num_particles, num_columns, _, head_dim = query.shape
-    kv_heads, num_prefix = keys.shape[1], size * plan.prefix_mask.shape[-1]
+    kv_heads = keys.shape[1]
+    num_prefix = size * plan.prefix_mask.shape[-1]
     by_row = query.view(size, num_particles * num_columns, kv_heads, -1, head_dim)
     by_key = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
     by_value = by_key
@@ -354,14 +359,17 @@ def shared_prefix_attention(
 
     def over(query: torch.Tensor, start: int, end: int, mask: torch.Tensor) -> Attended:
         own = slice(start, end)
-        key, value = _by_head(by_key[own], len(query)), _by_head(by_value[own], len(query))
+        key = _by_head(by_key[own], len(query))
+        value = _by_head(by_value[own], len(query))
         return attend(query, key, value, mask, softmax)
 
-    group, end = by_row.shape[3], num_prefix
+    group = by_row.shape[3]
+    end = num_prefix
     folded = _fold(_distinct(by_row, plan.distinct))  # [G, kv_heads, Q * group, dim]
     prefix = over(folded, 0, end, plan.prefix_mask)
     for one in plan.siblings:
-        start, end = end, end + len(one.slots)
+        start = end
+        end = end + len(one.slots)
         together = folded[one.first : one.last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
         shared = over(together, start, end, query.new_zeros(1, 1, 1, len(one.slots)))
         _add_shared(prefix, shared, one)
@@ -386,7 +394,8 @@ def _add_shared(prefix: Attended, shared: Attended, one: Siblings) -> None:
         prefix: of all requests, ``[G, kv_heads, Q * group, ...]``.
         shared: of the siblings, ``[1, kv_heads, their number * Q * group, ...]``.
     """
-    own, number = slice(one.first, one.last), one.last - one.first
+    own = slice(one.first, one.last)
+    number = one.last - one.first
     each = (part[0].unflatten(1, (number, -1)).transpose(0, 1) for part in shared)
     both = join(Attended(*(part[own] for part in prefix)), Attended(*each))
     prefix.output[own], prefix.log_sum[own] = both

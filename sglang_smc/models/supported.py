@@ -264,7 +264,8 @@ def _takes_more_than_text(model: ModelConfig) -> bool:
 
 def _latent_limits(model: ModelConfig) -> Iterator[str]:
     """Yield properties of latent attention other than plain softmax over all latents."""
-    text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
+    text = model.hf_text_config
+    names = model.hf_config.architectures or ["none"]
     if is_deepseek_dsa(model.hf_config):
         yield f"sparse attention (DSA, index_topk is {text.index_topk})"
     elif names[0] not in _LATENT:
@@ -279,7 +280,8 @@ def check_layers(runner: ModelRunner, *, blocks: bool = False) -> None:
 
     With ``blocks`` layers may let tokens of a block attend to each other.
     """
-    group, rank = head_group(runner), None
+    group = head_group(runner)
+    rank = None
     layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
     if runner.use_mla_backend:
         # Each layer has two attention modules; particles use the one over latents.
@@ -291,7 +293,8 @@ def check_layers(runner: ModelRunner, *, blocks: bool = False) -> None:
 
 def head_group(runner: ModelRunner) -> int:
     """Return the number of query heads per key head, on each tensor-parallel rank."""
-    tp_size, config = get_parallel().tp_size, runner.model_config
+    tp_size = get_parallel().tp_size
+    config = runner.model_config
     if runner.use_mla_backend:  # all heads read one latent
         return config.get_num_attention_heads(tp_size)
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)

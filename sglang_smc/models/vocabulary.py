@@ -96,7 +96,8 @@ def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
 
 def _differing(target: Vocabulary, draft: Vocabulary) -> set[str]:
     """Return the tokens with a missing or different id on either side."""
-    of_target, of_draft = target.tokens or {}, draft.tokens or {}
+    of_target = target.tokens or {}
+    of_draft = draft.tokens or {}
     return {token for token, _ in of_target.items() ^ of_draft.items()}
 
 

@@ -85,7 +85,8 @@ def name_of_kv(server_args: upstream.Arguments) -> str:
 
     It covers releases, and the files of checkpoints and adapters: names, sizes, times of change.
     """
-    view, releases = upstream.resolved(server_args), (upstream.release(), __version__)
+    view = upstream.resolved(server_args)
+    releases = (upstream.release(), __version__)
     draft = view.speculative_draft_model_path, view.speculative_draft_model_revision
     adapters = ((adapter.lora_path, None) for adapter in view.lora_paths or ())
     files = [

@@ -115,7 +115,8 @@ def deviation_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tup
             if count:
                 return math.inf, f"{count} of {one.numel()} values ({one.dtype}) differ"
             continue
-        apart, allowed = _apart(one.double(), other.double()), TOLERANCES[one.dtype]
+        apart = _apart(one.double(), other.double())
+        allowed = TOLERANCES[one.dtype]
         if apart > allowed:
             return apart, f"values ({one.dtype}) differ by {apart:.3g}, allowed: {allowed:g}"
         largest = max(largest, apart)

@@ -23,7 +23,9 @@ from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused, Ops
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
-NUM_GROUPS, VOCAB, PREFIX = 3, 1000, 70
+NUM_GROUPS = 3
+VOCAB = 1000
+PREFIX = 70
 
 
 class Sizes(NamedTuple):
@@ -40,7 +42,8 @@ class Inputs:
     """Random inputs with a fixed seed, in the sizes of the server's rounds."""
 
     def __init__(self, device: str, sizes: Sizes, seed: int = 0) -> None:
-        self.device, self.sizes = device, sizes
+        self.device = device
+        self.sizes = sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -134,8 +137,10 @@ def _edit_logits(ops: Ops, of: Inputs) -> Any:
 
 
 def _count_tokens(ops: Ops, of: Inputs) -> Any:
-    columns, rows = _columns(of), torch.arange(1, NUM_GROUPS + 1, device=of.device)
-    tokens, lengths = of.whole(0, 9, NUM_GROUPS, 12), of.whole(-1, 13, NUM_GROUPS)
+    columns = _columns(of)
+    rows = torch.arange(1, NUM_GROUPS + 1, device=of.device)
+    tokens = of.whole(0, 9, NUM_GROUPS, 12)
+    lengths = of.whole(-1, 13, NUM_GROUPS)
     ops.count_tokens(columns, rows, tokens, lengths)
     return columns.counts
 
@@ -168,7 +173,8 @@ def _sample_and_score(ops: Ops, of: Inputs) -> Any:
 
 def _score_tokens(ops: Ops, of: Inputs) -> Any:
     law = _law(ops, of)
-    tokens, likeliest = of.whole(0, VOCAB, law.num_draws), law.scores.argmax(1)
+    tokens = of.whole(0, VOCAB, law.num_draws)
+    likeliest = law.scores.argmax(1)
     plain = law._replace(greedy=None, kept=None)
     return plain.score(tokens), law.score(likeliest), law.summed().score(likeliest)
 
@@ -182,7 +188,8 @@ def _block(of: Inputs) -> tuple[Block, torch.Tensor]:
     """Return a block of drafts, and which tokens end a sequence."""
     log_q = of.normal(*of.shape) - 2
     ends = of.flags(0.1, *of.shape)
-    present, num_steps = of.present(), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
+    present = of.present()
+    num_steps = of.whole(1, of.shape[2] + 1, NUM_GROUPS)
     within = torch.arange(of.shape[2], device=of.device) < num_steps.view(-1, 1, 1)
     up_to_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
     log_p = log_q + 0.3 * of.normal(*of.shape)
@@ -213,7 +220,8 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
 
 def _keep(ops: Ops, of: Inputs) -> Any:
     block, ends = _block(of)
-    winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(block.num_steps)
+    winner = of.whole(0, of.shape[1], NUM_GROUPS)
+    none = torch.zeros_like(block.num_steps)
     residuals = block.log_p.new_zeros(NUM_GROUPS, 1)
     rejects = of.flags(0.5, NUM_GROUPS)
     verified = verification.Verified(block.num_steps // 2, winner, rejects, none, residuals)
@@ -223,7 +231,8 @@ def _keep(ops: Ops, of: Inputs) -> Any:
 
 def _population(ops: Ops, of: Inputs) -> Any:
     """Take particles through a round: from a table, on, to ancestors, and back."""
-    (size, num_particles, num_steps), present = of.shape, of.present()
+    size, num_particles, num_steps = of.shape
+    present = of.present()
     texts, lengths = _texts(of)
     log_weights = of.normal(size, num_particles).double()
     table = ops.population(
@@ -244,9 +253,11 @@ def _population(ops: Ops, of: Inputs) -> Any:
     decision = weighing.reweight_and_resample(block._replace(present=begun.present))
     extended = begun.extend(of.whole(0, 2, *of.shape), ends, decision)
     failure = of.flags(0.3, size).long()
-    bonus, end = of.whole(0, 2, size, num_particles), of.flags(0.3, size, num_particles)
+    bonus = of.whole(0, 2, size, num_particles)
+    end = of.flags(0.3, size, num_particles)
     continued = extended.append_bonus(bonus, end, failure)
-    lag, flags = of.whole(1, 4, size), (of.flags(0.7, size), of.flags(0.3, size))
+    lag = of.whole(1, 4, size)
+    flags = (of.flags(0.7, size), of.flags(0.3, size))
     narrowed = continued.narrow(of.seeds(), lag, *flags)
     last = narrowed.population.store(table, rows, narrowed.num_common)
     # The last place of texts is never part of a tail.
@@ -255,8 +266,10 @@ def _population(ops: Ops, of: Inputs) -> Any:
 
 
 def _tally(ops: Ops, of: Inputs) -> Any:
-    totals, rows = of.uniforms(6, 5), torch.tensor([4, 1, 2], device=of.device)
-    flags, lowest = of.flags(0.5, NUM_GROUPS), of.uniforms(NUM_GROUPS)
+    totals = of.uniforms(6, 5)
+    rows = torch.tensor([4, 1, 2], device=of.device)
+    flags = of.flags(0.5, NUM_GROUPS)
+    lowest = of.uniforms(NUM_GROUPS)
     added = [flags, of.whole(0, 9, NUM_GROUPS), of.uniforms(NUM_GROUPS)]
     return ops.tally(totals, rows, added=added, lowest=lowest, latest=[flags]), totals
 
@@ -269,7 +282,8 @@ def _verify(ops: Ops, of: Inputs) -> Any:
     q = (by_chain + 0.3 * of.normal(rows, num_steps, VOCAB)).log_softmax(2)
     drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
     tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
-    lengths, distribution = of.whole(0, num_steps + 1, size, num_chains), ops.distribution
+    lengths = of.whole(0, num_steps + 1, size, num_chains)
+    distribution = ops.distribution
     laws = [distribution.of_log_probs(one.contiguous(), num_groups=size) for one in q.unbind(1)]
     of_p = distribution.of_log_probs(p, num_groups=size)
     found = ops.verify(tokens, lengths, of_p, laws, of.uniforms(size))
@@ -278,7 +292,8 @@ def _verify(ops: Ops, of: Inputs) -> Any:
 
 
 def _keep_column(ops: Ops, of: Inputs) -> Any:
-    coins, num_steps = of.uniforms(NUM_GROUPS), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
+    coins = of.uniforms(NUM_GROUPS)
+    num_steps = of.whole(1, of.shape[2] + 1, NUM_GROUPS)
     scores = [of.logits(NUM_GROUPS * of.shape[1]) for _ in range(of.shape[2])]
     return ops.keep_column(list(map(TokenDistribution.of_log_probs, scores)), coins, num_steps)
 
@@ -308,8 +323,10 @@ def _watch(ops: Ops, of: Inputs) -> Any:
 def _ledger(ops: Ops, of: Inputs) -> Any:
     """Run a round's operations: reserve slots, copy tails to descendants, commit some tokens."""
     size, num_particles, num_steps = of.shape
-    columns, text = num_steps + 1, 20
-    arena, width = num_particles * columns, 1 << (2 * columns).bit_length()
+    columns = num_steps + 1
+    text = 20
+    arena = num_particles * columns
+    width = 1 << (2 * columns).bit_length()
     table = torch.arange((size + 1) * (text + arena), device=of.device).view(size + 1, -1).int()
     tails = torch.zeros((size + 1) * num_particles, width, dtype=torch.int32, device=of.device)
     sizes = {"num_particles": num_particles, "max_tail": columns, "num_slots": table.numel()}
@@ -330,7 +347,8 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     reserved = ledger.reserve(wanted, columns)
     ancestors = of.whole(0, num_particles, size, num_particles)
     ledger.descend(rows, committed=committed, ancestors=ancestors, max_tail=columns)
-    lengths, counts = of.whole(1, columns + 1, size, num_particles), of.whole(0, 2, size)
+    lengths = of.whole(1, columns + 1, size, num_particles)
+    counts = of.whole(0, 2, size)
     room: dict[str, Any] = {"max_tail": columns, "max_arena": arena}
     ledger.commit(arenas, lengths, counts, **room)
     return reserved, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
@@ -341,7 +359,9 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
     if not of.sizes.draft_layers:
         return ()
     halves = (one.dtype for one in of.sizes.heads if one.dtype.itemsize == 2)
-    dtype, rows, hidden = next(halves, torch.float16), min(of.shape[1], MOST_SKINNY_ROWS), 256
+    dtype = next(halves, torch.float16)
+    rows = min(of.shape[1], MOST_SKINNY_ROWS)
+    hidden = 256
     normal = partial(of.normal, dtype=dtype)
 
     def product(outputs: int, inputs: int, **around: Any) -> torch.Tensor:
@@ -349,9 +369,11 @@ def _skinny(ops: Ops, of: Inputs) -> Any:
         weight = (of.normal(outputs, inputs) / inputs**0.5).to(dtype)
         return ops.skinny(x, weight, Fused(eps=1e-5, **around))
 
-    small, scale = of.whole(-127, 128, 64, hidden).to(torch.int8), of.uniforms(64).float() / 1024
+    small = of.whole(-127, 128, 64, hidden).to(torch.int8)
+    scale = of.uniforms(64).float() / 1024
     of_int8 = Fused(scale=scale, gated=True), Fused(scale=scale, dtype=torch.float32)
-    norm, beside = normal(hidden), {"beside": normal(rows, hidden), "beside_norm": normal(hidden)}
+    norm = normal(hidden)
+    beside = {"beside": normal(rows, hidden), "beside_norm": normal(hidden)}
     return [
         product(64, hidden, norm=norm, bias=normal(64)),
         product(64, 2 * hidden, norm=norm, **beside),
@@ -369,7 +391,8 @@ def _attention(ops: Ops, of: Inputs, *, latent: bool) -> list[torch.Tensor]:
     by which two tokens are rotated and written, too.
     """
     models = [heads for heads in of.sizes.heads if bool(heads.rank) == latent]
-    columns, programs = (1, of.sizes.num_steps + 1), {1, of.multiprocessors}
+    columns = (1, of.sizes.num_steps + 1)
+    programs = {1, of.multiprocessors}
     found = [_attend(ops, of, *one) for one in product(models, columns, programs)]
     return found + [_attend(ops, of, one, 2, rotates=True) for one in models if not latent]
 
@@ -378,7 +401,8 @@ def _attend(
     ops: Ops, of: Inputs, heads: Heads, num_columns: int, programs: int = 1, rotates: bool = False
 ) -> Any:
     copies = math.ceil(programs / (of.shape[0] * heads.kv_heads))
-    size, num_particles = of.shape[0] * copies, of.shape[1]
+    size = of.shape[0] * copies
+    num_particles = of.shape[1]
     width = 1 << (num_columns + 4).bit_length()
     num_slots = size * (PREFIX + num_particles * width)
     slots = 1 + torch.randperm(num_slots, generator=torch.Generator().manual_seed(0)).int()
@@ -434,7 +458,8 @@ def _attend_by_torch(
         key, value, slots, position, cos_sin = new
         turn = cos_sin[position.flatten()]
         query = _rotated(query.flatten(0, 2), turn).view(query.shape)
-        keys[slots], values[slots] = _rotated(key, turn), value
+        keys[slots] = _rotated(key, turn)
+        values[slots] = value
     plan = plan_shared_prefix(
         context,
         num_columns=query.shape[2],
@@ -465,8 +490,11 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
         gates = (-of.uniforms(5, num_columns, 4).float(), of.uniforms(5, num_columns, 4).float())
         return Columns(of.normal(5, num_columns, 8 * 64), *gates)
 
-    states, source, num_past = of.normal(7, 4, 64, 64), of.whole(0, 7, 5), of.whole(0, 4, 5)
-    past, new = columns(3), columns(of.shape[2] + 1)
+    states = of.normal(7, 4, 64, 64)
+    source = of.whole(0, 7, 5)
+    num_past = of.whole(0, 4, 5)
+    past = columns(3)
+    new = columns(of.shape[2] + 1)
     if ops.kind == "triton":
         from sglang_smc.kernels.attention import gated_delta as kernel
 

@@ -89,7 +89,8 @@ class Costs(NamedTuple):
                 '"target": [...], "overhead": seconds, "reading": seconds}, at least one point '
                 "each. Mend it, or unset it to have costs measured."
             ) from None
-        draft, target = Curve.of(sorted(given.draft)), Curve.of(sorted(given.target))
+        draft = Curve.of(sorted(given.draft))
+        target = Curve.of(sorted(given.target))
         return cls(draft, target, given.overhead, given.reading)
 
     def as_dict(self) -> dict[str, Any]:
@@ -187,12 +188,16 @@ class Acceptance:
 
     def _chance(self, num_particles: int) -> float:
         """Return the probability that a token is kept by rounds of N particles."""
-        lost, tried = _PRIOR_WEIGHT * (1.0 - _PRIOR), _PRIOR_WEIGHT
-        own_kept, own_tried = 0.0, 0.0
+        lost = _PRIOR_WEIGHT * (1.0 - _PRIOR)
+        tried = _PRIOR_WEIGHT
+        own_kept = 0.0
+        own_tried = 0.0
         for (n, _), (_, kept, of) in self._counts.items():
-            lost, tried = lost + (of - kept) / _fewer(n), tried + of
+            lost = lost + (of - kept) / _fewer(n)
+            tried = tried + of
             if n == num_particles:
-                own_kept, own_tried = own_kept + kept, own_tried + of
+                own_kept = own_kept + kept
+                own_tried = own_tried + of
         prior = 1.0 - min(lost / tried * _fewer(num_particles), 1.0)
         return (own_kept + _PRIOR_WEIGHT * prior) / (own_tried + _PRIOR_WEIGHT)
 
@@ -252,8 +257,11 @@ class Policy:
         self._num_off = self._num_off + 1 if self.budget == OFF else 0
         if self._num_rounds % _PERIOD and batch_size < 2 * self._considered:
             return
-        self._considered, self._widest, self._length = batch_size, widest, length
-        best, now = self._wanted(batch_size, widest), self.budget
+        self._considered = batch_size
+        self._widest = widest
+        self._length = length
+        best = self._wanted(batch_size, widest)
+        now = self.budget
         self._drafted.clear()
         if best == now or not fits(best):
             return
@@ -264,13 +272,17 @@ class Policy:
     @property
     def reason(self) -> str:
         """Return why the budget is in force, for the log and /server_info."""
-        size, widest, now = max(self._considered, 1), self._widest, self.budget
-        of, verb = now, "decodes"
+        size = max(self._considered, 1)
+        widest = self._widest
+        now = self.budget
+        of = now
+        verb = "decodes"
         if now == OFF:
             of = max(self._budgets[:-1], key=lambda of: self._rate(of, size, widest))
             verb = "would decode"
         times = self._rate(of, size, widest) / self._rate(OFF, size, widest)
-        (n, k), (most, steps) = of.within(widest), now.within(widest)
+        n, k = of.within(widest)
+        most, steps = now.within(widest)
         return (
             f"rows a request {most * (steps + 1)}, running {size}: N = {n}, K = {k} {verb} "
             f"{times:.2f} times as fast as plain decoding"
@@ -278,7 +290,8 @@ class Policy:
 
     def _wanted(self, batch_size: int, widest: Budget) -> Budget:
         """Return the best budget, where it gains enough over the one in force, else that."""
-        best, now = self.best(batch_size, widest), self.budget
+        best = self.best(batch_size, widest)
+        now = self.budget
         if best != OFF:
             self._num_lost = 0
             rate, most = (self._rate(of, batch_size, widest) for of in (now, best))
@@ -309,7 +322,8 @@ class Policy:
         A larger batch never gets more work, N K, than a smaller one: sizes are visited from 1, in
         steps of a quarter of a power of two.
         """
-        best, allowed = self._budgets[0], list(self._budgets)
+        best = self._budgets[0]
+        allowed = list(self._budgets)
         tokens = {of: self._acceptance.tokens(of.within(widest)) for of in allowed}
         for size in _sizes(batch_size):
             rates = {of: tokens[of] / self._seconds(of, size, widest) for of in allowed}
@@ -389,4 +403,5 @@ class Dial:
         self._sum += gain * numerator
         self._information += gain * gain * information
         kept = min(WINDOW_INFORMATION / self._information, 1.0)
-        self._sum, self._information = kept * self._sum, kept * self._information
+        self._sum = kept * self._sum
+        self._information = kept * self._information

@@ -167,7 +167,8 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
     if found is None:
         # Conflicts are not looked for again: SGLang takes the grammar from a request that it
         # aborts, and gives one to requests without under --enable-strict-thinking.
-        params, constrained = req.sampling_params, req.grammar is not None
+        params = req.sampling_params
+        constrained = req.grammar is not None
         found = _configured(server, chosen_keys(params.custom_params), constrained)
         if params.top_k == 1:  # SGLang's form of temperature 0
             found = at_temperature_0(found)

@@ -368,7 +368,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise ValueError, naming the flag, at the first value outside its range."""
         for name in SERVER_ARGS_FIELDS:
-            value, default = getattr(self, name), getattr(DEFAULTS, name)
+            value = getattr(self, name)
+            default = getattr(DEFAULTS, name)
             if not (SETTINGS[name].allowed.holds(value) or value is default is None):
                 raise ValueError(
                     f"{out_of_range(name, value)} Pass a value in that range, or leave the flag "

@@ -116,10 +116,14 @@ class Http(Potential):
             raise ValueError(f"url={url!r}; allowed: http://... or https://...")
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale={scale!r}; allowed: a finite number above 0.")
-        self._url, self._as_log, self._scale = url.rstrip("/") + route, as_log, scale
+        self._url = url.rstrip("/") + route
+        self._as_log = as_log
+        self._scale = scale
         if label < 0:
             raise ValueError(f"label={label!r}; allowed: numbers from 0 on.")
-        self._label, self._model, self._timeout = label, model, timeout
+        self._label = label
+        self._model = model
+        self._timeout = timeout
         self._template = _template_of(template)
         self._whole = self._template if whole_template is None else _template_of(whole_template)
         self._headers = _headers_of(api_key_variable)
@@ -249,7 +253,8 @@ class RegexCount(Potential):
     prefix_is_complete = True
 
     def __init__(self, pattern: str, seconds: float = 0.1) -> None:
-        self._pattern, self._seconds = regex.compile(pattern), seconds
+        self._pattern = regex.compile(pattern)
+        self._seconds = seconds
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
         return [text.args.weight * self._count(text.output) for text in texts]
@@ -315,7 +320,8 @@ class _Product(Potential):
 
 class _Power(Potential):
     def __init__(self, potential: Potential, alpha: float) -> None:
-        self._potential, self._alpha = potential, alpha
+        self._potential = potential
+        self._alpha = alpha
         for name in ("Args", "when", "prefix_is_complete"):
             setattr(self, name, getattr(potential, name))
 

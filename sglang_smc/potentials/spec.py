@@ -224,7 +224,8 @@ def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
 
 def declaration_problems(given: Iterable[str]) -> list[str]:
     """Return what is wrong with the flag's values, a sentence each; import what they name."""
-    found, names = [], []
+    found = []
+    names = []
     for one in given:
         try:
             declaration = Declaration.parse(one)

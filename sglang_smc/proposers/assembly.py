@@ -115,7 +115,8 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | No
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
     """Share the target's embedding with a head, if told to, and the LM head that it lacks."""
-    weights, shared = model.get_embed_and_head(), _SHARED
+    weights = model.get_embed_and_head()
+    shared = _SHARED
     kept: list[tuple[Any, str]] = []
     if kind == "eagle3":
         shared = _SHARED[not embedding : 1 + head.load_lm_head_from_target]
@@ -221,7 +222,8 @@ def assemble(
     runner = draft.model_runner
     model: Any = runner.model
     if kind == "model":
-        num_missing, hot = vocabulary.num_missing(target, draft), vars(model).get("hot_token_id")
+        num_missing = vocabulary.num_missing(target, draft)
+        hot = vars(model).get("hot_token_id")
         forward = ParticleForward(runner, tails, kernels, num_columns)
         leave_rotations(model, forward.attn_backend)
         _fuse(model, forward, skinny)

@@ -130,7 +130,10 @@ class LanguageModel(DraftProposer):
         num_missing: int = 0,
         hot: torch.Tensor | None = None,
     ) -> None:
-        self.forward, self._runner, self._missing, self._hot = forward, runner, num_missing, hot
+        self.forward = forward
+        self._runner = runner
+        self._missing = num_missing
+        self._hot = hot
         self.attn_backend = forward.attn_backend
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:

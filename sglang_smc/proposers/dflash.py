@@ -60,7 +60,8 @@ class BlockForward(ParticleForward):
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Map the last layer's output ``[R, H]`` to logits ``[R, V]`` with the target's LM head."""
-        target, ids = self._target, batch.input_ids
+        target = self._target
+        ids = batch.input_ids
         lm_head = upstream.without_lora(target.lm_head)
         return target.logits_processor(ids, states, lm_head, batch).next_token_logits
 
@@ -71,7 +72,8 @@ class BlockForward(ParticleForward):
             states: ``[R, F]`` hidden states of the target.
             positions, slots: ``[R]`` positions of their tokens, and destination KV slots.
         """
-        model, pool = self._model, self.attn_backend.token_to_kv_pool
+        model = self._model
+        pool = self.attn_backend.token_to_kv_pool
         context = model.project_target_hidden(states)
         positions = positions.clamp_max(self._last_position)
         for layer in model.layers:
@@ -98,7 +100,9 @@ class BlockHead(DraftProposer):
     ) -> None:
         self.attn_backend = forward.attn_backend
         self._forward = forward
-        self._mask, self._first, self._markov = mask, first, markov
+        self._mask = mask
+        self._first = first
+        self._markov = markov
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:

@@ -42,7 +42,8 @@ from sglang_smc.smc.ledger import KVLocations, Ledger
 class EagleForward(ParticleForward):
     """An EAGLE head over particles; arguments as in `ParticleForward`."""
 
-    _first_key, _captured = 1, CaptureHiddenMode.FULL
+    _first_key = 1
+    _captured = CaptureHiddenMode.FULL
     _states: torch.Tensor  # [rows, F] of the target, or [rows, H] of the head itself, of a pass
 
     def pair_logits(
@@ -58,7 +59,8 @@ class EagleForward(ParticleForward):
             Logits ``[G, N, draft vocabulary]``, and the head's own states ``[G, N, H]``.
         """
         self._states = states.flatten(0, 1)
-        output, shape = self._run(ForwardMode.DECODE, chains), chains.starts.shape
+        output = self._run(ForwardMode.DECODE, chains)
+        shape = chains.starts.shape
         own = output.hidden_states.unflatten(0, shape)
         return output.next_token_logits.unflatten(0, shape), own
 
@@ -137,9 +139,13 @@ class EagleHead(DraftProposer):
         ledger: Ledger,
         num_particles: int,
     ) -> None:
-        self._forward, self._table, self._target = forward, table, target
-        self._hot, self._vocab_size = hot, vocab_size
-        self._ledger, self._num_particles = ledger, num_particles
+        self._forward = forward
+        self._table = table
+        self._target = target
+        self._hot = hot
+        self._vocab_size = vocab_size
+        self._ledger = ledger
+        self._num_particles = num_particles
         self.attn_backend = forward.attn_backend
         self._own: torch.Tensor  # [G, N, H] states of the running round
 
@@ -201,7 +207,8 @@ class EagleHead(DraftProposer):
         context = forward_context(ForwardContext(attn_backend=attention))
         with suppress(KeysWritten), context, torch.no_grad():
             self._forward.read_batch(pairs)
-        rows, last = batch.req_pool_indices, ends - 1
+        rows = batch.req_pool_indices
+        last = ends - 1
         self._table.unread.index_fill_(0, rows, 0)
         self._table.keep_prompts(
             target.out_cache_loc[last].long(),

@@ -94,7 +94,8 @@ class StateTable(NamedTuple):
         cls, ledger: Ledger, *, num_columns: int, width: int, dtype: torch.dtype
     ) -> "StateTable":
         """Return a table of zeros for the particles and KV slots of a ledger."""
-        num_rows, ring = len(ledger.table), num_columns + 2
+        num_rows = len(ledger.table)
+        ring = num_columns + 2
         num_states = len(ledger.tails) * num_columns + num_rows * ring
         states = torch.zeros(num_states, width, dtype=dtype, device=ledger.device)
         readers = torch.zeros_like(ledger.rank).long()
@@ -114,7 +115,9 @@ class StateTable(NamedTuple):
 
     def keep_single(self, chains: Chains, states: torch.Tensor) -> None:
         """Keep a token of each of G requests for `take_unread`, and the states ``[G, F]`` there."""
-        rows, slots, starts = chains.locations.rows, chains.slots.flatten(), chains.starts.flatten()
+        rows = chains.locations.rows
+        slots = chains.slots.flatten()
+        starts = chains.starts.flatten()
         place = self._in_ring(rows, starts)
         self.tokens.index_copy_(0, place, chains.tokens.flatten())
         added = (slots > 0).long()  # none of a sequence that has ended
@@ -130,7 +133,8 @@ class StateTable(NamedTuple):
         Returns:
             Chains ``[R, 1, U]``, U up to B - 1, and the hidden states before their tokens.
         """
-        counts, particle_rows = self.unread[rows].unsqueeze(1), ledger.particle_rows(rows, 1)
+        counts = self.unread[rows].unsqueeze(1)
+        particle_rows = ledger.particle_rows(rows, 1)
         starts = (self.ends[rows].unsqueeze(1) - counts).clamp_min(1)  # [R, 1]
         is_cpu = rows.device.type == "cpu"  # elsewhere this would be a wait
         longest = max(int(counts.max()), 1) if is_cpu else self.num_columns + 1

@@ -94,7 +94,8 @@ class CutHead(torch.nn.Module):
         hot: torch.Tensor,
     ) -> None:
         super().__init__()
-        self._hot, self._num_ranks = hot, 1
+        self._hot = hot
+        self._num_ranks = 1
         table: Any = head.weight
         if isinstance(head, VocabParallelEmbedding):
             self._num_ranks = head.tp_size

@@ -48,7 +48,8 @@ def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
 
     Raises ValueError where SGLang cannot compile its cache.
     """
-    depth, num_nodes = server_args.speculative_ngram_max_trie_depth, config.num_steps + 1
+    depth = server_args.speculative_ngram_max_trie_depth
+    num_nodes = config.num_steps + 1
     try:
         from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
@@ -95,9 +96,11 @@ class Corpus:
         These are tokens of its prompt and of its shared output. The tokens before them are
         inserted again, so that runs across the boundary are stored, too.
         """
-        prompt, answer = req.origin_input_ids, [*shared_ids(req), *new]
+        prompt = req.origin_input_ids
+        answer = [*shared_ids(req), *new]
         state = state_of(req)
-        num_read, length = state.kept.get(Corpus, 0), len(prompt) + len(answer)
+        num_read = state.kept.get(Corpus, 0)
+        length = len(prompt) + len(answer)
         if length > num_read:
             start = max(num_read - self._depth + 1, 0)
             answer_start = max(start - len(prompt), 0)
@@ -120,7 +123,8 @@ class Corpus:
         tails = population._replace(texts=population.texts.cpu(), lengths=population.lengths.cpu())
         nothing = np.zeros((1, self._num_nodes), dtype=np.int64)
         places, contexts = self._places(reqs, tails)
-        tokens, parents = nothing, nothing + NONE
+        tokens = nothing
+        parents = nothing + NONE
         if contexts:
             found = self._match(contexts)
             tokens, parents = (

@@ -41,7 +41,8 @@ class PromptAttention(PoolAttention):
         assert softmax.sinks is None, "heads have none"
         table = self.req_to_token_pool.req_to_token
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
-        output, first = torch.zeros_like(query), 0
+        output = torch.zeros_like(query)
+        first = 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):
             rows = slice(first + (known == 0), first + new)  # without the sequence's first token
             first += new

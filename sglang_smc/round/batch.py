@@ -227,8 +227,10 @@ class Tables(NamedTuple):
             num_slots: size of the KV pool, the padding page included.
             vocab_size: V, of the target's logits.
         """
-        num_rows, num_particles = len(req_to_token), config.num_particles
-        max_tail, tail_width = arena.max_tail(config), arena.tail_width(config)
+        num_rows = len(req_to_token)
+        num_particles = config.num_particles
+        max_tail = arena.max_tail(config)
+        tail_width = arena.tail_width(config)
         tails = torch.zeros(num_rows * num_particles, tail_width, dtype=torch.int32, device=device)
         tables = cls(
             requests=RequestTable(num_rows, vocab_size, device),
@@ -262,7 +264,8 @@ class Tables(NamedTuple):
 
         Row 0 keeps them: SGLang's padding row fills up batches of captured rounds.
         """
-        params, num_particles = SamplingParams(max_new_tokens=1), config.num_particles
+        params = SamplingParams(max_new_tokens=1)
+        num_particles = config.num_particles
         start = Start(0, 0, params, request_config(config, None), frozenset())
         self.requests.write([start._replace(row=row) for row in range(num_rows)])
         device = self.ledger.device

@@ -42,7 +42,8 @@ class Server(NamedTuple):
                 return self._capture_what_fits(ranks)
             except Exception as error:
                 graph.explain_failure(error, self.config, ranks, self.device)
-        vocab_size, free = self.tables.requests.vocab_size, ranks.free_bytes
+        vocab_size = self.tables.requests.vocab_size
+        free = ranks.free_bytes
         room = graph.room_of(self.config, vocab_size, free, records=False)
         return Captures(launched=room.launched)
 
@@ -68,7 +69,9 @@ class Server(NamedTuple):
 
     def record(self, record: Record, ranks: Ranks) -> graph.Recordings:
         """Capture rounds; unused groups of a batch run on SGLang's padding row."""
-        play, config, device = self.round.play, self.config, self.device
+        play = self.round.play
+        config = self.config
+        device = self.device
         recordings = graph.record_rounds(
             play, config, self.sizes, self.tables, device, record, ranks
         )
@@ -78,7 +81,8 @@ class Server(NamedTuple):
 
 def graph_sizes(server_args: Arguments) -> list[int]:
     """Return the batch sizes to capture: SGLang's own, up to the most requests that can run."""
-    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
+    graphs = server_args.cuda_graph_config
+    largest = server_args.max_running_requests
     assert graphs is not None and largest is not None
     sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
     return sorted({min(size, largest) for size in sizes})

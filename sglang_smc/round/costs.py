@@ -28,9 +28,12 @@ AnyCosts = Costs | RoundCosts
 T = TypeVar("T")
 
 # Rows of a target pass, beyond which costs are linear: on a GPU, passes that memory bounds end.
-_MOST_ROWS, _MOST_ROWS_OF_CPU = 2048, 512
+_MOST_ROWS = 2048
+_MOST_ROWS_OF_CPU = 512
 _REPEATS = 3
-_READ, _LENGTH = 16, 1024  # requests and tokens of each, by which the cost of reading is measured
+# Requests and tokens of each, by which the cost of reading is measured.
+_READ = 16
+_LENGTH = 1024
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
@@ -170,7 +173,8 @@ def _reading_of(
     They are those of the target's pass, and of K draft passes, whatever N is. The first rows of the
     tables, which no request has yet, get long sequences of slots apart.
     """
-    ledger, device = tables.ledger, str(tables.ledger.device)
+    ledger = tables.ledger
+    device = str(tables.ledger.device)
     rows = torch.arange(min(_READ, most_requests), device=device)
     length = min(_LENGTH, ledger.table.shape[1] // 2)
     slots = torch.arange(len(rows) * length, device=device) % len(ledger.rank)

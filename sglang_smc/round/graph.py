@@ -146,7 +146,8 @@ class RoundGraphs:
         self._play(self._padding(size), self.shape)
 
     def record(self, size: int, record: Record) -> None:
-        inputs, padding = self._padding(size), self._padding(size)
+        inputs = self._padding(size)
+        padding = self._padding(size)
         outcome, replay = record(lambda: self._play(inputs, self.shape))
         self._recorded[size] = Captured(inputs, padding, outcome, replay)
 
@@ -275,7 +276,8 @@ def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> 
     kinds = Kinds.of(config, recorded_logprobs(vocab_size))
 
     def of(shape: RoundShape, mixes: bool = False) -> int:
-        verifies, num_steps = Need.VERIFIES in shape.needs, shape.num_steps
+        verifies = Need.VERIFIES in shape.needs
+        num_steps = shape.num_steps
         return round_bytes(
             shape.num_particles, num_steps, vocab_size, verifies=verifies, mixes=mixes
         )

@@ -46,7 +46,9 @@ class Handover:
 
     def order_pages(self, req: Req, *, keeps: bool) -> None:
         """Put a row that rounds have had into the order of pages, and move its KV if ``keeps``."""
-        kv, page, end = upstream.kv_of(req), self.page_size, upstream.allocated(req)
+        kv = upstream.kv_of(req)
+        page = self.page_size
+        end = upstream.allocated(req)
         start = max(kv.cache_protected_len, len(req.origin_input_ids) // page * page)
         # Before the first round a row ends with its text, and is in order.
         if find_state(req) is None or end <= start or end % page:

@@ -31,10 +31,14 @@ def play_plainly(
     Args:
         models: the target and `play.Round.routed`; others are as in `play.Round.play`.
     """
-    (target, routed), (rows, committed, known) = models, inputs
-    particles, ledger, ops = tables.particles, tables.ledger, tables.ops
+    target, routed = models
+    rows, committed, known = inputs
+    particles = tables.particles
+    ledger = tables.ledger
+    ops = tables.ops
     pair, ended, position = particles.gather_single(rows)
-    last, starts = pair[:, 1], committed.unsqueeze(1)  # [G], [G, 1]
+    last = pair[:, 1]  # [G]
+    starts = committed.unsqueeze(1)  # [G, 1]
     settings = tables.requests.gather(rows)
     own = ledger.particle_rows(rows, 1)  # [G, 1]
     locations = KVLocations(rows, committed, own, shape.max_tail + 1)
@@ -51,7 +55,8 @@ def play_plainly(
         settings.greedy if Need.GREEDY in shape.needs else None,
         settings.filters if Need.FILTERS in shape.needs else None,
     )
-    seeds, places = ops.round_seeds(settings.seeds, position), position.unsqueeze(1)  # [G, 1]
+    seeds = ops.round_seeds(settings.seeds, position)
+    places = position.unsqueeze(1)  # [G, 1]
     drawn, log_p = p.sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
     goes_on = ~ended
     grows = goes_on & ~log_p.squeeze(1).isnan()
@@ -59,7 +64,9 @@ def play_plainly(
     pair = torch.stack([torch.where(grows, last, pair[:, 0]), token], dim=1)
     ends = settings.ends(drawn.unsqueeze(2), places.unsqueeze(2)).flatten()
     particles.scatter_single(rows, pair, ~grows | ends, position + grows)
-    weighs, failed, counts = settings.weighs, goes_on ^ grows, grows.long()
+    weighs = settings.weighs
+    failed = goes_on ^ grows
+    counts = grows.long()
     if shape.budget is not None:
         *_, is_exact = known.unbind()
         weighs = weighs & (is_exact == 0)

@@ -155,7 +155,8 @@ class Round:
         num_particles = max(map(max, sizes))
         wider = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, population = self._load_round(inputs, wider, reqs)
-        settings, present = batch.settings, population.present
+        settings = batch.settings
+        present = population.present
         place = torch.arange(present.shape[1], device=present.device)
         ancestors, log_weights, log_evidence = weighing.resample(
             population.log_weights,
@@ -166,7 +167,8 @@ class Round:
             after=place < settings.num_particles.unsqueeze(1),
         )
         # The draft may have yet to read the last token with KV, in the particle's row: `unread`.
-        rows, first = inputs.rows, inputs.committed - 1
+        rows = inputs.rows
+        first = inputs.committed - 1
         self._tables.ledger.descend(rows, first, ancestors, shape.max_tail)
         resampled = population.resample(ancestors, log_weights, log_evidence)
         resized = resampled.resize(settings.num_particles)
@@ -177,7 +179,9 @@ class Round:
         self, inputs: RoundInputs, shape: RoundShape, reqs: Sequence[Req]
     ) -> tuple[Batch, Population]:
         """Read the batch and its particles from the tables."""
-        tables, rows, needs = self._tables, inputs.rows, shape.needs
+        tables = self._tables
+        rows = inputs.rows
+        needs = shape.needs
         settings = tables.requests.gather(rows)
         if shape.budget is not None:
             _, num_particles, num_steps, is_exact = inputs.known.unbind()
@@ -213,7 +217,8 @@ class Round:
         self, inputs: RoundInputs, shape: RoundShape, settings: Settings, population: Population
     ) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
-        ledger, (rows, committed, known) = self._tables.ledger, inputs
+        ledger = self._tables.ledger
+        rows, committed, known = inputs
         wanted = Wanted(
             rows=rows,
             committed=committed,
@@ -246,12 +251,15 @@ class Round:
     ) -> Edits:
         """Return the logit edits of the sequences before the round, of lengths ``starts``."""
         # The last emitted token is not in the counts: particles may differ in a first token.
-        texts, lengths, table = before.texts[:, :, 1:], before.lengths + 1, self._tables.edits
+        texts = before.texts[:, :, 1:]
+        lengths = before.lengths + 1
+        table = self._tables.edits
         return table.of(reqs, settings.rows, settings, starts=starts, texts=texts, lengths=lengths)
 
     def _rules(self, reqs: Sequence[Req], before: Population) -> TextRules:
         """Return the rules of the sequences before the round."""
-        vocab_size, device = self._tables.requests.vocab_size, before.lengths.device
+        vocab_size = self._tables.requests.vocab_size
+        device = before.lengths.device
         return TextRules.of(list(reqs), before, vocab_size, device)
 
     def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
@@ -268,10 +276,15 @@ class Round:
         stages: Stages,
     ) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round."""
-        tables, rows, needs = self._tables, inputs.rows, shape.needs
+        tables = self._tables
+        rows = inputs.rows
+        needs = shape.needs
         logprobs = tables.particles.logprobs
-        decision, continued, end = stages.decision, stages.continued, stages.end
-        narrowed, texts = end.population, end.population.texts[:, 0]
+        decision = stages.decision
+        continued = stages.continued
+        end = stages.end
+        narrowed = end.population
+        texts = end.population.texts[:, 0]
         counts = end.num_to_emit()
         tables.ledger.commit(
             Arenas(rows, inputs.committed, inputs.known[0]),

@@ -57,10 +57,12 @@ def chunks(
         while start < end:
             stop = min(start + room, end)
             spans.append((which, start, stop))
-            start, room = stop, room - (stop - start)
+            room -= stop - start
+            start = stop
             if room == 0:
                 yield spans
-                spans, room = [], most
+                spans = []
+                room = most
     if spans:
         yield spans
 
@@ -94,13 +96,15 @@ class Prefill:
         )
         if self._draft.wants_states:
             forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
-        draws, positions = not batch.is_prefill_only, forward_batch.positions.clone()
+        draws = not batch.is_prefill_only
+        positions = forward_batch.positions.clone()
         result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
         forward_batch.positions = positions  # Gemma 3 with images adds 1 in place
         output = result.logits_output
         assert isinstance(output, LogitsProcessorOutput), "there is one pipeline stage alone"
         # Used only here: SGLang would copy the hidden states to the host.
-        states, output.hidden_states = output.hidden_states, None
+        states = output.hidden_states
+        output.hidden_states = None
         draft_logits = self._draft.read_prompts(batch, forward_batch, states)
         if draws:
             self._init_from_prompt(batch)
@@ -149,8 +153,11 @@ class Prefill:
     ) -> None:
         """Run the draft over tokens from ``starts`` ``[R]`` on, a round's width at a time."""
         # More than K + 1 tokens where the host is a round behind.
-        ledger, width, longest = self._tables.ledger, self._num_columns, max(map(len, tokens))
-        device, particle_rows = ledger.device, ledger.particle_rows(rows, 1)
+        ledger = self._tables.ledger
+        width = self._num_columns
+        longest = max(map(len, tokens))
+        device = ledger.device
+        particle_rows = ledger.particle_rows(rows, 1)
         padded = on_device(device, [of + [0] * (longest - len(of)) for of in tokens])  # [R, L]
         lengths = on_device(device, [len(of) for of in tokens])
         for done, some in zip(range(0, longest, width), padded.split(width, 1), strict=True):
@@ -173,7 +180,9 @@ class Prefill:
         Returns:
             The tokens, and a `Failure` code ``[G]`` where either model's logits are invalid.
         """
-        tables, reqs, rows = self._tables, batch.reqs, batch.req_pool_indices
+        tables = self._tables
+        reqs = batch.reqs
+        rows = batch.req_pool_indices
         logits = output.next_token_logits
         assert logits is not None, "there is one pipeline stage alone"
         device = logits.device
@@ -213,7 +222,8 @@ class Prefill:
         A prefill server has sent the target's KV and last tokens ``first`` ``[G]``, samples of p;
         the draft reads the texts here. Retracted requests begin with their own last token.
         """
-        reqs, rows = batch.reqs, batch.req_pool_indices
+        reqs = batch.reqs
+        rows = batch.req_pool_indices
         self._read_transferred(batch)
         tokens = [req.output_ids.pop() for req in reqs]  # as in a prefill here
         settings, num_emitted, carried = self._start(reqs, rows, budget)
@@ -230,22 +240,29 @@ class Prefill:
         size = get_schedule().chunked_prefill_size
         most = size if size and size > 0 else _LONGEST_CHUNK
         texts = [[*req.origin_input_ids, *req.output_ids] for req in batch.reqs]
-        table, device = batch.req_to_token_pool.req_to_token, batch.device
-        part, target = copy(batch), cast(ForwardBatch, None)  # heads alone read the target's pass
-        part.forward_mode, part.spec_info = ForwardMode.EXTEND, None
+        table = batch.req_to_token_pool.req_to_token
+        device = batch.device
+        part = copy(batch)
+        target = cast(ForwardBatch, None)  # heads alone read the target's pass
+        part.forward_mode = ForwardMode.EXTEND
+        part.spec_info = None
         for spans in chunks(batch.prefix_lens, batch.seq_lens_cpu.tolist(), most):
             which, starts, ends = map(list, zip(*spans, strict=True))
             part.reqs = [batch.reqs[group] for group in which]
             rows = [req.kv.req_pool_idx for req in part.reqs]
             ids = [token for group, start, end in spans for token in texts[group][start:end]]
             slots = [table[row, s:e] for row, s, e in zip(rows, starts, ends, strict=True)]
-            part.req_pool_indices_cpu, part.seq_lens_cpu = torch.tensor(rows), torch.tensor(ends)
+            part.req_pool_indices_cpu = torch.tensor(rows)
+            part.seq_lens_cpu = torch.tensor(ends)
             part.req_pool_indices, part.seq_lens = on_device(device, [rows, ends]).unbind(0)
-            part.orig_seq_lens, part.seq_lens_sum = part.seq_lens, sum(ends)
-            part.prefix_lens, part.extend_num_tokens = starts, len(ids)
+            part.orig_seq_lens = part.seq_lens
+            part.seq_lens_sum = sum(ends)
+            part.prefix_lens = starts
+            part.extend_num_tokens = len(ids)
             part.extend_lens = [len(found) for found in slots]
             part.extend_logprob_start_lens = [0] * len(which)
-            part.input_ids, part.out_cache_loc = on_device(device, ids), torch.cat(slots).long()
+            part.input_ids = on_device(device, ids)
+            part.out_cache_loc = torch.cat(slots).long()
             self._draft.read_prompts(part, target, None)
 
     def _start(
@@ -256,8 +273,10 @@ class Prefill:
         Returns:
             Their settings, output tokens so far ``[G]``, and counters ``[G, len(Counters)]``.
         """
-        tables, device = self._tables, rows.device
-        begun, least = self._states.begin(reqs, budget), self._draft.least_temperature
+        tables = self._tables
+        device = rows.device
+        begun = self._states.begin(reqs, budget)
+        least = self._draft.least_temperature
         starts = [start._replace(least_temperature=least) for start in begun]
         tables.requests.write(starts)
         tables.edits.begin(reqs, [start.row for start in starts])
@@ -307,7 +326,8 @@ class Prefill:
             log_p: ``[G, V]`` normalised.
             num_emitted: ``[G]`` output tokens before this one.
         """
-        num_particles, own = self._tables.particles.num_particles, self._tables.ops
+        num_particles = self._tables.particles.num_particles
+        own = self._tables.ops
         places = num_emitted.unsqueeze(1).repeat(1, num_particles)  # [G, N]
         numbers = own.uniforms(settings.seeds, places, Purpose.BONUS)
         row = torch.arange(len(log_p), device=log_p.device)
@@ -315,14 +335,16 @@ class Prefill:
         if not any(map(has_open_token, reqs)):
             return shared, torch.zeros_like(shared, dtype=torch.bool)
         particle = torch.arange(num_particles, device=log_p.device)
-        present, nothing = particle < settings.num_particles.unsqueeze(1), torch.zeros_like(places)
+        present = particle < settings.num_particles.unsqueeze(1)
+        nothing = torch.zeros_like(places)
         same_text = own.same_text(nothing.unsqueeze(2), nothing, present)
         numbers, _ = own.stratify(numbers, same_text)
         row = row.repeat_interleave(num_particles)
         drawn = sample(log_p, numbers.flatten(), row).view_as(numbers)
         is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])
         tokens = torch.where(is_open, drawn, shared)
-        cells, positions = tokens.unsqueeze(2), num_emitted.view(-1, 1, 1)  # [G, N, 1]
+        cells = tokens.unsqueeze(2)  # [G, N, 1]
+        positions = num_emitted.view(-1, 1, 1)
         ends = rules.ends(settings.ends(cells, positions), cells, None).squeeze(2)
         return tokens, ends & is_open  # SGLang itself checks a shared token for an end
 

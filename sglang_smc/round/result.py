@@ -145,7 +145,8 @@ class SMCBatchResult(GenerationBatchResult):
         """Copy the outcome to the host, on the copy stream, then what else SGLang has."""
         if self.outcome.tokens.device.type != "cpu":
             self.outcome = on_host(self.outcome)
-        self.next_token_ids, self.accept_lens = self.outcome.tokens.flatten(), self.outcome.counts
+        self.next_token_ids = self.outcome.tokens.flatten()
+        self.accept_lens = self.outcome.counts
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(
@@ -165,8 +166,10 @@ class SMCBatchResult(GenerationBatchResult):
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
         process.active.ranks.add(tokens)
-        kept, failures = outcome.num_correct_drafts.tolist(), outcome.failure.tolist()
-        self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
+        kept = outcome.num_correct_drafts.tolist()
+        failures = outcome.failure.tolist()
+        self.num_correct_drafts = sum(kept)
+        self.num_correct_drafts_per_req_cpu = kept
         if outcome.logprobs is not None:
             assert self.logits_output is not None
             deliver(self.logits_output, outcome.logprobs.tails, list(map(len, tokens)), batch.reqs)
@@ -186,11 +189,13 @@ class SMCBatchResult(GenerationBatchResult):
         self, group: int, req: "Req", num_kept: int, emitted: list[int], totals: list[float]
     ) -> None:
         """Add one request's round to its state and to the server's statistics."""
-        state, outcome = state_of(req), self.outcome
+        state = state_of(req)
+        outcome = self.outcome
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
-        config, replayed = state.config, self.can_run_cuda_graph
+        config = state.config
+        replayed = self.can_run_cuda_graph
         played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
         self.monitor.add(played)
         if self.policy is not None:
@@ -225,7 +230,8 @@ class SMCBatchResult(GenerationBatchResult):
         assert self.accept_lens is not None
         for i, req in enumerate(reqs):
             if live[i] and totals[i][-1] == -math.inf and registry.end_stuck(req):
-                self.accept_lens[i], live[i] = 0, False
+                self.accept_lens[i] = 0
+                live[i] = False
 
 
 def _set_aside(req: "Req") -> tuple[int, list[int]]:

@@ -54,8 +54,10 @@ class Stages(NamedTuple):
             return values[group, :size]
 
         begins = of(self.revalued.last_emitted).tolist() if self.begins[group] else None
-        ancestors, weighed = of(self.decision.ancestors).tolist(), of(self.decision.weighed)
-        narrowed_to, potentials = of(self.end.ancestors).tolist(), None
+        ancestors = of(self.decision.ancestors).tolist()
+        weighed = of(self.decision.weighed)
+        narrowed_to = of(self.end.ancestors).tolist()
+        potentials = None
         before = base = of(self.start.log_weights)
         if self.revalued.scores is not None and state.potentials:
             base = of(self.revalued.log_weights)
@@ -116,7 +118,8 @@ class Stages(NamedTuple):
         if self.failure[group] > 0:
             return "failure"
         decision = self.decision
-        drafted, kept = self.drafts.up_to_end[group].sum(1), decision.num_kept[group]
+        drafted = self.drafts.up_to_end[group].sum(1)
+        kept = decision.num_kept[group]
         if not config.weighs:
             winner = ancestors[0]
             return "none" if kept[winner] >= drafted[winner] else "verification"

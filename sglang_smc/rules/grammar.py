@@ -95,7 +95,9 @@ class _Cost(msgspec.Struct):
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Measure what is done within the block."""
-        begun, num_texts, collects = time.thread_time(), _Text.num_made, gc.isenabled()
+        begun = time.thread_time()
+        num_texts = _Text.num_made
+        collects = gc.isenabled()
         gc.disable()  # a collection takes CPU time of whichever thread allocates
         try:
             yield
@@ -144,7 +146,9 @@ class Grammar(LogitsRule):
     def __init__(self, texts: BatchTexts) -> None:
         reqs, population, vocab_size, device = texts
         _end_slow(reqs)
-        self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
+        self._reqs = reqs
+        self._vocab_size = vocab_size
+        self._device = device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
         self._costs = [_Cost() for _ in reqs]
@@ -277,7 +281,8 @@ def _mark_ends(
     group: int,
 ) -> None:
     """Mark in ``ends`` ``[N, C]`` the candidates that end the text of a request's grammar."""
-    stops, known = stop_ids(_grammar(req)), ends.tolist()
+    stops = stop_ids(_grammar(req))
+    known = ends.tolist()
     beyond = _tails(req, population, group, len(candidates))
     assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
     for particle, both in enumerate(zip(candidates, known, strict=True)):

@@ -178,7 +178,8 @@ class Potentials(Scorer):
         return {group: self._scores(group, req) for group, req in self._reqs.items()}
 
     def _scores(self, group: int, req: Req) -> GroupScores:
-        particles, specs = self._particles[group], state_of(req).potentials
+        particles = self._particles[group]
+        specs = state_of(req).potentials
         if req.to_finish:  # with an error: some values are missing
             return GroupScores.none(len(particles))
         log_values = [one and one.log_value(specs) for one in particles]
@@ -222,7 +223,8 @@ class Potentials(Scorer):
 def _particles(req: Req, population: Population, group: int) -> list[_Particle | None]:
     """Return one request's particles, None for absent ones and those of weight zero."""
     tree: PrefixTree = state_of(req).kept[Potentials]
-    shared, tails = shared_ids(req), tails_of(req, population, group)
+    shared = shared_ids(req)
+    tails = tails_of(req, population, group)
     ended = population.ended[group].tolist()
     weighs = (population.present[group] & population.log_weights[group].isfinite()).tolist()
     each = zip(tails, tree.nodes(shared, tails), ended, weighs, strict=True)
@@ -245,7 +247,8 @@ def _queries_of(
             continue
         key = index, one.has_ended
         if key not in node.values and (node, key) not in found:
-            output_ids, args = one.output_ids[: node.length], state.potentials[index].args
+            output_ids = one.output_ids[: node.length]
+            args = state.potentials[index].args
             text = Text(tree.prompt_ids, output_ids, args, tree.decode)
             found[node, key] = Query(text, one.has_ended, group)
     return found
@@ -256,5 +259,6 @@ def _names(req: Req) -> str:
 
 
 def _end(req: Req, missing: MissingValue) -> None:
-    late, broken = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR
+    late = HTTPStatus.SERVICE_UNAVAILABLE
+    broken = HTTPStatus.INTERNAL_SERVER_ERROR
     end_request(req, missing.message, late if missing.is_late else broken)

@@ -100,7 +100,8 @@ class TextRules:
         Args:
             like: ``[G, N]``, on the device of the result.
         """
-        size, nothing = (len(reqs), like.shape[1]), GroupScores.none(like.shape[1])
+        size = (len(reqs), like.shape[1])
+        nothing = GroupScores.none(like.shape[1])
         log_values = torch.full(size, math.nan, dtype=torch.float64, device="cpu")
         complete = torch.ones(size, dtype=torch.bool, device="cpu")
         for scorer in self._scorers:

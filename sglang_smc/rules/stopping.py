@@ -149,7 +149,9 @@ def first_match(req: Req, tail: list[int], new_tokens: list[int]) -> int | None:
         tail: the particle's tokens beyond it.
         new_tokens: candidates to append.
     """
-    shared, patterns, decode = shared_ids(req), _patterns(req), decoder_of(req)
+    shared = shared_ids(req)
+    patterns = _patterns(req)
+    decode = decoder_of(req)
     window = req.sampling_params.stop_str_max_len + 1  # tokens that a stop string spans, by SGLang
     lineage = [*shared[-window:], *tail]
     found = patterns.first_match(shared, tail, new_tokens) if patterns else None

@@ -134,7 +134,8 @@ def _has_lora(server_args: Arguments) -> bool:
 
 def _widest_heads(server_args: Arguments) -> int | None:
     """Return the largest head dimension of the kernels, or None where none run."""
-    kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
+    kernels = server_args.speculative_smc_kernels or "auto"
+    device = server_args.device or "cuda"
     # Invalid kernels are reported by `SMCConfig`; those on a CPU are interpreted.
     is_other = kernels not in KERNELS or (kernels == "triton" and device == "cpu")
     if is_other or kind_of(kernels, device) == "torch":
@@ -165,7 +166,8 @@ def _setting_problems(server_args: Arguments) -> Iterator[str]:
     else:
         yield from _kernel_problems(config, server_args)
     yield from refusals.potential_problems(server_args) or presets.preset_problems(server_args)
-    given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
+    given = server_args.speculative_num_draft_tokens
+    expected = config.num_steps + 1
     if given not in (None, expected):
         yield (
             f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
@@ -203,7 +205,8 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
             "matches, where drafts are verified. A target with an MTP layer needs none: "
             f"{' or '.join(MTP)}."
         )
-    tokens, view = server_args.speculative_token_map, resolved_view(server_args)
+    tokens = server_args.speculative_token_map
+    view = resolved_view(server_args)
     if tokens is not None and (path is None or reads_states(view)):
         yield (
             f"--speculative-token-map is {tokens!r}; allowed: with a language model as the draft, "

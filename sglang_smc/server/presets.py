@@ -23,7 +23,8 @@ from sglang_smc.options.server import FIELDS, SMCConfig, flag_of, out_of_range
 from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
 
-FLAG, FIELD = flag_of("presets"), FIELDS["presets"]
+FLAG = flag_of("presets")
+FIELD = FIELDS["presets"]
 
 Presets = Mapping[str, dict[str, Any]]
 
@@ -90,7 +91,8 @@ def put_in_place(
     """
     if request.lora_id is not None:  # SGLang would hand it on, to a scheduler that may lack it
         raise ValueError(f"lora_id is {request.lora_id!r:.100}; send a name, as lora_path.")
-    names, params = request.lora_path, request.sampling_params
+    names = request.lora_path
+    params = request.sampling_params
     if not names:
         return
     is_batch = isinstance(names, list) or isinstance(params, list)
@@ -106,7 +108,8 @@ def put_in_place(
 
 def _with(params: Any, name: str | None, found: Any, server: SMCConfig) -> dict[str, Any]:
     """Return sampling parameters with a preset merged in; the caller's are not modified."""
-    params, preset = params or {}, found.get(name)
+    params = params or {}
+    preset = found.get(name)
     if preset is None:
         return params
     custom = params.get("custom_params") or {}

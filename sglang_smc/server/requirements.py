@@ -194,14 +194,17 @@ def _ngram_problems(view: Any) -> Iterator[str]:
         )
         return
     for field, allowed in _NGRAM.items():
-        value, values, flag = getattr(view, field), allowed(view), field.replace("_", "-")
+        value = getattr(view, field)
+        values = allowed(view)
+        flag = field.replace("_", "-")
         if not values.holds(value):
             yield f"--{flag} is {value!r}; allowed: {values.words}. Leave it out."
 
 
 def _draft_problems(view: Any) -> Iterator[str]:
     """Yield settings of the draft alone that differ from the target's."""
-    given, of_target = view.speculative_moe_runner_backend, view.moe_runner_backend
+    given = view.speculative_moe_runner_backend
+    of_target = view.moe_runner_backend
     if given not in (None, of_target):
         yield (
             f"--speculative-moe-runner-backend is {given!r}; allowed: {of_target!r}, as "

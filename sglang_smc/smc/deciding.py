@@ -72,7 +72,9 @@ class Weigh(Decider):
     """Weigh by log p - log q up to each particle's end, and resample where the ESS is low."""
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        block, p, log_p = scored.block, scored.p, scored.log_p
+        block = scored.block
+        p = scored.p
+        log_p = scored.log_p
         if p.log_mass is not None:  # weights compare p before masks with q under them
             block = block._replace(log_p=(log_p + p.log_mass.view_as(log_p))[:, :, :-1])
         return _next_rows(scored, ops.reweight_and_resample(block))
@@ -215,7 +217,8 @@ def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:
 
 def _next_rows(scored: Scored, decision: Decision) -> Decided:
     """Return a decision with each particle's row of p: that of its ancestor's next token."""
-    p, log_p = scored.p, scored.log_p
+    p = scored.p
+    log_p = scored.log_p
     first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
     next_row = (first + decision.num_columns).unsqueeze(1)
     row = torch.add(next_row, decision.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
@@ -259,7 +262,8 @@ def _verified(
     Args:
         num_steps: ``[G, N]`` of each chain, at most.
     """
-    drafts, uniforms = scored.drafts, scored.accept_uniforms
+    drafts = scored.drafts
+    uniforms = scored.accept_uniforms
     assert drafts.q is not None and uniforms is not None, "kept where some group verifies"
     uniforms = uniforms.view(*shape[:2])[:, 0]
     lengths = drafts.up_to_end.sum(2).minimum(num_steps).view(*shape[:2])
@@ -291,7 +295,8 @@ def one_lineage(population: Population, kept: verification.Kept) -> Decision:
     Args:
         kept: the kept columns of each group's winner.
     """
-    present, log_weights = population.present, population.log_weights
+    present = population.present
+    log_weights = population.log_weights
     itself = torch.arange(present.shape[1], device=present.device)
     never = torch.zeros_like(kept.by_block)
     # A particle that was drawn when its group became smaller may have ended before the round.

@@ -144,7 +144,9 @@ class TokenDistribution(NamedTuple):
 
     def at(self, draws: slice | torch.Tensor) -> "TokenDistribution":
         """Return the distributions of some of the draws, of their numbers ``[M]`` int64."""
-        size, rows, greedy = self.num_draws, self.rows, self.greedy
+        size = self.num_draws
+        rows = self.rows
+        greedy = self.greedy
         if rows is None:
             rows = torch.arange(size, device=self.scores.device)
         return self._replace(
@@ -223,7 +225,9 @@ class TokenDistribution(NamedTuple):
             where = mine.unsqueeze(1)
             return torch.where(where, yes.view(len(mine), -1), no.view(len(mine), -1)).flatten()
 
-        masses, rejects, left = self.log_mass, self.rejects, self.left
+        masses = self.log_mass
+        rejects = self.rejects
+        left = self.left
         if masses is not None and other.log_mass is not None:
             masses = either(other.log_mass, masses)
         if rejects is not None and other.rejects is not None:

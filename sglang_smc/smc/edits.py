@@ -62,11 +62,13 @@ def _edit_group(
     logits: torch.Tensor, edits: Edits, group: int, drafts: torch.Tensor, first: int
 ) -> None:
     """Edit the logits ``[N, C, V]`` of a group with draft tokens ``[N, J]``."""
-    columns, row = edits.columns, edits.rows[group : group + 1]
+    columns = edits.columns
+    row = edits.rows[group : group + 1]
     stops = edits.stop_mask[group]
     # Adding -0.0 leaves every value bitwise unchanged.
     bias = torch.where(columns.biases[row].unsqueeze(1), columns.bias[row], -0.0)  # [1, V]
-    starts, least = edits.starts[group], edits.min_new_tokens[group]
+    starts = edits.starts[group]
+    least = edits.min_new_tokens[group]
     counts = _counts(edits, group, drafts[:, :first])  # [N, V]
     for column in range(logits.shape[1]):
         place = first + column
@@ -84,7 +86,8 @@ def _penalized(
 
     The rates are those of a row ``[1]`` of the columns; neutral without penalties.
     """
-    penalizes, occurs = columns.penalizes[row], counts > 0
+    penalizes = columns.penalizes[row]
+    occurs = counts > 0
     frequency, presence, repetition = columns.rates[row].unbind(1)
     lowered = logits - (frequency * penalizes * counts + presence * penalizes * occurs)
     factor = torch.where(occurs & penalizes, repetition, 1.0)
@@ -95,7 +98,8 @@ def _counts(edits: Edits, group: int, drafted: torch.Tensor) -> torch.Tensor:
     """Count each token in a group's sequences followed by ``drafted``: ``[N, V]``."""
     emitted = edits.columns.counts[edits.rows[group : group + 1]]  # [1, V]
     counts = emitted.repeat(len(drafted), 1)
-    texts, lengths = edits.texts[group], edits.lengths[group]  # [N, T], [N]
+    texts = edits.texts[group]  # [N, T]
+    lengths = edits.lengths[group]  # [N]
     place = torch.arange(texts.shape[1], device=counts.device)
     counts.scatter_add_(1, texts, (place < lengths.unsqueeze(1)).to(counts.dtype))
     return _count(counts, drafted)

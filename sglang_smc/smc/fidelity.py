@@ -60,7 +60,8 @@ def keep_column(
         q: of each draft step, ``G * N`` rows.
         coins, num_steps: ``[G]`` of `columns`.
     """
-    found, drafted = q[0].scores, _drafted(coins, num_steps).view(-1, 1, 1)  # [G, 1, 1]
+    found = q[0].scores
+    drafted = _drafted(coins, num_steps).view(-1, 1, 1)  # [G, 1, 1]
     for step, of_step in enumerate(q[1:], 1):
         of_groups = (one.unflatten(0, (len(coins), -1)) for one in (of_step.scores, found))
         found = torch.where(drafted == step, *of_groups).flatten(0, 1)
@@ -131,7 +132,8 @@ def moments(
         ``l(x) - E_p l``, ``Var_p l`` and ``log p(x) + H(p)``.
     """
     ratio = (log_q - log_p).nan_to_num(0.0, MOST, -MOST).clamp(-MOST, MOST)  # l
-    mass, log_mass = log_p.exp(), log_p.clamp_min(LEAST)
+    mass = log_p.exp()
+    log_mass = log_p.clamp_min(LEAST)
     mean = _sum(mass * ratio)
     information = _sum(mass * ratio.square()) - mean.square()
     of_tokens = tokens.unsqueeze(1)

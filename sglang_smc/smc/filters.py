@@ -36,7 +36,8 @@ class KeptTokens(NamedTuple):
 
     def dropped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return which logits ``[R, V]`` are cut, bool; NaN is never cut, so that it propagates."""
-        key, cut = _keys(logits.float(), self.peak, self.rate), self.key.unsqueeze(1)
+        key = _keys(logits.float(), self.peak, self.rate)
+        cut = self.key.unsqueeze(1)
         token = torch.arange(logits.shape[1], device=logits.device)
         after = (key > cut) | ((key == cut) & (token > self.last.unsqueeze(1)))
         return after | (logits < self.lowest.unsqueeze(1))
@@ -115,11 +116,14 @@ def _search(
     Returns:
         Both ``[R, 1]``.
     """
-    share, everything = top_p.double(), torch.iinfo(torch.int64).max
+    share = top_p.double()
+    everything = torch.iinfo(torch.int64).max
     target = torch.where(share < 1, (share * of_tokens[1].sum(1)).long(), everything)
     # A token is kept while the count, and the mass, of the tokens before it are within these.
     limits = torch.stack([top_k - 1, target]).unsqueeze(2)  # [2, R, 1]
-    first, before, own = torch.zeros_like(keys[:, :1]), torch.zeros_like(limits), limits
+    first = torch.zeros_like(keys[:, :1])
+    before = torch.zeros_like(limits)
+    own = limits
     for bits, size in _LEVELS:
         bucket = (keys - first) >> bits
         bucket = torch.where((bucket >= 0) & (bucket < size), bucket, size).long()

@@ -98,7 +98,8 @@ class Ledger:
         self.num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
         self._first_rows = torch.arange(num_particles, device=device)  # of request 0
-        self._held_rank, self.free_rank = max_tail, max_tail + 1
+        self._held_rank = max_tail
+        self.free_rank = max_tail + 1
         self.rank = torch.full((num_slots,), self.free_rank, dtype=torch.int32, device=device)
 
     @property
@@ -247,7 +248,8 @@ class Slots(NamedTuple):
             same_slot: ``[G, N, N]`` bool, an equivalence: whose texts are equal before ``tokens``.
             tokens: ``[G, N]`` int64, one more token of each text.
         """
-        slots, ledger = self.slots[column], self.ledger
+        slots = self.slots[column]
+        ledger = self.ledger
         if slots.shape[1] == 1:
             return same_slot
         if tokens is not None:

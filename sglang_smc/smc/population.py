@@ -218,7 +218,8 @@ class Population(NamedTuple):
             weighs: ``[G]`` bool; the others have no lag.
             heaviest: ``[G]`` bool, of `prefixes.narrow`.
         """
-        longest, finished = self.lengths.amax(1), self.is_finished()
+        longest = self.lengths.amax(1)
+        finished = self.is_finished()
         late = (longest + 1 - lag).clamp_min(0) * weighs
         furthest = (self.num_emitted + longest).unsqueeze(1)  # [G, 1]
         ancestors, log_weights, log_mean, drops = prefixes.narrow(
@@ -313,7 +314,8 @@ class Narrowed(NamedTuple):
 
     def num_to_emit(self) -> torch.Tensor:
         """Return the common tokens ``[G]``, but none that ends a text before all have values."""
-        after, counts = self.population, self.num_common
+        after = self.population
+        counts = self.num_common
         if after.scores is None:
             return counts
         shortest = after.lengths.masked_fill(~after.present, after.texts.shape[2]).amin(1)

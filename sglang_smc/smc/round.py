@@ -59,7 +59,8 @@ class State(NamedTuple):
 
     def texts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the texts of all particles ``[G * N, L]``, and their lengths ``[G * N]``."""
-        tails, lengths = self.population.texts[:, :, 1:], self.population.lengths
+        tails = self.population.texts[:, :, 1:]
+        lengths = self.population.lengths
         prompts = self.prompts[:, :-1].unsqueeze(1).expand(-1, tails.shape[1], -1)
         texts = torch.cat([prompts, tails], 2).flatten(0, 1)
         return texts, (lengths + self.prompts.shape[1]).flatten()
@@ -105,7 +106,8 @@ class Round:
         Args:
             num_emitted: tokens at the end of the prompts that count as output.
         """
-        size, device = len(prompts), prompts.device
+        size = len(prompts)
+        device = prompts.device
         width = NO_TAIL + self.max_new_tokens + self.num_steps
         texts = torch.zeros(size, num_particles, width, dtype=torch.int64, device=device)
         texts[:, :, :2] = prompts[:, -2:].unsqueeze(1)
@@ -133,7 +135,8 @@ class Round:
         Raises ValueError where a model's logits are NaN or infinite.
         """
         before = state.population
-        settings, num_steps = self._settings(seeds), self.num_steps
+        settings = self._settings(seeds)
+        num_steps = self.num_steps
         position = before.round_position
         batch = Batch(
             ops=self.ops,
@@ -159,7 +162,8 @@ class Round:
         extended = steps.extend(batch, before, drafts, decision)
         after = steps.add_bonus(batch, extended, next_tokens, failure)
         after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
-        end, finished = steps.narrow(batch, after), after.is_finished()
+        end = steps.narrow(batch, after)
+        finished = after.is_finished()
         population = end.population._replace(
             log_weights=torch.where(finished.unsqueeze(1), 0.0, end.population.log_weights),
             log_evidence=torch.where(finished, end.log_evidence, after.log_evidence),

@@ -85,7 +85,8 @@ class Settings(NamedTuple):
         Args:
             is_exact: nonzero where a single particle is left, which is verified.
         """
-        alone, least = is_exact > 0, self.least_temperature
+        alone = is_exact > 0
+        least = self.least_temperature
         return self._replace(
             draft_temperature=self.own_temperature.maximum(least - least / num_particles),
             num_particles=num_particles,

@@ -115,14 +115,21 @@ class Batch(NamedTuple):
 
 def propose(batch: Batch, population: Population) -> Drafts:
     """Draw x_1..x_K ~ q, one after another, after each particle's last token."""
-    ops, draft, settings, needs = batch.ops, batch.draft, batch.settings, batch.needs
-    texts, lengths, slots, tree = population.texts[:, :, 1:], population.lengths, batch.slots, None
+    ops = batch.ops
+    draft = batch.draft
+    settings = batch.settings
+    needs = batch.needs
+    texts = population.texts[:, :, 1:]
+    lengths = population.lengths
+    slots = batch.slots
+    tree = None
     is_tree = settings.branches if Need.TREES in needs else None
     # Trees draft more than the likeliest token.
     greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
     distribution = batch.distribution(settings.draft_temperature, greedy)
     # Where particles of one text share slots, so that models run once: which these are.
-    shared, same_slot = (slots if ops.kind == "torch" else None), None
+    shared = slots if ops.kind == "torch" else None
+    same_slot = None
     if shared is not None:
         same_slot = shared.share(1, ops.same_text(texts, lengths, ~population.ended))
     if batch.num_steps == 0:
@@ -139,11 +146,13 @@ def propose(batch: Batch, population: Population) -> Drafts:
     same_text = ops.same_text(texts, lengths, batch.may_stratify)
     uniforms = ops.uniforms(settings.seeds, positions, Purpose.DRAFT).permute(2, 0, 1).contiguous()
     coins = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
-    matches, tokens = batch.matches, None
+    matches = batch.matches
+    tokens = None
     drawn: list[torch.Tensor] = []
     log_q: list[torch.Tensor] = []
     each_q: list[TokenDistribution] = []
-    is_edited, allowed = batch.edits is not None or batch.rules is not None, None
+    is_edited = batch.edits is not None or batch.rules is not None
+    allowed = None
     for step in range(batch.num_steps):
         stratified, same_text = ops.stratify(uniforms[step], same_text, tokens)
         if tokens is not None:
@@ -237,7 +246,8 @@ def decide(
 
     Ancestors are drawn here, and copied by `extend`.
     """
-    needs, settings = batch.needs, batch.settings
+    needs = batch.needs
+    settings = batch.settings
     if population.scores is not None:
         settings = settings.without_steps(population.ended.all(1))
     uniforms = partial(batch.ops.uniforms, settings.seeds)
@@ -291,10 +301,13 @@ def add_bonus(
 
     Groups with a ``failure`` ``[G]`` other than 0 end.
     """
-    ops, settings, needs = batch.ops, batch.settings, batch.needs
+    ops = batch.ops
+    settings = batch.settings
+    needs = batch.needs
     if Need.POWER in needs or next_tokens.log_mass is not None:
         next_tokens, population = _weigh_bonus(batch, population, next_tokens)
-    positions, texts = population.output_lengths, population.texts[:, :, 1:]
+    positions = population.output_lengths
+    texts = population.texts[:, :, 1:]
     same_text = ops.same_text(texts, population.lengths, batch.may_stratify)
     own = ops.uniforms(settings.seeds, positions, Purpose.BONUS)
     uniforms, _ = ops.stratify(own, same_text)

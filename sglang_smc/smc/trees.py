@@ -14,7 +14,8 @@ import torch
 
 from sglang_smc.smc.distribution import TokenDistribution
 
-_STRIDE, _GROWTH = 2.6, 2.0  # strides of 1.5 to 5 yield as many tokens on the shipped pair
+_STRIDE = 2.6  # 1.5 to 5 yield as many tokens on the shipped pair
+_GROWTH = 2.0
 _LOG_LEAST = math.log(0.02)  # a row that the target follows more seldom is not worth its time
 
 

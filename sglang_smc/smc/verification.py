@@ -47,10 +47,18 @@ from sglang_smc.smc.weighing import (
     normalized,
 )
 
-NUM_BINS, BINS_PER_NAT, NATS_BELOW = 64, 8, 5  # of log p / q; finer ones change nothing
-NUM_POINTS, LOWEST_POINT = 16, -7.03921  # of the quadrature of 1 / S
-NUM_STEPS, SPEED = 2, 1.3  # of the rates; more of them leave later layers too few nodes
-LARGEST_STEP, LARGEST_RATE = 20.0, 1e4
+# Of log p / q; finer bins change nothing.
+NUM_BINS = 64
+BINS_PER_NAT = 8
+NATS_BELOW = 5
+# Of the quadrature of 1 / S.
+NUM_POINTS = 16
+LOWEST_POINT = -7.03921
+# Of the rates; more steps leave later layers too few nodes.
+NUM_STEPS = 2
+SPEED = 1.3
+LARGEST_STEP = 20.0
+LARGEST_RATE = 1e4
 LEAST_SHARE = 1e-3  # a node with less has no children
 ROUNDING = 1e-6  # so much of a layer is missing by rounding alone
 TINY = 1e-30
@@ -121,7 +129,8 @@ def verify(
         q: K distributions of ``G * N`` draws.
         uniforms: ``[G]`` float64 in [0, 1).
     """
-    (size, num_chains, num_steps), vocab_size = tokens.shape, p.scores.shape[1]
+    size, num_chains, num_steps = tokens.shape
+    vocab_size = p.scores.shape[1]
     most = max(1, _ENTRIES // (num_chains * max(vocab_size, NUM_BINS * NUM_POINTS)))
 
     def part(first: int) -> tuple[torch.Tensor, ...]:
@@ -174,7 +183,9 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
         return descend_single(tree, p, q)
     root = torch.zeros_like(tree.lengths, dtype=torch.float64)
     root[:, 0] = 1.0
-    shares, residuals, densities = [root], [], []
+    shares = [root]
+    residuals = []
+    densities = []
     for column, of_column in enumerate(q):
         residual, density, below = share_out(tree, shares[-1], p, of_column, column)
         shares.append(below)
@@ -195,12 +206,14 @@ def descend_single(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistributi
     log_q = torch.stack([of_column.log_probs() for of_column in q], 1)
     at = tree.tokens.transpose(1, 2)  # [G, K, 1]
     ratio = (log_p.gather(2, at).double() - log_q.gather(2, at)).exp().squeeze(2)
-    shares, lives = [torch.ones_like(ratio[:, 0])], []
+    shares = [torch.ones_like(ratio[:, 0])]
+    lives = []
     for column in range(num_steps):
         lives.append((shares[-1] > LEAST_SHARE) & (column < tree.lengths[:, 0]))
         claim = (shares[-1] * ratio[:, column]).clamp_max(1.0)
         shares.append(torch.where(lives[-1], claim, 0.0))
-    every, splits = torch.stack(shares), torch.stack(lives)  # [K + 1, G], [K, G]
+    every = torch.stack(shares)  # [K + 1, G]
+    splits = torch.stack(lives)  # [K, G]
     # R_v(x), in place: it is as large as p.
     left = log_p.exp().mul_(every[:-1].T.unsqueeze(2).float()).sub_(log_q.exp_()).clamp_min_(0.0)
     residual = torch.where(splits, left.sum(2, dtype=torch.float64).T, every[:-1])
@@ -223,8 +236,10 @@ def share_out(
     """
     fork = forked(tree, shares, column)
     rates = shares.new_zeros((*shares.shape, NUM_BINS))  # [G, N, B]
-    density, splits = torch.zeros_like(rates), fork.counts > 0
-    nodes, below = places(splits), torch.zeros_like(shares)
+    density = torch.zeros_like(rates)
+    splits = fork.counts > 0
+    nodes = places(splits)
+    below = torch.zeros_like(shares)
     if not len(nodes):
         return shares, density, below
     rows = read(fork, nodes, p, q, column, tree.nodes.shape[2])
@@ -252,7 +267,8 @@ def share_out(
 
 def forked(tree: Tree, shares: torch.Tensor, column: int) -> Fork:
     """Return the chains between the layers ``column`` and the next; ``shares`` ``[G, N]``."""
-    parent, child = tree.nodes[:, :, column], tree.nodes[:, :, column + 1]  # [G, N]
+    parent = tree.nodes[:, :, column]  # [G, N]
+    child = tree.nodes[:, :, column + 1]
     live = (shares.take(parent) > LEAST_SHARE) & (column < tree.lengths)
     counts = torch.zeros_like(shares).put_(parent, live.double(), accumulate=True)
     return Fork(parent, child, torch.where(live, tree.tokens[:, :, column], 0), live, counts)
@@ -322,8 +338,10 @@ def race(
     wanted = demand.take(used).unsqueeze(1) / q.clamp_min(TINY)
     wanted = wanted / total(demand.sum(1, keepdim=True)).clamp_min(TINY)[node]
     supply = counts[node] * q
-    is_alone, races = total(counts)[node] == 1, (used % NUM_BINS > 0).unsqueeze(1)
-    rates, density = wanted / counts[node].clamp_min(1.0), wanted
+    is_alone = total(counts)[node] == 1
+    races = (used % NUM_BINS > 0).unsqueeze(1)
+    rates = wanted / counts[node].clamp_min(1.0)
+    density = wanted
     for step in range(NUM_STEPS + 1):
         if step > 0:
             lack = wanted / density.clamp_min(TINY)
@@ -377,7 +395,8 @@ def bin_masses(probs: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
 def leave(layers: Layers, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a node of each group by `exits`: its layer and number, both ``[G]`` int64."""
     chances = exits(layers).flip(1)  # from the deepest layer up
-    num_steps, num_chains = chances.shape[1] - 1, chances.shape[2]
+    num_steps = chances.shape[1] - 1
+    num_chains = chances.shape[2]
     through = chances.flatten(1).cumsum(1)
     place = (through <= uniforms.unsqueeze(1)).sum(1)
     place = place.minimum((through < through[:, -1:]).sum(1))  # the last of all, to rounding
@@ -416,12 +435,14 @@ def residual_of(
     rejects = torch.zeros_like(nodes, dtype=torch.bool)
     found = torch.zeros(size, p.scores.shape[1], device=winner.device)
     for column, of_column in enumerate(q):
-        shares, density = layers.shares[column], layers.density[column]
+        shares = layers.shares[column]
+        density = layers.density[column]
         is_here = num_columns == column
         here = places(is_here)
         if not len(here):
             continue
-        fork, at = forked(tree, shares, column), nodes[here]
+        fork = forked(tree, shares, column)
+        at = nodes[here]
         splits = fork.counts.take(nodes) > 0
         rejects |= is_here & splits & (layers.residual[column].take(nodes) > 0)
         rows = read(fork, at, p, of_column, column, len(layers.shares))

@@ -51,7 +51,8 @@ def ancestors_of(
         scheme: ``[G]`` int64, an index in `SCHEMES`.
         num_particles: ``[G]`` int64, N <= S: entries beyond N are undefined.
     """
-    scheme, place = scheme.unsqueeze(1), torch.arange(weights.shape[1], device=weights.device)
+    scheme = scheme.unsqueeze(1)
+    place = torch.arange(weights.shape[1], device=weights.device)
     in_place = uniforms[:, :1].where(scheme == SCHEMES.index("systematic"), uniforms) + place
     is_free = scheme == SCHEMES.index("multinomial")
     return _inverse_cdf(weights, uniforms.where(is_free, in_place / num_particles.unsqueeze(1)))
@@ -184,7 +185,9 @@ def reweight_and_resample(block: Block) -> Decision:
     one token. A single chain at temperature 0 keeps the draft tokens that are the target's
     likeliest ones.
     """
-    up_to_end, present, num_steps = block.up_to_end, block.present, block.num_steps
+    up_to_end = block.up_to_end
+    present = block.present
+    num_steps = block.num_steps
     scored = block.log_p.double() * block.power.view(-1, 1, 1)
     increments = torch.where(up_to_end, scored - block.log_q, 0.0)
     running = accumulate(block.log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
@@ -198,7 +201,8 @@ def reweight_and_resample(block: Block) -> Decision:
     at = num_columns.unsqueeze(1)
     next_column = (at + 1).clamp_max(dead.shape[1] - 1)
     column = torch.arange(up_to_end.shape[2], device=up_to_end.device)
-    weighed, resampled = column_of(running, num_columns), low.gather(1, at).squeeze(1)
+    weighed = column_of(running, num_columns)
+    resampled = low.gather(1, at).squeeze(1)
     ancestors, log_weights, log_evidence = resample(
         weighed, resampled, present, block.uniforms, block.scheme
     )

@@ -19,7 +19,8 @@ MOST_ANSWERS = 10_000
 FAULT = 5.0
 """Standard errors of the tilt at which mode exact is faulty; by chance 1 window in 1.7 million."""
 
-FAR, SURE = 0.5, 2.0
+FAR = 0.5
+SURE = 2.0
 """Tilt that warrants a warning, half-way to the draft, and the standard errors beyond it."""
 
 WARNING_SECONDS = 600.0
@@ -56,7 +57,8 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, answer: AnswerFidelity) -> "Sums":
-        pull, information = answer.tilt_sum, answer.tilt_information
+        pull = answer.tilt_sum
+        information = answer.tilt_information
         return cls(
             answers=1,
             pull=pull,
@@ -115,7 +117,8 @@ class Window:
     """
 
     def __init__(self, information: float = INFORMATION, most: int = MOST_ANSWERS) -> None:
-        self._information, self._most = information / 2, most / 2
+        self._information = information / 2
+        self._most = most / 2
         self._older = self._newer = Sums()
         self._is_second = False
 
@@ -129,7 +132,9 @@ class Window:
         if self._newer.information < self._information and self._newer.answers < self._most:
             return None
         whole = self.sums if self._is_second else None
-        self._older, self._newer, self._is_second = self._newer, Sums(), not self._is_second
+        self._older = self._newer
+        self._newer = Sums()
+        self._is_second = not self._is_second
         return whole
 
 
@@ -178,7 +183,8 @@ class FidelityWindows:
 
 def warning_of(mode: str, sums: Sums) -> str | None:
     """Return a warning with advice if a mode's tilt is too large, else None."""
-    tilt, error = sums.tilt, sums.tilt_error
+    tilt = sums.tilt
+    error = sums.tilt_error
     if tilt is None or error is None:
         return None
     if mode == "exact":

@@ -92,13 +92,15 @@ class LogprobTable:
             tokens: ``[G, N]`` first tokens of the particles, or ``[G, 1]`` if all share one.
             output: receives the log-probabilities in the form of SGLang's sampler.
         """
-        num_top, listed = batch.top_logprobs_nums, batch.token_ids_logprobs
+        num_top = batch.top_logprobs_nums
+        listed = batch.token_ids_logprobs
         assert num_top is not None and listed is not None, "there where a request asks for any"
         processor = OutputLogprobProcessor()
         found = processor.compute_logprobs(log_p, num_top, listed, tokens[:, 0])
         if found.token_ids_logprobs_val is not None:
             # SGLang leaves a list for a request without listed ids, but later expects tensors.
-            values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
+            values = found.token_ids_logprobs_val
+            none = log_p.new_empty(0)
             found.token_ids_logprobs_val = [row if len(row) else none for row in values]
         found.write_output_to(output)
         self._first[batch.req_pool_indices] = log_p.gather(1, tokens).expand(-1, self._shape[1])
@@ -106,7 +108,8 @@ class LogprobTable:
 
     def prepare(self, batch: ScheduleBatch) -> None:
         """Make room for what new requests ask for, and store the ids that they list."""
-        rows, listed = batch.req_pool_indices, batch.token_ids_logprobs
+        rows = batch.req_pool_indices
+        listed = batch.token_ids_logprobs
         assert listed is not None, "there where a request asks for any"
         self.make_room(widths := LogprobWidths.of(batch.reqs))
         if widths.listed:
@@ -185,12 +188,14 @@ class LogprobTable:
         """Return the part of the table with these sizes."""
         assert self.columns is not None
         own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self.columns)
-        top, top_ids = top[..., :num_top], top_ids[..., :num_top]
+        top = top[..., :num_top]
+        top_ids = top_ids[..., :num_top]
         return TailLogprobs(own, top, top_ids, listed[..., :num_listed])
 
     def make_room(self, widths: LogprobWidths) -> None:
         """Widen the table; graphs captured before write to the old `columns`, which none reads."""
-        had, before = self.widths, self.columns
+        had = self.widths
+        before = self.columns
         self.widths = LogprobWidths._make(map(max, had, widths))
         if self.widths == had:
             return
@@ -257,5 +262,6 @@ def score(
     top, top_ids = log_p.topk(num_top, dim=-1)
     by_group = log_p.unflatten(0, (len(ids), -1))
     listed = by_group.gather(2, ids.unsqueeze(1).expand(-1, by_group.shape[1], -1)).flatten(0, 1)
-    top, listed = top.clamp_min(lowest), listed.clamp_min(lowest)
+    top = top.clamp_min(lowest)
+    listed = listed.clamp_min(lowest)
     return TailLogprobs(own, top[rows], top_ids[rows], listed[rows])

@@ -70,7 +70,8 @@ class Counters(NamedTuple):
 
 
 _LOWEST = Counters._fields.index("ess_min")
-_SUMS, _LATEST = Counters._fields[:_LOWEST], Counters._fields[_LOWEST + 1 :]
+_SUMS = Counters._fields[:_LOWEST]
+_LATEST = Counters._fields[_LOWEST + 1 :]
 _FIDELITY = Counters._fields.index(NAMES[0])
 _NAN, _EXACT = map(Counters._fields.index, ("nan_ct", "exact_ct"))
 
@@ -154,7 +155,9 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         num_replayed: its rounds that replayed a CUDA graph, which the host counts.
     """
     sums = Counters._make(totals)
-    rounds, information, watched = sums.rounds_ct, sums.tilt_information, sums.watched_ct
+    rounds = sums.rounds_ct
+    information = sums.tilt_information
+    watched = sums.watched_ct
     threshold = math.inf if config.branches else config.effective_evidence_threshold  # verified
     fields = {
         "mode": config.mode,
@@ -324,7 +327,8 @@ class Monitor:
         self._watched = FidelityWindows(now)
         self._sums: defaultdict[str, float] = defaultdict(float)
         # At the last log line; at the last test of the ESS.
-        self._logged, self._tested = self._sums.copy(), self._sums.copy()
+        self._logged = self._sums.copy()
+        self._tested = self._sums.copy()
         self._num_batches = 0
         self._warned = -math.inf
         self._round: list[Played] = []
@@ -367,7 +371,8 @@ class Monitor:
         self._warn_of_low_ess()
 
     def _write_log(self) -> None:
-        new, self._logged = _since(self._logged, self._sums), self._sums.copy()
+        new = _since(self._logged, self._sums)
+        self._logged = self._sums.copy()
         ess = f"{new['ess'] / new['of_particles']:.2f}" if new["of_particles"] else "-"
         logger.info(
             "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "

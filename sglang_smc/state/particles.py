@@ -82,7 +82,8 @@ class ParticleTable:
     ) -> None:
         """Store what `gather_single` returns, after a round that a draft may have left unread."""
         columns = self._columns
-        columns.texts[rows, 0, :2], columns.ended[rows, 0] = pair, ended
+        columns.texts[rows, 0, :2] = pair
+        columns.ended[rows, 0] = ended
         columns.num_emitted[rows] = num_emitted
         columns.unread.index_fill_(0, rows, True)
 

@@ -73,9 +73,11 @@ def set_logprob(req: Req, place: int, token: int, logprob: float) -> None:
 
     The likeliest tokens at that position do not depend on it.
     """
-    tokens, values = req.logprob.output_token_logprobs_idx, req.logprob.output_token_logprobs_val
+    tokens = req.logprob.output_token_logprobs_idx
+    values = req.logprob.output_token_logprobs_val
     assert tokens is not None and values is not None, "there where a request asks for any"
-    tokens[place], values[place] = token, logprob
+    tokens[place] = token
+    values[place] = logprob
 
 
 def rewind_stream(req: Req) -> None:
@@ -117,7 +119,8 @@ class OpenToken(msgspec.Struct):
 
     def begin(self, place: int | None) -> None:
         """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
-        self.place, self.shared = place, None
+        self.place = place
+        self.shared = None
 
     def close(self, req: Req, token: int, logprob: float | None) -> None:
         """Replace the placeholder by the token that all particles share."""
@@ -125,11 +128,13 @@ class OpenToken(msgspec.Struct):
         req.output_ids[self.place] = token
         if logprob is not None:
             set_logprob(req, self.place, token, logprob)
-        self.place, self.shared = None, token
+        self.place = None
+        self.shared = token
 
     def take(self) -> int:
         """Return the number of tokens that SGLang has not checked yet: 1 right after `close`."""
-        was_closed, self.shared = self.shared is not None, None
+        was_closed = self.shared is not None
+        self.shared = None
         return int(was_closed)
 
     def withdraw(self, req: Req) -> int:
@@ -194,8 +199,10 @@ class RequestState(msgspec.Struct):
     def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
         """Start new particles on ``budget``, after the output that prefill reads."""
         self._set_budget(budget)
-        self.last, self.is_fresh = self.now, True
-        self.num_prefilled, self.untraced = len(output_ids), self._untraced(output_ids)
+        self.last = self.now
+        self.is_fresh = True
+        self.num_prefilled = len(output_ids)
+        self.untraced = self._untraced(output_ids)
         self.particles = self.num_read = None
 
     def _untraced(self, output_ids: Sequence[int]) -> list[int]:
@@ -211,17 +218,21 @@ class RequestState(msgspec.Struct):
             self._set_budget(budget)
 
     def _set_budget(self, budget: Budget | None) -> None:
-        self.budget, self.now, self.needs = budget, apply_budget(self.config, budget), None
+        self.budget = budget
+        self.now = apply_budget(self.config, budget)
+        self.needs = None
         self.was_reduced |= self.now.mode != self.config.mode
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
-        was_fresh, self.is_fresh = self.is_fresh, False
+        was_fresh = self.is_fresh
+        self.is_fresh = False
         return was_fresh
 
     def take(self, totals: list[float], replayed: bool) -> None:
         """Store the device's totals after a round, and count it if a CUDA graph was replayed."""
-        self.counters, self.first_log_sum = totals, 0.0
+        self.counters = totals
+        self.first_log_sum = 0.0
         self.num_replayed += replayed
 
     def count_nan(self) -> None:
@@ -238,7 +249,8 @@ class RequestState(msgspec.Struct):
     def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
         """Return the statistics of all its rounds so far, for a report on the running server."""
         counters = Counters._make(self.counters)
-        rounds, weighs = counters.rounds_ct, self.now.weighs
+        rounds = counters.rounds_ct
+        weighs = self.now.weighs
         return {
             "rid": rid,
             "output_tokens": num_tokens,
@@ -396,7 +408,8 @@ def skip_draft(req: Req) -> int:
     A round before may have left the last two tokens unread. Those before them are on the host when
     drafting resumes, possibly one round late.
     """
-    state, prompt = state_of(req), len(req.origin_input_ids)
+    state = state_of(req)
+    prompt = len(req.origin_input_ids)
     place = state.open_token.place
     num_tokens = prompt + (len(req.output_ids) if place is None else place)
     if state.num_read is None:
@@ -409,8 +422,10 @@ def take_unread(req: Req) -> tuple[int, list[int]]:
 
     The host may be a round behind; the next round's first pass reads its last two tokens anyway.
     """
-    state, prompt = state_of(req), len(req.origin_input_ids)
-    start, state.num_read = state.num_read or 0, None
+    state = state_of(req)
+    prompt = len(req.origin_input_ids)
+    start = state.num_read or 0
+    state.num_read = None
     return start, shared_ids(req)[start - prompt : -1]
 
 

@@ -5,7 +5,17 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from house_measures import PACKAGE, ROOT, TOOLS, measured, own_imports, sources
+from house_measures import (
+    PACKAGE,
+    ROOT,
+    TOOLS,
+    functions_of_many_names,
+    lines_in,
+    measured,
+    own_imports,
+    packed_assignments,
+    sources,
+)
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
@@ -24,7 +34,14 @@ PAIR_CHECK, ITS_OWN = "tools.pair_check", {"upstream", "models", "cpu"}
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 16, 700, 100
+MOST_MODULES = 16
+MOST_LINES = 700
+MOST_LINES_OF_A_FUNCTION = 100
+MOST_LOCAL_NAMES = 25
+#: How many functions have more. It may only fall, to 0.
+MANY_NAMED = 18
+#: Assignments `a, b = x, y` of unrelated values in 1,000 lines. It may only fall, to 3.
+MOST_PACKED = 3.4
 
 
 def room_of(module: str) -> str:
@@ -59,6 +76,18 @@ def test_files_and_functions_are_short() -> None:
                 if lines > MOST_LINES_OF_A_FUNCTION:
                     long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
     assert not long
+
+
+def test_a_function_has_few_local_names() -> None:
+    found = functions_of_many_names(MOST_LOCAL_NAMES)
+    assert len(found) <= MANY_NAMED, "\n".join(found)
+
+
+def test_one_statement_assigns_one_value() -> None:
+    """Swaps and the unpacking of one value are none of these."""
+    found = packed_assignments()
+    lines = sum(map(lines_in, ("sglang_smc", "kernels", "patches", "tools")))
+    assert 1000 * len(found) / lines <= MOST_PACKED, "\n".join(found)
 
 
 def test_no_sglang_below_the_worker() -> None:

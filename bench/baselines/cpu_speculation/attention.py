@@ -26,7 +26,9 @@ class DraftStep(CpuAttentionBackend):
 
     def __init__(self, runner: ModelRunner, topk: int, num_steps: int, step: int) -> None:
         super().__init__(runner)
-        self.topk, self.num_steps, self.step = topk, num_steps, step
+        self.topk = topk
+        self.num_steps = num_steps
+        self.step = step
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the calls of this pass; ``seq_lens`` excludes draft tokens."""

@@ -112,7 +112,8 @@ def sample_target(
     def each(of_request: torch.Tensor) -> torch.Tensor:
         return of_request.repeat_interleave(verify_width, dim=0)
 
-    info, shape = sampling_info, (batch_size, verify_width)
+    info = sampling_info
+    shape = (batch_size, verify_width)
     probs = torch.softmax(next_token_logits / each(info.temperatures), dim=-1)
     if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
         return torch.multinomial(probs, num_samples=1).view(shape)

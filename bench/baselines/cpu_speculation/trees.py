@@ -27,7 +27,8 @@ def who_sees_whom(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) 
         parent_list: [requests, n] for each group of ``topk`` candidates, their parent candidate
         selected: [requests, width - 1] the candidates that became nodes 1, 2, ...; ascending
     """
-    requests, width = len(selected), selected.shape[1] + 1
+    requests = len(selected)
+    width = selected.shape[1] + 1
     group = selected // topk
     follows = torch.zeros_like(selected)
     if parent_list.numel():
