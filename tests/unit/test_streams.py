@@ -1,7 +1,9 @@
 """Streams of several tokens a chunk: a character is sent once, and a parser sees single tokens."""
 
+import asyncio
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
 from sglang_smc.patches.detokenizer import keep_sent
+from sglang_smc.server.routes import with_logprobs
 from sglang_smc.server.streams import Splitter
 from sglang_smc.upstream import IS_NEWER
-
 
 LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
@@ -110,6 +112,34 @@ def test_scoring_keeps_its_entry_without_a_token() -> None:
         info = {"output_token_logprobs": [], "output_top_logprobs": [7], "finish_reason": {}}
         answer = {"text": "", "output_ids": [], "meta_info": info}
         assert list(Splitter(str, incremental).split(answer)) == [answer]
+
+
+@pytest.mark.parametrize("told", [[], ["data: text"]], ids=["no text", "text"])
+def test_a_step_without_text_sends_its_log_probabilities(told: list[str]) -> None:
+    """Red if those of a round that ends within a character are lost, or come twice."""
+
+    async def chunks() -> AsyncIterator[str]:
+        for chunk in told:
+            yield chunk
+
+    async def sent() -> list[str]:
+        return [chunk async for chunk in with_logprobs(chunks(), step)]
+
+    step = {
+        "content": {"meta_info": {"id": "one"}},
+        "request": SimpleNamespace(model="m"),
+        "index": 1,
+        "created": 5,
+        "choice_logprobs": {"content": [{"token": "a"}]},
+    }
+    (found,) = asyncio.run(sent())
+    if told:
+        assert [found] == told
+        return
+    body = json.loads(found.removeprefix("data: "))
+    (choice,) = body["choices"]
+    assert (body["id"], body["model"], body["created"], choice["index"]) == ("one", "m", 5, 1)
+    assert choice["logprobs"] == step["choice_logprobs"]
 
 
 @pytest.mark.skipif(not IS_NEWER, reason="this process of 0.5.17 loads no plugins")
