@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_models import make_tiny_model
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 PAIR = Path(__file__).parents[1] / "bench" / "pair"
@@ -49,7 +50,14 @@ def spelling_model(path: Path, seed: int) -> str:
 
 def tokenizer() -> PreTrainedTokenizerBase:
     found = AutoTokenizer.from_pretrained(TOKENIZER)
-    found.add_tokens(["yes", "no"])
+    known = json.loads(found.backend_tokenizer.to_str())
+    for word in ("yes", "no"):
+        first, *others = found.tokenize(word)
+        for piece in others:
+            known["model"]["merges"].append([first, piece])
+            first += piece
+            known["model"]["vocab"][first] = len(known["model"]["vocab"])
+    found._tokenizer = Tokenizer.from_str(json.dumps(known))
     found.chat_template += RERANKER
     return found
 
