@@ -20,6 +20,7 @@ from sglang_smc.state.failures import end_failed, take_mark
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import (
     RequestState,
+    drop_sampled_logprobs,
     find_state,
     has_open_token,
     publish,
@@ -44,10 +45,10 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
     """Update a request's state: check new tokens only for an end, and publish its totals.
 
     The look for an end is skipped where a round emitted no token, or one that may still change.
-    The log-probability that SGLang counts as sent with no token is taken back, and one that goes
-    with no token is not sent. A request ends whose prefill found logits that mean nothing, or whose
-    text a stop pattern matches, which SGLang is not shown. Tokens and time between chunks of
-    streams are measured. A finished request's totals reach the streamer as customized_info.
+    The log-probability that SGLang counts as sent with no token is taken back. A request ends
+    whose prefill found logits that mean nothing, or whose text a stop pattern matches, which SGLang
+    is not shown. Tokens and time between chunks of streams are measured. A finished request's
+    totals reach the streamer as customized_info.
     """
     state = find_state(req)
     if state is None:
@@ -67,8 +68,6 @@ def update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1)
         if req.finished() and not state.has_ended:
             state.has_ended = True
             monitor.end_answer(state.answer())
-    if req.sampling_params.max_new_tokens == 0:  # SGLang sends one of its prefill's token
-        req.send_output_token_logprobs_offset = 1
     publish(req)
 
 
@@ -98,7 +97,10 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     ".stream_output",
     "srt/managers/scheduler_components/output_streamer.py:475 (any request, every 50 tokens)",
-    why="The newest token of a request may stand in for those of its particles, and change.",
+    "srt/managers/schedule_batch.py:1506 (with speculation, scoring samples a token)",
+    "srt/managers/scheduler_components/logprob_result_processor.py:329 (after the request's end)",
+    why="The newest token of a request may stand in for those of its particles, and change. "
+    "Scoring (`max_new_tokens: 0`) returns no token, but SGLang sends what one has.",
     retire_when="A prefill can put out no token.",
 )
 def stream_output(
@@ -108,7 +110,14 @@ def stream_output(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Send what requests have put out, but for those whose newest token may still change."""
+    """Send what requests have put out, but for those whose newest token may still change.
+
+    Of the token that scoring samples, and does not return, the log-probability is not sent. The
+    likeliest and listed ones in its place are what scoring asks for.
+    """
+    for req in reqs:
+        if req.return_logprob and req.sampling_params.max_new_tokens == 0:
+            drop_sampled_logprobs(req)
     original(streamer, [r for r in reqs if r.finished() or not has_open_token(r)], *args, **kwargs)
 
 

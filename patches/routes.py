@@ -111,6 +111,24 @@ def stream_with_meta_info(
 
 
 @PATCHES.on(
+    _OPENAI + "serving_chat.OpenAIServingChat._generate_stream_content",
+    "srt/entrypoints/openai/serving_chat.py:772 (flushes them where there is a parser)",
+    "srt/entrypoints/openai/serving_chat.py:1575 (passes all by keyword)",
+    why="SGLang drops the log-probabilities of a step without text, such as one that ends within a "
+    "character, on servers without a parser. A round's step has those of several tokens.",
+    retire_when="SGLang sends them on servers without a parser, too.",
+)
+def stream_all_logprobs(
+    original: Callable, serving: OpenAIServingBase, *args: Any, **step: Any
+) -> AsyncIterator[str]:
+    """Send the log-probabilities of a chat stream's step that has no text, as with a parser."""
+    chunks = original(serving, *args, **step)
+    if step["choice_logprobs"] is None or not is_smc(serving.tokenizer_manager.server_args):
+        return chunks
+    return routes.with_logprobs(chunks, step)
+
+
+@PATCHES.on(
     _OPENAI + "serving_completions.OpenAIServingCompletion.handle_request",
     "srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",
 )

@@ -1,21 +1,25 @@
 """Tiny models that spell, grammars for them, and who tells what is legal.
 
-The tokenizer is the shipped pair's; the vocabulary is larger, as that of many models is.
+The tokenizer is the shipped pair's, which gets "yes" and "no" as tokens: those that a reranker
+answers. The vocabulary is larger, as that of many models is.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tiny_models import make_tiny_model
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 PAIR = Path(__file__).parents[1] / "bench" / "pair"
 TOKENIZER = PAIR / "target"
 VOCAB = 540
+
+#: By such words in its template SGLang knows a model as a reranker.
+RERANKER = """{# The answer can only be "yes" or "no". #}"""
 
 PERSON = {
     "type": "object",
@@ -40,13 +44,22 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 def spelling_model(path: Path, seed: int) -> str:
     made = make_tiny_model(path, vocab_size=VOCAB, scale=0.3, seed=seed)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / name, path / name)
+    tokenizer().save_pretrained(path)
     return made
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(TOKENIZER)
+    found = AutoTokenizer.from_pretrained(TOKENIZER)
+    known = json.loads(found.backend_tokenizer.to_str())
+    for word in ("yes", "no"):
+        first, *others = found.tokenize(word)
+        for piece in others:
+            known["model"]["merges"].append([first, piece])
+            first += piece
+            known["model"]["vocab"][first] = len(known["model"]["vocab"])
+    found._tokenizer = Tokenizer.from_str(json.dumps(known))
+    found.chat_template += RERANKER
+    return found
 
 
 def is_person(text: str) -> bool:

@@ -31,7 +31,7 @@ from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.settings import Settings
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
-from sglang_smc.state.logprobs import logprob_distribution
+from sglang_smc.state.logprobs import logprob_distribution, reported_temperature
 from sglang_smc.state.metrics import fidelity_of
 from sglang_smc.state.request import (
     RequestStates,
@@ -210,7 +210,8 @@ class Prefill:
         self._place(rows, tokens, num_emitted, carried, settings, ended)
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:
-            shown = logprob_distribution(kind, last, settings.temperature, allowed)
+            temperature = reported_temperature(reqs, settings.temperature)
+            shown = logprob_distribution(kind, last, temperature, allowed)
             tables.particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 

@@ -1,9 +1,11 @@
 """Carry SMC's results through HTTP routes that would drop them."""
 
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
+from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import PreTrainedTokenizerBase
 
@@ -43,6 +45,26 @@ async def with_meta_info(
     async for chunk in chunks:
         # Within a text the quotes would be escaped.
         yield _ended(chunk, request, finished) if '"finish_reason":"' in chunk else chunk
+
+
+async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Yield the chunks of a step of a chat's stream, or one with its log-probabilities alone.
+
+    Args:
+        step: arguments of SGLang's `_generate_stream_content`.
+    """
+    is_empty = True
+    async for chunk in chunks:
+        is_empty = False
+        yield chunk
+    if is_empty:
+        yield build_sse_content(
+            chunk_id=step["content"]["meta_info"]["id"],
+            created=step.get("created", int(time.time())),  # 0.5.17 takes the chunk's own time
+            model=step["request"].model,
+            index=step["index"],
+            logprobs=step["choice_logprobs"],
+        )
 
 
 def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:

@@ -19,6 +19,8 @@ from sglang_smc.upstream import resolved
 
 _WITHOUT_PARSERS = ("/generate", "/v1/completions")
 _OLLAMA = "/api/"
+#: Lists of meta_info with an entry for each token; `return_sampling_mask`, with two, is refused.
+_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
 
 Decode = Callable[[list[int]], Any]
 
@@ -85,14 +87,15 @@ class Splitter:
         """Yield an answer in parts that end with a token each; the last has its finish reason."""
         left_out = (self._num_tokens, self._length) if self._incremental else (0, 0)
         new = answer["output_ids"][self._num_tokens - left_out[0] :]
+        num_tokens = self._num_tokens + len(new)  # SGLang appends to its list between the parts
         end = left_out[1] + len(answer["text"])
         for token in new[:-1]:
             length = min(max(self._complete(token), self._length), end)
             part = self._part(answer, left_out, self._num_tokens + 1, length)
-            yield {**part, "meta_info": _not_finished(answer["meta_info"], self._num_tokens)}
+            yield {**part, "meta_info": _not_finished(part["meta_info"], self._num_tokens)}
         for token in new[-1:]:
             self._complete(token)
-        yield self._part(answer, left_out, left_out[0] + len(answer["output_ids"]), end)
+        yield self._part(answer, left_out, num_tokens, end)
 
     def _part(
         self, answer: dict[str, Any], left_out: tuple[int, int], num_tokens: int, length: int
@@ -100,11 +103,18 @@ class Splitter:
         """Return what an answer has of a sample's first tokens and characters."""
         first, begin = (self._num_tokens, self._length) if self._incremental else (0, 0)
         self._num_tokens, self._length = num_tokens, length
-        ids, text = answer["output_ids"], answer["text"]
+        ids, text, meta_info = answer["output_ids"], answer["text"], answer["meta_info"]
+        place = first - left_out[0]
+        end = num_tokens - left_out[0]
+        # Without a token, one entry is that of the next: of scoring.
+        lists = {
+            name: meta_info[name][place : max(end, 1)] for name in _PER_TOKEN & meta_info.keys()
+        }
         return {
             **answer,
-            "output_ids": ids[first - left_out[0] : num_tokens - left_out[0]],
+            "output_ids": ids[place:end],
             "text": text[begin - left_out[1] : length - left_out[1]],
+            "meta_info": {**meta_info, **lists},
         }
 
     def _complete(self, token: int) -> int:

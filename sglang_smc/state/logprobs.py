@@ -215,6 +215,21 @@ class LogprobTable:
                 view.copy_(values)
 
 
+def reported_temperature(reqs: list[Req], temperature: torch.Tensor) -> torch.Tensor:
+    """Return the temperatures ``[G]`` of the log-probabilities behind prompts; of scoring 1.
+
+    A batch that only scores has no temperature in SGLang (srt/layers/logprob_processor.py:372);
+    here the answer does not depend on the other requests of the batch.
+
+    Args:
+        temperature: ``[G]`` of the requests' samples.
+    """
+    scores = [req.sampling_params.max_new_tokens == 0 for req in reqs]
+    if not any(scores):
+        return temperature
+    return temperature.masked_fill(on_device(temperature.device, scores), 1.0)
+
+
 def logprob_distribution(
     kind: type[TokenDistribution],
     logits: torch.Tensor,

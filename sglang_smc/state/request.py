@@ -80,6 +80,17 @@ def set_logprob(req: Req, place: int, token: int, logprob: float) -> None:
     values[place] = logprob
 
 
+def drop_sampled_logprobs(req: Req) -> None:
+    """Clear the log-probabilities of sampled tokens; the likeliest and listed ones stay.
+
+    SGLang streams all of these lists from one offset, which therefore cannot leave one out.
+    """
+    tokens, values = req.logprob.output_token_logprobs_idx, req.logprob.output_token_logprobs_val
+    assert tokens is not None and values is not None, "there where a request asks for any"
+    tokens.clear()
+    values.clear()
+
+
 def rewind_stream(req: Req) -> None:
     """Reset the stream's offset of log-probabilities to that of its tokens, at most.
 

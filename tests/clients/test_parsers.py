@@ -66,13 +66,16 @@ def make_scripted_model(path: Path, certainty: float) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[False, True], ids=["whole chunks", "incremental"])
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     """Its draft is less sure of its words than the target is."""
     folder = tmp_path_factory.mktemp("scripted")
     each = (("target", 30.0), ("draft", 4.0))
     pair = [make_scripted_model(folder / name, certainty) for name, certainty in each]
     own = {"num_particles": 4, "reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    own["incremental_streaming_output"] = request.param
     with running_server(folder, **smc_arguments(*pair, **own)) as running:
         yield running
 
@@ -105,6 +108,23 @@ def test_chats_have_reasoning_and_calls_whole_and_streamed(client: openai.OpenAI
     chunks = client.chat.completions.create(**asked, stream=True)
     streamed = parts_of([chunk.choices[0] for chunk in chunks])
     assert streamed == (REASONING, SAID + BEHIND, BOTH, {"tool_calls"})
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["text", "calls"])
+def test_a_stream_has_a_log_probability_for_each_token(
+    client: openai.OpenAI, tools: dict[str, Any]
+) -> None:
+    """Of each sample: red if a part of a chunk has those of the others too."""
+    asked: dict[str, Any] = {"model": "m", "messages": [QUESTION], "seed": 1, "n": 2, **tools}
+    shown = {"logprobs": True, "top_logprobs": 2, "stream": True}
+    tokens: list[list[str]] = [[], []]
+    for chunk in client.chat.completions.create(**asked, **shown):
+        for choice in chunk.choices:
+            places = choice.logprobs.content if choice.logprobs else ()
+            tokens[choice.index] += [place.token for place in places]
+            assert all(len(place.top_logprobs) == 2 for place in places)
+    whole = [*(f"{word} " for word in WORDS), EOS]
+    assert tokens == [whole, whole]
 
 
 def test_messages_keep_the_order_of_text_and_calls(server: Server) -> None:

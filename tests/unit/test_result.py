@@ -197,6 +197,24 @@ def test_a_stream_without_tokens_sends_no_log_probability() -> None:
         assert req.send_output_token_logprobs_offset == expected
 
 
+@pytest.mark.parametrize(("limit", "own"), [(0, []), (8, [-5.0])])
+def test_scoring_sends_all_of_the_next_token_but_a_sample(limit: int, own: list[float]) -> None:
+    """SGLang streams all lists from one offset: red if the others are cut with the sample's own."""
+    names = [name for name in ReqLogprob.__dataclass_fields__ if name.startswith("output_")]
+    lists: dict[str, Any] = {name: [-5.0] for name in names}
+    req = begun(return_logprob=True)
+    req.sampling_params.max_new_tokens = limit
+    req.logprob = ReqLogprob(top_logprobs_num=1, token_ids_logprob=[3], **lists)
+    req.send_token_offset = req.send_output_token_logprobs_offset = 0
+    looked_at(req, 1)
+    sent: list[Any] = []
+    stream_output(lambda _, reqs: sent.extend(reqs), None, [req])  # type: ignore[arg-type]
+    assert sent == [req] and req.send_output_token_logprobs_offset == 0
+    for name in names:
+        expected = own if name.startswith("output_token_logprobs") else [-5.0]
+        assert getattr(req.logprob, name) == expected, name
+
+
 # --- The identities that clients check
 
 

@@ -1,7 +1,9 @@
 """Streams of several tokens a chunk: a character is sent once, and a parser sees single tokens."""
 
+import asyncio
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,18 @@ from hypothesis import strategies as st
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
 from sglang_smc.patches.detokenizer import keep_sent
+from sglang_smc.server.routes import with_logprobs
 from sglang_smc.server.streams import Splitter
 from sglang_smc.upstream import IS_NEWER
 
+LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+
 
 def answers(texts: Sequence[str], length: int, incremental: bool = False) -> list[dict[str, Any]]:
-    """A stream whose tokens, numbered from 0, have these texts, in chunks of so many."""
+    """A stream whose tokens, numbered from 0, have these texts, in chunks of so many.
+
+    Each list of log-probabilities has a token's number in its place.
+    """
     chunks = []
     for first in range(0, len(texts), length):
         end = min(first + length, len(texts))
@@ -26,7 +34,12 @@ def answers(texts: Sequence[str], length: int, incremental: bool = False) -> lis
             {
                 "text": "".join(texts[begin:end]),
                 "output_ids": list(range(begin, end)),
-                "meta_info": {"completion_tokens": end, "finish_reason": None},
+                "meta_info": {
+                    "completion_tokens": end,
+                    "output_token_logprobs_length": end,
+                    "finish_reason": None,
+                    **{name: list(range(begin, end)) for name in LISTS},
+                },
             }
         )
     chunks[-1]["meta_info"]["finish_reason"] = {"type": "stop"}
@@ -67,7 +80,7 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     text: str, cuts: list[int], length: int, incremental: bool
 ) -> None:
     """Red if a character is lost or sent twice, or comes with a token that has a part of it, or if
-    a parser gets several tokens at once.
+    a parser gets several tokens at once, or log-probabilities of other tokens than a part's own.
     """
     tokens = byte_tokens(text, cuts)
     tokenizer = ByteTokenizer(tokens)
@@ -77,15 +90,56 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     for chunk in answers([""] * len(tokens), length, incremental):
         end = chunk["meta_info"]["completion_tokens"]
         chunk["text"] = complete[end - 1][len(sent) if incremental else 0 :]
-        parts, first = list(splitter.split(chunk)), len(ids)
-        for number, part in enumerate(parts, first + 1):
+        finished = []
+        for number, part in enumerate(splitter.split(chunk), len(ids) + 1):
             sent = sent + part["text"] if incremental else part["text"]
             ids = ids + part["output_ids"] if incremental else part["output_ids"]
             assert sent == complete[len(ids) - 1]
-            assert part["meta_info"]["completion_tokens"] == len(ids) == number
-        finished = [part["meta_info"]["finish_reason"] is not None for part in parts]
-        assert finished == [False] * (len(parts) - 1) + [end == len(tokens)]
+            info = part["meta_info"]
+            assert all(info[name] == part["output_ids"] for name in LISTS)
+            counts = info["completion_tokens"], info["output_token_logprobs_length"]
+            assert counts == (number, number) and number == len(ids)
+            finished.append(info["finish_reason"] is not None)
+            if not incremental:  # SGLang goes on with the same lists
+                for grows in (chunk["output_ids"], *(chunk["meta_info"][name] for name in LISTS)):
+                    grows.append(-1)
+        assert finished == [False] * (len(finished) - 1) + [end == len(tokens)]
     assert sent == text and ids == list(range(len(tokens)))
+
+
+def test_scoring_keeps_its_entry_without_a_token() -> None:
+    for incremental in (False, True):
+        info = {"output_token_logprobs": [], "output_top_logprobs": [7], "finish_reason": {}}
+        answer = {"text": "", "output_ids": [], "meta_info": info}
+        assert list(Splitter(str, incremental).split(answer)) == [answer]
+
+
+@pytest.mark.parametrize("told", [[], ["data: text"]], ids=["no text", "text"])
+def test_a_step_without_text_sends_its_log_probabilities(told: list[str]) -> None:
+    """Red if those of a round that ends within a character are lost, or come twice."""
+
+    async def chunks() -> AsyncIterator[str]:
+        for chunk in told:
+            yield chunk
+
+    async def sent() -> list[str]:
+        return [chunk async for chunk in with_logprobs(chunks(), step)]
+
+    step = {
+        "content": {"meta_info": {"id": "one"}},
+        "request": SimpleNamespace(model="m"),
+        "index": 1,
+        "created": 5,
+        "choice_logprobs": {"content": [{"token": "a"}]},
+    }
+    (found,) = asyncio.run(sent())
+    if told:
+        assert [found] == told
+        return
+    body = json.loads(found.removeprefix("data: "))
+    (choice,) = body["choices"]
+    assert (body["id"], body["model"], body["created"], choice["index"]) == ("one", "m", 5, 1)
+    assert choice["logprobs"] == step["choice_logprobs"]
 
 
 @pytest.mark.skipif(not IS_NEWER, reason="this process loads no plugins")

@@ -81,6 +81,8 @@ srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_i
         calls self._resolve_lora_path | hands on lora_path
 srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream | kind
         async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
+srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content(self * content index
+        request choice_logprobs) | kind async generator
 srt.entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools | kind
         async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
 srt.managers.detokenizer_manager.DecodeStatus: sent_offset
