@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +131,22 @@ def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
 def costs(parts: Results) -> str:
     """Return the rounds that adaptive servers measured at start, in ms by N, K and requests."""
     lines = [
-        [part, sizes, ", ".join(f"{size}: {1000 * seconds:.3g}" for size, seconds in points)]
+        [part, sizes, ", ".join(f"{size}: {1000 * seconds:.3g}" for size, seconds in points), more]
         for part, one in parts.items()
-        for sizes, points in one.get("costs", {}).items()
+        for sizes, points, more in _rounds_of(one.get("costs", {}))
     ]
-    headers = ("", "N and K", "requests: ms a round")
+    headers = ("", "N and K", "requests: ms a round", "more for 1,000 tokens of text")
     return f"## Costs of adaptive servers\n\n{markdown_table(headers, lines)}" if lines else ""
+
+
+def _rounds_of(
+    measured: Mapping[str, Any],
+) -> Iterator[tuple[str, Sequence[tuple[int, float]], str]]:
+    """Yield N and K, (requests, seconds), and ms for 1,000 tokens, of `RoundCosts.as_dict`."""
+    reading = measured.get("reading", {})
+    for sizes in (one for one in measured if one != "reading"):
+        more = f"{1e6 * reading[sizes]:.3g}" if sizes in reading else ""
+        yield sizes, measured[sizes], more
 
 
 # --- Where a round goes

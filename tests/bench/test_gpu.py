@@ -51,6 +51,7 @@ from speed_stand_ins import ORIGIN, FakeEngine
 from study import PAIR, REPOSITORY, BenchError
 
 from sglang_smc import __version__
+from sglang_smc.options.policy import Budget, Curve, RoundCosts
 from sglang_smc.tools.command.machine import ENTRY_POINTS
 
 CODE = {"code": 1}
@@ -421,7 +422,8 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
     profile = a_speed(900.0) | {"kernels": kernels}
     records.add("profile", "smc-block-n8-k8-b1-p256", CODE, profile)
     records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
-    costs = {"costs": {"N=4 K=16": [[1, 0.0108], [8, 0.0226]]}}
+    curve, budget = Curve.of([(1, 0.0108), (8, 0.0226)]), Budget(4, 16)
+    costs = {"costs": RoundCosts({budget: curve}, {budget: 1.5e-7}).as_dict()}
     records.add("speed", "smc-adaptive-n4-k16-b1-p256", CODE, a_speed(900.0) | costs)
     times = {f"{kind}_ms": ms for kind, ms in (("stock", 1.2), ("fused", 1.0), ("int8", 0.5))}
     records.add(
@@ -434,7 +436,7 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
         "| SMC exact N=8 K=8 | 1 | 256 | 77.3 | 510.0 | 2.55 [2.55, 2.55] |  | 1000.0 | 9.00",
         "- standalone-chain-b1-p256: it said no",
         f"# {H200}",
-        "| smc-adaptive-n4-k16-b1-p256 | N=4 K=16 | 1: 10.8, 8: 22.6 |",
+        "| smc-adaptive-n4-k16-b1-p256 | N=4 K=16 | 1: 10.8, 8: 22.6 | 0.15 |",
         "- smc-graphs kinds: top-p: 0 of 3",
         "| 8 | 1.200 | 1.000 | 0.800 | 0.500 |",
         "**smc-block-n8-k8-b1-p256**: 10.00 ms a round, 2.00 of it no kernel's",
