@@ -115,7 +115,7 @@ def _started(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 #: Of a draft's pass: of one request with 8 particles, and the most that fused layers take.
-LAYER_ROWS = 8, 64
+LAYERS, LAYER_ROWS = ("bench/gpu/layers.py",), (8, 64)
 LAYER_SECONDS = 24.0  # with what is compiled
 
 
@@ -123,7 +123,7 @@ def layer_cases(*, device: str) -> list[Case]:
     """Return the cases of a draft's layers, which say on what `device` they run themselves."""
     found = []
     for rows in LAYER_ROWS:
-        name, words = f"layers-m{rows}", ("bench/gpu/layers.py", str(rows))
+        name, words = f"layers-m{rows}", (*LAYERS, str(rows))
         identity = {"command": words, "device": device, **code_fingerprint()}
         run = partial(run_layers, name, words)
         shown = f"python {' '.join(words)}"

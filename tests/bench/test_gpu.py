@@ -1,5 +1,6 @@
 """The command for a GPU machine, without one: what it begins, leaves, keeps, asks and reports."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -7,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -21,6 +22,7 @@ from fake_cuda import fake_cuda
 from gpu import engines, expected, layers, report, run, smoke, travel
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from programs import printed
+from speed import measure
 from speed.conditions import Start, compiled_since, conditions
 from speed.grid import (
     AR,
@@ -55,6 +57,7 @@ from study import PAIR, REPOSITORY, BenchError
 from sglang_smc import __version__
 from sglang_smc.options.policy import Budget, Curve, RoundCosts
 from sglang_smc.tools.command.machine import ENTRY_POINTS
+from sglang_smc.tools.demo.serving import Launch
 
 CODE = {"code": 1}
 OF_BLOCK = {"architectures", "model_type", "dtype"}
@@ -691,25 +694,75 @@ def test_the_page_has_what_the_command_expects_of_an_h200() -> None:
     assert expected.milliseconds(found, shape, 1) == (10.0, True)
 
 
+class StoodIn(FakeEngine):
+    """A server whose cells are `FakeEngine`'s; adaptive ones have measured their rounds."""
+
+    url = "none"
+
+    def internal_state(self) -> dict[str, Any]:
+        measured = RoundCosts({Budget(8, 8): Curve.of([(1, 0.0108)])}, {Budget(8, 8): 1e-7})
+        memory = {"pool_bytes": 1 << 30, "pool_slots": 1000, "beside": {"states": 1 << 30}}
+        smc = {"costs": measured.as_dict(), "memory": memory, "settings": {"draft_layers": "-"}}
+        return {"smc": smc, "startup_time": {"cuda_graph": {"smc_round": 1.5}}}
+
+
+def test_a_dry_run_takes_every_stage_to_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With stand-ins for servers and commands, whose results are of the same form."""
+    started: list[str] = []
+
+    @contextlib.contextmanager
+    def running(launch: Launch, log: Path) -> Iterator[StoodIn]:
+        started.append(log.stem)
+        system = System(AR if log.stem.endswith("ar") else BLOCK, 8, 8)
+        yield StoodIn(system, [], [-1])
+
+    for module in (measure, smoke):
+        monkeypatch.setattr(module, "running", running)
+        monkeypatch.setattr(module, "write_models", lambda *_, **__: None)
+    monkeypatch.setattr(smoke, "prompt_ids", lambda _: [1])
+    monkeypatch.setattr(smoke, "run_part", lambda *_, **__: {"wrong": []})
+    words = ("-c", f"print({json.dumps({'rows': 8, 'wrong': []})!r})")
+    monkeypatch.setattr(smoke, "DOCTOR", words)
+    monkeypatch.setattr(smoke, "TESTS", dict.fromkeys(smoke.TESTS, words))
+    monkeypatch.setattr(smoke, "LAYERS", words)
+    folders = ("--out", str(tmp_path / "out"), "--state", str(tmp_path / "state"))
+    assert run.main(["--dry-run", *folders]) == 0
+    told = capsys.readouterr().out
+    assert "FAILED" not in told and "left for another call" not in told
+    (stages,) = read_results(tmp_path / "out" / "dry-run")[0].values()
+    assert stages.keys() == set(run.STAGES)
+    every = run.stages(tmp_path, on_gpu=False)
+    asked = {(one.name, part) for one in every for case in one.cases() for part in case.parts}
+    assert asked == {(stage, part) for stage, parts in stages.items() for part in parts}
+    for line in (
+        "## Speed: 8B + 1B, stood in for",
+        "## Speed: 70B in FP8 + 1B, stood in for",
+        "| smc-adaptive-n8-k8-b2-p32 | N=8 K=8 | 1: 10.8 | 0.1 |",
+        "## A server with default settings",
+        "## Starts",
+        "What a GPU machine would start:",
+    ):
+        assert line in told, line
+    assert not any("fused" in name for name in started), "which a CPU refuses"
+    assert run.main(["--dry-run", *folders]) == 0
+    assert " s left" not in capsys.readouterr().out  # nothing was begun
+
+
 @pytest.mark.nightly
 @pytest.mark.engine
 def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
-    """As a user calls it; a second call has nothing left to do."""
+    """As a user calls it, in a copy for the machine: no stage reads what that leaves out."""
+    tree = tmp_path / "tree"
+    travel.pack(tree)
     command = ["bash", "bench/gpu/run.sh", "--dry-run", "--minutes", "600"]
-    command += ["--only", "ar", "doctor", "layers-m8", "smc-torch", "smc-block*", "smc-exact-with*"]
     command += ["--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    how: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "timeout": None}
-    told = [printed(*command, **how) for _ in range(2)]
-    assert "What a GPU machine would start" in told[0] and "all done" in told[0]
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tree)}
+    told = printed(*command, cwd=tree, env=environment, timeout=None)
+    assert "What a GPU machine would start" in told and "all done" in told
     (stages,) = read_results(tmp_path / "out" / "dry-run")[0].values()
-    found = {stage: set(parts) for stage, parts in stages.items()}
-    assert {"ar-b1-p32", "smc-block-n8-k8-b2-p32"} <= found["speed"]
-    assert found["profile"] >= {f"smc-block-n8-k8-b{batch}-p32" for batch in (1, 2)}
+    assert stages.keys() == set(run.STAGES)
     assert set(smoke.ON_A_CPU.values()) == {"smc-torch"}
-    parts = "answers", smoke.SAME, smoke.CLIENT, smoke.AUDIT
-    assert {"ar kinds", *(f"smc-torch {part}" for part in parts)} <= found["smoke"]
-    assert found.keys() == set(run.STAGES) - {"more"}
     for part, one in (pair for parts in stages.values() for pair in parts.items()):
         assert "failed" not in one and not one.get("wrong"), (part, one)
-    assert "s left" not in told[1]  # nothing was begun
