@@ -145,6 +145,9 @@ class FakeEngine:
         self.system, self.asked, self.budget, self.breaks_at = system, asked, budget, breaks_at
         self.count = 0
 
+    def internal_state(self) -> dict[str, Any]:
+        return {}
+
     def ask(self, work: Work) -> Sample:
         if len(work.prompts) == self.breaks_at:
             raise EngineError("OutOfMemoryError: too large")

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ N = K = 8
 
 Sizes = tuple[tuple[int, int], ...]
 ONE: Sizes = ((1, 256),)
+TWO: Sizes = ((1, 256), (8, 256))
 #: By importance: the headline, long prompts, then large batches.
 ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
 SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
@@ -65,9 +67,10 @@ SPEED = (*DEEP, *SERVED, *OTHERS)
 #: Without STANDALONE's tree, whose servers end by SGLang's own check for leaks.
 MORE = (STOCK_DRAFT, _case(grid.AUTO, ((1, 256), (1, 4096))))
 PROFILE = (
-    _case(grid.BLOCK, ((1, 256), (8, 256)), 55.0),
-    _case(grid.EXACT_HEAD, ONE),
-    _case(grid.EXACT, ONE),
+    _case(grid.BLOCK, TWO, 55.0),
+    _case(grid.FUSED, TWO),
+    _case(grid.EXACT, TWO, 40.0),
+    _case(grid.EXACT_HEAD, TWO, 40.0),
 )
 LARGE = tuple(
     case._replace(sizes=ONE, start_seconds=45.0, sample_seconds=15.0)
@@ -88,26 +91,43 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
     return [
         case._replace(sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
         for case in cases
-        if case.system.family not in (*grid.STANDALONE, *grid.EAGLES)  # which have no kernels there
+        # Which have no kernels there.
+        if case.system.family not in (*grid.STANDALONE, *grid.EAGLES, grid.FUSED)
     ]
 
 
+#: The kernel of fused layers, in the names of a trace.
+FUSED_KERNEL = "_skinny"
+
+
 def profile(engine: RemoteEngine, cell: grid.Cell, preset: grid.Preset) -> Entry:
-    """Return the kernels of a cell's rounds; none on a CPU."""
+    """Return the kernels of a cell's rounds, and what is wrong with them; none on a CPU."""
     if preset.device == "cpu":
         return {}
     with tempfile.TemporaryDirectory() as folder:
         engine.post("/start_profile", output_dir=folder, **PROFILE_OPTIONS)
         engine.ask(work(cell, "profile", preset))
-        events = events_in(Path(folder))
-    return {"kernels": kernels_of(events), "round": round_of(events)}
+        try:
+            events = events_in(Path(folder))
+        except BenchError as error:
+            return {"wrong": [str(error)]}  # the cell's samples are good
+    kernels = kernels_of(events)
+    found = {"kernels": kernels, "round": round_of(events), "wrong": []}
+    if cell.system.family == grid.FUSED and not any(FUSED_KERNEL in name for name, *_ in kernels):
+        found["wrong"] = [f"its rounds do not launch {FUSED_KERNEL}, the kernel of fused layers"]
+    return found
 
 
 def events_in(folder: Path) -> list[Entry]:
-    """Return what the device does in SGLang's trace of decoding, in order."""
-    traces = list(folder.glob("*DECODE*.json.gz"))
+    """Return what the device does in SGLang's trace of decoding, in order.
+
+    Raises BenchError unless there is one such trace, named by either of SGLang's profilers.
+    """
+    written = sorted(path for path in folder.rglob("*") if path.is_file())
+    traces = [path for path in written if fnmatch(path.name.upper(), "*DECODE*.JSON.GZ")]
     if len(traces) != 1:
-        raise BenchError(f"SGLang's profiler wrote {len(traces)} traces of decoding, not one.")
+        names = ", ".join(str(path.relative_to(folder)) for path in written) or "nothing"
+        raise BenchError(f"SGLang's profiler wrote {names}; needed: one *DECODE*.json.gz.")
     with gzip.open(traces[0]) as file:
         events = json.load(file)["traceEvents"]
     device = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]

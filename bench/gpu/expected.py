@@ -113,6 +113,13 @@ def milliseconds(results: Results, shape: Shape, batch: int) -> tuple[float, boo
     return beside + share * (shape.bound(batch) - like.bound(batch)), False
 
 
+def is_complete(results: Results) -> bool:
+    """Return whether all of the tables is measured or can be modelled."""
+    shapes = (SHAPES | ON_REAL_TEXT).values()
+    found = (milliseconds(results, shape, batch)[0] for shape in shapes for batch in BATCHES)
+    return not any(map(math.isnan, found))
+
+
 def tokens_by_name() -> dict[str, dict[str, float]]:
     """Return tokens a round by temperature, of the shipped pair and of the one on real text."""
     found = {"AR": dict.fromkeys(TEMPERATURES, 1.0)}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B
-from gpu.expected import for_one, table
+from gpu.engines import LARGE, MORE, SPEED, SPEED_8B, SPEED_70B, TINY, on_a_cpu
+from gpu.expected import for_one, is_complete, table
 from gpu.smoke import DEFAULT
 from results import markdown_table
 from speed.grid import Preset
 from speed.measure import EngineCase
-from speed.report import CellRow, Results, make_rows, markdown, short
+from speed.report import Results, make_rows, markdown, short
 from speed.runner import RESULTS, read_results
 from study import PUBLISHED, REPOSITORY, BenchError, write_between
 
@@ -21,7 +21,26 @@ GIB = 1 << 30
 LARGEST = 25  # kernels of a table
 
 
-def write_report(raw: Path, folder: Path) -> str:
+class Listed(NamedTuple):
+    """Cases in the order of a table, and their preset."""
+
+    title: str
+    stages: Sequence[str]
+    cases: Sequence[EngineCase]
+    preset: Preset
+
+
+ON_A_GPU = (
+    Listed("8B + 1B", ("speed", "more"), SPEED + MORE, SPEED_8B),
+    Listed("70B in FP8 + 1B", ("70b",), LARGE, SPEED_70B),
+)
+ON_A_CPU = tuple(
+    one._replace(cases=on_a_cpu(one.cases), preset=TINY, title=f"{one.title}, stood in for")
+    for one in ON_A_GPU
+)
+
+
+def write_report(raw: Path, folder: Path, *, on_gpu: bool = True) -> str:
     """Write the report as ``gpu.md``, and return its text."""
     machines, calls = read_results(raw)
     if not machines:
@@ -30,18 +49,18 @@ def write_report(raw: Path, folder: Path) -> str:
     for name, stages in machines.items():
         smoke = stages.get("smoke", {})
         small = {**stages.get("speed", {}), **stages.get("more", {})}
-        large = rows_of(stages.get("70b", {}), LARGE, SPEED_70B)
         sections += [
             f"# {name}",
             default_server(smoke.get(DEFAULT, {})),
             faults({**stages.get("kernels", {}), **stages.get("layers", {}), **smoke}),
             layers(stages.get("layers", {})),
-            speed("8B + 1B", rows_of(small, SPEED + MORE, SPEED_8B), SPEED_8B),
+            *(speed(stages, one) for one in (ON_A_GPU if on_gpu else ON_A_CPU)),
             costs(small),
-            speed("70B in FP8 + 1B", large, SPEED_70B),
             profiled(stages.get("profile", {})),
+            starts(stages),
         ]
-        if raw == PUBLISHED / "gpu" / "raw" and "H200" in name:
+        # A machine with part of the results leaves the page as it is.
+        if raw == PUBLISHED / "gpu" / "raw" and "H200" in name and is_complete(small):
             write_between(PAGE, MARKS, table(small))
             sections.append(for_one(small))
     text = "\n\n".join(section for section in sections if section) + "\n"
@@ -84,9 +103,13 @@ def faults(parts: Results) -> str:
         [part, "failed" if "failed" in one else str(len(one.get("wrong", ())))]
         for part, one in parts.items()
     ]
-    wrong = [f"- {part}: {short(w)}" for part, one in parts.items() for w in one.get("wrong", ())]
     counts = markdown_table(("", "wrong"), lines)
-    return "\n\n".join(["## Engines", counts, "\n".join(wrong + failures(parts))]).rstrip()
+    told = "\n".join(wrong_of(parts) + failures(parts))
+    return "\n\n".join(["## Engines", counts, told]).rstrip()
+
+
+def wrong_of(parts: Results) -> list[str]:
+    return [f"- {part}: {short(w)}" for part, one in parts.items() for w in one.get("wrong", ())]
 
 
 def failures(parts: Results) -> list[str]:
@@ -108,13 +131,12 @@ def layers(parts: Results) -> str:
 # --- Speed
 
 
-def rows_of(parts: Results, cases: Sequence[EngineCase], preset: Preset) -> list[CellRow]:
-    """Return a row for each cell, with its ratio to plain decoding."""
-    return make_rows([cell for case in cases for cell in case.cells], parts, preset)
-
-
-def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
-    """Return a table of the cells, below a note."""
+def speed(stages: Mapping[str, Results], listed: Listed) -> str:
+    """Return a table of the cells, each with its ratio to plain decoding, below a note."""
+    preset, found = listed.preset, dict[str, Mapping[str, Any]]()
+    for stage in listed.stages:
+        found |= stages.get(stage, {})
+    rows = make_rows([cell for case in listed.cases for cell in case.cells], found, preset)
     if not rows:
         return ""
     note = (
@@ -125,18 +147,28 @@ def speed(title: str, rows: Sequence[CellRow], preset: Preset) -> str:
     )
     if preset.pair.quantization:
         note += " In eight bits nearly all of these weights are zeros, which compute faster."
-    return f"## Speed: {title}\n\n{markdown(rows, note)}".rstrip()
+    return f"## Speed: {listed.title}\n\n{markdown(rows, note)}".rstrip()
 
 
 def costs(parts: Results) -> str:
     """Return the rounds that adaptive servers measured at start, in ms by N, K and requests."""
     lines = [
-        [part, sizes, ", ".join(f"{size}: {1000 * seconds:.3g}" for size, seconds in points)]
+        [part, sizes, ", ".join(f"{size}: {1000 * seconds:.3g}" for size, seconds in points), more]
         for part, one in parts.items()
-        for sizes, points in one.get("costs", {}).items()
+        for sizes, points, more in _rounds_of(one.get("costs", {}))
     ]
-    headers = ("", "N and K", "requests: ms a round")
+    headers = ("", "N and K", "requests: ms a round", "more for 1,000 tokens of text")
     return f"## Costs of adaptive servers\n\n{markdown_table(headers, lines)}" if lines else ""
+
+
+def _rounds_of(
+    measured: Mapping[str, Any],
+) -> Iterator[tuple[str, Sequence[tuple[int, float]], str]]:
+    """Yield N and K, (requests, seconds), and ms for 1,000 tokens, of `RoundCosts.as_dict`."""
+    reading = measured.get("reading", {})
+    for sizes in (one for one in measured if one != "reading"):
+        more = f"{1e6 * reading[sizes]:.3g}" if sizes in reading else ""
+        yield sizes, measured[sizes], more
 
 
 # --- Where a round goes
@@ -156,5 +188,37 @@ def profiled(parts: Results) -> str:
             told = f"**{name}**: {one['round_ms']:.2f} ms a round, {gaps:.2f} of it no kernel's"
             headers = ("kernel", "launches a round", "ms a round")
             tables.append(f"{told}\n\n{markdown_table(headers, lines)}")
-    tables += failures(parts)
+    tables += wrong_of(parts) + failures(parts)
     return "\n\n".join(["## Where a round goes", *tables]) if tables else ""
+
+
+# --- Starts
+
+
+def starts(stages: Mapping[str, Results]) -> str:
+    """Return what the start of each engine took, and the clocks after its last result."""
+    lines = {}
+    for stage, parts in stages.items():
+        for part, one in parts.items():
+            if found := one.get("conditions"):
+                # Results of one start follow each other.
+                lines[stage, found["start_seconds"]] = [f"{stage} {part}", *_start_cells(found)]
+    headers = ("the last result", *START_COLUMNS)
+    table = markdown_table(headers, list(lines.values()))
+    return f"## Starts\n\n{table}" if lines else ""
+
+
+START_COLUMNS = ("start, s", "capture, s", "compiled", "in s", "Triton", "draft's layers", "clocks")
+
+
+def _start_cells(found: Mapping[str, Any]) -> list[str]:
+    captured, clocks = found["capture_seconds"], found["clocks"] or {}
+    return [
+        f"{found['start_seconds']:.0f}",
+        "" if captured is None else f"{captured:.1f}",
+        str(found["compiled_kernels"]),
+        f"{found['compile_seconds']:.0f}",
+        found["triton"] or "",
+        found["draft_layers"] or "",
+        ", ".join(clocks.values()),
+    ]

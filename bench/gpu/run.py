@@ -3,6 +3,7 @@
     bash bench/gpu/run.sh               # all stages, as far as 9 minutes go; again: the rest
     bash bench/gpu/run.sh smoke speed --only ar 'smc-*' # some of them
     bash bench/gpu/run.sh report        # tables; needs no GPU
+    bash bench/gpu/run.sh pack FOLDER   # a copy that is small enough to be carried there
     bash bench/gpu/run.sh --dry-run     # on a CPU: what can run there, and the other commands
 
 Each result is a line of JSON as soon as it is known, in $OUT or bench/results/gpu/raw. What has a
@@ -23,7 +24,9 @@ from functools import partial
 from pathlib import Path
 
 from gpu import engines
+from gpu.report import write_report
 from gpu.smoke import DEFAULT, ENGINES, GRAPHS, command_cases, layer_cases, smoke_cases
+from gpu.travel import bring_back, pack
 from results import provenance
 from speed.grid import Preset
 from speed.measure import EngineCase, More, engine_cases
@@ -32,7 +35,7 @@ from study import GOES_ON, PUBLISHED, REPOSITORY, BenchError, main_of
 
 RAW = PUBLISHED / "gpu" / "raw"
 STAGES = ("kernels", "layers", "smoke", "profile", "speed", "70b", "more")
-REPORT = "report"
+REPORT, PACK = "report", "pack"
 #: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
 
@@ -57,20 +60,20 @@ def stages(work: Path, *, on_gpu: bool) -> list[Stage]:
     def profile(some: Sequence[EngineCase]) -> Callable[[], list[Case]]:
         return cases(some, engines.PROFILE_8B, engines.profile)
 
-    block, *heads = engines.PROFILE
+    stock, fused, *exact = engines.PROFILE
     return [
         Stage("kernels", "do they compile and compute", partial(command_cases, device=device)),
-        Stage("smoke", "graphs, OpenAI's client, the audit", smoke(GRAPHS)),
-        Stage("profile", "where a round goes", profile([block])),
-        Stage("profile", "the same with a head", profile(heads[:1])),
-        Stage("speed", "a head, fewer particles and more steps", cases(engines.DEEP)),
-        Stage("70b", "70B in FP8 + 1B", cases(engines.LARGE[:2], engines.SPEED_70B)),
         Stage("layers", "a draft's, stock and fused", partial(layer_cases, device=device)),
+        Stage("smoke", "graphs, OpenAI's client, the audit", smoke(GRAPHS)),
+        Stage("profile", "where a round goes", profile([stock])),
+        Stage("profile", "the same with fused layers", profile([fused])),
+        Stage("profile", "exact, with a model and with a head", profile(exact)),
+        Stage("speed", "a head, fewer particles and more steps", cases(engines.DEEP)),
         Stage("speed", "the same, adaptive", cases(engines.SERVED)),
         Stage("smoke", "a default server", smoke(DEFAULT)),
+        Stage("70b", "70B in FP8 + 1B", cases(engines.LARGE[:2], engines.SPEED_70B)),
         Stage("speed", "8B + 1B, all", cases(engines.OTHERS)),
         Stage("smoke", "engines in every mode", smoke(*ENGINES)),
-        Stage("profile", "the others", profile(heads[1:])),
         Stage("more", "8B + 1B, other systems", cases(engines.MORE)),
         Stage("70b", "the others", cases(engines.LARGE[2:], engines.SPEED_70B)),
     ]
@@ -84,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}"
+    about = f"by default all of {', '.join(STAGES)}; also: {REPORT}; {PACK} [FOLDER]"
     add("stages", nargs="*", metavar="STAGE", help=about)  # choices would refuse none at all
     add("--minutes", type=float, default=9.0, help="begin nothing that ends later, and stop then")
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, as a shell matches")
@@ -97,7 +100,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if len(options.stages) > 1 and REPORT in options.stages:
         parser.error(f"{REPORT} stands alone: it is not for the GPU machine")
-    if unknown := set(options.stages) - {*STAGES, REPORT}:
+    if options.stages[:1] == [PACK]:
+        if len(options.stages) > 2:
+            parser.error(f"{PACK} takes one folder")
+    elif unknown := set(options.stages) - {*STAGES, REPORT}:
         parser.error(f"{', '.join(unknown)}: there is no such stage")
     options.stages = options.stages or list(STAGES)
     options.out = options.out or Path(os.environ.get("OUT") or RAW)
@@ -115,14 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     if options.stages == [REPORT]:
-        from gpu.report import write_report
-
         folder = options.out.parent if options.out == RAW else options.out
         print(write_report(options.out, folder))
         return 0
+    if options.stages[0] == PACK:
+        print(pack(*map(Path, options.stages[1:])))
+        return 0
     on_gpu, status = not options.dry_run, 0 if options.list else measure(options)
     if options.dry_run and not options.list:
-        print("\nWhat a GPU machine would start:")
+        print(f"\n{write_report(options.out, options.out, on_gpu=False)}")
+        print("What a GPU machine would start:")
         on_gpu = True
     if options.list or options.dry_run:
         every = stages(options.state, on_gpu=on_gpu)
@@ -157,7 +165,9 @@ def measure(options: argparse.Namespace) -> int:
         options.fresh,
         say=lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True),
         patience=PATIENCE * (SLOWER_ON_A_CPU if options.dry_run else 1),
+        has_run=options.state / "has-run",
     )
+    bring_back(options.out, runner.say)  # what was compiled so far, should this call be killed
     try:
         for stage in stages(options.state, on_gpu=not options.dry_run):
             if stage.name in options.stages:
@@ -166,6 +176,7 @@ def measure(options: argparse.Namespace) -> int:
         logs = options.state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         shutil.make_archive(str(options.out / "logs"), "gztar", logs)
+        bring_back(options.out, runner.say)
     told = f"left for another call: {', '.join(runner.left)}" if runner.left else "all done"
     print(f"{told}; results are in {options.out}/")
     return 3 if runner.left else 0

@@ -5,25 +5,29 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-if [[ " $* " =~ \ (--dry-run|--help|-h|--list|report)\  ]]; then
+if [[ " $* " =~ \ (--dry-run|--help|-h|--list|report|pack)\  ]]; then
     exec "$python" bench/gpu "$@" # nothing runs on a GPU
 fi
 site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}
 mkdir -p "$site"
-# What `.sg` holds is unpacked once: a payload by its own program, and wheels.
+# Once each: kernels that an earlier machine compiled, before a payload compiles them, too.
+for name in jit triton; do
+    archive=.sg/$name.tar.xz
+    [[ -e $archive ]] || continue
+    if [[ ! -e $site/.$name.sum || $(<"$site/.$name.sum") != "$(cksum "$archive")" ]]; then
+        mkdir -p "$site/.$name"
+        tar -C "$site/.$name" -xJf "$archive"
+        cksum "$archive" >"$site/.$name.sum"
+    fi
+done
+# What else `.sg` holds: a payload by its own program, and wheels.
 shopt -s nullglob
-state=$({ find .sg -type f ! -name '*.txt' ! -name '*.md' -exec cksum {} + 2>/dev/null || true; } | sort)
+others=(! -name '*.txt' ! -name '*.md' ! -name jit.tar.xz ! -name triton.tar.xz)
+state=$({ find .sg -type f "${others[@]}" -exec cksum {} + 2>/dev/null || true; } | sort)
 wheels=(.sg/*.whl)
 if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
-    if [[ -e .sg/jit.tar.xz ]]; then # kernels that an earlier machine compiled
-        mkdir -p "$site/.jit"
-        tar -C "$site/.jit" -xJf .sg/jit.tar.xz
-    fi
     if [[ -e .sg/assemble.py ]]; then
         "$python" .sg/assemble.py .sg --site "$site"
-    fi
-    if [[ -n ${OUT:-} && -d $site/.jit && ! -e .sg/jit.tar.xz ]]; then
-        tar -C "$site/.jit" -cJf "$OUT/jit.tar.xz" .
     fi
     if ((${#wheels[@]})); then
         "$python" -m pip install --quiet --no-deps --no-index --upgrade --target "$site" "${wheels[@]}"
@@ -42,5 +46,7 @@ if [[ -e $site/env.sh ]]; then
     # shellcheck disable=SC1091
     source "$site/env.sh"
 fi
+# What is compiled here comes back with the results, without what Triton passes through.
+export SGLANG_JIT_CACHE_DIR="$site/.jit" TRITON_CACHE_DIR="$site/.triton" TRITON_STORE_BINARY_ONLY=1
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"

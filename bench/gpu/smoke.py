@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
 from pair.task import check, held_out, messages
 from results import gpu
+from speed.conditions import Start, conditions
 from speed.grid import DRAFT, TARGET, settings_of, write_models
 from speed.remote import RefusedError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry
@@ -30,13 +33,13 @@ FIRST_PROBLEM = 2_000_000
 START_SECONDS = 40.0
 #: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
-AUDIT_SECONDS = 60.0
+AUDIT_MINUTES, AUDIT_SECONDS = 0.75, 45.0
 #: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
 REFERENCE, SAME = "smc-torch", "log-probabilities"
 GRAPHS, CLIENT, AUDIT = "smc-graphs", "OpenAI's client", "audit"
-MOST_WORDS = 600
+MOST_WORDS = 1500
 
 Prompts = Sequence[Sequence[int]]
 
@@ -51,42 +54,76 @@ def smoke_cases(work: Path, *names: str, device: str) -> list[Case]:
     return [make(work, device) for make in made]
 
 
-#: Each kernel against torch, then the draft's attention at many sizes.
-COMMANDS = {
-    "doctor": (25.0, ("-m", "sglang_smc.command", "doctor")),
-    "attention": (45.0, ("-m", "pytest", "-q", "tests/kernels/test_particle_attention.py")),
+#: Each kernel against torch.
+DOCTOR = ("-m", "sglang_smc.command", "doctor")
+#: At many sizes: the draft's attention, the products of its layers, verification.
+TESTS = {
+    name: ("-m", "pytest", "-q", f"tests/kernels/test_{file}.py", *more)
+    for name, file, *more in (
+        ("rotates", "particle_attention", "-k", "rotates"),
+        ("skinny", "skinny"),
+        ("verify", "verify"),
+    )
 }
 
 
 def command_cases(*, device: str) -> list[Case]:
-    """Return a case for each of `COMMANDS`."""
-    found = []
-    for name, (seconds, words) in COMMANDS.items():
-        if device != "cpu":
-            words += ("--kernels",) if name == "doctor" else ("-k", "rotates")
-        identity = {"command": words, **code_fingerprint()}
-        run = partial(run_command, name, words)
-        found.append(Case(name, {name: identity}, seconds, run, f"python {' '.join(words)}"))
-    return found
+    """Return the doctor, and the tests, which compile side by side."""
+    doctor = {"doctor": DOCTOR if device == "cpu" else (*DOCTOR, "--kernels")}
+    code = {"device": device, **code_fingerprint()}
+    return [
+        Case(
+            slug,
+            {name: {"command": words, **code} for name, words in commands.items()},
+            seconds,
+            partial(run_commands, commands),
+            "; ".join(f"python {' '.join(words)}" for words in commands.values()),
+        )
+        for slug, seconds, commands in (("doctor", 25.0, doctor), ("tests", 45.0, TESTS))
+    ]
 
 
-def run_command(name: str, words: Sequence[str], attempt: Attempt) -> None:
-    """Record how a command ends."""
+def run_commands(commands: Mapping[str, Sequence[str]], attempt: Attempt) -> None:
+    """Run the missing commands at once; record how each ends, and its last words."""
     attempt.started, began = True, time.monotonic()
-    found = ended(words)
-    attempt.add(name, {"seconds": time.monotonic() - began, **found})
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(_started(commands[name])) for name in attempt.missing}
+        with ThreadPoolExecutor() as pool:
+            told = {pool.submit(one.communicate): name for name, one in running.items()}
+            for done in as_completed(told):
+                name, last = told[done], done.result()[0][-MOST_WORDS:]
+                wrong = [last] if running[name].returncode else []
+                seconds = time.monotonic() - began
+                attempt.add(name, {"seconds": seconds, "told": last, "wrong": wrong})
+
+
+@contextlib.contextmanager
+def _started(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a Python command in the repository, and end it with the block."""
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 #: Of a draft's pass: of one request with 8 particles, and the most that fused layers take.
-LAYER_ROWS = 8, 64
-LAYER_SECONDS = 28.0  # with what is compiled
+LAYERS, LAYER_ROWS = ("bench/gpu/layers.py",), (8, 64)
+LAYER_SECONDS = 24.0  # with what is compiled
 
 
 def layer_cases(*, device: str) -> list[Case]:
     """Return the cases of a draft's layers, which say on what `device` they run themselves."""
     found = []
     for rows in LAYER_ROWS:
-        name, words = f"layers-m{rows}", ("bench/gpu/layers.py", str(rows))
+        name, words = f"layers-m{rows}", (*LAYERS, str(rows))
         identity = {"command": words, "device": device, **code_fingerprint()}
         run = partial(run_layers, name, words)
         shown = f"python {' '.join(words)}"
@@ -226,12 +263,13 @@ def run_default(launch: Launch, work: Path, device: str, attempt: Attempt) -> No
     with running(launch, work / "logs" / f"{DEFAULT}.log") as engine:
         attempt.started = True
         seconds = time.monotonic() - began
-        memory = engine.state()["memory"]
+        memory = engine.internal_state()["smc"]["memory"]
         engine.ask(CHAT)
         sample = engine.ask(CHAT)
+        found = {"conditions": conditions(engine, Start(time.time() - seconds, seconds))}
     (info,) = sample.infos
     free = gpu("memory.free")
-    found = {
+    found |= {
         "start_seconds": seconds,
         "first_ms": 1000 * sample.first[0],
         "round_ms": 1000 * sample.round_seconds,
@@ -310,14 +348,15 @@ def launch_of(name: str, device: str) -> Launch:
 def run_engine(name: str, launch: Launch, work: Path, attempt: Attempt) -> None:
     """Run the missing parts of one engine."""
     prompts = [prompt_ids(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
+    began = time.time()
     with running(launch, work / "logs" / f"smoke-{name}.log") as engine:
-        attempt.started = True
+        attempt.started, start = True, Start(began, time.time() - began)
         for one in attempt.missing:
             found = run_part(engine, name, one.removeprefix(f"{name} "), prompts)
             if "lines" in found:
                 reference = attempt.records.of(attempt.stage).get(f"{REFERENCE} {SAME}")
                 found |= against(found["lines"], reference and reference.get("lines"))
-            attempt.add(one, found)
+            attempt.add(one, {**found, "conditions": conditions(engine, start)})
 
 
 def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> Entry:
@@ -335,7 +374,14 @@ def run_part(engine: RemoteEngine, name: str, part: str, prompts: Prompts) -> En
     if part == CLIENT:
         return client(engine.url)
     if part == AUDIT:
-        words = ("audit", engine.url, "--minutes", "1.5", "--params", json.dumps(EXACT))
+        words = (
+            "audit",
+            engine.url,
+            "--minutes",
+            f"{AUDIT_MINUTES}",
+            "--params",
+            json.dumps(EXACT),
+        )
         return ended(("-m", "sglang_smc.command", *words))
     if part == "kinds":
         found = {kind.name: alone(engine, kind, prompts, graphs=graphs) for kind in kinds}

@@ -153,9 +153,10 @@ BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
 EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
+FUSED = "SMC fused"  # whole blocks, too, with the draft's layers fused
 STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
 _EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, SERVED), "exact")
-SMC = {BLOCK: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
+SMC = {BLOCK: "smc", FUSED: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,9 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
             "speculative_smc_num_particles": system.num_particles,
             "speculative_smc_mode": SMC[system.family],
         }
-    if system.family in (BLOCK, ADAPTIVE):
+    if system.family == FUSED:
+        content["speculative_smc_draft_layers"] = "fused"
+    if system.family in (BLOCK, FUSED, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
     if system.family in (ADAPTIVE, SERVED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
+from speed.conditions import Start, conditions
 from speed.grid import PLAIN, Cell, Preset, System, launch_of, settings_of, write_models
 from speed.remote import EngineError, RemoteEngine, Sample, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
@@ -121,12 +123,14 @@ def measure(
         if paired:
             with error_of_the_call("Plain decoding did not start"):
                 plain = start(PLAIN, "-beside")
+        began = time.time()
         engine = start(case.system)
-        attempt.started = True
+        attempt.started, took = True, Start(began, time.time() - began)
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
             found = sampled(engine, cell, preset, plain)
             if launch_of(case.system, preset, folder).arguments.get("speculative_smc_adaptive"):
-                found["costs"] = engine.state()["costs"]
+                found["costs"] = engine.internal_state()["smc"]["costs"]
+            found["conditions"] = conditions(engine, took)
             attempt.add(cell.slug, {**found, **(more(engine, cell, preset) if more else {})})
 
 

@@ -114,10 +114,10 @@ class RemoteEngine:
         """Return the answers of /generate; raise RefusedError for an invalid request."""
         return self.post("/generate", **question).json()
 
-    def state(self) -> dict[str, Any]:
-        """Return what /server_info says of SMC."""
+    def internal_state(self) -> dict[str, Any]:
+        """Return what /server_info says of the scheduler; ``smc`` where that runs."""
         told = told_by(self.url, "/server_info", "internal_states", None)
-        return told["internal_states"][0]["smc"]
+        return told["internal_states"][0]
 
     def post(self, route: str, **body: Any) -> httpx.Response:
         """Return the reply to a POST; raise RefusedError where it is an error."""
