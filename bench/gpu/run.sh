@@ -34,19 +34,23 @@ if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
     fi
     echo "$state" >"$site/.state"
 fi
-# SGLang finds plugins by entry points of installed packages; this one runs from the tree.
-rm -rf "$site"/sglang_smc-*.dist-info
+# Plugins and commands are found by entry points of installed packages; these run from the tree.
+rm -rf "$site"/sglang_smc*.dist-info
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' sglang_smc/__init__.py)
-information=$site/sglang_smc-$version.dist-info
-mkdir "$information"
-printf 'Metadata-Version: 2.1\nName: sglang-smc\nVersion: %s\n' "$version" >"$information/METADATA"
-sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
-    pyproject.toml >"$information/entry_points.txt"
+describe() { # NAME PYPROJECT
+    local information=$site/${1//-/_}-$version.dist-info
+    mkdir "$information"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "$1" "$version" >"$information/METADATA"
+    sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
+        "$2" >"$information/entry_points.txt"
+}
+describe sglang-smc pyproject.toml
+describe sglang-smc-tools tools/pyproject.toml
 if [[ -e $site/env.sh ]]; then
     # shellcheck disable=SC1091
     source "$site/env.sh"
 fi
 # What is compiled here comes back with the results, without what Triton passes through.
 export SGLANG_JIT_CACHE_DIR="$site/.jit" TRITON_CACHE_DIR="$site/.triton" TRITON_STORE_BINARY_ONLY=1
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/tools:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"
