@@ -1,7 +1,9 @@
 """Streams of several tokens a chunk: a character is sent once, and a parser sees single tokens."""
 
+import asyncio
 import inspect
-from collections.abc import Sequence
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from sglang_smc.patches.detokenizer import keep_sent
-from sglang_smc.server.streams import Splitter
+from sglang_smc.server.streams import Splitter, note_prompt, token_by_token
 from sglang_smc.upstream import IS_NEWER
 
 
@@ -88,6 +93,35 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     assert sent == text and ids == list(range(len(tokens)))
 
 
+def sent_by(
+    tokenizer: Any, vocab_size: int, prompt: Sequence[int], chunks: Sequence[Sequence[int]]
+) -> list[str]:
+    """What SGLang's detokenizer sends of an answer whose tokens come in these chunks."""
+    manager: Any = object.__new__(DetokenizerManager)
+    manager.tokenizer, manager.vocab_size = tokenizer, vocab_size
+    manager.decode_status, manager.disable_tokenizer_batch_decode = {}, False
+    manager.is_tool_call_parser_gpt_oss, manager.tool_close_token_ids = False, set()
+    original = inspect.unwrap(DetokenizerManager._decode_batch_token_id_output)
+    before, sent = list(prompt[-5:]), []
+    for number, chunk in enumerate(chunks):
+        reason = {"type": "length"} if number == len(chunks) - 1 else None
+        batch: Any = SimpleNamespace(
+            rids=["0"], decoded_texts=[""], decode_ids=[[*before, *chunk]],
+            read_offsets=[len(before)], finished_reasons=[reason], no_stop_trim=[False],
+            skip_special_tokens=[True], spaces_between_special_tokens=[True],
+        )  # fmt: skip
+        if number:
+            batch.decode_ids = [list(chunk)]
+        sent += keep_sent(original, manager, batch)
+    return sent
+
+
+def cut(tokens: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+    """Tokens in chunks of these lengths, and the rest."""
+    ends = [*itertools.takewhile(lambda end: end < len(tokens), itertools.accumulate(lengths))]
+    return [tokens[a:b] for a, b in pairwise([0, *ends, len(tokens)])]
+
+
 @pytest.mark.skipif(not IS_NEWER, reason="this process of 0.5.17 loads no plugins")
 @given(texts, cuts, st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_what_was_sent_is_a_prefix_of_the_whole(
@@ -95,22 +129,62 @@ def test_what_was_sent_is_a_prefix_of_the_whole(
 ) -> None:
     """Red if text is sent again where a chunk ends within a character."""
     tokens = byte_tokens(text, cuts)
-    manager: Any = object.__new__(DetokenizerManager)
-    manager.tokenizer, manager.vocab_size = ByteTokenizer(tokens), len(tokens)
-    manager.decode_status, manager.disable_tokenizer_batch_decode = {}, False
-    manager.is_tool_call_parser_gpt_oss, manager.tool_close_token_ids = False, set()
-    original = inspect.unwrap(DetokenizerManager._decode_batch_token_id_output)
-    sent, first = "", 0
-    for length in (*lengths, len(tokens)):
-        end = min(first + length, len(tokens))
-        reason = {"type": "length"} if end == len(tokens) else None
-        batch: Any = SimpleNamespace(
-            rids=["0"], decoded_texts=[""], decode_ids=[list(range(first, end))], read_offsets=[0],
-            finished_reasons=[reason], no_stop_trim=[False], skip_special_tokens=[True],
-            spaces_between_special_tokens=[True],
-        )  # fmt: skip
-        sent += keep_sent(original, manager, batch)[0]
-        assert text.startswith(sent)
-        if (first := end) == len(tokens):
-            break
-    assert sent == text
+    tokenizer, ids = ByteTokenizer(tokens), range(len(tokens))
+    *_, whole = sent = [
+        *itertools.accumulate(sent_by(tokenizer, len(tokens), [], cut(ids, lengths)))
+    ]
+    assert all(text.startswith(some) for some in sent)
+    assert whole == text
+
+
+PIECES = ("!", "▁a", "▁", "b", "▁▁c", "d", "▁:", "<eos>")
+FOREIGN = 99  # a token of the model that the tokenizer lacks
+
+
+def spaces_first() -> PreTrainedTokenizerFast:
+    """A tokenizer of Llama 2's class: what it decodes loses the space that it begins with."""
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(PIECES)}, "!"))
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+async def streamed(chunks: list[dict[str, Any]], manager: Any, obj: Any) -> list[dict[str, Any]]:
+    """What `token_by_token` makes of a stream's chunks."""
+
+    async def each() -> AsyncIterator[dict[str, Any]]:
+        for chunk in chunks:
+            yield chunk
+
+    return [part async for part in token_by_token(each(), manager, obj)]
+
+
+known = st.sampled_from(range(len(PIECES)))
+
+
+@given(
+    prompt=st.lists(known, min_size=1, max_size=7),
+    tokens=st.lists(known | st.just(FOREIGN), min_size=1, max_size=12),
+    length=st.integers(1, 5),
+    incremental=st.booleans(),
+    samples=st.integers(1, 2),
+)
+def test_streams_are_cut_where_sglang_decodes(
+    prompt: list[int], tokens: list[int], length: int, incremental: bool, samples: int
+) -> None:
+    """Red if tokens are decoded without the prompt before them, which keeps the first's space, or
+    if one that the tokenizer lacks is decoded otherwise.
+    """
+    tokenizer = spaces_first()
+    single = sent_by(tokenizer, len(PIECES), prompt, cut(tokens, [1] * len(tokens)))
+    obj = GenerateReqInput(input_ids=prompt, stream=True, sampling_params={"n": samples})
+    obj.normalize_batch_and_arguments()
+    note_prompt(obj if samples == 1 else obj[0], prompt)
+    obj.sampling_params = {}
+    manager = SimpleNamespace(tokenizer=tokenizer, incremental_streaming_output=incremental)
+    chunks = answers(single, length, incremental)
+    for chunk in chunks:
+        chunk["output_ids"] = [tokens[place] for place in chunk["output_ids"]]
+    parts = asyncio.run(streamed(chunks, manager, obj))
+    texts = [part["text"] for part in parts]
+    assert texts == (single if incremental else [*itertools.accumulate(single)])
