@@ -98,8 +98,13 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     ".stream_output",
     "srt/managers/scheduler_components/output_streamer.py:475 (any request, every 50 tokens)",
-    why="The newest token of a request may stand in for those of its particles, and change.",
-    retire_when="A prefill can put out no token.",
+    "srt/managers/scheduler_components/output_streamer.py:471 (holds back what begins a stop "
+    "string, of streams alone, and by a tail that ends with whole characters)",
+    "srt/managers/detokenizer_manager.py:194 (cuts a stop, and 520 only behind what is sent)",
+    why="The newest token of a request may stand in for those of its particles, and change. A "
+    "text that has left is not cut: a whole answer, of which a part leaves every 50 tokens, keeps "
+    "the beginning of a stop string.",
+    retire_when="A prefill can put out no token, and SGLang holds back whatever a stop may cut.",
 )
 def stream_output(
     original: Callable,
@@ -108,8 +113,9 @@ def stream_output(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Send what requests have put out, but for those whose newest token may still change."""
-    original(streamer, [r for r in reqs if r.finished() or not has_open_token(r)], *args, **kwargs)
+    """Send what requests have put out, but for what may still change or be cut."""
+    sent = [r for r in reqs if r.finished() or not (has_open_token(r) or StopTexts.holds_back(r))]
+    original(streamer, sent, *args, **kwargs)
 
 
 @PATCHES.on(

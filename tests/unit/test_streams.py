@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
 from tokenizers import Tokenizer, decoders, models
+from toy_request import ToyRequest, begun
 from transformers import PreTrainedTokenizerFast
 
 from sglang_smc.patches.detokenizer import keep_sent
+from sglang_smc.patches.request_state import stream_output
 from sglang_smc.server.streams import Splitter, note_prompt, token_by_token
 from sglang_smc.upstream import IS_NEWER
 
@@ -93,8 +96,15 @@ def test_parts_of_a_chunk_end_with_a_token_each(
     assert sent == text and ids == list(range(len(tokens)))
 
 
+LENGTH: dict[str, Any] = {"type": "length"}
+
+
 def sent_by(
-    tokenizer: Any, vocab_size: int, prompt: Sequence[int], chunks: Sequence[Sequence[int]]
+    tokenizer: Any,
+    vocab_size: int,
+    prompt: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    reason: dict[str, Any] = LENGTH,
 ) -> list[str]:
     """What SGLang's detokenizer sends of an answer whose tokens come in these chunks."""
     manager: Any = object.__new__(DetokenizerManager)
@@ -104,10 +114,10 @@ def sent_by(
     original = inspect.unwrap(DetokenizerManager._decode_batch_token_id_output)
     before, sent = list(prompt[-5:]), []
     for number, chunk in enumerate(chunks):
-        reason = {"type": "length"} if number == len(chunks) - 1 else None
+        reasons = [reason if number == len(chunks) - 1 else None]
         batch: Any = SimpleNamespace(
             rids=["0"], decoded_texts=[""], decode_ids=[[*before, *chunk]],
-            read_offsets=[len(before)], finished_reasons=[reason], no_stop_trim=[False],
+            read_offsets=[len(before)], finished_reasons=reasons, no_stop_trim=[False],
             skip_special_tokens=[True], spaces_between_special_tokens=[True],
         )  # fmt: skip
         if number:
@@ -135,6 +145,66 @@ def test_what_was_sent_is_a_prefix_of_the_whole(
     ]
     assert all(text.startswith(some) for some in sent)
     assert whole == text
+
+
+class Stopped(ToyRequest):
+    """A request that puts out tokens of bytes up to a stop string."""
+
+    check_match_stop_str_prefix = Req.check_match_stop_str_prefix
+    tail_str = Req.tail_str
+
+    def __init__(self, tokenizer: Any, stop: str, stream: bool) -> None:
+        asked = {"stop_strs": [stop], "stop_str_max_len": len(stop.encode())}
+        super().__init__(0, 27, 8, asked, None)
+        self.smc_state = begun({}).smc_state
+        self.tokenizer, self.stop, self.stream = tokenizer, stop, stream
+
+    def _stop_match_tail_len(self, new_accepted_len: int) -> int:
+        return self.sampling_params.stop_str_max_len + new_accepted_len
+
+    def finished(self) -> bool:
+        return self.stop in self.tokenizer.decode(self.output_ids)
+
+
+class Streamer:
+    """What SGLang sends to its detokenizer, whole answers in parts of an interval."""
+
+    interval = 2
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+
+    def send(self, reqs: list[Any], *_: Any) -> None:
+        for req in reqs:
+            is_due = req.finished() or (
+                not req.check_match_stop_str_prefix()
+                if req.stream
+                else len(req.output_ids) % self.interval == 0
+            )
+            if is_due:
+                self.chunks.append(req.output_ids[sum(map(len, self.chunks)) :])
+
+
+@pytest.mark.skipif(not IS_NEWER, reason="this process of 0.5.17 loads no plugins")
+@given(texts, cuts, st.tuples(st.integers(0, 11), st.integers(1, 12)), st.booleans())
+def test_what_a_stop_string_cuts_has_not_been_sent(
+    text: str, cuts: list[int], place: tuple[int, int], stream: bool
+) -> None:
+    """Red if a whole answer keeps the beginning of a stop string of which a part has left, or a
+    stream sends it before a character that is not complete.
+    """
+    begin, length = place
+    stop = text[begin % len(text) :][:length]
+    tokens = byte_tokens(text, cuts)
+    req: Any = Stopped(ByteTokenizer(tokens), stop, stream)
+    streamer: Any = Streamer()
+    for token in range(len(tokens)):
+        if not req.finished():
+            req.output_ids.append(token)
+            stream_output(Streamer.send, streamer, [req], False)
+    matched = {"type": "stop", "matched": stop}
+    sent = sent_by(req.tokenizer, len(tokens), [], streamer.chunks, matched)
+    assert "".join(sent) == text[: text.find(stop)]
 
 
 PIECES = ("!", "▁a", "▁", "b", "▁▁c", "d", "▁:", "<eos>")
