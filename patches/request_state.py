@@ -16,7 +16,7 @@ from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.failures import end_failed, take_mark
+from sglang_smc.state.failures import take_mark
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import (
     RequestState,
@@ -87,7 +87,7 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
         rewind_stream(req)
         return
     Grammar.release(req)
-    if not end_failed(req, code):
+    if not registry.end_failed(req, code):
         return
     state.count_nan()
     if (monitor := active.monitor) is not None:
