@@ -22,8 +22,8 @@ from sglang_smc.state.request import shared_ids, state_of, tails_of
 
 _NO_TOKEN = (
     "The custom logit processor {name} leaves no token to draw: of a row of logits that it "
-    "returned behind the {num_tokens} output tokens so far, all are -inf, or one is NaN or inf. Let "
-    "it leave a finite one, of a token that min_new_tokens does not forbid."
+    "returned behind the {num_tokens} output tokens so far, all are -inf, or one is NaN or inf. "
+    "Let it leave a finite one, of a token that min_new_tokens does not forbid."
 )
 
 

@@ -7,7 +7,7 @@ import re
 from http_server import Server
 from spelling import tokenizer
 
-from server.kinds import EOS, asked
+from server.kinds import EOS, MODES, PLAIN, asked
 
 NUM_STEPS = 4
 
@@ -86,8 +86,7 @@ def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> N
 
 def test_a_stop_string_is_cut_wherever_parts_of_an_answer_leave(server: Server) -> None:
     """Red if an answer keeps the beginning of one: SGLang forwards whole ones every 50 tokens."""
-    plain = {"mode": "exact", "num_particles": 1, "num_steps": 0}
-    for smc in (plain, {"mode": "exact"}, {"mode": "smc"}, {"mode": "auto"}):
+    for smc in (PLAIN, *({"mode": mode} for mode in MODES)):
         free = asked(smc, max_new_tokens=110, temperature=0.0)
         (whole,) = server.generate([free])
         text, decode = whole["text"], tokenizer().decode

@@ -162,8 +162,8 @@ def test_a_processor_that_leaves_no_token_is_to_blame_and_no_model(
     for one, of in ((req, status), (other, 500)):
         assert registry.end_failed(one, Failure.TARGET_LOGITS) is (of == 500)
         assert one.to_finish.status_code == of
-    named = "processor Gives leaves no token to draw" in req.to_finish.message
-    assert named is (status == 400)
+        named = "processor Gives leaves no token to draw" in one.to_finish.message
+        assert named is (of == 400)
 
 
 def test_a_processor_answers_for_the_last_round_alone() -> None:
