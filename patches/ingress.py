@@ -94,6 +94,7 @@ def validate_request(
         room = manager.context_len - len(input_ids or ())
         check_trace(obj, config, room, manager.preferred_sampling_params or {})
         check_logprobs(obj, vocab_size)
+        streams.note_prompt(obj, input_ids)
     original(manager, obj, input_ids)
 
 

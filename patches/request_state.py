@@ -16,7 +16,7 @@ from sglang_smc.rules import registry
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Hooks
-from sglang_smc.state.failures import end_failed, take_mark
+from sglang_smc.state.failures import take_mark
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.request import (
     RequestState,
@@ -86,7 +86,7 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
         rewind_stream(req)
         return
     Grammar.release(req)
-    if not end_failed(req, code):
+    if not registry.end_failed(req, code):
         return
     state.count_nan()
     if (monitor := active.monitor) is not None:
@@ -99,9 +99,14 @@ def _end_after_prefill(req: Req, state: RequestState) -> None:
     "srt/managers/scheduler_components/output_streamer.py:475 (any request, every 50 tokens)",
     "srt/managers/schedule_batch.py:1506 (with speculation, scoring samples a token)",
     "srt/managers/scheduler_components/logprob_result_processor.py:329 (after the request's end)",
+    "srt/managers/scheduler_components/output_streamer.py:471 (holds back what begins a stop "
+    "string, of streams alone, and by a tail that ends with whole characters)",
+    "srt/managers/detokenizer_manager.py:194 (cuts a stop, and 520 only behind what is sent)",
     why="The newest token of a request may stand in for those of its particles, and change. "
-    "Scoring (`max_new_tokens: 0`) returns no token, but SGLang sends what one has.",
-    retire_when="A prefill can put out no token.",
+    "Scoring (`max_new_tokens: 0`) returns no token, but SGLang sends what one has. A text that "
+    "has left is not cut: a whole answer, of which a part leaves every 50 tokens, keeps the "
+    "beginning of a stop string.",
+    retire_when="A prefill can put out no token, and SGLang holds back whatever a stop may cut.",
 )
 def stream_output(
     original: Callable,
@@ -110,7 +115,7 @@ def stream_output(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Send what requests have put out, but for those whose newest token may still change.
+    """Send what requests have put out, but for what may still change or be cut.
 
     Of the token that scoring samples, and does not return, the log-probability is not sent. The
     likeliest and listed ones in its place are what scoring asks for.
@@ -118,7 +123,8 @@ def stream_output(
     for req in reqs:
         if req.return_logprob and req.sampling_params.max_new_tokens == 0:
             drop_sampled_logprobs(req)
-    original(streamer, [r for r in reqs if r.finished() or not has_open_token(r)], *args, **kwargs)
+    sent = [r for r in reqs if r.finished() or not (has_open_token(r) or StopTexts.holds_back(r))]
+    original(streamer, sent, *args, **kwargs)
 
 
 @PATCHES.on(

@@ -24,7 +24,6 @@ from sglang_smc.round.trace import Stages
 from sglang_smc.rules import registry
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.weighing import choose
-from sglang_smc.state.failures import end_failed
 from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.metrics import Monitor, Played, gained
 from sglang_smc.state.request import deliver, has_open_token, particles_of, state_of
@@ -177,7 +176,7 @@ class SMCBatchResult(GenerationBatchResult):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
-                end_failed(req, failures[i])
+                registry.end_failed(req, failures[i])
                 if self.corpus is not None and self.budgets[i].num_steps:  # else when it matters
                     self.corpus.read(req, tokens[i])
         self.monitor.end_round()

@@ -16,6 +16,7 @@ from sglang_smc.rules.potentials import Potentials
 from sglang_smc.rules.processors import Processors
 from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.smc.population import Population, Scores
+from sglang_smc.state import failures
 from sglang_smc.state.request import find_state, state_of
 
 RULES: tuple[type[Rule], ...] = (Processors, Grammar, StopTexts, Potentials)
@@ -125,6 +126,13 @@ def end_stuck(req: Req) -> bool:
     for rule in causes:
         rule.end_stuck(req)
     return bool(causes)
+
+
+def end_failed(req: Req, code: int) -> bool:
+    """End a request with a failure code other than 0; return whether a model is the cause."""
+    if code and Processors.end_without_token(req):
+        return False
+    return failures.end_failed(req, code)
 
 
 def close_token(req: Req, token: int, logprob: float | None) -> None:

@@ -59,6 +59,14 @@ class StopTexts(LogitsRule):
             req.finished_reason = FINISHED_MATCHED_REGEX(matched=match.source)
             req.finished_len = match.length
 
+    @classmethod
+    def holds_back(cls, req: Req) -> bool:
+        """Return whether what a request has put out is not to be sent, since its end may cut it.
+
+        A stream waits while a stop may have begun, a whole answer for its end.
+        """
+        return cls.applies(req) and (not req.stream or _may_have_begun(req))
+
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
@@ -91,7 +99,7 @@ class StopPatterns:
     """The stop patterns of one request, and their state after the output that particles share."""
 
     def __init__(self, sources: list[str], decode: Callable[[Sequence[int]], str]) -> None:
-        self._sources = sources
+        self.sources = sources
         self._patterns = [pattern_of(source) for source in sources]
         self._decode = decode
         self._shared = _Reading([], 0, (START,) * len(sources))
@@ -129,7 +137,7 @@ class StopPatterns:
         text = self._decode(tokens)
         num_known = len(text.rstrip("\ufffd"))  # an incomplete character changes with more tokens
         states = []
-        each = zip(self._sources, self._patterns, reading.states, strict=True)
+        each = zip(self.sources, self._patterns, reading.states, strict=True)
         for source, pattern, state in each:
             following = pattern.read(state, text[reading.num_known : num_known])
             if following is None or pattern.ends(following):
@@ -162,6 +170,19 @@ def first_match(req: Req, tail: list[int], new_tokens: list[int]) -> int | None:
         if any(stop in text for stop in stops):
             return index
     return found
+
+
+def _may_have_begun(req: Req) -> bool:
+    """Return whether a request's output ends with the beginning of a text that its end would cut.
+
+    SGLang cuts a stop string, and what is spelled as the pattern that has matched. It may send the
+    characters before one that is not complete.
+    """
+    patterns = _patterns(req)
+    stops = [*(req.sampling_params.stop_strs or ()), *(patterns.sources if patterns else ())]
+    longest = max(len(stop.encode()) for stop in stops)  # tokens, of a byte each at least
+    text = decoder_of(req)(shared_ids(req)[-longest - CONTEXT :]).rstrip("\ufffd")
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop) + 1))
 
 
 def _patterns(req: Req) -> StopPatterns | None:

@@ -5,12 +5,13 @@ call for a chunk, and look for some markers in chunks that begin with them; its 
 the text of a stream's last chunk, which is empty where the last token alone ends an answer.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.patch_tokenizer import decode_without_hf_kwargs
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ _OLLAMA = "/api/"
 #: Lists of meta_info with an entry for each token; `return_sampling_mask`, with two, is refused.
 _PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
 
+# Attribute of a request: the last tokens of its prompt.
+_PROMPT_TAIL = "smc_prompt_tail"
+
 Decode = Callable[[list[int]], Any]
 
 
@@ -32,6 +36,16 @@ def reads_single_tokens(manager: TokenizerManager, obj: GenerateReqInput, reques
     path = request.url.path
     has_parser = resolved(manager.server_args).tool_call_parser is not None
     return path.startswith(_OLLAMA) or (has_parser and path not in _WITHOUT_PARSERS)
+
+
+def note_prompt(obj: GenerateReqInput, input_ids: Sequence[int] | None) -> None:
+    """Note the end of a prompt, behind which SGLang decodes; None of one in embeddings."""
+    setattr(obj, _PROMPT_TAIL, list(input_ids or ())[-INIT_INCREMENTAL_DETOKENIZATION_OFFSET:])
+
+
+def _prompt_tail(obj: GenerateReqInput) -> list[int]:
+    """Return what `note_prompt` has noted of a single prompt, of which there may be samples."""
+    return vars(obj if obj.is_single else obj[0])[_PROMPT_TAIL]
 
 
 async def token_by_token(
@@ -47,20 +61,31 @@ async def token_by_token(
     decode = decoder(manager.tokenizer, obj.sampling_params)
     samples: dict[int, Splitter] = {}
     async for answer in answers:
-        sample = samples.setdefault(
-            answer.get("index", 0), Splitter(decode, manager.incremental_streaming_output)
-        )
-        for part in sample.split(answer):
+        index = answer.get("index", 0)
+        if index not in samples:
+            incremental = manager.incremental_streaming_output
+            samples[index] = Splitter(decode, incremental, _prompt_tail(obj))
+        for part in samples[index].split(answer):
             yield part
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase, params: dict[str, Any]) -> Decode:
     """Return a function from token ids to text, as SGLang's detokenizer decodes a request's."""
     skip = params.get("skip_special_tokens", True)
-    if not tokenizer.is_fast:  # such as tiktoken's, which take no more arguments
-        return partial(decode_without_hf_kwargs, tokenizer, skip_special_tokens=skip)
-    spaces = params.get("spaces_between_special_tokens", True)
-    return partial(tokenizer.decode, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    if tokenizer.is_fast:
+        spaces = params.get("spaces_between_special_tokens", True)
+        decode = partial(
+            tokenizer.decode, skip_special_tokens=skip, spaces_between_special_tokens=spaces
+        )
+    else:  # such as tiktoken's, which take no more arguments
+        decode = partial(decode_without_hf_kwargs, tokenizer, skip_special_tokens=skip)
+    size = len(tokenizer)
+
+    def decode_known(ids: list[int]) -> Any:
+        """Decode ids; those that only the model knows, and of images, are token 0 to SGLang."""
+        return decode([token if 0 <= token < size else 0 for token in ids])
+
+    return decode_known
 
 
 class Splitter:
@@ -69,18 +94,19 @@ class Splitter:
     The parts of an answer always add up to its text. Only where they are cut is decoded here.
     """
 
-    def __init__(self, decode: Decode, incremental: bool) -> None:
+    def __init__(self, decode: Decode, incremental: bool, prompt_tail: Sequence[int] = ()) -> None:
         """Start a stream.
 
         Args:
             decode: of `decoder`.
             incremental: whether an answer has what is new (`--incremental-streaming-output`), or
                 all so far.
+            prompt_tail: tokens before the first; decoded without any, it may lose its space.
         """
         self._decode, self._incremental = decode, incremental
         self._num_tokens = self._length = 0  # of what has been yielded; characters
-        self._ids: list[int] = []  # what the next tokens are decoded behind, and open ones
-        self._num_decoded = 0  # of these, tokens whose characters are complete
+        self._ids = list(prompt_tail)  # what the next tokens are decoded behind, and open ones
+        self._num_decoded = len(self._ids)  # of these, tokens whose characters are complete
         self._num_characters = 0  # of the whole text, up to there
 
     def split(self, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 _NO_TOKEN = (
-    "The {} model's logits for this text leave no token to draw: they are NaN or infinite, unless "
-    "its custom_logit_processor forbids all tokens. Others are not affected. Check the weights of "
-    "{} and the server's --dtype: float16 overflows where bfloat16 does not."
+    "The {} model's logits for this text leave no token to draw: they are NaN or infinite. Others "
+    "are not affected. Check the weights of {} and the server's --dtype: float16 overflows where "
+    "bfloat16 does not."
 )
 _MODELS = {
     Failure.TARGET_LOGITS: ("target", "--model-path"),
@@ -52,7 +52,7 @@ def end_request(req: Req, message: str, status: HTTPStatus) -> None:
 
 
 def end_failed(req: Req, code: int) -> bool:
-    """End a request with a failure code other than 0; return whether a model is the cause."""
+    """End a request as `rules.registry.end_failed`, where no rule is the cause."""
     if code and _forbids_all(req):
         end_request(req, _FORBIDS_ALL, HTTPStatus.BAD_REQUEST)
         return False

@@ -13,6 +13,7 @@ from spelling import GRAMMARS
 EOS = 1
 PROMPT = [40, 70, 80]
 MODES = ("smc", "exact", "auto")
+PLAIN = {"mode": "exact", "num_particles": 1, "num_steps": 0}
 # A tilt above 0 has a threshold that the server learns from what it has answered: none here.
 CHOICES: list[dict[str, Any]] = [
     {},
@@ -27,7 +28,7 @@ CHOICES: list[dict[str, Any]] = [
     {"power": 2.0},
     {"draft_temperature": 1.5, "num_steps": 3},
     {"max_lag": 1},
-    {"num_steps": 0, "mode": "exact", "num_particles": 1},
+    PLAIN,
     {"return_particles": True},
 ]
 PRESETS = {**OF_ROUTES, **{f"choice-{index}": choice for index, choice in enumerate(CHOICES)}}

@@ -12,9 +12,9 @@ from bad_requests import bad_requests
 from http_server import HANGS, Server
 from routed import ROUTES
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor as Disallowed
-from spelling import IS_LEGAL
+from spelling import IS_LEGAL, VOCAB
 
-from server.kinds import EOS, MODES, asked, constrained
+from server.kinds import EOS, MODES, PLAIN, asked, constrained
 
 ENDLESS = 'a\na ::= a "x"'  # what an a is nobody can say
 
@@ -63,6 +63,17 @@ FAILING: list[tuple[dict[str, Any], str]] = [
     (
         asked(fields={"custom_logit_processor": Disallowed.to_str()}),
         "custom logit processor raised KeyError",
+    ),
+    *(
+        (
+            asked(
+                smc,
+                {"custom_logit_processor": Disallowed.to_str()},
+                custom_params={"token_ids": list(range(VOCAB))},
+            ),
+            "DisallowedTokensLogitsProcessor leaves no token to draw",
+        )
+        for smc in (*({"mode": mode} for mode in MODES), PLAIN)
     ),
 ]
 

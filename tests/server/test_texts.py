@@ -7,7 +7,7 @@ import re
 from http_server import Server
 from spelling import tokenizer
 
-from server.kinds import EOS, asked
+from server.kinds import EOS, MODES, PLAIN, asked
 
 NUM_STEPS = 4
 
@@ -82,6 +82,25 @@ def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> N
     assert texts[-1] == whole["text"]
     assert isinstance(last["meta_info"]["spec_smc_log_evidence"], float)
     assert not any(name.startswith("spec_smc_") for one in early for name in one["meta_info"])
+
+
+def test_a_stop_string_is_cut_wherever_parts_of_an_answer_leave(server: Server) -> None:
+    """Red if an answer keeps the beginning of one: SGLang forwards whole ones every 50 tokens."""
+    for smc in (PLAIN, *({"mode": mode} for mode in MODES)):
+        free = asked(smc, max_new_tokens=110, temperature=0.0)
+        (whole,) = server.generate([free])
+        text, decode = whole["text"], tokenizer().decode
+        places = [len(decode(whole["output_ids"][:count])) for count in (50, 100)]
+        stops = [text[place - before :][:8] for place in places for before in range(8)]
+        stopped = [asked(smc, max_new_tokens=110, temperature=0.0, stop=stop) for stop in stops]
+        answers = server.generate(stopped)
+        for stop, request, answer in zip(stops, stopped, answers, strict=True):
+            assert answer["meta_info"]["finish_reason"].get("matched") == stop
+            assert answer["text"] == text[: text.find(stop)]
+            with server.stream(**request) as stream:
+                *_, last = each = list(stream)
+            assert last["text"] == answer["text"]
+            assert all(last["text"].startswith(chunk["text"]) for chunk in each)
 
 
 def test_settings_that_mean_the_same_give_the_same_text(server: Server) -> None:

@@ -9,11 +9,15 @@ import torch
 from edit_cases import Echo
 from hostile import HOSTILE
 from populations import outcome_of
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.custom_logit_processor import (
+    CustomLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
 from toy_request import begun
 
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.rules.processors import Processors
+from sglang_smc.rules import registry
+from sglang_smc.rules.processors import Loaded, Processors
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import steps
 from sglang_smc.smc.deciding import Drafts
@@ -120,12 +124,63 @@ def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
     assert "draft model's logits" in reqs[1].to_finish.message
 
 
+NOTHING = torch.empty(2, 1, 0, dtype=torch.int64)  # drafted by two requests of a particle each
+
+
+class Gives(CustomLogitProcessor):
+    """Replaces all logits behind so many tokens of output."""
+
+    def __init__(self, value: float, num_tokens: int = 0) -> None:
+        self.value, self.num_tokens = value, num_tokens
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        for row, params in zip(logits, custom_param_list, strict=True):
+            if len(params["__req__"].output_ids) >= self.num_tokens:
+                row.fill_(self.value)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("value", "given", "status"),
+    [
+        (NAN, 0.0, 400),
+        (-INF, 0.0, 400),
+        (INF, 0.0, 400),
+        (-INF, NAN, 500),  # the model's own
+        (3.0, 0.0, 500),  # it leaves all tokens
+    ],
+)
+def test_a_processor_that_leaves_no_token_is_to_blame_and_no_model(
+    value: float, given: float, status: int
+) -> None:
+    """Red if a client is told of broken weights, or of its own processor where weights are."""
+    req, other = (begun({}, [1], custom_params={}) for _ in range(2))
+    for one, own in ((req, Gives(value)), (other, Echo())):
+        one.custom_logit_processor, one.smc_state.kept[Processors] = "there", Loaded(own)
+    TextRules.begin([req, other], 4, "cpu").apply(torch.full((2, 1, 1, 4), given), NOTHING, 0)
+    assert registry.end_failed(req, 0) is False and req.to_finish is None  # no token was missed
+    for one, of in ((req, status), (other, 500)):
+        assert registry.end_failed(one, Failure.TARGET_LOGITS) is (of == 500)
+        assert one.to_finish.status_code == of
+        named = "processor Gives leaves no token to draw" in one.to_finish.message
+        assert named is (of == 400)
+
+
+def test_a_processor_answers_for_the_last_round_alone() -> None:
+    req = begun({}, [1], custom_params={}, custom_logit_processor="there")
+    req.smc_state.kept[Processors] = Loaded(Gives(NAN))
+    TextRules.begin([req], 4, "cpu").apply(torch.zeros(1, 1, 1, 4), NOTHING, 0)
+    req.smc_state.kept[Processors].processor = Echo()
+    TextRules.begin([req], 4, "cpu").apply(torch.zeros(1, 1, 1, 4), NOTHING, 0)
+    assert registry.end_failed(req, Failure.TARGET_LOGITS)
+
+
 def test_a_processor_that_fails_ends_its_own_request_alone() -> None:
     broken, other = (begun({}, [1], custom_params={}) for _ in range(2))
     for req, own in ((broken, DisallowedTokensLogitsProcessor()), (other, Echo())):
-        req.custom_logit_processor, req.smc_state.kept[Processors] = "there", own
-    logits, nothing = torch.zeros(2, 1, 1, 4), torch.empty(2, 1, 0, dtype=torch.int64)
-    found, _ = TextRules.begin([broken, other], 4, "cpu").apply(logits, nothing, 0)
+        req.custom_logit_processor, req.smc_state.kept[Processors] = "there", Loaded(own)
+    logits = torch.zeros(2, 1, 1, 4)
+    found, _ = TextRules.begin([broken, other], 4, "cpu").apply(logits, NOTHING, 0)
     assert "custom logit processor raised" in broken.to_finish.message
     assert broken.to_finish.status_code == 400 and other.to_finish is None
     assert found[:, 0, 0].tolist() == [[0.0] * 4, [1.5, 0.0, 0.0, 0.0]]
