@@ -1,16 +1,23 @@
 """Play rounds of SMC speculative decoding over any two models: the library.
 
     rounds = Round(target, proposer, num_steps=4, stop_tokens=(2,), max_new_tokens=64)
+    answer = rounds.run(prompt, num_particles=8, seed=1)
+
+or round after round, of many prompts at once:
+
     state = rounds.begin(prompts, num_particles=8)
     while not state.population.ended.all():
         state, decision = rounds.step(state, seeds)
+
+`sglang_smc.library` makes a `Round` of two Hugging Face models.
 
 A server's round (`sglang_smc.round.play`) takes the same `steps`, with KV slots, logit edits, rules
 that read text, and tokens that are emitted before a text has ended; its texts are the same.
 """
 
+import html
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,10 +25,10 @@ from sglang_smc.smc import steps
 from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, Weigh
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
-from sglang_smc.smc.population import NO_TAIL, Population
+from sglang_smc.smc.population import NO_TAIL, Narrowed, Population
 from sglang_smc.smc.settings import Need, Settings
 from sglang_smc.smc.steps import Batch
-from sglang_smc.smc.weighing import SCHEMES, Decision
+from sglang_smc.smc.weighing import SCHEMES, Decision, normalized
 
 _NEEDS = frozenset({Need.VERIFIES, Need.EXTENDS, Need.POWER})  # of any decider
 
@@ -49,6 +56,54 @@ class Target(Protocol):
         The other arguments are as for `Proposer.next_logits`.
         """
         ...
+
+
+class Tokenizer(Protocol):
+    """Convert between texts and tokens."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the tokens of a prompt, in whatever form the caller of `Round.run` gives it."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of an answer's tokens."""
+        ...
+
+
+class Answer(NamedTuple):
+    """N weighted samples of the target's answer to one prompt, and one that is drawn from them."""
+
+    tokens: list[list[int]]  # of each particle
+    texts: list[str] | None  # of each particle; None without a tokenizer
+    weights: torch.Tensor  # [N] float64, normalised; equal where the decider verifies
+    drawn: int  # the particle that is drawn by weight: the answer
+    log_evidence: float  # log Z-hat, an estimate of the log of the target's normaliser
+    ess: list[float]  # effective sample size of each round, before resampling, from 1 to N
+    num_rounds: int  # target passes
+
+    @property
+    def text(self) -> str:
+        """Return the text that is drawn; raise ValueError without a tokenizer."""
+        if self.texts is None:
+            raise ValueError("The round has no tokenizer; read `tokens`, or give it one.")
+        return self.texts[self.drawn]
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Return the tokens of the drawn answer over the target's passes."""
+        return len(self.tokens[self.drawn]) / self.num_rounds
+
+    def _repr_html_(self) -> str:
+        """Return the particles as a table for a notebook, the heaviest first."""
+        shown = self.texts or [str(tokens) for tokens in self.tokens]
+        order = self.weights.argsort(descending=True).tolist()
+        rows = "".join(
+            f"<tr><td>{self.weights[place]:.3f}</td>"
+            f"<td style='text-align:left'>{html.escape(shown[place])}</td></tr>"
+            for place in order
+        )
+        figures = f"log Z {self.log_evidence:.2f}, {self.tokens_per_pass:.2f} tokens a target pass"
+        return f"<table><tr><th>weight</th><th>{figures}</th></tr>{rows}</table>"
 
 
 class State(NamedTuple):
@@ -89,6 +144,7 @@ class Round:
     resample_each_token: bool = False
     scheme: str = "systematic"  # of `SCHEMES`
     ops: Ops = field(default_factory=Ops)
+    tokenizer: Tokenizer | None = None  # for `run`; None: prompts and answers are tokens
 
     def __post_init__(self) -> None:
         """Raise ValueError for a temperature or a scheme that there is not."""
@@ -99,6 +155,48 @@ class Round:
             )
         if self.scheme not in SCHEMES:
             raise ValueError(f"scheme is {self.scheme!r}; allowed: {', '.join(SCHEMES)}.")
+
+    def run(self, prompt: Any, num_particles: int = 8, seed: int = 0) -> Answer:
+        """Answer one prompt: rounds of N particles until all have ended.
+
+        Args:
+            prompt: what `tokenizer` encodes; without one ``[P]`` int64 tokens, at least two.
+            seed: fixes the answer.
+
+        Raises ValueError for a prompt of fewer than two tokens.
+        """
+        tokens = prompt if self.tokenizer is None else torch.tensor(self.tokenizer.encode(prompt))
+        if len(tokens) < 2:
+            raise ValueError(f"The prompt has {len(tokens)} tokens; allowed: two or more.")
+        seeds = torch.tensor([seed], device=tokens.device)
+        state = self.begin(tokens.unsqueeze(0), num_particles)
+        ess: list[float] = []
+        while True:
+            after, end, decision = self._advance(state, seeds)
+            ess.append(float(decision.ess))
+            if after.is_finished().all():
+                return self._answer(after, end, ess)
+            state = State(state.prompts, end.population)
+
+    def _answer(self, after: Population, end: Narrowed, ess: list[float]) -> Answer:
+        """Return the particles of one group before its answer is drawn.
+
+        Args:
+            end: with the draw.
+        """
+        lengths = after.lengths[0].tolist()
+        tails = zip(after.tokens[0].tolist(), lengths, strict=True)
+        tokens = [tail[:length] for tail, length in tails]
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        return Answer(
+            tokens=tokens,
+            texts=None if decode is None else [decode(each) for each in tokens],
+            weights=normalized(after.log_weights[0]),
+            drawn=int(end.ancestors[0, 0]),
+            log_evidence=float(end.log_evidence),
+            ess=ess,
+            num_rounds=len(ess),
+        )
 
     def begin(self, prompts: torch.Tensor, num_particles: int, num_emitted: int = 0) -> State:
         """Return N equal particles of each prompt, ``[G, P]`` int64.
@@ -134,6 +232,16 @@ class Round:
 
         Raises ValueError where a model's logits are NaN or infinite.
         """
+        after, end, decision = self._advance(state, seeds)
+        finished = after.is_finished()
+        population = end.population._replace(
+            log_weights=torch.where(finished.unsqueeze(1), 0.0, end.population.log_weights),
+            log_evidence=torch.where(finished, end.log_evidence, after.log_evidence),
+        )
+        return State(state.prompts, population), decision
+
+    def _advance(self, state: State, seeds: torch.Tensor) -> tuple[Population, Narrowed, Decision]:
+        """Return the particles after a round, and after the draw of finished answers."""
         before = state.population
         settings = self._settings(seeds)
         num_steps = self.num_steps
@@ -162,13 +270,7 @@ class Round:
         extended = steps.extend(batch, before, drafts, decision)
         after = steps.add_bonus(batch, extended, next_tokens, failure)
         after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
-        end = steps.narrow(batch, after)
-        finished = after.is_finished()
-        population = end.population._replace(
-            log_weights=torch.where(finished.unsqueeze(1), 0.0, end.population.log_weights),
-            log_evidence=torch.where(finished, end.log_evidence, after.log_evidence),
-        )
-        return State(state.prompts, population), decision
+        return after, steps.narrow(batch, after), decision
 
     def _settings(self, seeds: torch.Tensor) -> Settings:
         return Settings.alike(
