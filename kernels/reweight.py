@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
-from sglang_smc.smc.weighing import SCHEMES, Block, Decision
+from sglang_smc.smc.weighing import SCHEMES, Block, Decision, Resampled
 
 _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
@@ -48,6 +48,50 @@ def reweight_and_resample(block: Block) -> Decision:
     )
     _launch(_reweight, block, found)
     return found
+
+
+def resample_by_weights(
+    log_weights: torch.Tensor,
+    gains: torch.Tensor,
+    present: torch.Tensor,
+    ess_threshold: torch.Tensor,
+    uniforms: torch.Tensor,
+    scheme: torch.Tensor,
+) -> Resampled:
+    """Multiply weights by exp(gains), and resample where the effective sample size is low.
+
+    Reference: `sglang_smc.smc.weighing.resample_by_weights`. It is `reweight_and_resample` of a
+    block of one column, which any evidence covers, so that it is kept unless all particles die.
+    """
+    zero = torch.zeros_like(ess_threshold)
+    one = torch.ones_like(scheme)
+    decision = reweight_and_resample(
+        Block(
+            log_weights=log_weights,
+            log_p=gains.unsqueeze(2),
+            log_q=torch.zeros_like(gains).unsqueeze(2),
+            up_to_end=torch.ones_like(present).unsqueeze(2),
+            present=present,
+            power=torch.ones_like(zero),
+            num_steps=one,
+            ess_threshold=ess_threshold,
+            resample_each_token=one < 1,
+            evidence_threshold=zero,
+            scheme=scheme,
+            keep_uniforms=zero,
+            uniforms=uniforms,
+        )
+    )
+    return Resampled(
+        weighed=decision.weighed,
+        ess=decision.ess,
+        resampled=decision.resampled,
+        all_zero=decision.all_zero,
+        ancestors=decision.ancestors,
+        log_weights=decision.log_weights,
+        log_evidence=decision.log_evidence,
+        num_killed=decision.num_killed,
+    )
 
 
 def keep(verified: Verified, block: Block, ends: torch.Tensor) -> Kept:

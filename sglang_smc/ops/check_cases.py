@@ -218,6 +218,18 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
     return ops.reweight_and_resample(block)
 
 
+def _resample_by_weights(ops: Ops, of: Inputs) -> Any:
+    block, _ = _block(of)
+    return ops.resample_by_weights(
+        log_weights=block.log_weights,
+        gains=of.normal(*of.shape[:2]).double(),
+        present=block.present,
+        ess_threshold=block.ess_threshold,
+        uniforms=block.uniforms,
+        scheme=block.scheme,
+    )
+
+
 def _keep(ops: Ops, of: Inputs) -> Any:
     block, ends = _block(of)
     winner = of.whole(0, of.shape[1], NUM_GROUPS)
@@ -522,6 +534,7 @@ CHECKS = {
     "log_probs": Check("distribution", _log_probs),
     "log_sums": Check("distribution", lambda ops, of: _law(ops, of).log_sums()),
     "reweight_and_resample": Check("reweight_and_resample", _reweight_and_resample),
+    "resample_by_weights": Check("resample_by_weights", _resample_by_weights),
     "population": Check("population", _population),
     "tally": Check("tally", _tally),
     "verify": Check("verify", _verify),

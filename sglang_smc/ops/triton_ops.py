@@ -6,7 +6,7 @@ from sglang_smc.kernels import filters, lineage, population, sample
 from sglang_smc.kernels.agreement import same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.reweight import keep, reweight_and_resample, tally
+from sglang_smc.kernels.reweight import keep, resample_by_weights, reweight_and_resample, tally
 from sglang_smc.kernels.skinny import skinny
 from sglang_smc.kernels.verify import verify
 from sglang_smc.kernels.watch import keep_column, watch
@@ -54,7 +54,7 @@ class KernelDistribution(TokenDistribution):
 
 _KERNELS: tuple[Any, ...] = (
     *(uniforms, round_seeds, same_text, stratify, edit_logits, count_tokens),
-    *(reweight_and_resample, verify, keep),
+    *(reweight_and_resample, resample_by_weights, verify, keep),
     *(keep_column, watch, tally, skinny),
 )
 _BY_NAME = {kernel.__name__: kernel for kernel in _KERNELS}

@@ -56,7 +56,12 @@ class Decider(ABC):
     """A way to decide."""
 
     weighs = True
-    """Whether particles go on with weights of their own; else all become copies of one."""
+    """Whether particles go on with weights of their own; else all become copies of one, which draw
+    one bonus token."""
+
+    extends = False
+    """Whether particles keep unlike numbers of tokens, and their weights have the normaliser of the
+    bonus token, which else is added when that is drawn."""
 
     @abstractmethod
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
@@ -142,69 +147,114 @@ class VerifyEach(Decider):
     no weight, so that E[Z-hat f] stays (docs/fidelity.md).
     """
 
+    extends = True
+
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        population = scored.population
-        drafts = scored.drafts
-        p = scored.p
         block = scored.block
-        size, num_particles, num_steps = drafts.tokens.shape
-        raised = p
-        log_sums = p.log_masses()
-        if scored.powered:
-            raised, log_sums = p.to_power(block.power)
-            raised = raised.summed()
-        shape = size * num_particles, 1, num_steps
-        found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
-        sums = log_sums.double().view(size, num_particles, -1)
-        # [G * N] rows of p after the particles
-        first = torch.arange(0, log_sums.numel(), num_steps + 1, device=sums.device)
-        live = population.present & ~population.ended
-        num_kept = found.num_columns.view(size, num_particles).where(live, 0)
-        column = torch.arange(num_steps + 1, device=sums.device)
-        continues = live & ~(drafts.ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
-        num_weighed = num_kept + continues
-        gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
-        lengths = population.lengths + num_weighed
-        correction = length_correction(gains, num_weighed, lengths, continues)
-        zero = torch.zeros_like(block.power)
-        one = torch.ones_like(block.num_steps)
-        weigh = Block(
-            log_weights=population.log_weights - correction,
-            log_p=gains.unsqueeze(2),
-            log_q=torch.zeros_like(gains).unsqueeze(2),
-            up_to_end=torch.ones_like(population.present).unsqueeze(2),
-            present=population.present,
-            power=torch.ones_like(zero),
-            num_steps=one,
+        raised, log_sums = _raised(scored)
+        size, num_particles, num_steps = scored.drafts.tokens.shape
+        each = (size * num_particles, 1, num_steps)  # a group of its own for each chain
+        found = _verified(scored, ops, raised, each, block.num_steps.unsqueeze(1))
+        extension = _extend(scored, found.num_columns.view(size, num_particles), log_sums)
+        drawn = ops.resample_by_weights(
+            log_weights=scored.population.log_weights - extension.correction,
+            gains=extension.gains,
+            present=scored.population.present,
             ess_threshold=block.ess_threshold,
-            resample_each_token=one < 1,
-            evidence_threshold=zero,  # so that the column is kept, whatever its evidence
-            scheme=block.scheme,
-            keep_uniforms=zero,
             uniforms=block.uniforms,
+            scheme=block.scheme,
         )
-        decision = ops.reweight_and_resample(weigh)
-        row, left, rejects = (
-            of_each_draw(
-                of_particles.view(size, -1).gather(1, decision.ancestors).flatten(), live.numel()
-            )
-            for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
-        )
-        masses = None if p.log_mass is None else p.log_mass[row]
-        residual = p.of_log_probs(found.residuals.log(), left)
-        log_weights = decision.log_weights + correction.gather(1, decision.ancestors)
-        decision = decision._replace(
-            num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
-            num_kept=num_kept,
-            # A column in which all particles die is not kept, but here their tokens are.
-            log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
-            verified=torch.ones_like(decision.all_zero),
-        )
-        return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+        decision = _decision_of(extension, drawn)
+        return decision, _after_rejection(scored.p, found, extension.num_kept, drawn.ancestors)
 
     def groups(self, scored: Scored) -> torch.Tensor:
         assert scored.extends is not None, "there where some group has such"
         return scored.extends
+
+
+class _Extension(NamedTuple):
+    """Accepted tokens of each particle, and what they do to its weight."""
+
+    live: torch.Tensor  # [G, N] bool: present, and not ended before
+    num_kept: torch.Tensor  # [G, N] int64 accepted tokens
+    gains: torch.Tensor  # [G, N] float64 sums of log normalisers, the bonus token's included
+    correction: torch.Tensor  # [G, N] float64, of `length_correction`
+
+
+def _raised(scored: Scored) -> tuple[TokenDistribution, torch.Tensor]:
+    """Return p^alpha under masks, and its log normalisers ``[G, N, K + 1]`` float64."""
+    raised = scored.p
+    log_sums = raised.log_masses()
+    if scored.powered:
+        raised, log_sums = raised.to_power(scored.block.power)
+        raised = raised.summed()
+    return raised, log_sums.double().view_as(scored.log_p)
+
+
+def _extend(scored: Scored, num_accepted: torch.Tensor, log_sums: torch.Tensor) -> _Extension:
+    """Return the extensions of particles by ``num_accepted`` ``[G, N]`` of their drafts."""
+    population = scored.population
+    live = population.present & ~population.ended
+    num_kept = num_accepted.where(live, 0)
+    column = torch.arange(log_sums.shape[2], device=log_sums.device)
+    is_kept = column[:-1] < num_kept.unsqueeze(2)  # [G, N, K]
+    continues = live & ~(scored.drafts.ends & is_kept).any(2)
+    num_weighed = num_kept + continues  # with the bonus token
+    gains = log_sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
+    lengths = population.lengths + num_weighed
+    return _Extension(
+        live=live,
+        num_kept=num_kept,
+        gains=gains,
+        correction=length_correction(gains, num_weighed, lengths, continues),
+    )
+
+
+def _decision_of(extension: _Extension, drawn: weighing.Resampled) -> Decision:
+    """Return the decision that keeps an extension, and resamples as drawn."""
+    num_live = extension.live.sum(1).clamp_min(1)
+    log_weights = drawn.log_weights + extension.correction.gather(1, drawn.ancestors)
+    return Decision(
+        num_columns=(extension.num_kept.sum(1) / num_live).round().long(),
+        num_kept=extension.num_kept,
+        weighed=drawn.weighed,
+        ess=drawn.ess,
+        resampled=drawn.resampled,
+        all_zero=drawn.all_zero,
+        ancestors=drawn.ancestors,
+        # Weights stay where all particles would die; here their tokens are kept, so all have died.
+        log_weights=log_weights.masked_fill(drawn.all_zero.unsqueeze(1), -torch.inf),
+        log_evidence=drawn.log_evidence,
+        num_killed=drawn.num_killed,
+        verified=torch.ones_like(drawn.all_zero),
+    )
+
+
+def _after_rejection(
+    p: TokenDistribution,
+    found: verification.Verified,
+    num_kept: torch.Tensor,
+    ancestors: torch.Tensor,
+) -> TokenDistribution:
+    """Return the next token's distribution of each particle: that of its ancestor.
+
+    Args:
+        p: of G * N * (K + 1) draws.
+        found: of G * N chains, each verified alone.
+        num_kept, ancestors: ``[G, N]``.
+    """
+    first = torch.arange(0, p.num_draws, p.num_draws // num_kept.numel(), device=num_kept.device)
+
+    def of_ancestors(of_chains: torch.Tensor) -> torch.Tensor:
+        return of_chains.view_as(ancestors).gather(1, ancestors).flatten()
+
+    row = of_ancestors(first + num_kept.flatten())
+    return p._replace(
+        rows=row,
+        log_mass=None if p.log_mass is None else p.log_mass[row],
+        rejects=of_ancestors(found.rejects),
+        left=p.of_log_probs(found.residuals.log(), of_ancestors(found.left)),
+    )
 
 
 def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:

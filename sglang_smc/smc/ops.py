@@ -109,6 +109,7 @@ class Ops(NamedTuple):
     edit_logits: Callable[..., None] = edits.edit_logits
     count_tokens: Callable[..., None] = edits.count_tokens
     reweight_and_resample: Callable[..., weighing.Decision] = weighing.reweight_and_resample
+    resample_by_weights: Callable[..., weighing.Resampled] = weighing.resample_by_weights
     tally: Callable[..., torch.Tensor] = tally
     verify: Callable[..., Verified] = verification.verify
     keep: Callable[..., Kept] = verification.keep

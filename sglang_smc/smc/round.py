@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang_smc.smc import steps
-from sglang_smc.smc.deciding import Decider, Plain, VerifyEach, Weigh
+from sglang_smc.smc.deciding import Decider, Plain, Weigh
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import NO_TAIL, Narrowed, Population
@@ -279,7 +279,7 @@ class Round:
             draft_temperature=self.draft_temperature or self.temperature,
             num_steps=self.num_steps,
             weighs=self.decider.weighs,
-            extends=isinstance(self.decider, VerifyEach),
+            extends=self.decider.extends,
             ess_threshold=self.ess_threshold,
             scheme=SCHEMES.index(self.scheme),
             resample_each_token=self.resample_each_token,

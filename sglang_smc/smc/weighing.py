@@ -221,6 +221,57 @@ def reweight_and_resample(block: Block) -> Decision:
     )
 
 
+class Resampled(NamedTuple):
+    """Particles after weights changed, and after resampling where these had become uneven."""
+
+    weighed: torch.Tensor  # [G, N] log-weights before resampling
+    ess: torch.Tensor  # [G] effective sample size of those weights
+    resampled: torch.Tensor  # [G] bool: it is below the threshold
+    all_zero: torch.Tensor  # [G] bool: every particle would die, so that the weights stay
+    ancestors: torch.Tensor  # [G, N] int64
+    log_weights: torch.Tensor  # [G, N] of the resampled particles
+    log_evidence: torch.Tensor  # [G] what resampling adds to log Z-hat
+    num_killed: torch.Tensor  # [G] int64 particles of which resampling leaves no copy
+
+
+def resample_by_weights(
+    log_weights: torch.Tensor,
+    gains: torch.Tensor,
+    present: torch.Tensor,
+    ess_threshold: torch.Tensor,
+    uniforms: torch.Tensor,
+    scheme: torch.Tensor,
+) -> Resampled:
+    """Multiply the weights by exp(gains), and `resample` where the ESS is low.
+
+    A group in which every particle would die keeps its weights.
+
+    Args:
+        log_weights: ``[G, N]`` float64.
+        gains: ``[G, N]`` float64; NaN and +inf count as -inf, as in `accumulate`.
+        present: ``[G, N]`` bool.
+        ess_threshold: ``[G]`` float64 tau: resample where ESS < tau N.
+        uniforms: ``[G, N]`` float64 in [0, 1), for the ancestors.
+        scheme: ``[G]`` int64, an index in `SCHEMES`.
+    """
+    gained = accumulate(log_weights, gains.unsqueeze(2))[:, :, 1]
+    all_zero = (gained == -torch.inf).all(1)
+    weighed = torch.where(all_zero.unsqueeze(1), log_weights, gained)
+    ess = effective_sample_size(weighed)
+    resampled = ess < ess_threshold * present.sum(1)
+    ancestors, after, log_evidence = resample(weighed, resampled, present, uniforms, scheme)
+    return Resampled(
+        weighed=weighed,
+        ess=ess,
+        resampled=resampled,
+        all_zero=all_zero,
+        ancestors=ancestors,
+        log_weights=after,
+        log_evidence=log_evidence,
+        num_killed=present.sum(1) - num_distinct(ancestors, present),
+    )
+
+
 def resample(
     log_weights: torch.Tensor,
     where: torch.Tensor,

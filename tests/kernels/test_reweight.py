@@ -72,6 +72,30 @@ def test_random_groups(c: Case, device: str) -> None:
     assert_same(*run, [block], device, rounding=1e-12)
 
 
+@drawn(
+    12,
+    num_groups=[1, 2, 5],
+    num_particles=[1, 2, 3, 8, 32],
+    spread=[0.0, 1.0, 20.0],
+    p_dead=[0.0, 0.2, 1.0],
+)
+def test_weights_that_gain(c: Case, device: str) -> None:
+    """Groups in which some or all particles die, or that are absent."""
+    shape = c.num_groups, c.num_particles
+    present = c.first_of(*shape)
+    killers = any_of(c, [-INF, INF, math.nan], *shape)
+    arguments = [
+        (c.normal(*shape).double() * c.spread).masked_fill(~present, -INF),
+        torch.where(c.flags(c.p_dead, *shape), killers, c.normal(*shape).double() * c.spread),
+        present,
+        any_of(c, [0.0, 0.37, 0.71, 1.0, INF], c.num_groups),
+        c.uniforms(*shape),
+        torch.arange(c.num_groups) % len(SCHEMES),
+    ]
+    run = kernel.resample_by_weights, weighing.resample_by_weights
+    assert_same(*run, arguments, device, rounding=1e-12)
+
+
 @drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
 def test_what_is_kept(c: Case, device: str) -> None:
     """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity."""
