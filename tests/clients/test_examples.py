@@ -1,8 +1,10 @@
 """The programs in examples/, as a user starts them."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from http_server import Server
@@ -11,7 +13,8 @@ from programs import OFFLINE, printed
 
 pytestmark = pytest.mark.engine
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 SOLVED = held_out(1)  # at temperature 0, by the target
 
 
@@ -29,7 +32,19 @@ def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> 
 
 def test_the_library_answers_by_two_models_in_transformers() -> None:
     text = run("library.py")
-    assert "####" in text and text.rstrip().endswith("<|eos|>")
+    assert "####" in text and text.rstrip().endswith("tokens a pass of the target")
+
+
+def test_the_page_of_the_library_runs_block_by_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    cells: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.S):
+        exec(code, cells)
+    told = capsys.readouterr().out
+    assert told.count("#### 47") == 2, "the greeting and the lossless text solve the problem"
+    assert cells["rounds"].run(cells["chat"], seed=1).num_rounds > 2
 
 
 @pytest.mark.nightly  # a minute, most of it imports
