@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import study
-from audit.adapters import make_adapter
 from audit.faults.audit_faults import KV, OWN, STOCK
 from intervals import wilson
 from pair.task import held_out
@@ -36,7 +35,6 @@ from sglang_smc.tools.testing.checks import PROMPTS
 from sglang_smc.tools.testing.copies import copies_of
 from sglang_smc.tools.testing.endpoint import Endpoint, open_endpoint
 from sglang_smc.tools.testing.report import Result, as_dict
-from sglang_smc.upstream import SUPPORTED, release
 
 FAULTS = Path(__file__).with_name("faults")
 TOKENS = 43  # of an answer, as the shipped pair gives
@@ -192,6 +190,8 @@ def reason_in(log: str, otherwise: str) -> str:
 
 def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start a server, and audit it."""
+    from audit.adapters import make_adapter  # imports torch
+
     path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
     arguments = {**_CPU, **server.arguments}
     if (name := arguments["model_path"]) in MODELS:
@@ -374,6 +374,8 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
+        from sglang_smc.upstream import SUPPORTED, release  # imports SGLang
+
         folder = study.PUBLISHED / "audit" / (release() if release() != SUPPORTED[-1] else "")
         study.copy(options.output_dir.glob("*.json"), folder)
         write_table(folder)
