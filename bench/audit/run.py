@@ -282,7 +282,8 @@ def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[audit
     token = (masses.cumsum(1) < ranks[:, None]).sum(1).clip(max=63)
     innovations = laws[range(size), token] - (masses * laws).sum(1)
     places = np.minimum(draw.geometric(0.6, size) - 1, 4)
-    columns = ranks, innovations, token == 0, masses[:, 0], places
+    most = laws[:, 0] - (masses * laws).sum(1)
+    columns = ranks, innovations, token == 0, masses[:, 0], places, most
     return list(map(audit.Compared, *(column.tolist() for column in columns)))
 
 
