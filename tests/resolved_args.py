@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
 
@@ -38,3 +38,11 @@ def field_names(server_args: type | None = None) -> list[str]:
     """The names of all fields, of the class in force where none is given."""
     found = server_args or ServerArgs
     return list(found.__struct_fields__ if upstream.IS_NEWER else found.__dataclass_fields__)
+
+
+def resolved_of(words: list[str]) -> ServerArgs:
+    """Server arguments of a command line, as a launcher resolves them; ValueError if refused."""
+    server_args = prepare_server_args(words)
+    if upstream.IS_NEWER:
+        server_args.resolve_once()
+    return server_args

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import study
-from audit.adapters import make_adapter
 from audit.faults.audit_faults import KV, OWN, STOCK
 from intervals import wilson
 from pair.task import held_out
 from results import markdown_table, provenance
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
-from sglang_smc.upstream import SUPPORTED, release
 from sglang_smc_tools.demo.serving import Launch, ServerError, running
 from sglang_smc_tools.real.models import CACHE, MODELS, checkpoint
 from sglang_smc_tools.testing import audit, audit_texts
@@ -190,6 +188,8 @@ def reason_in(log: str, otherwise: str) -> str:
 
 def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start a server, and audit it."""
+    from audit.adapters import make_adapter  # imports torch
+
     path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
     arguments = {**_CPU, **server.arguments}
     if (name := arguments["model_path"]) in MODELS:
@@ -280,7 +280,8 @@ def _drawn(draw: np.random.Generator, logs: np.ndarray, size: int) -> list[audit
     token = (masses.cumsum(1) < ranks[:, None]).sum(1).clip(max=63)
     innovations = laws[range(size), token] - (masses * laws).sum(1)
     places = np.minimum(draw.geometric(0.6, size) - 1, 4)
-    columns = ranks, innovations, token == 0, masses[:, 0], places
+    most = laws[:, 0] - (masses * laws).sum(1)
+    columns = ranks, innovations, token == 0, masses[:, 0], places, most
     return list(map(audit.Compared, *(column.tolist() for column in columns)))
 
 
@@ -372,6 +373,8 @@ def run(options: argparse.Namespace) -> None:
             line.update()
     write_table(options.output_dir)
     if options.publish:
+        from sglang_smc.upstream import SUPPORTED, release  # imports SGLang
+
         folder = study.PUBLISHED / "audit" / (release() if release() != SUPPORTED[-1] else "")
         study.copy(options.output_dir.glob("*.json"), folder)
         write_table(folder)

@@ -81,7 +81,7 @@ class Preset:
     name: str
     pair: Pair
     device: str
-    dtype: str
+    dtype: str | None  # None: the fastest of this CPU
     block_sizes: tuple[tuple[int, int], ...]
     exact_sizes: tuple[tuple[int, int], ...]
     batches: tuple[int, ...]
@@ -89,6 +89,11 @@ class Preset:
     new_tokens: int
     repeats: int
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def number_format(self) -> str:
+        """Return the dtype in force."""
+        return self.dtype or default_dtype()
 
     @property
     def context_length(self) -> int:
@@ -104,7 +109,7 @@ CPU = Preset(
     name="cpu",
     pair=CPU_PAIR,
     device="cpu",
-    dtype=default_dtype(),
+    dtype=None,
     block_sizes=tuple((n, k) for n in (1, 4, 8) for k in (4, 8)),
     exact_sizes=((4, 8), (8, 8)),
     batches=(1, 8),
@@ -260,7 +265,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
     """Return the arguments of an engine except the model folders."""
     content: dict[str, Any] = {
         "device": preset.device,
-        "dtype": preset.dtype,
+        "dtype": preset.number_format,
         "load_format": "auto" if preset.pair.folders else "dummy",
         "random_seed": 0,
         "max_running_requests": max(preset.batches),

@@ -47,7 +47,7 @@ def make_rows(cells: Iterable[grid.Cell], results: Results, preset: grid.Preset)
             batch=cell.batch,
             prompt=cell.prompt,
             pair=preset.pair.name,
-            dtype=preset.pair.quantization or preset.dtype,
+            dtype=preset.pair.quantization or preset.number_format,
             simulated_tokens_per_round=grid.simulated_acceptance(cell.system, preset),
             refused=results[cell.slug].get("failed"),
             replayed_share=results[cell.slug].get("replayed_share"),

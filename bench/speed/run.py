@@ -140,7 +140,7 @@ def settings(preset: Preset) -> dict[str, Any]:
 def note(preset: Preset, origin: Mapping[str, Any]) -> str:
     """Return the notes above the table."""
     parts = [
-        f"{preset.pair.name} in {preset.pair.quantization or preset.dtype}, "
+        f"{preset.pair.name} in {preset.pair.quantization or preset.number_format}, "
         f"{preset.new_tokens} new tokens a request, {preset.repeats} repeats in turns with AR; "
         f"on {origin['hardware']}, {origin['date'][:10]}. Speeds are of all requests together; "
         "decoding is without the pass over the prompts, and ratios are of decoding. In "

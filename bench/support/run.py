@@ -21,7 +21,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-import torch
 from dummies import word_tokenizer
 from results import provenance
 from speed.remote import EngineError, running
@@ -81,6 +80,7 @@ def save(family: Family, folder: Path) -> str:
 
 def _save_weights(family: Family, folder: Path) -> None:
     """Save what transformers makes of the configuration, spelled as published checkpoints are."""
+    import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -185,6 +185,7 @@ def _answers(
 
 def _transformers(family: Family, path: str) -> list[list[int]]:
     """Return greedy continuations with eager attention: faster kernels leave out logit caps."""
+    import torch
     import transformers
 
     head = getattr(transformers, family.head)

@@ -12,43 +12,18 @@ the expected number of tokens, the target's own included: only the tree is left 
 from __future__ import annotations
 
 import argparse
-import copy
-import random
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
-from unittest import mock
 
 import study
-import torch
 from intervals import mean_of
-from pair import task
-from real.models import CACHE, checkpoint
-from real.prompts import prompts
 from results import interval_cell, table
-from study import PAIR, PUBLISHED, Log, bar
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from sglang_smc.smc import verification
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc_tools.distill.checkpoints import load_head
+from study import PUBLISHED, Log, bar
 
 #: Targets and drafts.
 PAIRS = {"draft": ("target", "draft"), "head": ("target", "eagle3"), "coder": ("1.5b", "0.5b")}
 SIZES = ((8, 8), (4, 17))
 TEMPERATURES = (0.3, 0.7, 1.0)
-ANSWER_TOKENS = 96  # of which a context has a part
-NUM_TEXTS = 8  # of the target, for the bound
-
-#: Constants of `smc.verification` that a rule changes.
-RULES: dict[str, dict[str, Any]] = {
-    "shares by bins": {},
-    "a quarter of the bins": {"NUM_BINS": 16, "BINS_PER_NAT": 2},
-    "first rates": {"NUM_STEPS": 0},
-    "ten steps": {"NUM_STEPS": 10, "SPEED": 0.8},
-}
 
 
 @dataclass(frozen=True)
@@ -79,156 +54,19 @@ def cells() -> list[Cell]:
     ]
 
 
-class Models:
-    """A target and a draft in plain torch."""
-
-    def __init__(self, pair: str) -> None:
-        names = [f"coder-{name}" if pair == "coder" else name for name in PAIRS[pair]]
-        self.is_real = pair == "coder"
-        folders = [checkpoint(name) if self.is_real else PAIR / name for name in names]
-        dtype = torch.bfloat16 if self.is_real else torch.float32
-
-        def load(folder: Any) -> Any:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-
-        self.tokenizer = AutoTokenizer.from_pretrained(folders[0])
-        self.target = load(folders[0])
-        self.head = load_head(folders[1], folders[0]).eval() if pair == "head" else None
-        self.draft = None if self.head is not None else load(folders[1])
-
-    @torch.no_grad()
-    def contexts(self, count: int, temperature: float) -> Iterator[torch.Tensor]:
-        """Yield ``count`` contexts ``[L]``, of prompts of all kinds in turn."""
-        chance = random.Random(count)
-        for prompt in self._prompts(count):
-            torch.manual_seed(chance.getrandbits(32))
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            ids = torch.tensor([prompt])
-            text = self.target.generate(ids, max_new_tokens=ANSWER_TOKENS, **how)[0]
-            yield text[: chance.randrange(len(prompt), max(len(prompt) + 1, len(text) - 8))]
-
-    def _prompts(self, count: int) -> list[list[int]]:
-        if self.is_real:
-            return prompts(CACHE / "question.jsonl", self.tokenizer, count)
-        chats = [task.messages(task.held_out(8_000_000 + index)) for index in range(count)]
-        told = {"add_generation_prompt": True, "return_dict": False}
-        return [self.tokenizer.apply_chat_template(chat, **told) for chat in chats]
-
-
-class Texts:
-    """What two models say behind a context."""
-
-    def __init__(self, models: Models, context: torch.Tensor) -> None:
-        self.models, self.context = models, context
-        self._read = {name: self._begin(name) for name in ("target", "draft")}
-
-    @torch.no_grad()
-    def _begin(self, name: str) -> Any:
-        model = getattr(self.models, name)
-        return model and model(self.context[None, :-1], use_cache=True).past_key_values
-
-    @torch.no_grad()
-    def logits(self, name: str, chains: torch.Tensor) -> torch.Tensor:
-        """Return the logits behind the context and each token of chains ``[R, J]``, with J + 1."""
-        if name == "draft" and self.models.head is not None:
-            return self._head_logits(chains)
-        cache = copy.deepcopy(self._read[name])
-        cache.batch_repeat_interleave(len(chains))
-        last = self.context[-1:].expand(len(chains), 1)
-        read = torch.cat([last, chains], 1)
-        return getattr(self.models, name)(read, past_key_values=cache).logits.float()
-
-    def _head_logits(self, chains: torch.Tensor) -> torch.Tensor:
-        head, target = self.models.head, self.models.target
-        texts = torch.cat([self.context.expand(len(chains), -1), chains], 1)  # [R, L]
-        states = target(texts, output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer + 1] for layer in head.layer_ids], -1)
-        anchor = torch.full((len(texts), 1), len(self.context) - 1)
-        embedded = target.get_input_embeddings()(texts)
-        found = head(embedded, features, anchor, chains.shape[1] + 1)[:, 0].float()
-        every = found.new_full((*found.shape[:2], len(target.lm_head.weight)), -torch.inf)
-        return every.index_copy(2, head.hot, found)
-
-    def drawn(self, name: str, count: int, cell: Cell, temperature: float) -> torch.Tensor:
-        """Return texts of K tokens that a model draws, ``[count, K]``."""
-        texts = self.context.new_empty(count, 0)
-        for _ in range(cell.num_steps):
-            log_q = log_probs(self.logits(name, texts)[:, -1], temperature)
-            tokens = torch.multinomial(log_q.exp(), 1)
-            texts = torch.cat([texts, tokens], 1)
-        return texts
-
-
-def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities of logits ``[..., V]``, in their shape."""
-    return (logits / temperature).log_softmax(-1)
-
-
-def expected(texts: Texts, cell: Cell) -> dict[str, float]:
-    """Return the expected tokens of a round by each rule, for one drawn tree, and its nodes."""
-    n, k = cell.num_particles, cell.num_steps
-    chains = texts.drawn("draft", n, cell, cell.draft_temperature)  # [N, K]
-    log_q = log_probs(texts.logits("draft", chains)[:, :k], cell.draft_temperature)
-    log_p = log_probs(texts.logits("target", chains), cell.temperature)
-    ends = chains == texts.models.tokenizer.eos_token_id
-    lengths = (ends.cumsum(1) == ends).sum(1)  # [N]
-
-    def tokens(count: int) -> float:
-        tree = verification.grow(chains[None, :count], lengths[None, :count])
-        p = TokenDistribution.of_log_probs(log_p[:count].flatten(0, 1))
-        q = [TokenDistribution.of_log_probs(of[:count]) for of in log_q.unbind(1)]
-        return float(verification.descend(tree, p, q).shares.sum())
-
-    found = {"one chain": tokens(1)}
-    for name, constants in RULES.items():
-        with mock.patch.multiple(verification, **constants) if constants else nullcontext():
-            found[name] = tokens(n)
-    nodes = {tuple(chain[:j]) for chain in chains.tolist() for j in range(1, k + 1)}
-    return found | {"bound": bound(texts, cell), "nodes": 1.0 + len(nodes)}
-
-
-def bound(texts: Texts, cell: Cell) -> float:
-    """Estimate what no lossless rule exceeds, of N chains that are drawn.
-
-    A text y of j tokens is accepted at most as often as the target writes it, and as it is drafted:
-    1 + sum_j E_p[min(1, (1 - (1 - q(y))^N) / p(y))], over texts of the target.
-    """
-    drawn = texts.drawn("target", NUM_TEXTS, cell, cell.temperature)
-    places = drawn.unsqueeze(2)
-    by_target, by_draft = (
-        log_probs(texts.logits(name, drawn)[:, :-1], temperature).gather(2, places).double()
-        for name, temperature in (("target", cell.temperature), ("draft", cell.draft_temperature))
-    )
-    log_p, log_q = by_target.cumsum(1), by_draft.cumsum(1)  # [R, K, 1]
-    is_drafted = -torch.expm1(cell.num_particles * torch.log1p(-log_q.exp()))
-    return 1.0 + float((is_drafted / log_p.exp()).clamp_max(1.0).mean(0).sum())
-
-
-@lru_cache(1)
-def models_of(pair: str) -> Models:
-    """Load a pair; one is in memory at a time."""
-    return Models(pair)
-
-
-@lru_cache(1)
-def contexts_of(pair: str, count: int, temperature: float) -> list[torch.Tensor]:
-    """Return the contexts of all cells of a temperature."""
-    contexts = models_of(pair).contexts(count, temperature)
-    return list(bar(iterable=contexts, total=count, desc="contexts"))
-
-
 def measure(cell: Cell, log: Log, count: int) -> list[dict[str, float]]:
     """Return each context's numbers, of which the file may have some."""
     found = log.read()
     if len(found) < count:
+        from verifier.trees import contexts_of, expected_of  # imports torch
+
         contexts = contexts_of(cell.pair, count, cell.temperature)
         rest = bar(
             iterable=range(len(found), count), initial=len(found), total=count, desc=cell.slug
         )
         with log.writing() as append, rest:
             for index in rest:
-                torch.manual_seed(index)
-                append(expected(Texts(models_of(cell.pair), contexts[index]), cell))
+                append(expected_of(cell, contexts[index], seed=index))
     return log.read()
 
 
@@ -249,11 +87,17 @@ def markdown(measured: dict[Cell, list[dict[str, float]]]) -> str:
     return NOTE.format(len(first)) + table(columns, list(measured.items())) + "\n"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the cells; return exit status 0 if it completes."""
     made = study.parser("verifier", "Expected tokens of a round, by rule, on trees that are drawn.")
     study.add_selection(made)
     made.add_argument("--contexts", type=study.positive, default=100, help="of each cell")
-    options: argparse.Namespace = made.parse_args()
+    options = made.parse_args(argv)
+    return study.main_of(lambda: run(options), study.GOES_ON)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the options select."""
     patterns = options.only if options.only != ["*"] else ["draft-*", "head-*"]
     grid = study.selected(cells(), patterns)
     if options.list:

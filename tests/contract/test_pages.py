@@ -1,18 +1,16 @@
 """What the pages say of files, flags, keys and fields is so."""
 
 import ast
-import importlib
 import re
 import runpy
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from figures import figures_of
-from resolved_args import field_names, options
+from resolved_args import field_names
 from transformers import AutoTokenizer
 
 from sglang_smc.command.cli import module_of
@@ -77,36 +75,6 @@ def commands_of(page: Path) -> Iterator[list[str]]:
                 break
             if words := shlex.split(line, comments=True):
                 yield words
-
-
-@cache
-def known_flags(module: str) -> set[str]:
-    if module == "sglang.launch_server":
-        return options()
-    is_command = "." not in module
-    parser = (module_of if is_command else importlib.import_module)(module).parser()
-    return {flag for action in parser._actions for flag in action.option_strings}
-
-
-def unknown_in(words: list[str]) -> set[str]:
-    """What of a command line is there no more: targets, flags, files."""
-    if words[0] == "make":
-        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-        return {word for word in words[1:] if "=" not in word} - targets
-    flags = {word for word in words if word.startswith("--")}
-    if words[:2] == ["python", "-m"]:
-        is_file = words[2].endswith((".launch_server", ".models"))
-        module = words[2] if is_file else f"{words[2]}.cli"
-        return flags - known_flags(module)
-    if words[0] == "sglang-smc":
-        return flags - known_flags(words[1])
-    return {words[1]} if words[0] == "python" and not (ROOT / words[1]).exists() else set()
-
-
-def test_commands_are_known() -> None:
-    commands = [(page, words) for page in PAGES for words in commands_of(page)]
-    assert len(commands) > 30
-    assert [(page, words) for page, words in commands if unknown_in(words)] == []
 
 
 def test_flags_of_speculative_decoding_exist() -> None:

@@ -1,14 +1,15 @@
 """Chat with a real language model in a terminal: ``sglang-smc demo --real``.
 
 SmolLM2-135M-Instruct comes from the package index. N-gram matches draft for it where its text
-repeats; elsewhere it decodes plainly.
+repeats what it has read; elsewhere it decodes plainly. The demo asks first, for a list to be
+copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ from sglang_smc_tools.real.models import CACHE, check_room, install, is_current,
 MODEL = "smollm2"
 NUM_PARTICLES, NUM_STEPS = 4, 4
 TEMPERATURE = 0.2  # as its makers advise
+#: What it answers rightly, by matches: a model of this size copies, but does not edit.
+FIRST = """\
+Repeat this list exactly:
+1. Wash the red apples
+2. Cut the bread
+3. Boil four eggs
+4. Set the table
+5. Call the children"""
+EXPECT = """\
+What to expect: so small a model copies, and chats in simple sentences; many of its facts are wrong.
+Where its text repeats what it has read, as above, matches make several tokens a target pass; new
+text has about 1, as in plain decoding. For text of all kinds a draft model or a head makes more."""
 #: Tokens of a chat, and of an answer; older turns are left out.
 TEXT_TOKENS, MAX_TOKENS = 2048, 300
 
@@ -63,27 +76,29 @@ def chat(logs: Path) -> None:
 def _talk(url: str, target: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    messages: list[dict[str, str]] = []
-    client = client_of(url, None, None)
-    for question in questions():
-        messages.append({"role": "user", "content": question})
-        ids = read(messages, tokenizer)
-        sampling = {"temperature": TEMPERATURE, "max_new_tokens": MAX_TOKENS}
-        began, text, info = time.perf_counter(), "", {}
-        body = {"input_ids": ids, "sampling_params": sampling}
-        for answer in streamed(client, body):
-            print(answer["text"][len(text) :], end="", flush=True)
-            text, info = answer["text"], answer["meta_info"]
-        print(f"\n{summary(info, time.perf_counter() - began)}\n")
-        messages.append({"role": "assistant", "content": text})
-
-
-def questions() -> Iterator[str]:
-    """Yield lines of stdin up to an empty one."""
-    print("\nAsk in English; an empty line ends.")
+    answer = partial(_answer, client_of(url, None, None), AutoTokenizer.from_pretrained(target))
+    print(f"\n> {FIRST}\n")
+    answer([], FIRST)
+    print(f"{EXPECT}\n\nAsk in English; an empty line ends.")
+    messages: list[dict[str, str]] = []  # without the list, which it would go on copying
     with contextlib.suppress(EOFError):
-        yield from iter(lambda: input("> ").strip(), "")
+        for question in iter(lambda: input("> ").strip(), ""):
+            answer(messages, question)
+
+
+def _answer(
+    client: httpx.Client, tokenizer: Any, messages: list[dict[str, str]], question: str
+) -> None:
+    """Stream the answer to a chat's next question, print what it took, and add both to the chat."""
+    messages.append({"role": "user", "content": question})
+    ids = read(messages, tokenizer)
+    sampling = {"temperature": TEMPERATURE, "max_new_tokens": MAX_TOKENS}
+    began, text, info = time.perf_counter(), "", {}
+    for answer in streamed(client, {"input_ids": ids, "sampling_params": sampling}):
+        print(answer["text"][len(text) :], end="", flush=True)
+        text, info = answer["text"], answer["meta_info"]
+    print(f"\n{summary(info, time.perf_counter() - began)}\n")
+    messages.append({"role": "assistant", "content": text})
 
 
 def read(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:

@@ -17,6 +17,7 @@ from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 
 from sglang_smc.command.program import ScriptError
+from sglang_smc_tools.commands import bar
 
 #: Names of a GGUF's tensors, and those of transformers.
 OUTER = {
@@ -95,7 +96,10 @@ ARCHITECTURES = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the checkpoint of a GGUF file, in bfloat16; raise ScriptError for another kind."""
+    """Write the checkpoint of a GGUF file, in bfloat16; raise ScriptError for another kind.
+
+    A progress bar tells the bytes of the file that are converted.
+    """
     reader = GGUFReader(source)
     kind = _value(reader, "general.architecture")
     if kind not in ARCHITECTURES:
@@ -147,7 +151,8 @@ def weights_of(reader: GGUFReader) -> dict[str, torch.Tensor]:
         "attn_q": _value(reader, f"{prefix}.attention.head_count"),
         "attn_k": _value(reader, f"{prefix}.attention.head_count_kv"),
     }
-    weights = {}
+    weights, total = {}, sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    progress = bar(total=total, unit="B", unit_scale=True, desc="Converting")
     for tensor in reader.tensors:
         *place, base, suffix = tensor.name.split(".")  # blk.0.attn_q.weight, output.weight
         shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -159,6 +164,8 @@ def weights_of(reader: GGUFReader) -> dict[str, torch.Tensor]:
             weight -= kind.norm_offset
         name = f"model.layers.{place[1]}.{kind.names[base]}" if place else OUTER[base]
         weights[f"{name}.{suffix}"] = weight.to(torch.bfloat16).contiguous()
+        progress.update(int(tensor.n_bytes))
+    progress.close()
     return weights
 
 

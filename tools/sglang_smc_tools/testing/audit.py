@@ -22,7 +22,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sglang_smc_tools.testing import audit_texts, statistics
-from sglang_smc_tools.testing.audit_texts import FEWEST, LENGTH, STRAY, p_value_of_tails, too_few
+from sglang_smc_tools.testing.audit_texts import (
+    FEWEST,
+    LENGTH,
+    STRAY,
+    WEAKEST,
+    p_value_of_tails,
+    share_found,
+    too_few,
+    too_weak,
+)
 from sglang_smc_tools.testing.checks import repeated
 from sglang_smc_tools.testing.copies import Copy
 from sglang_smc_tools.testing.endpoint import Endpoint, Sample
@@ -77,6 +86,7 @@ class Compared(NamedTuple):
     is_likeliest: bool
     chance: float  # of the likeliest token
     place: int  # how many tokens came before it in its piece of a stream
+    most: float  # the innovation of the likeliest
 
 
 class Audit(NamedTuple):
@@ -103,9 +113,11 @@ def audit(
     Raises ValueError where the server fails, or does not tell what the checks need.
     """
     greedy = repeated(prompts, round(_GREEDY_SHARE * num_answers))
-    with endpoint.within(0.5):
+    with endpoint.within(0.1):
         few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
+    with endpoint.within(0.3):
         few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
+    with endpoint.within(0.15):
         few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
     if copies:  # before the samples, which show what load has left behind
@@ -161,6 +173,7 @@ def compared(
             token == likeliest,
             math.exp(expected[likeliest]),
             place,
+            statistics.innovation(likeliest, expected),
         )
 
 
@@ -196,7 +209,9 @@ def result_of(
     if not result.is_rejected:
         found = (float(norm.isf(LEVEL / 2)) + _POWER) * error
         note = f"{total} tokens; 9 of 10 audits like this find a shift of {found:.3f} nats."
-        return result._replace(verdict=Verdict.PASS, note=note)
+        result = result._replace(verdict=Verdict.PASS, note=note)
+        share = max(_share_of_greedy(inside, found), share_found(len(samples)) if samples else 0.0)
+        return result if share <= WEAKEST else too_weak(result, share, len(samples))
     if worst == "outside":
         note = f"{outside / total:.1%} of the tokens are none that these parameters leave"
     elif abs(estimate) > 3 * error:
@@ -208,6 +223,15 @@ def result_of(
     else:
         note = "Likely and unlikely tokens balance, but their shares are not those of the target"
     return result._replace(verdict=Verdict.FAIL, note=f"{note} (p = {p_values[worst]:.1g}).")
+
+
+def _share_of_greedy(tokens: Sequence[Compared], shift: float) -> float:
+    """Return which share of answers of likeliest tokens, in place of samples, shifts the mean so.
+
+    That fault is there in all prompts, and moves each token as far as a sampler can.
+    """
+    whole = math.fsum(token.most for token in tokens) / len(tokens)
+    return min(1.0, shift / whole) if whole > 0.0 else 1.0
 
 
 def p_values_of_places(tokens: Sequence[Compared]) -> dict[int, float]:
@@ -318,7 +342,9 @@ def check_seeds(endpoint: Endpoint, prompt: str) -> Result:
     seeds = (1, *range(1, NUM_SEEDS))
     found = [endpoint.sample([prompt], LENGTH, seed=seed, temperature=1.0) for seed in seeds]
     if not all(found):
-        return too_few(result, 0, [])
+        there = [one[0] for one in found if one]
+        result = result._replace(num_answers=len(there))
+        return too_few(result, sum(len(one.tokens) for one in there), there)
     texts = [one[0].tokens for one in found]
     repeats = "repeat" if texts[0] == texts[1] else "do not repeat"
     others = len(set(texts[1:]))

@@ -30,6 +30,7 @@ RARE = 1e-5  # a tail below it is a corrupted token, or one of 100,000
 WIDTHS = (1, 12, 64)  # requests at once
 NUM_TESTS = 2 + 3 + 4 * (len(WIDTHS) - 1)  # p-values of all checks here
 FEWEST = 200  # tokens below which a check is inconclusive
+WEAKEST = 0.25  # share of faulty answers that 9 of 10 audits find, at most, for a check to pass
 _BOTH = 2.0  # roundings by which two log-probabilities move apart
 _NEVER = 8.0  # roundings by which they do not
 
@@ -39,6 +40,27 @@ def too_few(result: Result, total: int, samples: Sequence[Sample]) -> Result:
     most = max((len(position.top) for one in samples for position in one.positions), default=0)
     note = f"{total} tokens of {len(samples)} answers, with {most} log-probabilities each, could be"
     note += f" compared; needed: {FEWEST}. Ask for more --answers, --copies or --minutes."
+    return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
+
+
+def share_found(num_answers: int) -> float:
+    """Return which share of faulty answers 9 of 10 audits of so many have one of."""
+    return 1.0 - 0.1 ** (1.0 / max(1, num_answers))
+
+
+def too_weak(result: Result, share: float, num_asked: int) -> Result:
+    """Return the result of a check that passes, and would also if many answers had a fault.
+
+    Args:
+        share: of faulty answers that 9 of 10 such checks find, which falls as the root of them.
+        num_asked: of the answers.
+    """
+    needed = math.ceil(num_asked * (share / WEAKEST) ** 2)
+    note = (
+        f"{result.note} Too few to pass: 9 of 10 audits like this find a fault in {share:.0%} of "
+        f"the answers; needed: in {WEAKEST:.0%}, for which this check asks for about {needed} "
+        "answers. Ask for more --answers, --copies or --minutes."
+    )
     return result._replace(verdict=Verdict.NOT_ENOUGH_DATA, note=note)
 
 
@@ -61,7 +83,9 @@ def check_greedy(endpoint: Endpoint, prompts: Sequence[str], level: float) -> Re
     limit = _BOTH * endpoint.rounding
     below, wrong = (sum(gap > least for gap in gaps) for least in (0.0, limit))
     note = f"{below} of {len(gaps)} tokens are not the likeliest, {wrong} of them by more than the"
-    return result._replace(note=f"{note} {limit:g} nats that rounding moves.")
+    result = result._replace(note=f"{note} {limit:g} nats that rounding moves.")
+    share = share_found(len(samples))
+    return result if result.failed or share <= WEAKEST else too_weak(result, share, len(samples))
 
 
 def _by_gaps(
@@ -105,21 +129,26 @@ def check_repeats(endpoint: Endpoint, prompts: Sequence[str], level: float) -> R
     samples = [*ask(prompts), *ask(prompts[::-1]), *ask(crowd)]
     samples += [*ask(prompts, chunk=1), *ask(prompts, chunk=1)]
     samples += ask(prompts, chunk=1, streamed=True)
-    if len(samples) < result.num_answers:
-        return too_few(result, 0, samples)
+    is_whole = len(samples) == result.num_answers
+    result = result._replace(num_answers=len(samples))
     by_prompt: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_prompt[sample.prompt].append(sample)
-    for prompt, (one, *rest) in by_prompt.items():
+    repeated_ones = {prompt: some for prompt, some in by_prompt.items() if len(some) > 1}
+    if not repeated_ones:
+        return too_few(result, sum(len(one.tokens) for one in samples), samples)
+    for prompt, (one, *rest) in repeated_ones.items():
         if any(other.text != one.text for other in rest if other.tokens == one.tokens):
             return _differs(result, prompt, "has another text when it is streamed")
-    firsts = {prompt: _first_gap(one, rest) for prompt, (one, *rest) in by_prompt.items()}
+    firsts = {prompt: _first_gap(one, rest) for prompt, (one, *rest) in repeated_ones.items()}
     worst = max(firsts, key=lambda prompt: firsts[prompt][1])
     places, gaps = zip(*firsts.values(), strict=True)
     result = _by_gaps(result, gaps, sum(places), endpoint.rounding, level)
     result = result._replace(statistic="largest gap of tokens that differ")
     if result.failed:
         return _differs(result, worst, f"differs from request to request, by {max(gaps):.2g} nats")
+    if not is_whole:
+        return too_few(result, sum(places), samples)
     note = f"{sum(gap > 0 for gap in gaps)} differ, first where two tokens are nearly as likely."
     return result._replace(note=note)
 
@@ -272,7 +301,9 @@ def result_of_copies(width: int, copied: Copied, rounding: float, level: float) 
         worst = worst if result.is_rejected else f"a gap of {largest:.2g} nats"
         note = f"{note} It fails by {worst}.{copied.example} Caches, slots or positions are wrong."
         return result._replace(verdict=Verdict.FAIL, note=note)
-    share = 1.0 - 0.1 ** (1.0 / max(1, copied.num_greedy))
+    share = share_found(copied.num_greedy)
+    if share > WEAKEST:
+        return too_weak(result._replace(note=note), share, total)
     note += f" 9 of 10 audits find a greedy token that is wrong in {share:.1%} of the answers."
     return result._replace(verdict=Verdict.PASS, note=note)
 

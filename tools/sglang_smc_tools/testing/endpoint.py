@@ -65,7 +65,9 @@ class Endpoint:
         score: of a server that scores token ids; None: distributions are those that come with the
             answers.
         rounding: nats by which two log-probabilities of one token may differ.
-        deadline: of `time.monotonic`, after which nothing more is asked for.
+        deadline: of `time.monotonic`, after which no check asks for more than its first answer.
+        is_first: whether the running check has asked for nothing yet.
+        pace: seconds an answer took in the latest request; before it, a guess.
         streams: whether the server streams answers with what the checks need.
     """
 
@@ -79,15 +81,17 @@ class Endpoint:
     score: Score | None = None
     rounding: float = COARSEST
     deadline: float = float("inf")
+    is_first: bool = True
+    pace: float = 1.0
     on_answers: Callable[[int], Any] = lambda count: None
     smc: Model | None = None  # of a server that runs SMC
     streams: bool = True
 
     @contextlib.contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """Let the ``with`` block ask for so much of the time that is left; others get the rest."""
+        """Let a check ask for so much of the time that is left; others get the rest."""
         end, now = self.deadline, time.monotonic()
-        self.deadline = now + share * (end - now)
+        self.deadline, self.is_first = now + share * (end - now), True
         yield
         self.deadline = end
 
@@ -100,7 +104,7 @@ class Endpoint:
         streamed: bool = False,
         **params: Any,
     ) -> list[Sample]:
-        """Return an answer of at most ``length`` tokens to each prompt; fewer after the deadline.
+        """Return an answer of at most ``length`` tokens to each prompt; fewer if the time is short.
 
         Args:
             chunk: prompts in one request, which a server may batch.
@@ -110,14 +114,20 @@ class Endpoint:
         """
         found: list[Sample] = []
         body = {"max_tokens": length, **params}
-        for start in range(0, len(prompts), chunk):
-            if time.monotonic() > self.deadline:
-                break
-            asked = prompts[start : start + chunk]
+        while len(found) < len(prompts) and (size := self._fitting(chunk)):
+            asked = prompts[len(found) : len(found) + size]
             ask = partial(self._asked, asked, body, streamed)
+            begin = time.monotonic()
             found += self._samples(asked, self.client.with_top(ask))
-            self.on_answers(len(found) - start)
+            self.pace = (time.monotonic() - begin) / len(asked)
+            self.on_answers(len(asked))
         return found
+
+    def _fitting(self, most: int) -> int:
+        """Return how many answers there is time for; one at least as a check begins."""
+        left = self.deadline - time.monotonic()
+        least, self.is_first = int(self.is_first), False
+        return max(least, int(min(most, max(0.0, left) / max(self.pace, 1e-6))))
 
     def at_once(
         self, asked: Sequence[tuple[str, Mapping[str, Any]]], width: int
@@ -128,7 +138,7 @@ class Endpoint:
         """
 
         def answer(index: int) -> list[_Piece] | None:
-            if time.monotonic() > self.deadline:
+            if index and time.monotonic() > self.deadline:
                 return None
             prompt, params = asked[index]
             if width > 1:

@@ -101,9 +101,11 @@ def test_a_chat_reads_all_turns_and_shows_what_they_took(
     monkeypatch.setattr(chat, "install", lambda *_: cli.PAIR / "target")
     assert cli.main(["--real"]) == 0
     said = capsys.readouterr().out
-    first, second = (int(told) for told in re.findall(r"Yes, (\d+)\n", said))
+    shown, first, second = (int(told) for told in re.findall(r"Yes, (\d+)\n", said))
     assert second > first + 3 and "Yes, " in said and "YesYes" not in said
-    assert len(re.findall(r"\(9 tokens in .* a second, 2\.00 a target pass\)", said)) == 2
+    assert shown > first  # it has forgotten the demo's own question, which it answered first
+    assert said.index("> Repeat this list") < said.index("Yes") < said.index("What to expect")
+    assert len(re.findall(r"\(9 tokens in .* a second, 2\.00 a target pass\)", said)) == 3
 
 
 class Letters:

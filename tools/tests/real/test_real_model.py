@@ -1,13 +1,16 @@
 """A real language model, end to end: from the package index to answers by OpenAI's SDK."""
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from http_server import running_server
 
+from sglang_smc_tools.demo.chat import FIRST
 from sglang_smc_tools.real.models import CACHE, MODELS, main
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -47,6 +50,19 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_its_likeliest_words_are_those_of_transformers(ask: Any) -> None:
     proof = MODELS["smollm2"].proof
     assert ask(proof.prompt).choices[0].message.content.startswith(proof.answer)
+
+
+def question_of_the_quickstart() -> str:
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    (body,) = re.findall(r"-d '(\{.*?\})'\n```", page, re.S)
+    return json.loads(body)["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("question", [question_of_the_quickstart(), FIRST])
+def test_a_list_of_a_page_and_of_the_demo_is_copied_in_few_passes(ask: Any, question: str) -> None:
+    (choice,) = ask(question, extra_body={"return_meta_info": True}).choices
+    assert choice.message.content.strip() == question.partition("\n")[2]
+    assert choice.meta_info["spec_accept_length"] > 2
 
 
 def test_a_list_is_whole_and_streams_as_it_is(ask: Any) -> None:

@@ -420,6 +420,20 @@ def test_too_few_answers_are_no_verdict(serve: Serve) -> None:
     assert "--answers" in results["top-k"].note
 
 
+@pytest.mark.parametrize("num_answers", [20, 100, 400])
+def test_a_check_that_would_miss_one_answer_of_four_does_not_pass(
+    serve: Serve, num_answers: int
+) -> None:
+    """A quarter of the tokens is greedy; those who would miss it in 1 of 10 audits may pass."""
+    wrong = {one.check: one for one in audited(serve, Server(greedily(0.25)), num_answers).results}
+    assert [name for name in ("sampled", "penalty") if wrong[name].verdict is Verdict.PASS] == []
+    right = {one.check: one for one in audited(serve, Server(rightly), num_answers).results}
+    assert (right["sampled"].verdict is Verdict.PASS) == (num_answers > 20)
+    assert (right["greedy"].verdict is Verdict.PASS) == (num_answers == 400)
+    if num_answers == 100:
+        assert re.search("Too few to pass: .* a fault in 37% of the answers", right["greedy"].note)
+
+
 def hanging(request: httpx.Request) -> httpx.Response:
     raise httpx.ReadTimeout("", request=request)
 
@@ -484,12 +498,35 @@ def test_time_is_counted_from_the_start_and_shared_by_all_checks(
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(audit_cli, "_score_by", lambda *_: takes(120))
     serve(lambda request: takes(0.3) or server(request))
-    asked = ["--minutes", "3", "--answers", "6000", "--copies", "30", "--json", str(numbers)]
+    asked = ["--minutes", "3", "--answers", "6000", "--copies", "36", "--json", str(numbers)]
     assert audit_cli.main([URL, *asked, "--reference", URL]) == 0
     told = {one["check"]: one for one in json.loads(numbers.read_text())["results"]}
     assert {one["verdict"] for one in told.values()} == {"pass", "measured"}
     assert 32 < told["penalty"]["num_answers"] < told["sampled"]["num_answers"] < 2400
     assert 180 < clock[0] < 185
+
+
+@pytest.mark.parametrize("minutes", [0.3, 1, 3])
+def test_a_short_time_leaves_no_check_without_tokens(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, minutes: float
+) -> None:
+    """A request takes half a second, and as much for each answer."""
+    clock, server, numbers = [0.0], Server(rightly), tmp_path / "audit.json"
+
+    def slowly(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or "{}")
+        clock[0] += 0.5 * (1 + len(body.get("prompt", ()))) if "prompt_logprobs" not in body else 0
+        return server(request)
+
+    for module in (audit_cli, endpoint, client):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    serve(slowly)
+    asked = ["--minutes", str(minutes), "--copies", "0", "--json", str(numbers)]
+    assert audit_cli.main([URL, *asked]) == 0
+    results = json.loads(numbers.read_text())["results"]
+    assert min(one["num_answers"] for one in results) > 0
+    assert [one["check"] for one in results if one["note"].startswith("0 tokens")] == []
+    assert 60 * minutes - 2 < clock[0] < 60 * minutes + 15
 
 
 def test_time_that_ends_within_the_check_of_evidence_is_told(

@@ -213,6 +213,15 @@ def test_a_rule_tells_rounding_and_chance_from_faults(copied: Copied, words: str
     assert result.failed == bool(words) and (not words or f"fails by {words}" in result.note)
 
 
+@pytest.mark.parametrize(("num_greedy", "verdict"), [(8, "not enough data"), (9, "pass")])
+def test_copies_that_would_miss_one_answer_of_four_do_not_pass(
+    num_greedy: int, verdict: str
+) -> None:
+    """0.75^8 of audits ask for no answer with the fault, one in ten: 0.75^9 are fewer."""
+    copied = gaps_of([])._replace(num_greedy=num_greedy)
+    assert result_of_copies(12, copied, 2**-3, LEVEL).verdict.value == verdict
+
+
 def test_no_token_at_temperature_0_is_far_below_the_likeliest() -> None:
     """One in a thousand is fewer than may stray, yet no rounding moves by so much."""
 
@@ -257,9 +266,11 @@ def test_copies_share_lists_and_differ_by_seed() -> None:
 
 
 def test_no_time_is_no_verdict(serve: Serve) -> None:
-    serve(Copier())
-    samples = ask_copies(open_endpoint(URL, deadline=0.0), COPIES)
+    server = Copier(together=threading.Barrier(1))
+    serve(server)
+    samples = ask_copies(open_endpoint(URL, deadline=0.0, score=server.score), COPIES)
     results, _ = judge_copies(COPIES, samples, FLOAT32, LEVEL)
+    assert {one.num_answers for one in results} == {1}
     assert [result.verdict for result in results] == [Verdict.NOT_ENOUGH_DATA] * 3
 
 
