@@ -18,7 +18,7 @@ import numpy as np
 from intervals import Interval, ratio
 from study import REPOSITORY
 
-from sglang_smc.tools.command.machine import installed
+from sglang_smc.command.machine import installed
 
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai", "triton", "sglang-kernel")
 #: The tree's commit, for a copy without history; see CONTRIBUTING.md, "On a GPU".

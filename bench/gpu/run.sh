@@ -30,17 +30,20 @@ if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
     fi
     echo "$state" >"$site/.state"
 fi
-# SGLang finds plugins by entry points of installed packages; this one runs from the tree.
-rm -rf "$site"/sglang_smc-*.dist-info
+# Plugins and commands are found by entry points of installed packages; these run from the tree.
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' sglang_smc/__init__.py)
-information=$site/sglang_smc-$version.dist-info
-mkdir "$information"
-printf 'Metadata-Version: 2.1\nName: sglang-smc\nVersion: %s\n' "$version" >"$information/METADATA"
-sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
-    pyproject.toml >"$information/entry_points.txt"
+for folder in . tools; do
+    name=$(sed -n 's/^name = "\(.*\)"/\1/p' "$folder/pyproject.toml")
+    rm -rf "$site/${name//-/_}"-*.dist-info
+    information=$site/${name//-/_}-$version.dist-info
+    mkdir "$information"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "$name" "$version" >"$information/METADATA"
+    sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
+        "$folder/pyproject.toml" >"$information/entry_points.txt"
+done
 if [[ -e $site/env.sh ]]; then
     # shellcheck disable=SC1091
     source "$site/env.sh"
 fi
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/tools:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"
