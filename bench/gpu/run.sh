@@ -35,17 +35,16 @@ if [[ ! -e $site/.state || $(<"$site/.state") != "$state" ]]; then
     echo "$state" >"$site/.state"
 fi
 # Plugins and commands are found by entry points of installed packages; these run from the tree.
-rm -rf "$site"/sglang_smc*.dist-info
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' sglang_smc/__init__.py)
-describe() { # NAME PYPROJECT
-    local information=$site/${1//-/_}-$version.dist-info
+for folder in . tools; do
+    name=$(sed -n 's/^name = "\(.*\)"/\1/p' "$folder/pyproject.toml")
+    rm -rf "$site/${name//-/_}"-*.dist-info
+    information=$site/${name//-/_}-$version.dist-info
     mkdir "$information"
-    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "$1" "$version" >"$information/METADATA"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "$name" "$version" >"$information/METADATA"
     sed -n '/^\[project.entry-points/,/^$/ { s/project.entry-points."\(.*\)"/\1/; s/"//g; p }' \
-        "$2" >"$information/entry_points.txt"
-}
-describe sglang-smc pyproject.toml
-describe sglang-smc-tools tools/pyproject.toml
+        "$folder/pyproject.toml" >"$information/entry_points.txt"
+done
 if [[ -e $site/env.sh ]]; then
     # shellcheck disable=SC1091
     source "$site/env.sh"

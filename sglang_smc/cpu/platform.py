@@ -40,6 +40,9 @@ MAX_TOTAL_TOKENS = 1 << 17
 # avoids Triton kernels (`support_triton`, `get_last_loc`).
 ATTENTION_BACKEND = "torch_native"
 
+# SGLang's own algorithms, which launch kernels; `bench/baselines` has those in torch.
+OWN_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NGRAM")
+
 # What fields of server arguments may be; first what runs here, then defaults of SGLang's.
 _ALLOWED = {
     "enable_torch_compile": (False,),
@@ -80,7 +83,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Arguments) -> None:
         """Fill in defaults; raise ValueError for what is not supported here."""
-        _check_server_args(server_args)
+        _check_server_args(server_args, self)
         # SGLang has just set its AMX backend as the default.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
@@ -138,6 +141,10 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return None
         return lambda size, *, page_size, **how: TokenToKVPoolAllocator(size, **how)
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return whether an algorithm of SGLang's own runs here: none does."""
+        return False
+
     def linear_attention(self, runner: ModelRunner) -> Any:
         """Return the backend of linear-attention layers, for `patches/cpu/platform.py`."""
         from sglang_smc.cpu.recurrent import CpuRecurrentBackend
@@ -179,7 +186,7 @@ def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
     return CpuAttentionBackend(model_runner)
 
 
-def _check_server_args(server_args: Arguments) -> None:
+def _check_server_args(server_args: Arguments, platform: PlainCpuPlatform) -> None:
     from sglang_smc.upstream import IS_NEWEST  # which imports SGLang, and that this module
 
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -190,6 +197,9 @@ def _check_server_args(server_args: Arguments) -> None:
             f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
             "for example with CUDA_VISIBLE_DEVICES='')"
         )
+    algorithm = server_args.speculative_algorithm
+    if algorithm in OWN_ALGORITHMS and not platform.supports_speculative_algorithm(algorithm):
+        found.append(f"speculative_algorithm={algorithm!r} (allowed: 'SMC')")
     if not IS_NEWEST:
         fields |= {"page_size": (1, None)}
     refuse(server_args, fields, *found)

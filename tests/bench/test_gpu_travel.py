@@ -13,6 +13,7 @@ from programs import printed
 from study import REPOSITORY, BenchError
 
 from sglang_smc import __version__
+from sglang_smc.command import extensions
 from sglang_smc.command.machine import ENTRY_POINTS
 
 
@@ -25,9 +26,14 @@ def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.Monke
     variables = {**os.environ, "PYTHON": str(python), "SG_SITE": str(site), "PYTHONPATH": ""}
     for _ in range(2):
         told = printed("bash", REPOSITORY / "bench" / "gpu" / "run.sh", "smoke", env=variables)
-        assert told.startswith(f"{REPOSITORY}:{site} bench/gpu --state {site}/state --spent ")
-    (found,) = (one for one in distributions(path=[str(site)]) if one.name == "sglang-smc")
-    assert found.version == __version__
+        assert told.startswith(
+            f"{REPOSITORY}:{REPOSITORY}/tools:{site} bench/gpu --state {site}/state --spent "
+        )
+    named = {one.name: one for one in distributions(path=[str(site)])}
+    assert {one.version for one in named.values()} == {__version__}
+    groups = {point.group for point in named[extensions.PACKAGE].entry_points}
+    assert groups == {extensions.COMMANDS, extensions.DOCTOR}
+    found = named["sglang-smc"]
     points = {(point.group, point.name) for point in found.entry_points}
     assert points == {(group, name) for group, name, _ in ENTRY_POINTS}
     run.preflight(on_gpu=False)
@@ -98,7 +104,7 @@ def test_kernels_compiled_on_one_machine_come_back_to_the_next(
     tree, folder = tmp_path / "tree", REPOSITORY / "bench" / "gpu"
     (tree / "bench" / "gpu").mkdir(parents=True)
     shutil.copy(folder / "run.sh", tree / "bench" / "gpu")
-    for name in ("pyproject.toml", "sglang_smc"):
+    for name in ("pyproject.toml", "sglang_smc", "tools"):
         (tree / name).symlink_to(REPOSITORY / name)
     (tree / ".sg").mkdir()
     (tree / ".sg" / "assemble.py").write_text(

@@ -30,7 +30,7 @@ def dotted(node: ast.expr) -> str:
 
 # --- Clocks
 
-TOOLS = {"tools"}  # other processes
+TOOLS = {"tools", "command"}  # other processes
 CLOCKS = {"time", "datetime", "timeit", "sched", "signal"}  # modules
 WAITS = {"poll", "result", "wait", "wait_for"}  # methods whose first argument says how long
 

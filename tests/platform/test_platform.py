@@ -73,6 +73,7 @@ def test_defaults_leave_what_the_user_chose(make_args, monkeypatch):
     ("change", "message"),
     [
         ({"device": "cuda"}, "hide the accelerator"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm='NGRAM' .allowed: 'SMC'"),
         ({"enable_torch_compile": True}, "enable_torch_compile"),
         ({"enable_memory_saver": True}, "enable_memory_saver"),
         ({"hicache_mem_layout": "page_head"}, "'page_head' .allowed: 'layer_first'"),

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_smc.upstream import Arguments
 
-ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NGRAM")
-#: Options of these algorithms that are not supported here, with the value that disables each; and
-#: what pages may be with them.
+#: What options of SGLang's algorithms may be here: that which disables each; and pages of one slot.
 OPTIONS = {
     "speculative_use_rejection_sampling": (False,),
     "speculative_use_block_verification": (False,),
@@ -49,12 +47,12 @@ def register() -> None:
 
 def supports(self: PlainCpuPlatform, algorithm: str) -> bool:
     """Return whether an algorithm of SGLang's runs here."""
-    return algorithm in ALGORITHMS
+    return algorithm in platform.OWN_ALGORITHMS
 
 
 def apply_defaults(self: PlainCpuPlatform, server_args: Arguments) -> None:
     """Fill in the platform's defaults; raise ValueError for what is not supported here."""
-    if server_args.speculative_algorithm in (*ALGORITHMS, "NEXTN"):
+    if server_args.speculative_algorithm in platform.OWN_ALGORITHMS:
         platform.refuse(server_args, OPTIONS)
     _apply_defaults(self, server_args)
 
@@ -73,7 +71,7 @@ def worker_cls(self: PlainCpuPlatform, algorithm: str) -> None:
 
     from .attention import stand_in_for_wheel, tree_of
 
-    if algorithm in ALGORITHMS:
+    if algorithm in platform.OWN_ALGORITHMS:
         stand_in_for_wheel()
         CpuAttentionBackend.tree_of = staticmethod(tree_of)
         hooks.install(HOOKS)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
+from tools.tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
 
 from sglang_smc_tools.testing import audit_cli, client, endpoint
 from sglang_smc_tools.testing.audit import (

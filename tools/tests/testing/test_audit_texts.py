@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.testing.conftest import URL, Serve
-from tests.testing.test_audit import as_chat
+from tools.tests.testing.conftest import URL, Serve
+from tools.tests.testing.test_audit import as_chat
 
 from sglang_smc_tools.testing import client
 from sglang_smc_tools.testing.audit import LEVEL

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from steered import text
-from tests.testing.conftest import Tables, random_table, warmed
+from tools.tests.testing.conftest import Tables, random_table, warmed
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc_tools.testing import (
