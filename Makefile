@@ -88,7 +88,7 @@ quick: lint
 	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
 
 test: check upstream docs
-	$(BIN)/python -W ignore tests/house_measures.py
+	$(BIN)/python -W ignore tests/support/house_measures.py
 	$(PYTEST) -p costs --costs .costs.json $(PYTEST_ARGS)
 
 # A second environment, for the SGLang that needs no more than torch 2.11.
