@@ -89,7 +89,7 @@ quick: lint
 	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
 
 test: check upstream docs
-	$(BIN)/python -W ignore tests/house_measures.py
+	$(BIN)/python -W ignore tests/support/house_measures.py
 	$(PYTEST) -p costs --costs .costs.json $(PYTEST_ARGS)
 
 # What a change of the plugin needs: all but the tests of its tools and of the benchmarks.

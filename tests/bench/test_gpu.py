@@ -414,7 +414,7 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     models = tmp_path / "models"
     asked = [launch_of(c.system, preset_of(c, preset), models).arguments for c, preset in every]
     asked += [smoke.launch_of(name, "cuda").arguments for name in smoke.ENGINES]
-    script = REPOSITORY / "tests" / "pretended_gpu.py"
+    script = REPOSITORY / "tests" / "support" / "pretended_gpu.py"
     told = printed(
         *(sys.executable, "-W", "ignore", script),
         input=json.dumps(asked),

@@ -3,7 +3,7 @@
 `seeded_texts.json` was written on the oldest. Where a release has other logits, in more than the
 last bits, it has other texts, and this page of answers has to be written anew, with a reason:
 
-    PYTHONPATH=tests python tests/engine/test_seeded_texts.py
+    PYTHONPATH=tests/support python tests/engine/test_seeded_texts.py
 """
 
 import json

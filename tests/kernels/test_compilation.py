@@ -81,7 +81,9 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     kernels = []
     for folder in folders:
         environment = os.environ | {
-            "PYTHONPATH": ":".join(map(str, filter(None, (folder, ROOT, ROOT / "tests")))),
+            "PYTHONPATH": ":".join(
+                map(str, filter(None, (folder, ROOT, ROOT / "tests" / "support")))
+            ),
             "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
         }
         environment.pop("TRITON_INTERPRET", None)

@@ -53,7 +53,7 @@ def server(
         constrained_json_disable_any_whitespace=True,  # most JSON of a random model is whitespace
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[1])  # from where it loads its potentials
+        patch.chdir(Path(__file__).parents[1] / "support")  # from where it loads its potentials
         folder = tmp_path_factory.mktemp("server")
         with running_server(folder, schedule, **arguments) as running:
             yield running

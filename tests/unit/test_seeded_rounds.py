@@ -3,7 +3,7 @@
 Laws are proven in property/; an error that leaves a law as it is (a selection that accepts less, a
 counter of something else, a wrong number in a trace) shows here. `seeded_rounds.json` is written by
 
-    PYTHONPATH=tests python tests/unit/test_seeded_rounds.py
+    PYTHONPATH=tests/support python tests/unit/test_seeded_rounds.py
 
 and needs a reason in the commit that changes it. Numbers agree to five digits.
 """

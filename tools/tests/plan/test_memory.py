@@ -78,7 +78,7 @@ def test_sglang_keeps_as_much() -> None:
     """By its own reading of a server's arguments, on GPUs that are not there."""
     asked = {"model_path": str(PAIR / "target"), "device": "cuda", "load_format": "dummy"}
     asked |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": str(PAIR / "draft")}
-    script = REPOSITORY / "tests" / "pretended_gpu.py"
+    script = REPOSITORY / "tests" / "support" / "pretended_gpu.py"
     told = printed(
         *(sys.executable, "-W", "ignore", script, *KEPT),
         input=json.dumps([asked]),

@@ -1,6 +1,6 @@
 """Measure how far a reader has to go, and how much there is, for a test and for people.
 
-python tests/house_measures.py      prints the measures
+python tests/support/house_measures.py      prints the measures
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sglang_smc"
 TOOLS = ROOT / "tools" / "sglang_smc_tools"
 OWN = ("sglang_smc", "kernels", "patches")  # folders of the plugin
@@ -178,5 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    sys.path.insert(0, str(ROOT))
     main()

@@ -1,6 +1,6 @@
 """Count which mutants of the mathematics, the ledger and the round the in-process tests kill.
 
-    python tests/mutation.py --output FILE [--count 300] [--only sglang_smc/smc/verification.py]
+    python tests/support/mutation.py --output FILE [--count 300] [--only FILES]
 
 A mutant is one change by an operator of Cosmic Ray (`a < b` for `a <= b`, `0` for `1`, `not x` for
 `x`, ...) at one place; the sample is fixed by its seed. Tests of unit/ and property/ that run the
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from costs import slowness
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/unit", "tests/property")
 FILES = (
     "sglang_smc/smc/*.py",
@@ -150,7 +150,7 @@ def pytest_main(arguments: list[str], *plugins: Any) -> int:
     """Run pytest here, silently."""
     import pytest
 
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
     os.chdir(ROOT)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         return int(pytest.main([*PYTEST, *arguments], plugins=list(plugins)))

@@ -8,7 +8,7 @@ from typing import Any
 from http_server import Server
 from tiny_models import smc_arguments
 
-PAIR = Path(__file__).parents[1] / "bench" / "pair"
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
 
 PRESETS = {
     "exact": {"mode": "exact"},

@@ -14,7 +14,7 @@ from tiny_models import make_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-PAIR = Path(__file__).parents[1] / "bench" / "pair"
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TOKENIZER = PAIR / "target"
 VOCAB = 540
 
