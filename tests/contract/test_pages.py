@@ -13,7 +13,6 @@ from figures import figures_of
 from resolved_args import field_names
 from transformers import AutoTokenizer
 
-from sglang_smc.command.cli import module_of
 from sglang_smc.options import request, server
 from sglang_smc.server import refusals
 from sglang_smc.state import metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 from programs import printed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: Folders of the plugin's package that stand beside it, and their links.
 MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
 ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"
