@@ -212,7 +212,7 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
     monkeypatch.setattr(run, "running", running)
     monkeypatch.setattr(run, "SERVERS", [Server("one")])
     monkeypatch.setattr(run.study, "PUBLISHED", tmp_path)
-    monkeypatch.setattr(run, "release", lambda: "0.5.22")
+    monkeypatch.setattr("sglang_smc.upstream.release", lambda: "0.5.22")
     assert main(["--output-dir", str(tmp_path), "--publish"]) == 0
     cells = "one | yes |  | none | does not start: no pages / here |"
     for folder in (tmp_path, tmp_path / "audit" / "0.5.22"):

@@ -115,9 +115,9 @@ def audit(
     greedy = repeated(prompts, round(_GREEDY_SHARE * num_answers))
     with endpoint.within(0.1):
         few = [audit_texts.check_greedy(endpoint, greedy, LEVEL)]
-    with endpoint.within(0.3):
+    with endpoint.within(0.4):
         few.append(audit_texts.check_repeats(endpoint, prompts, LEVEL))
-    with endpoint.within(0.15):
+    with endpoint.within(0.25):
         few.append(check_seeds(endpoint, prompts[0]))
     found = Audit([], {})
     if copies:  # before the samples, which show what load has left behind

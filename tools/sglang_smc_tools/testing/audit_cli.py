@@ -92,8 +92,8 @@ def _run(options: argparse.Namespace) -> int:
     print(
         f"At most {total} answers of {LENGTH} tokens, of {COPY_LENGTH} where identifiers are copied"
         f"{f', {MOST_OF_EVIDENCE} short ones of SMC' if endpoint.smc else ''}"
-        f"; after {options.minutes:g} minutes a check asks for one at most, and after twice as "
-        "many nothing is read.",
+        f"; after {options.minutes:g} minutes a check asks for one at most, after twice as many "
+        "nothing is read.",
         flush=True,
     )
     with _reference(endpoint, options), bar(total=total, unit=" answers", disable=None) as line:

@@ -25,6 +25,7 @@ _JSON = {"response_format": {"type": "json_object"}}
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _NAME}}
 _CALL = {"tools": [_TOOL], "tool_choice": "required"}
+_GUESS = 1.0  # seconds that the first answer may take, and each beside it
 PROMPT_TOP = 20  # prompt log-probabilities, of which vLLM allows no more
 
 Score = Callable[[Sequence[Text], Sequence[Text]], list[list[Position]]]
@@ -67,7 +68,7 @@ class Endpoint:
         rounding: nats by which two log-probabilities of one token may differ.
         deadline: of `time.monotonic`, after which no check asks for more than its first answer.
         is_first: whether the running check has asked for nothing yet.
-        pace: seconds an answer took in the latest request; before it, a guess.
+        pace: seconds an answer took in the fastest request; 0 before the first.
         streams: whether the server streams answers with what the checks need.
     """
 
@@ -82,7 +83,7 @@ class Endpoint:
     rounding: float = COARSEST
     deadline: float = float("inf")
     is_first: bool = True
-    pace: float = 1.0
+    pace: float = 0.0
     on_answers: Callable[[int], Any] = lambda count: None
     smc: Model | None = None  # of a server that runs SMC
     streams: bool = True
@@ -119,7 +120,8 @@ class Endpoint:
             ask = partial(self._asked, asked, body, streamed)
             begin = time.monotonic()
             found += self._samples(asked, self.client.with_top(ask))
-            self.pace = (time.monotonic() - begin) / len(asked)
+            pace = (time.monotonic() - begin) / len(asked)
+            self.pace = min(pace, self.pace or pace)
             self.on_answers(len(asked))
         return found
 
@@ -127,7 +129,7 @@ class Endpoint:
         """Return how many answers there is time for; one at least as a check begins."""
         left = self.deadline - time.monotonic()
         least, self.is_first = int(self.is_first), False
-        return max(least, int(min(most, max(0.0, left) / max(self.pace, 1e-6))))
+        return max(least, int(min(most, max(0.0, left) / (self.pace or _GUESS))))
 
     def at_once(
         self, asked: Sequence[tuple[str, Mapping[str, Any]]], width: int
