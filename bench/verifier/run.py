@@ -25,7 +25,6 @@ import study
 import torch
 from intervals import mean_of
 from pair import task
-from real.models import CACHE, checkpoint
 from real.prompts import prompts
 from results import interval_cell, table
 from study import PAIR, PUBLISHED, Log, bar
@@ -34,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc_tools.distill.checkpoints import load_head
+from sglang_smc_tools.real.models import CACHE, checkpoint
 
 #: Targets and drafts.
 PAIRS = {"draft": ("target", "draft"), "head": ("target", "eagle3"), "coder": ("1.5b", "0.5b")}

@@ -17,7 +17,6 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
 
 from sglang_smc_tools.testing import audit_cli, client, endpoint
 from sglang_smc_tools.testing.audit import (
@@ -38,6 +37,7 @@ from sglang_smc_tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc_tools.testing.model import PLAIN, Model, Position
 from sglang_smc_tools.testing.report import Verdict
 from sglang_smc_tools.testing.statistics import Text
+from tools.tests.testing.conftest import SETTINGS, URL, VOCAB, Handler, Serve, Table, random_table
 
 WIDE = 20  # tokens, so that top_k 10 leaves some out
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tools.tests.testing.conftest import URL, Serve
-from tools.tests.testing.test_audit import as_chat
 
 from sglang_smc_tools.testing import client
 from sglang_smc_tools.testing.audit import LEVEL
@@ -32,6 +30,8 @@ from sglang_smc_tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc_tools.testing.model import Model, Position
 from sglang_smc_tools.testing.report import Result, Verdict
 from sglang_smc_tools.testing.statistics import Text
+from tools.tests.testing.conftest import URL, Serve
+from tools.tests.testing.test_audit import as_chat
 
 COPIES = copies_of(100, 4)
 INDICES = {copy.prompt: index for index, copy in enumerate(COPIES)}

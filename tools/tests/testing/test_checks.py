@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from steered import text
-from tools.tests.testing.conftest import Tables, random_table, warmed
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc_tools.testing import (
@@ -26,6 +25,7 @@ from sglang_smc_tools.testing import (
 )
 from sglang_smc_tools.testing.checks import ALPHA, short_law
 from sglang_smc_tools.testing.report import Result
+from tools.tests.testing.conftest import Tables, random_table, warmed
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]
