@@ -44,7 +44,7 @@ from sglang_smc_tools.real.models import CACHE, checkpoint, origin
 
 
 class Pair(NamedTuple):
-    """A target and its draft, by their names in `tools.real.models`."""
+    """A target and its draft, by their names in `sglang_smc_tools.real.models`."""
 
     target: str
     draft: str | None = None

@@ -13,6 +13,7 @@ from audit import run
 from audit.faults import audit_faults, kv_faults
 from audit.faults.audit_faults import KV, OWN, STOCK, accept
 from audit.run import SERVERS, Server, copied, main, row_of
+from baselines.cpu_speculation import attention
 from baselines.cpu_speculation import hooks as speculation
 from laws import sampling
 from sglang.srt.managers import schedule_batch
@@ -20,7 +21,6 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import llama
 
-from sglang_smc.cpu import attention
 from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baselines import cpu_speculation
 from contract import planted
 from contract.planted import NEWER, OLDER, PROJECT, broken, found_in, write
 from contract.upstream import __main__ as command
@@ -46,7 +47,7 @@ def test_what_is_read_is_what_python_sees(installed: Tree) -> None:
     families = {name: getattr(upstream, name).is_installed for name in release.FAMILIES}
     assert release.families(version) == {name for name, is_of in families.items() if is_of}
     own = [source for source in ours.sources(release.families(version)) if source.is_product]
-    patches = hooks.collect(*hooks.GROUPS)
+    patches = hooks.collect(*hooks.GROUPS, cpu_speculation.HOOKS)
     takes = {hook.target: hook.function for source in own for hook in ours.hooks(source)}
     assert takes.keys() == {patch.target for patch in patches}
     functions = {patch.target for patch in patches if not isinstance(patch.function, type)}

@@ -118,7 +118,8 @@ class Costs:
         """Return what each folder took, and all of them."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for file, row in self._files.items():
-            for folder in (Path(file).parts[1], "all"):
+            first, second, *_ = Path(file).parts
+            for folder in ("tools" if first == "tools" else second, "all"):
                 for name, value in row.items():
                     found[folder][name] += value
         return found

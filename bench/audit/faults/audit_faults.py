@@ -18,13 +18,11 @@ import torch
 
 if __package__:
     from . import kv_faults
-
-    HOOKS = "baselines.cpu_speculation.hooks"
 else:  # as servers load it
     import kv_faults
 
-    HOOKS = "cpu_speculation.hooks"
-
+#: As tests import it, and as servers load it.
+HOOKS = ("baselines." if __package__ else "") + "cpu_speculation.hooks"
 Tokens = Callable[..., torch.Tensor]
 _probs: list[torch.Tensor] = []  # of the last round's nodes
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
 
+#: As tests import it, and as servers load it.
+ATTENTION = ("baselines." if __package__ else "") + "cpu_speculation.attention"
 Writes = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Maps the slots of a round's tokens, and the tokens of each row, to rows and where they go."""
 
@@ -87,15 +90,14 @@ NAMES = (*WRITES, "position", "freed")  # and of trees, `sibling`; of stock chai
 
 
 def install(name: str) -> None:
-    """Break this process's classes of SGLang, and of our attention."""
+    """Break this process's classes of SGLang, and the baselines' attention."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.models.llama import LlamaForCausalLM
 
-    from sglang_smc.cpu import attention
-
     if name == "sibling":
+        attention = import_module(ATTENTION)
         tree_of = attention.tree_of
         attention.tree_of = lambda batch: None if (x := tree_of(batch)) is None else sibling(x)
     elif name == "freed":
