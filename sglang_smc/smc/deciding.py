@@ -3,7 +3,7 @@
 A *decider* is one way to do so: it takes a scored round, and returns a `Decision` and the next
 token's distribution for each particle. `Weigh` is mode smc; `VerifyTogether` verifies the chains of
 a group as one multi-draft (modes exact and auto); `VerifyEach` verifies each particle's own
-chains (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
+chain (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
 """
 
 from abc import ABC, abstractmethod
@@ -134,7 +134,7 @@ class VerifyTogether(Decider):
 
 @dataclass(frozen=True)
 class VerifyEach(Decider):
-    """Extend each particle by the accepted prefix of its own chains; resample by masks and powers.
+    """Extend each particle by the accepted prefix of its own chain; resample by masks and powers.
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which
@@ -144,54 +144,41 @@ class VerifyEach(Decider):
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
         population = scored.population
-        drafts = scored.drafts
         p = scored.p
         block = scored.block
-        size, num_particles, num_steps = drafts.tokens.shape
+        size, num_particles, num_steps = scored.drafts.tokens.shape
         raised = p
         log_sums = p.log_masses()
         if scored.powered:
             raised, log_sums = p.to_power(block.power)
             raised = raised.summed()
-        shape = size * num_particles, 1, num_steps
-        found = _verified(scored, ops, raised, shape, block.num_steps.unsqueeze(1))
+        found = _verified(
+            scored,
+            ops,
+            raised,
+            shape=(size * num_particles, 1, num_steps),
+            num_steps=block.num_steps.unsqueeze(1),
+        )
         sums = log_sums.double().view(size, num_particles, -1)
         # [G * N] rows of p after the particles
         first = torch.arange(0, log_sums.numel(), num_steps + 1, device=sums.device)
         live = population.present & ~population.ended
         num_kept = found.num_columns.view(size, num_particles).where(live, 0)
         column = torch.arange(num_steps + 1, device=sums.device)
-        continues = live & ~(drafts.ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
+        continues = live & ~(scored.drafts.ends & (column[:-1] < num_kept.unsqueeze(2))).any(2)
         num_weighed = num_kept + continues
         gains = sums.masked_fill(column >= num_weighed.unsqueeze(2), 0.0).sum(2)
-        lengths = population.lengths + num_weighed
-        correction = length_correction(gains, num_weighed, lengths, continues)
-        zero = torch.zeros_like(block.power)
-        one = torch.ones_like(block.num_steps)
-        weigh = Block(
-            log_weights=population.log_weights - correction,
-            log_p=gains.unsqueeze(2),
-            log_q=torch.zeros_like(gains).unsqueeze(2),
-            up_to_end=torch.ones_like(population.present).unsqueeze(2),
-            present=population.present,
-            power=torch.ones_like(zero),
-            num_steps=one,
-            ess_threshold=block.ess_threshold,
-            resample_each_token=one < 1,
-            evidence_threshold=zero,  # so that the column is kept, whatever its evidence
-            scheme=block.scheme,
-            keep_uniforms=zero,
-            uniforms=block.uniforms,
+        correction = length_correction(
+            gains, num_weighed, population.lengths + num_weighed, continues
         )
-        decision = ops.reweight_and_resample(weigh)
+        log_weights = population.log_weights - correction
+        decision = ops.reweight_and_resample(_one_column(block, log_weights, gains))
         row, left, rejects = (
             of_each_draw(
                 of_particles.view(size, -1).gather(1, decision.ancestors).flatten(), live.numel()
             )
             for of_particles in (first + num_kept.flatten(), found.left, found.rejects)
         )
-        masses = None if p.log_mass is None else p.log_mass[row]
-        residual = p.of_log_probs(found.residuals.log(), left)
         log_weights = decision.log_weights + correction.gather(1, decision.ancestors)
         decision = decision._replace(
             num_columns=(num_kept.sum(1) / live.sum(1).clamp_min(1)).round().long(),
@@ -200,11 +187,38 @@ class VerifyEach(Decider):
             log_weights=log_weights.masked_fill(decision.all_zero.unsqueeze(1), -torch.inf),
             verified=torch.ones_like(decision.all_zero),
         )
-        return decision, p._replace(rows=row, log_mass=masses, rejects=rejects, left=residual)
+        next_tokens = p._replace(
+            rows=row,
+            log_mass=None if p.log_mass is None else p.log_mass[row],
+            rejects=rejects,
+            left=p.of_log_probs(found.residuals.log(), left),
+        )
+        return decision, next_tokens
 
     def groups(self, scored: Scored) -> torch.Tensor:
         assert scored.extends is not None, "there where some group has such"
         return scored.extends
+
+
+def _one_column(block: Block, log_weights: torch.Tensor, gains: torch.Tensor) -> Block:
+    """Return a block of one column, which is kept: weights gain ``gains`` ``[G, N]`` there."""
+    zero = torch.zeros_like(block.power)
+    one = torch.ones_like(block.num_steps)
+    return Block(
+        log_weights=log_weights,
+        log_p=gains.unsqueeze(2),
+        log_q=torch.zeros_like(gains).unsqueeze(2),
+        up_to_end=torch.ones_like(block.present).unsqueeze(2),
+        present=block.present,
+        power=torch.ones_like(zero),
+        num_steps=one,
+        ess_threshold=block.ess_threshold,
+        resample_each_token=one < 1,
+        evidence_threshold=zero,  # so that the column is kept, whatever its evidence
+        scheme=block.scheme,
+        keep_uniforms=zero,
+        uniforms=block.uniforms,
+    )
 
 
 def decide(deciders: Sequence[Decider], scored: Scored, ops: Ops) -> Decided:
