@@ -39,7 +39,7 @@ def flags() -> str:
         (f"`{flag_of(name)}`", values_of(name), modes_of(setting), more(setting.help, name, MORE))
         for name, setting in SETTINGS.items()
     )
-    return table(("flag", "values", "in modes", ""), rows)
+    return table(("flag", "values", "in modes alone", ""), rows)
 
 
 def keys() -> str:
@@ -48,7 +48,7 @@ def keys() -> str:
         (f"`{name}`", more(allowed(name, key), name, MORE_OF_KEYS), modes_of(key))
         for name, key in KEYS.items()
     )
-    return table(("key", "values", "in modes"), rows)
+    return table(("key", "values", "in modes alone"), rows)
 
 
 def allowed(name: str, key: Setting) -> str:
@@ -59,7 +59,7 @@ def allowed(name: str, key: Setting) -> str:
 
 
 def modes_of(setting: Setting) -> str:
-    return "all" if setting.modes == MODES else ", ".join(f"`{mode}`" for mode in setting.modes)
+    return "" if setting.modes == MODES else ", ".join(f"`{mode}`" for mode in setting.modes)
 
 
 def more(text: str, name: str, links: dict[str, str]) -> str:

@@ -185,9 +185,8 @@ class Prefill:
         rows = batch.req_pool_indices
         logits = output.next_token_logits
         assert logits is not None, "there is one pipeline stage alone"
-        device = logits.device
         settings, num_emitted, carried = self._start(reqs, rows, budget)
-        rules = TextRules.begin(reqs, logits.shape[1], device)
+        rules = TextRules.begin(reqs, logits.shape[1], logits.device)
         edits = None
         if any(map(has_edits, reqs)):
             starts = num_emitted.unsqueeze(1)

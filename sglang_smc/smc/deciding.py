@@ -3,7 +3,7 @@
 A *decider* is one way to do so: it takes a scored round, and returns a `Decision` and the next
 token's distribution for each particle. `Weigh` is mode smc; `VerifyTogether` verifies the chains of
 a group as one multi-draft (modes exact and auto); `VerifyEach` verifies each particle's own
-chains (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
+chain (mode smc with verified proposals); `Plain` is for rounds without drafts, in every mode.
 """
 
 from abc import ABC, abstractmethod
@@ -139,7 +139,7 @@ class VerifyTogether(Decider):
 
 @dataclass(frozen=True)
 class VerifyEach(Decider):
-    """Extend each particle by the accepted prefix of its own chains; resample by masks and powers.
+    """Extend each particle by the accepted prefix of its own chain; resample by masks and powers.
 
     So the accepted tokens are a sample of p^alpha under masks, renormalised at each token, whatever
     q is. The log-weight gains the log normaliser at each of them and at the bonus token, which

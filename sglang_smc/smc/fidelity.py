@@ -95,10 +95,8 @@ def watch(
     column = columns(coins, num_steps).unsqueeze(1)  # [G, 1]
     place = starts.gather(1, ancestors) + column  # [G, N] in the tails
     reached = (measured & (num_steps > 0)).unsqueeze(1) & (place < lengths)
-    within = place.clamp_max(tails.shape[2] - 1).unsqueeze(2)
-    tokens = tails.gather(2, within).flatten()  # [G * N]
-    group = torch.arange(size, device=sums.device).unsqueeze(1)
-    q_rows = ancestors + group * num_particles
+    tokens = tails.gather(2, place.clamp_max(tails.shape[2] - 1).unsqueeze(2)).flatten()  # [G * N]
+    q_rows = ancestors + torch.arange(size, device=sums.device).unsqueeze(1) * num_particles
     drafted = _drafted(coins, num_steps).unsqueeze(1)
     p_rows = q_rows * (len(p.scores) // len(q.scores)) + drafted
     log_p = p._replace(rows=p_rows.flatten(), greedy=None).log_probs()

@@ -1,6 +1,6 @@
 """Count which mutants of the mathematics, the ledger and the round the in-process tests kill.
 
-    python tests/support/mutation.py --output FILE [--count 300] [--only FILES]
+    python tests/support/mutation.py --output FILE [--count 300] [--only PATH]
 
 A mutant is one change by an operator of Cosmic Ray (`a < b` for `a <= b`, `0` for `1`, `not x` for
 `x`, ...) at one place; the sample is fixed by its seed. Tests of unit/ and property/ that run the
