@@ -35,7 +35,6 @@ class _Rows(NamedTuple):
     logits: torch.Tensor
     stride: int
     vocab_size: int
-    rows_each: int  # of a group
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -89,7 +88,6 @@ def keep_tokens(
         logits,
         logits.stride(0),
         vocab_size,
-        num_rows // len(temperature),
         *contiguous((temperature, top_k, top_p, min_p)),
         highest=room(torch.float32, num_tiles),
         lowest=room(torch.float32, num_tiles),
@@ -110,14 +108,15 @@ def keep_tokens(
     )
     padded_tiles = triton.next_power_of_2(num_tiles)
     grid = (num_rows, num_tiles)
-    _survey[grid](rows, tile=tile)
+    rows_each = num_rows // len(temperature)
+    _survey[grid](rows, rows_each, tile=tile)
     sizes = {"padded_tiles": padded_tiles, "tile": tile}
     chunk = min(_CHUNK, tile // _UNROLL.value)
     for level in range(_LEVELS.value):
         found = levels[1 - level % 2]
         leaves = levels[level % 2]
-        _count[grid](rows, found, leaves, level=level, chunk=chunk, **sizes)
-    _settle[(num_rows,)](rows, levels[(_LEVELS.value - 1) % 2], kept, **sizes)
+        _count[grid](rows, rows_each, found, leaves, level=level, chunk=chunk, **sizes)
+    _settle[(num_rows,)](rows, rows_each, levels[(_LEVELS.value - 1) % 2], kept, **sizes)
     return kept
 
 
@@ -156,12 +155,12 @@ def _load(rows, row, columns):
     return tl.load(at, mask=columns < rows.vocab_size, other=-float("inf")).to(tl.float32)
 
 
-@triton.jit
-def _survey(rows, tile: tl.constexpr):
+@triton.jit(do_not_specialize=["rows_each"])
+def _survey(rows, rows_each, tile: tl.constexpr):
     """Store the largest and the smallest finite logit of one tile."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    if _filters(rows, row // rows.rows_each):
+    if _filters(rows, row // rows_each):
         raw = _load(rows, row, part * tile + tl.arange(0, tile))
         is_broken = tl.sum(((raw != raw) | (raw == float("inf"))).to(tl.int32), 0) > 0
         at = row * rows.num_tiles + part
@@ -223,9 +222,10 @@ def _find_digit(rows, found, row, limit, share, is_first: tl.constexpr, padded_t
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_each"])
 def _count(
     rows,
+    rows_each,
     found,
     leaves,
     level: tl.constexpr,
@@ -236,7 +236,7 @@ def _count(
     """Count one tile's tokens, and their mass, by the digit after the digits ``found``."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    group = row // rows.rows_each
+    group = row // rows_each
     if _searches(rows, group):
         heat = tl.load(rows.temperature + group)
         share = tl.load(rows.top_p + group)
@@ -278,11 +278,11 @@ def _count(
         tl.store(leaves.masses + of_tile + digit, tl.sum(mass, 1))
 
 
-@triton.jit
-def _settle(rows, found, kept, padded_tiles: tl.constexpr, tile: tl.constexpr):
+@triton.jit(do_not_specialize=["rows_each"])
+def _settle(rows, rows_each, found, kept, padded_tiles: tl.constexpr, tile: tl.constexpr):
     """Store the tokens that a row keeps."""
     row = tl.program_id(0).to(tl.int64)
-    group = row // rows.rows_each
+    group = row // rows_each
     tl.store(kept.peak + row, 0.0)
     tl.store(kept.rate + row, 0.0)
     tl.store(kept.lowest + row, -float("inf"))

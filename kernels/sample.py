@@ -71,7 +71,7 @@ def row_sums(law: TokenDistribution) -> "RowSums":
     return summed(law._replace(rows=None))[1]
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """The distributions to sample: the first argument of every kernel of this file."""
 
     logits: torch.Tensor
@@ -94,7 +94,7 @@ class RowSums(NamedTuple):
     rows: torch.Tensor | None = None  # [D] row of these for each draw; None: its own
 
 
-def summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
+def summed(law: TokenDistribution) -> tuple[Source, RowSums, dict[str, int]]:
     """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
     logits = law.scores
     rows = law.rows
@@ -102,7 +102,7 @@ def summed(law: TokenDistribution) -> tuple[_Source, RowSums, dict[str, int]]:
     check_contiguous(logits)
     vocab_size = logits.shape[1]
     size = law.num_draws
-    source = _Source(
+    source = Source(
         logits,
         law.temperature.contiguous(),
         size // len(law.temperature),

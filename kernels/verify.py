@@ -7,6 +7,9 @@ stops, and tiles store the residual there.
 
 Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
 differently: differences, and a product with a power of two.
+
+A kernel that reads rows of q is compiled once for any number of columns. The first launch lists the
+addresses of each column's tensors, and a program takes those of its column.
 """
 
 import math
@@ -17,10 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.sample import log_probs_at, row_scale, summed
+from sglang_smc.kernels.sample import RowSums, Source, log_probs_at, row_scale, summed
 from sglang_smc.kernels.tensors import tiles
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.filters import KeptTokens
 from sglang_smc.smc.verification import Layers, Tree, Verified
 
 NUM_BINS = tl.constexpr(verification.NUM_BINS)
@@ -39,29 +43,95 @@ _ROUNDING, _TINY = tl.constexpr(verification.ROUNDING), tl.constexpr(verificatio
 _TILE = 4096  # tokens per program
 _CHUNK = tl.constexpr(64)  # tokens binned at once
 _EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
+# Of batches and of K, for which no kernel of this file is compiled again.
+_NUMBERS = ["num_nodes", "num_chains", "num_steps", "num_tiles"]
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a column's q, whose addresses are listed; the last ones may be missing."""
+
+    logits: Any
+    temperature: Any
+    highest: Any  # of `RowSums`, as the next one, and `first`
+    total: Any
+    greedy: Any = None
+    first: Any = None
+    peak: Any = None  # of `KeptTokens`, as the next four
+    rate: Any = None
+    lowest: Any = None
+    key: Any = None
+    last: Any = None
+    rows: Any = None
+
+
+_NUM_FIELDS = tl.constexpr(len(_Tensors._fields))
+_AT_LOGITS, _AT_TEMPERATURE, _AT_HIGHEST, _AT_TOTAL = (tl.constexpr(field) for field in range(4))
+_AT_GREEDY, _AT_FIRST = (tl.constexpr(field) for field in range(4, 6))
+_AT_PEAK, _AT_RATE, _AT_LOWEST, _AT_KEY, _AT_LAST = (tl.constexpr(field) for field in range(6, 11))
+_AT_ROWS = tl.constexpr(11)
+
+
+class _Laws(NamedTuple):
+    """The distributions of all columns."""
+
+    p: Source
+    p_sums: RowSums
+    q: Source  # of the first column; what is no tensor is that of all
+    q_sums: RowSums
+    addresses: torch.Tensor  # [K, fields] int64, of `_Tensors`
+
+
+class Columns(NamedTuple):
+    """The distributions of all columns, and what kernels are compiled for."""
+
+    laws: _Laws
+    # [K] up to the last field that is there; whoever holds this keeps them at their addresses.
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    sizes: dict[str, Any]
+
+    @classmethod
+    def of(cls, p: TokenDistribution, q: Sequence[TokenDistribution]) -> "Columns":
+        """Return the columns' distributions; p and q are of `verify`."""
+        of_p, p_sums, sizes = summed(p)
+        of_q = [summed(law)[:2] for law in q]
+        given = [_tensors_of(*law) for law in of_q]
+        kinds = {tuple(one if one is None else one.dtype for one in of) for of in given}
+        assert len(kinds) == 1, "the distributions of all columns have tensors of the same types"
+        count = 1 + max(nth for nth, one in enumerate(given[0]) if one is not None)
+        # Of what is missing between others no kernel reads the address.
+        tensors = tuple(
+            tuple(of.logits if one is None else one for one in of[:count]) for of in given
+        )
+        shape = len(of_q), len(_Tensors._fields)
+        addresses = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
+        tile, _ = tiles(p.scores.shape[1], _TILE)
+        aligned = all(of.logits.storage_offset() * of.logits.itemsize % 16 == 0 for of in given)
+        sizes |= {"tile": tile, "aligned": aligned}
+        return cls(_Laws(of_p, p_sums, *of_q[0], addresses), tensors, sizes)
+
+
+def _tensors_of(source: Source, sums: RowSums) -> _Tensors:
+    return _Tensors(
+        logits=source.logits,
+        temperature=source.temperature,
+        highest=sums.highest,
+        total=sums.total,
+        greedy=source.greedy,
+        first=sums.first,
+        rows=source.rows,
+        **({} if source.kept is None else source.kept._asdict()),
+    )
 
 
 class _Column(NamedTuple):
-    """A column and its distributions."""
+    """A column, and all that is read there."""
 
-    p: Any  # of `kernels.sample`, as the next three
-    p_sums: Any
-    q: Any
-    q_sums: Any
-    column: int
-    num_nodes: int  # G * N
-    num_chains: int
-    num_steps: int
-    num_tiles: int
-
-
-class _Sizes(NamedTuple):
-    """All that `_share_out` and `_leave` need of a `_Column`."""
-
-    num_nodes: int  # G * N
-    num_chains: int
-    num_steps: int
-    num_tiles: int
+    laws: Any
+    column: Any
+    num_nodes: Any  # G * N
+    num_chains: Any
+    num_steps: Any
+    aligned: Any  # whether rows of q begin at multiples of 16 bytes, if the first one does
 
 
 class _Read(NamedTuple):
@@ -86,8 +156,9 @@ def verify(
     the next token is not drawn from it, a residual is undefined.
     """
     size, num_chains, num_steps = tokens.shape
-    tree = grow(tokens, lengths)
-    layers = descend(tree, p, q)
+    columns = Columns.of(p, q)
+    tree = grow(tokens, lengths, columns)
+    layers = descend(tree, columns)
 
     def of_groups(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(size, *shape, dtype=dtype, device=tokens.device)
@@ -99,45 +170,50 @@ def verify(
         left=of_groups(torch.int64),
         residuals=of_groups(torch.float32, p.scores.shape[1]),
     )
-    num_tiles = layers.residual.shape[3]
+    num_tiles, padded_chains = layers.residual.shape[3], triton.next_power_of_2(num_chains)
+    numbers = size * num_chains, num_chains, num_steps, num_tiles
     _leave[(size,)](
         tree,
         layers,
-        (uniforms, uniforms.stride(0)),
+        uniforms,
+        uniforms.stride(0),
         found,
-        _Sizes(size * num_chains, num_chains, num_steps, num_tiles),
-        padded_chains=triton.next_power_of_2(num_chains),
+        *numbers,
+        padded_chains=padded_chains,
         padded_tiles=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )
-    columns, sizes = _columns(tree, p, q)
-    grid = size, num_tiles
-    _store_residual[grid](tree, layers, columns, found, len(q), **sizes, num_warps=8, **_EXACT)
+    _store_residual[size, num_tiles](
+        layers, columns.laws, found, *numbers, **columns.sizes, num_warps=8, **_EXACT
+    )
     return found
 
 
-def grow(tokens: torch.Tensor, lengths: torch.Tensor) -> Tree:
-    """Return the tree of chains, in one launch.
+def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
+    """Return the tree of chains, and list the addresses of ``columns``, in one launch.
 
-    Reference: `sglang_smc.smc.verification.grow`, same arguments.
+    Reference: `sglang_smc.smc.verification.grow`, of the first two arguments.
     """
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
-    padded = triton.next_power_of_2(num_chains)
-    _grow[(size,)](tree, num_chains, num_steps, padded_chains=padded, num_warps=1)
+    padded, table = triton.next_power_of_2(num_chains), columns.laws.addresses
+    _grow[(size,)](
+        tree, num_chains, num_steps, table, columns.tensors, padded_chains=padded, num_warps=1
+    )
     return tree
 
 
-def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) -> Layers:
+def descend(tree: Tree, columns: Columns) -> Layers:
     """Share out each layer in turn, in three launches.
 
-    Reference: `sglang_smc.smc.verification.descend`, same arguments. Here residuals are parts of
-    their sums, ``[K, G, N, tiles]`` float32, of all layers but the last; shares and densities are
-    float32, and agree to rounding (1e-5). They are undefined where no node has that number.
+    Reference: `sglang_smc.smc.verification.descend`, with the p and q of ``columns``, whose
+    addresses `grow` has listed. Here residuals are parts of their sums, ``[K, G, N, tiles]``
+    float32, of all layers but the last; shares and densities are float32, and agree to rounding
+    (1e-5). They are undefined where no node has that number.
     """
     size, num_chains, num_steps = tree.tokens.shape
-    _, num_tiles = tiles(p.scores.shape[1], _TILE)
+    num_tiles = triton.cdiv(columns.laws.p.vocab_size, columns.sizes["tile"])
 
     def of_nodes(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=tree.tokens.device)
@@ -152,33 +228,27 @@ def descend(tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]) ->
     read = _Read(masses, of_nodes(*shape), of_nodes(*shape))
     padded_chains = triton.next_power_of_2(num_chains)
     warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
-    columns, sizes = _columns(tree, p, q)
-    grid, numbers = (size * num_chains, num_tiles, num_steps), _Sizes(*columns[0][-4:])
-    _read_nodes[grid](tree, columns, read, num_steps, **sizes, num_warps=8, **_EXACT)
-    _share_out[(size,)](
-        tree, layers, numbers, read, padded_chains=padded_chains, num_warps=warps, **_EXACT
+    grid, numbers = (
+        (size * num_chains, num_tiles, num_steps),
+        (size * num_chains, num_chains, num_steps, num_tiles),
     )
-    _add_up_residual[grid](tree, layers, columns, num_steps, **sizes, num_warps=8, **_EXACT)
+    sizes = columns.sizes | {"padded_chains": padded_chains}
+    _read_nodes[grid](tree, columns.laws, read, *numbers, **sizes, num_warps=8, **_EXACT)
+    _share_out[(size,)](
+        tree, layers, read, *numbers, padded_chains=padded_chains, num_warps=warps, **_EXACT
+    )
+    _add_up_residual[grid](tree, layers, columns.laws, *numbers, **sizes, num_warps=8, **_EXACT)
     return layers
 
 
-def _columns(
-    tree: Tree, p: TokenDistribution, q: Sequence[TokenDistribution]
-) -> tuple[tuple[_Column, ...], dict[str, int]]:
-    """Return all columns, and the compile-time sizes of the kernels that read their rows."""
-    _, num_chains, num_steps = tree.tokens.shape
-    tile, num_tiles = tiles(p.scores.shape[1], _TILE)
-    of_p, p_sums, sizes = summed(p)
-    numbers = tree.lengths.numel(), num_chains, num_steps, num_tiles
-    laws = (summed(law)[:2] for law in q)
-    columns = (_Column(of_p, p_sums, *law, column, *numbers) for column, law in enumerate(laws))
-    padded = {"tile": tile, "padded_chains": triton.next_power_of_2(num_chains)}
-    return tuple(columns), sizes | padded
-
-
-@triton.jit
-def _grow(tree, num_chains, num_steps, padded_chains: tl.constexpr):
+@triton.jit(do_not_specialize=_NUMBERS)
+def _grow(tree, num_chains, num_steps, addresses, tensors, padded_chains: tl.constexpr):
     group = tl.program_id(0)
+    if group == 0:
+        for column in tl.static_range(len(tensors)):
+            for field in tl.static_range(len(tensors[0])):
+                at = addresses + column * _NUM_FIELDS + field
+                tl.store(at, tensors[column][field].to(tl.int64))
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
@@ -221,40 +291,86 @@ def _bin_of(log_p, log_q):
 
 
 @triton.jit
+def _own(at, like, field: tl.constexpr):
+    """Return the column's tensor of a field, which is ``like`` that of the first column."""
+    return tl.load(at.laws.addresses + at.column * _NUM_FIELDS + field).to(like.dtype)
+
+
+@triton.jit
+def _log_p(at, node, row, tokens):
+    draw = node * (at.num_steps + 1) + at.column
+    return log_probs_at(at.laws.p, draw, row, tokens)
+
+
+@triton.jit
+def _log_q(at, node, row, tokens):
+    """Return log q of some tokens; ``row`` is of `_rows`, as that of `_log_p`."""
+    like = at.laws.q
+    logits = _own(at, like.logits, _AT_LOGITS)
+    if at.aligned:
+        logits = tl.multiple_of(logits, 16)
+    kept = like.kept
+    if like.kept is not None:
+        kept = KeptTokens(
+            _own(at, like.kept.peak, _AT_PEAK),
+            _own(at, like.kept.rate, _AT_RATE),
+            _own(at, like.kept.lowest, _AT_LOWEST),
+            _own(at, like.kept.key, _AT_KEY),
+            _own(at, like.kept.last, _AT_LAST),
+        )
+    law = Source(
+        logits,
+        _own(at, like.temperature, _AT_TEMPERATURE),
+        like.draws_each,
+        None if like.rows is None else _own(at, like.rows, _AT_ROWS),
+        None if like.greedy is None else _own(at, like.greedy, _AT_GREEDY),
+        kept,
+        like.stride,
+        like.vocab_size,
+    )
+    return log_probs_at(law, node, row, tokens)
+
+
+@triton.jit
 def _read_tokens(at, node, p_row, q_row, columns):
     """Return log p, log q and bins of some tokens at a node."""
-    log_p = log_probs_at(at.p, node * (at.num_steps + 1) + at.column, p_row, columns)
-    log_q = log_probs_at(at.q, node, q_row, columns)
+    log_p, log_q = _log_p(at, node, p_row, columns), _log_q(at, node, q_row, columns)
     return log_p, log_q, _bin_of(log_p, log_q)
 
 
 @triton.jit
 def _rows(at, node, padded_tiles: tl.constexpr):
     """Return what `log_probs_at` needs of a node's rows of p and q."""
-    of_p = row_scale(at.p, at.p_sums, node * (at.num_steps + 1) + at.column, padded_tiles)
-    return of_p, row_scale(at.q, at.q_sums, node, padded_tiles)
+    laws = at.laws
+    draw = node * (at.num_steps + 1) + at.column
+    like = laws.q_sums
+    sums = RowSums(
+        _own(at, like.highest, _AT_HIGHEST),
+        _own(at, like.total, _AT_TOTAL),
+        None if like.first is None else _own(at, like.first, _AT_FIRST),
+        like.num_tiles,
+        None if like.rows is None else _own(at, like.rows, _AT_ROWS),
+    )
+    of_p = row_scale(laws.p, laws.p_sums, draw, padded_tiles)
+    return of_p, row_scale(laws.q, sums, node, padded_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _read_nodes(
     tree,
-    columns,
+    laws,
     read,
-    num_columns: tl.constexpr,
+    num_nodes,
+    num_chains,
+    num_steps,
+    num_tiles,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-):
-    for column in tl.static_range(num_columns):
-        if column == tl.program_id(2):
-            _read_column(tree, columns[column], read, padded_chains, padded_tiles, tile)
-
-
-@triton.jit
-def _read_column(
-    tree, at, read, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
+    aligned: tl.constexpr,
 ):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, aligned)
     node, part = tl.program_id(0), tl.program_id(1)
     place, goes = _goes_on(tree, at, node, padded_chains)
     if tl.max(goes.to(tl.int32), 0) != 0:
@@ -262,9 +378,9 @@ def _read_column(
         first = at.column * at.num_nodes  # of this column's nodes
         if part == 0:
             tokens = _token(tree, at, place, goes)
-            draw, to = node * (at.num_steps + 1) + at.column, first + place
-            tl.store(read.log_p + to, log_probs_at(at.p, draw, p_row, tokens), mask=goes)
-            tl.store(read.log_q + to, log_probs_at(at.q, node, q_row, tokens), mask=goes)
+            to = first + place
+            tl.store(read.log_p + to, _log_p(at, node, p_row, tokens), mask=goes)
+            tl.store(read.log_q + to, _log_q(at, node, q_row, tokens), mask=goes)
         numbers = tl.arange(0, NUM_BINS)
         chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
         in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
@@ -275,7 +391,7 @@ def _read_column(
             in_bin = bins[None, :] == numbers[:, None]
             in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
             in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
-        masses = read.masses + ((first + node) * at.num_tiles + part) * (2 * NUM_BINS) + numbers
+        masses = read.masses + ((first + node) * num_tiles + part) * (2 * NUM_BINS) + numbers
         tl.store(masses, tl.sum(in_p, 1))
         tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
 
@@ -291,6 +407,18 @@ def _all_masses(num_tiles, read, place, mask, padded_chains: tl.constexpr):
         in_p += tl.load(masses, mask=mask[:, None], other=0.0)
         in_q += tl.load(masses + NUM_BINS, mask=mask[:, None], other=0.0)
     return in_p, in_q
+
+
+@triton.jit
+def _exactly(number: tl.constexpr):
+    """Return a number in float64, which in an expression is one in float32."""
+    return tl.full([], number, tl.float64)
+
+
+@triton.jit
+def _weight(nth, point):
+    """Return the weight of a point of the quadrature of 1 / S."""
+    return tl.where(nth == 0, _FIRST_WEIGHT, (point * _WEIGHT).to(tl.float32))
 
 
 @triton.jit
@@ -317,15 +445,14 @@ def _race(shares, counts, in_p, in_q):
         rates = tl.minimum(tl.maximum(rates, 1 / _LARGEST_RATE), _LARGEST_RATE)
         rates = tl.where(is_alone, 1.0, tl.where(races, rates, 0.0))
         density = tl.zeros_like(rates)
-        point, weight = _FIRST_POINT, _FIRST_WEIGHT
-        for _ in tl.static_range(_NUM_POINTS):
-            decay = tl.exp(-rates * point)
+        point = _exactly(_FIRST_POINT)
+        for nth in range(_NUM_POINTS):  # unrolled, it takes seconds to compile
+            decay = tl.exp(-rates * point.to(tl.float32))
             log_mean = tl.log(tl.maximum(tl.sum(q * decay, 1), _TINY))
             log_mean = tl.where(total_q > 0, log_mean, 0.0)
             others = tl.exp(tl.sum(counts * log_mean, 0) - log_mean)
-            density += decay * (others * weight)[:, None]
-            point = point * _E
-            weight = point * _WEIGHT
+            density += decay * (others * _weight(nth, point))[:, None]
+            point *= _exactly(_E)
         density *= each * rates
     return rates, density
 
@@ -333,11 +460,10 @@ def _race(shares, counts, in_p, in_q):
 @triton.jit
 def _per_rate(total):
     """Compute `smc.verification.per_rate`."""
-    point, weight, found = _FIRST_POINT, _FIRST_WEIGHT, total * 0.0
-    for _ in tl.static_range(_NUM_POINTS):
-        found += tl.exp(-total * point) * weight
-        point = point * _E
-        weight = point * _WEIGHT
+    point, found = _exactly(_FIRST_POINT), total * 0.0
+    for nth in range(_NUM_POINTS):
+        found += tl.exp(-total * point.to(tl.float32)) * _weight(nth, point)
+        point *= _exactly(_E)
     return found
 
 
@@ -349,10 +475,11 @@ def _at(table, nodes, bins):
     return tl.sum(tl.where(numbers == bins[:, None], rows, 0.0), 1)
 
 
-@triton.jit
-def _share_out(tree, layers, sizes, read, padded_chains: tl.constexpr):
+@triton.jit(do_not_specialize=_NUMBERS)
+def _share_out(
+    tree, layers, read, num_nodes, num_chains, num_steps, num_tiles, padded_chains: tl.constexpr
+):
     """Have a group's chains race in each layer, and store densities of nodes and shares."""
-    num_nodes, num_chains, num_steps, num_tiles = sizes
     group, chain = tl.program_id(0), tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
@@ -397,26 +524,22 @@ def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
     return tl.where(difference < 0, 0.0, difference)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _add_up_residual(
     tree,
     layers,
-    columns,
-    num_columns: tl.constexpr,
+    laws,
+    num_nodes,
+    num_chains,
+    num_steps,
+    num_tiles,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-):
-    for column in tl.static_range(num_columns):
-        if column == tl.program_id(2):
-            _add_up(tree, layers, columns[column], padded_chains, padded_tiles, tile)
-
-
-@triton.jit
-def _add_up(
-    tree, layers, at, padded_chains: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr
+    aligned: tl.constexpr,
 ):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, aligned)
     node, part = tl.program_id(0), tl.program_id(1)
     splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
     of_layer = at.column * at.num_nodes + node
@@ -425,27 +548,30 @@ def _add_up(
     if splits & (share > _LEAST_SHARE):
         columns = part * tile + tl.arange(0, tile)
         left = tl.sum(_residual(layers, at, node, share, columns, padded_tiles), 0)
-    tl.store(layers.residual + of_layer * at.num_tiles + part, left)
+    tl.store(layers.residual + of_layer * num_tiles + part, left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_NUMBERS, "stride"])
 def _leave(
     tree,
     layers,
     uniforms,
+    stride,
     found,
-    sizes,
+    num_nodes,
+    num_chains,
+    num_steps,
+    num_tiles,
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
 ):
     """Draw where a group stops, from the deepest layer up."""
-    num_nodes, num_chains, num_steps, num_tiles = sizes
     group = tl.program_id(0)
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
     part = tl.arange(0, padded_tiles)[None, :]
-    uniform = tl.load(uniforms[0] + group * uniforms[1])
+    uniform = tl.load(uniforms + group * stride)
     reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
     column, winner = num_steps * 0, num_steps * 0
     searches = column == 0
@@ -484,31 +610,27 @@ def _leave(
     tl.store(found.left + group, group.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def _store_residual(
-    tree,
     layers,
-    columns,
+    laws,
     found,
-    num_columns: tl.constexpr,
-    padded_chains: tl.constexpr,
+    num_nodes,
+    num_chains,
+    num_steps,
+    num_tiles,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     group, part = tl.program_id(0), tl.program_id(1)
     if tl.load(found.rejects + group) == 0:
         return
-    stop = tl.load(found.num_columns + group)
-    for column in tl.static_range(num_columns):
-        if column == stop:
-            _store(layers, columns[column], found, group, part, padded_tiles, tile)
-
-
-@triton.jit
-def _store(layers, at, found, group, part, padded_tiles: tl.constexpr, tile: tl.constexpr):
-    node = group * at.num_chains + tl.load(found.winner + group).to(tl.int32)
-    share = tl.load(layers.shares + at.column * at.num_nodes + node)
+    stop = tl.load(found.num_columns + group).to(tl.int32)
+    at = _Column(laws, stop, num_nodes, num_chains, num_steps, aligned)
+    node = group * num_chains + tl.load(found.winner + group).to(tl.int32)
+    share = tl.load(layers.shares + stop * num_nodes + node)
     columns = part * tile + tl.arange(0, tile)
     residual = _residual(layers, at, node, share, columns, padded_tiles)
-    row = found.residuals + group.to(tl.int64) * at.p.vocab_size + columns
-    tl.store(row, residual, mask=columns < at.p.vocab_size)
+    row = found.residuals + group.to(tl.int64) * laws.p.vocab_size + columns
+    tl.store(row, residual, mask=columns < laws.p.vocab_size)

@@ -43,7 +43,8 @@ _PARTS: dict[type, tuple[type, type]] = {
     _Midlayer: (LlamaAttention, LlamaMLP),
 }
 _LINEAR = QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-_ROWS_AT_ONCE = 4096  # quantized, which bounds the memory that it takes
+_ROWS_AT_ONCE = 4096  # of a matrix, in 16 or 32 bits, which bounds the memory that it takes
+_MOST_SLICED_ROWS = 4 * MOST_SKINNY_ROWS
 
 
 class Int8Rows(LinearMethodBase):
@@ -53,7 +54,9 @@ class Int8Rows(LinearMethodBase):
     """
 
     skinny: Callable[..., torch.Tensor] | None = None
-    """For an LM head, what computes float32 logits of few rows; as `sglang_smc.smc.ops.skinny`."""
+    """What multiplies few rows, as `sglang_smc.smc.ops.skinny`; None: torch alone."""
+    result: torch.dtype | None = None
+    """Type of products, for an LM head float32; None: as the rows."""
 
     def __init__(self, layer: Any) -> None:
         table, loaded = layer.weight, layer.weight.data
@@ -68,13 +71,21 @@ class Int8Rows(LinearMethodBase):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Multiply rows ``[M, inputs]``."""
+        """Multiply rows ``[M, inputs]``: in slices by the kernel, or more by parts of the matrix.
+
+        Weights are never copied whole: a captured round keeps the memory of all that it makes.
+        """
         table: Any = layer.weight
-        if self.skinny is not None and 0 < len(x) <= MOST_SKINNY_ROWS:
-            fused = Fused(scale=self.scale, bias=bias, dtype=torch.float32)
-            return self.skinny(x, table, fused)
-        whole = (table * self.scale.unsqueeze(1)).to(self.dtype)  # [outputs, inputs]
-        return functional.linear(x, whole, bias)
+        if self.skinny is not None and 0 < len(x) <= _MOST_SLICED_ROWS:
+            fused = Fused(scale=self.scale, bias=bias, dtype=self.result)
+            slices = [self.skinny(some, table, fused) for some in x.split(MOST_SKINNY_ROWS)]
+            return slices[0] if len(slices) == 1 else torch.cat(slices)
+        products = x.new_empty(len(x), len(table), dtype=self.result)  # [M, outputs]
+        parts = (products.T, table, self.scale)
+        for to, rows, scale in zip(*(one.split(_ROWS_AT_ONCE) for one in parts), strict=True):
+            found = functional.linear(x, rows.to(x.dtype))
+            torch.mul(found, scale, out=to.T)
+        return products if bias is None else products.add_(bias)
 
     def embedding(self, layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of a table that is an LM head, too."""
@@ -114,6 +125,9 @@ def fuse_layers(
     """
     layers = _layers_of(model)
     for layer in layers:
+        for method in (one.quant_method for one in _projections(layer)):
+            if isinstance(method, Int8Rows):
+                method.skinny = skinny
         own: Any = DraftLayer(layer, attention, skinny, is_last=layer is layers[-1])
         layer.forward = own.run_pairs if type(layer) is _Midlayer else own.run
     return len(layers)

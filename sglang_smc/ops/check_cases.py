@@ -367,12 +367,17 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
 
 
 def _skinny(ops: Ops, of: Inputs) -> Any:
-    """Run the products of a draft's layer, where it is fused: of attention, a head, and the MLP."""
+    """Run the products of a draft's layer, where it is fused, by tiles of few and of most rows."""
     if not of.sizes.draft_layers:
         return ()
+    most = MOST_SKINNY_ROWS
+    return [_products(ops, of, rows) for rows in (min(of.shape[1], most), most // 2 + 1, most)]
+
+
+def _products(ops: Ops, of: Inputs, rows: int) -> Any:
+    """Multiply rows as attention, a head, and the MLP do."""
     halves = (one.dtype for one in of.sizes.heads if one.dtype.itemsize == 2)
     dtype = next(halves, torch.float16)
-    rows = min(of.shape[1], MOST_SKINNY_ROWS)
     hidden = 256
     normal = partial(of.normal, dtype=dtype)
 
@@ -439,8 +444,7 @@ def _attend(
     angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
-    written = slots[slots > 0]
-    return output, keys[written], values[written]
+    return output, keys[1:], values[1:]  # slot 0 receives the writes of the others
 
 
 _Tensors = tuple[torch.Tensor, ...]

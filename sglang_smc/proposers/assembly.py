@@ -167,6 +167,7 @@ def _quantize(model: Any, head: Any) -> None:
             "--speculative-token-map, or pass fused."
         )
     model.int8_head = Int8Rows(head)
+    model.int8_head.result = torch.float32
 
 
 def _fuse(model: Any, forward: ParticleForward, skinny: Callable[..., torch.Tensor] | None) -> None:

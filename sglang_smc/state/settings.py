@@ -91,8 +91,12 @@ class RequestTable:
     def gather(self, rows: Tensor) -> Settings:
         """Return the settings of the requests in ``rows`` ``[G]``."""
         found: dict[str, Tensor] = {}
+        size = len(rows)
         for dtype, names in _COLUMNS.items():
-            values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
+            # Each begins at a multiple of 16 bytes: for others kernels are compiled once more.
+            room = torch.empty(len(names), -(-size // 16) * 16, dtype=dtype, device=rows.device)
+            values = room[:, :size]  # [len(names), G]
+            torch.index_select(self._tables[dtype], 1, rows, out=values)
             found |= zip(names, values.unbind(), strict=True)
         return Settings(**found, rows=rows, stop_table=self._stop_mask)
 

@@ -61,6 +61,13 @@ def _rounds(sizes: Sizes, run: Callable[..., Any]) -> None:
             fake_cuda.trace_round(patch, config, shape, sizes.groups, TRITON, run)
 
 
+def _long_round(run: Callable[..., Any]) -> None:
+    """Play a round of `exact` with more columns than the others have."""
+    config = SMCConfig(mode="exact", num_particles=4, num_steps=17)
+    with pytest.MonkeyPatch.context() as patch:
+        fake_cuda.trace_round(patch, config, shape_of_server(config), 1, TRITON, run)
+
+
 class Address(MockTensor):
     """A tensor without values, aligned as on a GPU."""
 
@@ -92,10 +99,10 @@ def _attention(sizes: Sizes) -> None:
     layers += [(Layer(sizes.target), sizes.steps + 1)]
     for layer, num_columns in (*layers, *product(sizes.layers, (1, sizes.steps + 1))):
         if driver.active.get_current_target().arch >= layer.least_capability:
-            _attend(sizes, layer, num_columns)
+            attend(sizes, layer, num_columns)
     for num_columns in (1, 2) if sizes.dtype.itemsize == 2 else ():
-        _attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
-    _attend(sizes._replace(groups=8), Layer(sizes.target), sizes.steps + 1)  # no partial results
+        attend(sizes, Layer(sizes.draft), num_columns, is_late=True)
+    attend(sizes._replace(groups=8), Layer(sizes.target), sizes.steps + 1)  # no partial results
     draft, target = sizes.latent_draft, sizes.latent_target
     if sizes.dtype != torch.float32:  # which is refused
         for latents, num_columns in ((draft, 1), (draft, 2), (target, sizes.steps + 1)):
@@ -105,7 +112,7 @@ def _attention(sizes: Sizes) -> None:
             latent_attention(query, cache, rank=latents.rank, **_texts(sizes))
 
 
-def _attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) -> None:
+def attend(sizes: Sizes, layer: Layer, num_columns: int, is_late: bool = False) -> None:
     """With queries as a GPU has them: a slice of what one projection made; and late: new keys."""
     heads = layer.heads
     cache = torch.zeros(64, heads.kv, heads.dim, dtype=layer.cache or sizes.dtype)
@@ -179,7 +186,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self._run = JITFunction.run
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
         self.sizes = LLAMA
 
     def compile_for(self, capability: int) -> None:
@@ -198,19 +205,27 @@ class Compiler:
     ) -> Any:
         args = tree_map_only(torch.Tensor, Address, args)
         kernel: Any = self._run(function, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in self._seen:
-            self._seen.add(kernel.hash)
-            print(json.dumps(self._facts(function, kernel)), flush=True)
+        if kernel.hash not in self.seen:
+            self.seen.add(kernel.hash)
+            self.tell(function, kernel)
         return kernel
+
+    def name_of(self, function: JITFunction) -> str:
+        return f"{function.module.rpartition('.')[2]}.{function.__name__}"
+
+    def tell(self, function: JITFunction, kernel: Any) -> None:
+        """Print what one kernel takes."""
+        print(json.dumps(self._facts(function, kernel)), flush=True)
 
     def _facts(self, function: JITFunction, kernel: Any) -> dict[str, Any]:
         return {
-            "kernel": f"{function.module.rpartition('.')[2]}.{function.__name__}",
+            "kernel": self.name_of(function),
             "sizes": f"{self.sizes.models}, G = {self.sizes.groups}, N = {self.sizes.particles}",
             "dtype": str(self.sizes.dtype).removeprefix("torch."),
             "capability": kernel.metadata.target.arch,
             "warps": kernel.metadata.num_warps,
             "shared": kernel.metadata.shared,
+            "bytes": len(kernel.asm["cubin"]),
             "tensor_columns": kernel.metadata.tmem_size,
             # What begins before the launch ahead of it ends has to wait for that.
             "waits": kernel.metadata.launch_pdl == ("griddepcontrol.wait" in kernel.asm["ptx"]),
@@ -242,6 +257,8 @@ def main(arguments: list[str]) -> None:
             _linear_attention(compiler.sizes)
             if capability > 0:
                 _rounds(compiler.sizes, compiler.run)
+        if capability > 0:
+            _long_round(compiler.run)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from sglang.srt.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from sglang.srt.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP
 from sglang.srt.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang_smc.models import draft_layers
 from sglang_smc.models.draft_layers import fuse_layers
@@ -131,6 +133,58 @@ def test_other_passes_are_sglangs(name: str, in_own_pass: Any) -> None:
         x = torch.zeros(num_rows, 128)
         output = run(layer, name, x, torch.arange(num_rows), batch)
         assert (output == "SGLang's") if is_sglangs else (complete(output).shape == x.shape)
+
+
+class Made(TorchDispatchMode):
+    """Notes the types and sizes of tensors that have memory of their own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.found += [(one.dtype, one.numel()) for one in tree_leaves(made)]
+        return made
+
+    found: list[tuple[torch.dtype, int]]
+
+
+@pytest.mark.parametrize("result", [None, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 65, 128, 200, 256, 257, 300])
+def test_products_in_8_bits_copy_no_weights(
+    num_rows: int, result: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 rows are slices that the kernel takes; more are products of parts of the matrix."""
+    monkeypatch.setattr(draft_layers, "_ROWS_AT_ONCE", 64)
+    generator, (outputs, inputs) = torch.Generator().manual_seed(num_rows), (640, 512)
+    weight, x, bias = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((outputs, inputs), (num_rows, inputs), (outputs,))
+    )
+    own = linear(ReplicatedLinear, inputs, outputs, dtype=torch.bfloat16)
+    own.weight.data.copy_(weight)
+    method = draft_layers.Int8Rows(own)
+    taken: list[int] = []
+
+    def skinny(rows: torch.Tensor, table: torch.Tensor, fused: Any) -> torch.Tensor:
+        taken.append(len(rows))
+        assert rows.is_contiguous() and table is own.weight
+        return torch.full((len(rows), outputs), float(len(taken)), dtype=fused.dtype or rows.dtype)
+
+    method.result, exact = result, own.weight.double() * method.scale.unsqueeze(1)
+    for multiply, is_kernel in ((TORCH.skinny, True), (None, False)):
+        method.skinny = multiply
+        found = method.apply(own, x, bias)
+        assert found.dtype == (result or torch.bfloat16)
+        expected = x.double() @ exact.T + bias.double()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=3e-1)
+        method.skinny = skinny if is_kernel else None
+        with Made() as made:
+            made.found = []
+            method.apply(own, x, bias)
+        most = max(num_rows * outputs, 64 * inputs)  # the products, or a part of the matrix
+        assert max(size for _, size in made.found) <= most
+        assert all(size < weight.numel() for kind, size in made.found if kind != result)
+    whole, rest = divmod(num_rows, 64)
+    assert taken == ([] if num_rows > 256 else [64] * whole + [rest] * (rest > 0))
 
 
 def _without(name: str, part: Any) -> Callable[[Any], None]:

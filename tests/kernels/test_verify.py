@@ -55,8 +55,9 @@ def test_a_tree(c: Case, device: str, kernels: Ops) -> None:
     of_p = kernels.distribution(*copied(tuple(p), device))
     of_q = [kernels.distribution(*copied(tuple(law), device)) for law in q]
     with mock.patch.multiple(kernel, _TILE=256, _CHUNK=32):
-        grown = kernel.grow(*there)
-        down = copied(kernel.descend(grown, of_p, of_q), "cpu")
+        columns = kernel.Columns.of(of_p, of_q)
+        grown = kernel.grow(*there, columns)
+        down = copied(kernel.descend(grown, columns), "cpu")
         found = copied(kernel.verify(*there, of_p, of_q, uniforms.to(device)), "cpu")
     assert torch.equal(grown.nodes.cpu(), tree.nodes)
     left = torch.cat([down.residual.sum(3), down.shares[-1:]])

@@ -89,6 +89,17 @@ def test_a_lie_is_found(name: str) -> None:
     assert failing(TORCH._replace(**{name: lying(name)}), name) == [name]
 
 
+@pytest.mark.parametrize("is_wrong", [lambda rows: rows > 32, lambda rows: rows in (33, 63)])
+def test_a_product_that_lies_for_most_rows_is_found(is_wrong: Callable[[int], bool]) -> None:
+    """Of a tile that N particles alone do not reach: whole, and cut off."""
+
+    def skinny(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        found = TORCH.skinny(x, *given)
+        return lie(found) if is_wrong(len(x)) else found
+
+    assert failing(TORCH._replace(skinny=skinny), "skinny") == ["skinny"]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_distribution_that_lies_is_found(name: str) -> None:
     method, true = METHODS[name], getattr(TokenDistribution, METHODS[name])
