@@ -72,15 +72,8 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def _has_factors(self) -> bool:
-        """Return whether a grammar or potentials would multiply p in mode smc."""
-        return self.constrained or bool(self.potentials)
-
-    @property
-    def extends(self) -> bool:
-        """Return whether each particle of its rounds is extended by a verified chain of its own."""
-        if self.proposal is None and self.resample_at == "block":
-            return self.weighs and self._has_factors
-        return super().extends
+        """Return whether p is not all of the target in mode smc: a power, grammar or potentials."""
+        return self.constrained or bool(self.potentials) or super()._has_factors
 
     @property
     def _usual_lag(self) -> int:

@@ -123,7 +123,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_particles: Annotated[  # N
         int, Setting(integers(1, MAX_PARTICLES), "Particles: continuations kept alive per request")
     ] = 8
-    # None: `verified` where p is not all of a request's target, powers excepted, else `draft`.
+    # None: `verified` where p is not all of a request's target, else `draft`.
     proposal: Annotated[
         str | None,
         Setting(
@@ -131,7 +131,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             "How particles advance in mode 'smc': 'draft' keeps draft tokens, and weighs them by "
             "target over draft. 'verified' verifies them, so that each particle advances by a "
             "sample of the target, and only masks, powers and potentials are weighed",
-            "default: 'verified' for requests with potentials or structured output, else 'draft'",
+            "default: 'verified' beside a power, potentials or structured output, else 'draft'",
             modes=_SMC,
         ),
     ] = None
@@ -324,7 +324,14 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def extends(self) -> bool:
         """Return whether each particle of its rounds is extended by a verified chain of its own."""
+        if self.proposal is None and self.resample_at == "block":
+            return self.weighs and self._has_factors
         return self.weighs and self.proposal == "verified"
+
+    @property
+    def _has_factors(self) -> bool:
+        """Return whether p is not all of the target in mode smc."""
+        return self.power != 1.0
 
     @property
     def drafted_power(self) -> float:

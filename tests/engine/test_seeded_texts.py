@@ -26,7 +26,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "smc": ({}, {}),
     "smc as in the paper": ({"evidence_threshold": 0, "ess_threshold": 1.0}, {}),
     "smc at each token": ({"resample_at": "token", "resampling_method": "multinomial"}, {}),
-    "power": ({"power": 2.0}, {}),
+    "power": ({"power": 2.0, "proposal": "draft"}, {}),
     "exact": ({"mode": "exact"}, {}),
     "exact of two": ({"mode": "exact", "num_particles": 2, "num_steps": 2}, {}),
     "auto": ({"mode": "auto", "evidence_threshold": 0.5}, {}),

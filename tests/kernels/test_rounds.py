@@ -22,7 +22,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 ONE_TOKEN: tuple[dict[str, Any], ...] = ({"top_k": 1},)
 AT_TOKENS = {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 1.0}
-POWERED = {"power": 2.0}
+POWERED = {"power": 2.0, "proposal": "draft"}
 VERIFIED = POWERED | {"proposal": "verified", "ess_threshold": 1.0}
 AS_ASKED = (None,)
 CHANGING = (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2))

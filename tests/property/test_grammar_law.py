@@ -56,6 +56,7 @@ def test_docs_say_how_far_from_p_in_a_grammar_texts_are() -> None:
         {"num_steps": 4, **WEIGHED},
         {"max_lag": 1, **WEIGHED},
         BUDGETS | WEIGHED,
+        {"power": 2.0, **WEIGHED},
         {"power": 2.0, "regex": BLIND, **WEIGHED},
     ],
     ids=str,

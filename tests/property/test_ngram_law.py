@@ -70,5 +70,5 @@ def test_verification_leaves_the_law_to_the_target(
 
 
 def test_verified_texts_are_weighed_by_the_power_of_p() -> None:
-    outcome = played(4, 2, proposal="verified", power=2.0, max_lag=LENGTH)
+    outcome = played(4, 2, power=2.0, max_lag=LENGTH)
     assert_properly_weighted(outcome, P, 2.0)

@@ -79,7 +79,7 @@ def test_each_kind_of_wait_is_refused() -> None:
                 wait(values)
 
 
-POWERED, VERIFIED = {"power": 2.0}, {"mode": "exact"}
+POWERED, VERIFIED = {"power": 2.0, "proposal": "draft"}, {"mode": "exact"}
 ALL_CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"num_particles": 2, "num_steps": 1},

@@ -19,11 +19,15 @@ from sglang_smc.state.metrics import fidelity_of
 MODELS = Path(__file__).resolve().parents[2] / "bench" / "pair"
 LENGTH, SIZE, N = 12, 40, 4
 SERVER: dict[str, Any] = {"num_particles": N, "num_steps": 3, "max_lag": LENGTH + 8}
-VERIFIED, POWERED = {"proposal": "verified", "power": 2.0}, {"power": 2.0, "draft_temperature": 0.5}
+VERIFIED, POWERED = {"power": 2.0}, {"power": 2.0, "draft_temperature": 0.5}
 CASES: dict[str, tuple[Decider, dict[str, Any], dict[str, Any]]] = {
     "smc": (Weigh(), {}, {}),
     "blocks": (Weigh(), {"evidence_threshold": 0.0}, {"evidence_threshold": 0.0}),
-    "powers": (Weigh(), {"power": 2.0}, {"power": 2.0, "evidence_threshold": 0.0}),
+    "powers": (
+        Weigh(),
+        {"power": 2.0, "proposal": "draft"},
+        {"power": 2.0, "evidence_threshold": 0.0},
+    ),
     "at each token": (
         Weigh(),
         {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 0.9},

@@ -174,7 +174,8 @@ WEIGHED = "knows a part of the vocabulary alone"
     ("smc", "constrained", "refused"),
     [
         ({"evidence_threshold": 0}, False, WEIGHED),
-        ({"power": 2.0}, False, WEIGHED),
+        ({"power": 2.0, "proposal": "draft"}, False, WEIGHED),
+        ({"power": 2.0}, False, None),
         ({"evidence_threshold": 0, "num_particles": 1}, False, WEIGHED),
         ({"proposal": "draft"}, True, "with a grammar, which keeps whole blocks"),
         ({}, True, None),

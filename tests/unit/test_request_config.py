@@ -205,8 +205,11 @@ def test_verified_proposals_have_no_weights_of_draft_tokens() -> None:
     alone.validate()
     assert choose(alone, power=2.0).extends and not choose(alone, mode="exact").extends
     knows_part = SMCConfig(drafts_all=False)
-    assert "proposal 'verified'" in refusal(knows_part, power=2.0)
-    assert choose(knows_part, power=2.0, proposal="verified").extends
+    assert "proposal 'verified'" in refusal(knows_part, power=2.0, proposal="draft")
+    assert choose(knows_part, power=2.0).extends
+    assert (
+        choose(SMCConfig(power=2.0)).extends and not choose(SMCConfig(power=2.0), power=1).extends
+    )
 
 
 def test_a_power_of_p_has_no_evidence_to_measure() -> None:
@@ -224,9 +227,12 @@ def test_a_power_of_p_has_no_evidence_to_measure() -> None:
         ({}, {"mode": "smc"}, EVIDENCE_THRESHOLD),
         *(({}, {"mode": "auto", "evidence_threshold": own}, own) for own in (0.0, 3)),
         *(({}, {"mode": "smc", "evidence_threshold": own}, own) for own in (0, 0.25)),
-        ({}, {"mode": "smc", "power": 2.0}, 0.0),
+        ({}, {"mode": "smc", "power": 2.0}, math.inf),
+        ({}, {"mode": "smc", "power": 2.0, "proposal": "draft"}, 0.0),
         ({}, {"mode": "smc", "power": 1.0}, EVIDENCE_THRESHOLD),
-        ({"evidence_threshold": 0.5}, {"power": 2.0, "evidence_threshold": 0}, 0.0),
+        ({"power": 2.0}, {"evidence_threshold": 0}, math.inf),
+        ({"power": 2.0}, {"resample_at": "token"}, 0.0),
+        ({"evidence_threshold": 0.5}, {"power": 1, "evidence_threshold": 0}, 0.0),
         ({"evidence_threshold": 0.125}, {"mode": "exact"}, math.inf),
         ({"evidence_threshold": 0.125}, {"mode": "auto"}, 0.125),
         ({"mode": "auto", "tilt": 0.0}, {"evidence_threshold": 3}, 3),

@@ -92,7 +92,7 @@ def test_a_reader_comes_to_the_answer() -> None:
 
 
 BUDGETS = Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3)
-POWERED = {"power": 2.0, "evidence_threshold": 0}
+POWERED = {"power": 2.0, "proposal": "draft", "evidence_threshold": 0}
 RESAMPLED = {"power": 2.0, "proposal": "verified", "ess_threshold": 1.0}
 RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "cut by evidence": ([{"ess_threshold": 1.0, "evidence_threshold": 1.5}], {}),
