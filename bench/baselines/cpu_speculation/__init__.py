@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import sglang.srt.platforms  # noqa: F401  before our platform, which it imports as a plugin
+
 from sglang_smc.cpu import platform
 from sglang_smc.cpu.platform import PlainCpuPlatform
 from sglang_smc.server.hooks import Group
