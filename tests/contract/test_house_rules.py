@@ -9,8 +9,8 @@ from house_measures import PACKAGE, ROOT, measured, own_imports, sources
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    "dtype printable upstream, potentials, smc, options, guard models, kv, ops, state, process, "
-    "rules, proposers, round, worker, server, cpu, patches, plugin, tools.command"
+    "dtype printable upstream, potentials, smc, options, drafts, guard models, kv, ops, state, "
+    "process, rules, proposers, round, worker, server, cpu, patches, plugin, tools.command"
 )
 # Tools that import nothing of the server but settings, arithmetic and records; the commands alone
 # import them.
@@ -78,7 +78,8 @@ def imported_above(path: Path) -> set[str]:
     if here in MAY:
         return found - MAY[here]
     if here in APART:
-        known = {"dtype", "printable", "options", "kv", "state", "potentials", PAIR} | set(APART)
+        known = {"dtype", "printable", "drafts", "options", "kv", "state", "potentials", PAIR}
+        known |= set(APART)
         return found - known
     if here in COMMANDS:
         found -= set(APART)

@@ -13,6 +13,7 @@ from sglang_smc import __version__
 COMMANDS = {
     "doctor": ("command.doctor", "check the installation, or whether a pair of models fits"),
     "demo": ("demo.cli", "show SMC beside plain decoding, with tiny models"),
+    "convert": ("command.convert", "write a published draft's checkpoint for stock SGLang"),
     "plan": ("plan.cli", "compute bounds on speed, and the fastest N and K"),
     "audit": ("testing.audit_cli", "test any server from outside: is its speculation lossless?"),
     "check": ("testing.cli", "test whether an SMC server's answers follow the target"),
