@@ -69,7 +69,13 @@ def as_speculators(config: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def rewrite(head: str | Path, folder: Path, **more: Any) -> str:
-    """Write a head's folder as `speculators` would; return the folder."""
+    """Write a shipped head's folder as `speculators` would; return the folder.
+
+    An EAGLE-3 head has a copy of the target's embedding.
+    """
     config, weights = read(Path(head))
     renamed = {name.replace("midlayer.", "layers.0."): one for name, one in weights.items()}
+    if config["architectures"] == ["LlamaForCausalLMEagle3"]:
+        _, of_target = read(Path(head).parent / "target")
+        renamed["embed_tokens.weight"] = of_target["model.embed_tokens.weight"]
     return write(folder, as_speculators(config, **more), renamed)
