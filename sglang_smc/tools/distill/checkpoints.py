@@ -39,7 +39,7 @@ UNSUPPORTED = {
         *("norm_before_fc", "norm_before_residual", "fc_norm", "use_aux_norm", "norm_output"),
         *("bias", "attention_bias", QK_NORM, UNKNOWN),
     ),
-    DFLASH: ("projector_type", "sample_from_anchor", *_OF_BLOCKS),
+    DFLASH: ("projector_type", *_OF_BLOCKS),
     DSPARK: _OF_BLOCKS,
     MIMO: ("use_sliding_window",),
 }
@@ -312,7 +312,6 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
     own: dict[str, Any] = {}
     if kind == DSPARK:
         own = {"projector_type": "dspark", "markov_head_type": "vanilla"}
-        own["sample_from_anchor"] = True
     if kind in (DFLASH, DSPARK):
         own["draft_vocab_size"] = settings["vocab_size"]
     given += [name for name, value in own.items() if flat.get(name) not in (None, value)]
