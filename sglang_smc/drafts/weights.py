@@ -55,7 +55,9 @@ class Sizes(NamedTuple):
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        return cls(hidden, config["intermediate_size"], heads * head, kv_heads * head, head)
+        is_llama4 = config.get("model_type") == "llama4_text"
+        mlp = config["intermediate_size_mlp" if is_llama4 else "intermediate_size"]
+        return cls(hidden, mlp, heads * head, kv_heads * head, head)
 
 
 def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:

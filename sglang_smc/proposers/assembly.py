@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -117,8 +118,10 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | No
 
 def _connect_block(head: Any, config: Any, device: str) -> None:
     """Give a block head the target's ids of the tokens that it drafts, in `hot_token_id`."""
-    folder = checkpoint.folder_of(config.model_path, config.revision)
-    if (folder / "mask_embedding.pt").exists():
+    folder = None
+    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
+        folder = checkpoint.folder_of(config.model_path, config.revision)
+    if folder is not None and (folder / "mask_embedding.pt").exists():
         raise ValueError(
             "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
             "the target's own embedding; allowed: block heads whose mask is a token of the "
@@ -126,10 +129,15 @@ def _connect_block(head: Any, config: Any, device: str) -> None:
         )
     head.hot_token_id = None
     if kinds.drafts_part(config):
-        shifts = checkpoint.tensor_in(folder, "d2t")
-        assert shifts is not None, "`head_problems` has asked for it"
+        shifts = None if folder is None else checkpoint.tensor_in(folder, "d2t")
+        if shifts is None:
+            raise ValueError(
+                f"--speculative-draft-model-path {config.model_path} drafts a part of the "
+                "vocabulary, and its d2t cannot be read; allowed: a folder, or a name of Hugging "
+                "Face. Download the checkpoint."
+            )
         head.hot_token_id = (shifts.long() + torch.arange(len(shifts))).to(device)
-        head.load_weights = partial(load_hot, head.load_weights, head.hot_token_id)
+    head.load_weights = partial(load_hot, head.load_weights, head.hot_token_id)
 
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
@@ -163,14 +171,14 @@ def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
 
 def load_hot(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
-    hot: torch.Tensor,
+    hot: torch.Tensor | None,
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Load new weights into a running block head, its ``hot`` token ids ``[H]`` in place."""
 
     def others() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
-            if name.endswith("d2t"):
+            if hot is not None and name.endswith("d2t"):
                 hot.copy_(weight.long() + torch.arange(len(weight), device=weight.device))
             else:
                 yield name, weight
