@@ -5,8 +5,8 @@ A layer of Qwen3's normalizes queries and keys by head (in EAGLE-3 heads the def
 of to the state itself. A block head may have an LM head of its own, of some tokens.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -18,6 +18,8 @@ from sglang.srt.models.utils import apply_qk_norm
 
 from sglang_smc.drafts.formats import OWN_LM_HEAD, QK_NORM
 from sglang_smc.drafts.weights import is_reduced
+
+Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
 class NormedAttention(LlamaAttention):
@@ -82,9 +84,17 @@ def complete_block(head: Any, config: Any) -> None:
     told = config.to_dict()
     rows = told["draft_vocab_size"] if is_reduced(told) else config.vocab_size
     if told.get(OWN_LM_HEAD):
-        head.lm_head = ParallelLMHead(rows, config.hidden_size)
+        head.own_lm_head = ParallelLMHead(rows, config.hidden_size)
     if is_reduced(told) and "markov_head" in head._modules:
         head.markov_head.markov_w2 = torch.nn.Linear(head.markov_head.markov_rank, rows, bias=False)
+
+
+def for_class(head: Any, weights: Weights) -> Weights:
+    """Yield weights under names that a head's class does not skip, as DSpark's does `lm_head`."""
+    has_own = "own_lm_head" in head._modules
+    for name, weight in weights:
+        is_own = has_own and name.removeprefix("model.") == "lm_head.weight"
+        yield "own_lm_head.weight" if is_own else name, weight
 
 
 # Parameters that checkpoints lack, and `proposers.assembly` sets: tables that are the target's,
@@ -92,7 +102,7 @@ def complete_block(head: Any, config: Any) -> None:
 _SET_LATER = ("embed_tokens.weight", "head.weight", "model.fc.bias")
 
 
-def load_whole(head: Any, load: Callable[[Any], Any], weights: Any) -> None:
+def load_whole(head: Any, load: Callable[[Any], Any], weights: Weights) -> None:
     """Load a head's weights; raise ValueError, naming them, for parameters that stay unset.
 
     Those that `proposers.assembly` sets are NaN until then.
@@ -103,7 +113,7 @@ def load_whole(head: Any, load: Callable[[Any], Any], weights: Any) -> None:
     """
     for _, weight in _plain(head):
         weight.data.fill_(torch.nan)
-    load(weights)
+    load(for_class(head, weights))
     require_set(head, but=_SET_LATER)
 
 

@@ -17,7 +17,7 @@ from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.draft_layers import Int8Rows, fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.head_parts import is_set, require_set
+from sglang_smc.models.head_parts import for_class, is_set, require_set
 from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.options.server import SMCConfig
@@ -137,7 +137,9 @@ def _connect_block(head: Any, config: Any, device: str) -> None:
                 "Face. Download the checkpoint."
             )
         head.hot_token_id = (shifts.long() + torch.arange(len(shifts))).to(device)
-    head.load_weights = partial(load_hot, head.load_weights, head.hot_token_id)
+    load = head.load_weights
+    hot = head.hot_token_id
+    head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
 
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
@@ -282,7 +284,7 @@ def assemble(
         return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
         config = runner.model_config
-        lm_head = model.lm_head if kinds.has_own_lm_head(config) else None
+        lm_head = model.own_lm_head if kinds.has_own_lm_head(config) else None
         forward = BlockForward(runner, tails, kernels, num_columns, of_target.model, lm_head)
         _fuse(model, forward, skinny)
         own = {
