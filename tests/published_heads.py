@@ -38,6 +38,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     FULL: {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3",
+        "mlp_bias": False,
         "num_hidden_layers": 2,
         "hidden_size": 24,
         "target_hidden_size": 32,
@@ -183,7 +184,7 @@ class PublishedDraft(PairDraft):
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.head.layer_ids is None:
-            own = self.head(self.model.get_input_embeddings()(tokens), before)
+            own = self.head(self.head.embed_tokens(tokens), before)  # it is not the target's
             return own, self.model.lm_head(own)
         normed = self.head.norm(self.head(self.head.embed_tokens(tokens), before))
         return normed, self.head.lm_head(normed)
