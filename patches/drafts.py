@@ -1,4 +1,7 @@
-"""Load an SMC server's draft as the whole model of its checkpoint.
+"""Read a draft's checkpoint in the format it is published in, and load it as a whole model.
+
+SGLang's own reader of configurations knows no checkpoint of `speculators`, and takes that of
+EAGLE's authors for a language model.
 
 SGLang loads some checkpoints, given as a draft, for their extra layers alone (MTP, NextN), which
 read a target's hidden states. In SMC that holds for the target's own checkpoint, and for one that
@@ -9,13 +12,32 @@ hooks are installed earlier than those of `server.hooks.SMC`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_smc.models import draft_config
 from sglang_smc.process import is_mtp_layer, is_smc
 from sglang_smc.server.hooks import Hooks
 
 PATCHES = Hooks(retire_when="A registered algorithm says what its draft is.")
+
+
+@PATCHES.on(
+    "sglang.srt.utils.hf_transformers.config.get_config",
+    "srt/utils/hf_transformers/config.py:335 (AutoConfig asks for a model_type)",
+    "srt/configs/model_config.py:620 (of target and draft)",
+    "srt/arg_groups/boundary_reduction.py:81 (of the draft)",
+    why="A checkpoint of speculators ends in 'Unrecognized model', and the registry of parsers "
+    "(--model-config-parser) is not asked by all who read a draft's configuration.",
+    retire_when="SGLang reads these formats.",
+)
+def read_published(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Translate a published draft's configuration to the keys of SGLang's classes.
+
+    Any other is read as before. Without SMC a server ends before, as it does without this package.
+    """
+    return draft_config.read(original, *args, **kwargs)
 
 
 @PATCHES.on(

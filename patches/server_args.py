@@ -115,6 +115,18 @@ def check_lora_speculative_compatibility(original: Any, server_args: Arguments) 
         original(server_args)
 
 
+@PATCHES.on(
+    "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias",
+    "srt/arg_groups/speculative_hook.py:92 (get_config, before an algorithm validates anything)",
+    why="SGLang reads the draft's configuration for aliases of EAGLE, whatever the algorithm is: "
+    "of a format that it does not know, its own error is all that a user sees.",
+    retire_when="SGLang reads the draft's configuration for EAGLE and NEXTN alone.",
+)
+def resolve_alias(original: Any, algorithm: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Return SMC as it is: it has no alias. For others nothing changes."""
+    return algorithm if algorithm == ALGORITHM else original(algorithm, *args, **kwargs)
+
+
 def _refuse_flags_without_smc(server_args: Arguments) -> None:
     if is_smc(server_args):
         return

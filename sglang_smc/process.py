@@ -64,12 +64,9 @@ def drafts_all(resolved: Arguments) -> bool:
     """Return whether the draft of these resolved arguments may draft any token."""
     from sglang_smc.models.head_kinds import knows_all
 
-    path = resolved.speculative_draft_model_path
-    revision = resolved.speculative_draft_model_revision
-    if path is None:
+    if resolved.speculative_draft_model_path is None:
         return True
-    is_whole = resolved.speculative_token_map is None
-    return is_whole and knows_all(path, revision, resolved.trust_remote_code)
+    return resolved.speculative_token_map is None and knows_all(resolved)
 
 
 def is_mtp_layer(config: "ModelConfig") -> bool:

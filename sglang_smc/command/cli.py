@@ -14,6 +14,7 @@ DOCTOR = "doctor"
 COMMANDS = {
     DOCTOR: "check the installation, or whether a pair of models fits",
     "demo": "show SMC beside plain decoding, with tiny models",
+    "convert": "write a published draft's checkpoint for stock SGLang",
     "plan": "compute bounds on speed, and the fastest N and K",
     "audit": "test any server from outside: is its speculation lossless?",
     "check": "test whether an SMC server's answers follow the target",

@@ -132,9 +132,17 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
             "one drafts beyond, where it may fit worse."
         )
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
+    allowed = (
+        "allowed: a head that fits this target, with all of its weights. Download it anew, or "
+        "choose another draft."
+    )
+    if kinds.kind_of(config) == "model":
+        allowed = (
+            f"allowed: a language model, a head of {', '.join(kinds.HEADS)}, or an MTP layer of "
+            "this target. Choose another draft."
+        )
     found += [
-        f"{flag} {draft} {what}; allowed: a language model, a head of {', '.join(kinds.HEADS)}, or "
-        "an MTP layer of this target. Choose another draft."
+        f"{flag} {draft} {what}; {allowed}"
         for what in kinds.head_problems(config, target, num_steps)
     ]
     if kinds.kind_of(config) == "model":

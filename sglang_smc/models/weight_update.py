@@ -9,7 +9,6 @@ the server started with, whose files may have changed or gone.
 import hashlib
 import pickletools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -20,8 +19,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import __version__, upstream
-
-Shapes = dict[str, tuple[int, ...]]
+from sglang_smc.drafts.checkpoint import Shapes, folder_of
 
 
 def reason_not_to_load(path: str, old: Shapes | str) -> str | None:
@@ -52,22 +50,13 @@ def tensor_shapes(path: str) -> Shapes | str:
 
     shapes: Shapes = {}
     try:
-        for file in _folder(path).glob("*.safetensors"):
+        for file in folder_of(path).glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 names = tensors.keys()
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     except Exception as error:  # reported to the operator, whatever it is
         return str(error)
     return shapes or f"there are no *.safetensors in {path!r}"
-
-
-def _folder(path: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    known = snapshot_download(path, revision=revision, cache_dir=cache_dir, local_files_only=True)
-    return Path(known)
 
 
 # Arguments that KV depends on, beside checkpoints.
@@ -92,7 +81,7 @@ def name_of_kv(server_args: upstream.Arguments) -> str:
     files = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for path, revision in ((view.model_path, view.revision), draft, *adapters)
-        for file in (sorted(_folder(path, revision, view.download_dir).iterdir()) if path else ())
+        for file in (sorted(folder_of(path, revision, view.download_dir).iterdir()) if path else ())
     ]
     given = [getattr(view, field) for field in _OF_KV.split()]
     return hashlib.sha256(repr((releases, files, given)).encode()).hexdigest()[:16]

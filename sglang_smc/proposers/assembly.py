@@ -1,8 +1,9 @@
 """Build the draft of a server: its worker, its proposer, and its source of hidden states."""
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc import upstream
+from sglang_smc.drafts import checkpoint
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.draft_layers import Int8Rows, fuse_layers, quantize_layers
 from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.head_parts import for_class, is_set, require_set
 from sglang_smc.models.recurrent import RecurrentForward
 from sglang_smc.models.rotary import leave_rotations
 from sglang_smc.options.server import SMCConfig
@@ -26,6 +29,8 @@ from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
 from sglang_smc.proposers.ngram import Corpus, UniformDraft, open_corpus
 from sglang_smc.smc.ledger import Ledger
 from sglang_smc.upstream import Arguments
+
+logger = logging.getLogger(__name__)
 
 # Methods of SGLang's target class that a head needs; the first makes it capture hidden states.
 _GIVES_OUT = {
@@ -66,7 +71,7 @@ def build(
     return worker
 
 
-_SHARED = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | None:
@@ -75,7 +80,8 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | No
     Runs before pools and graphs are built, which depend on it. Returns the LM head that is the
     draft's own, cut or not; None where it is the target's, or known to SGLang's class alone.
 
-    Raises ValueError for a target that does not expose them, and an LM head that cannot be cut.
+    Raises ValueError for a target that does not expose them, an LM head that cannot be cut, and a
+    head that lacks weights.
     """
     config = draft.model_runner.model_config
     kind = kinds.kind_of(config)
@@ -99,38 +105,88 @@ def connect(target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | No
     if kind in ("eagle3", "dflash"):
         layers = kinds.captured_layers(config, of_target.num_hidden_layers)
         getattr(model, _GIVES_OUT[kind][0])(layers)
-    if kind != "dflash":
+    if kind == "dflash":
+        _connect_block(head, config, draft.model_runner.device)
+    else:
         _share(model, head, kind, embedding=config.hidden_size == of_target.hidden_size)
-    elif (Path(config.model_path) / "mask_embedding.pt").exists():
+    if kind == "eagle" and config.hf_config.to_dict().get("bias") is False:
+        torch.nn.init.zeros_(head.model.fc.bias)  # random in SGLang's class, where none is loaded
+    require_set(head)
+    has_own = kind == "eagle3" and not head.load_lm_head_from_target
+    return head.lm_head if has_own and head.lm_head is not head.model.embed_tokens else None
+
+
+def _connect_block(head: Any, config: Any, device: str) -> None:
+    """Give a block head the target's ids of the tokens that it drafts, in `hot_token_id`."""
+    folder = None
+    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
+        folder = checkpoint.folder_of(config.model_path, config.revision)
+    if folder is not None and (folder / "mask_embedding.pt").exists():
         raise ValueError(
             "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
             "the target's own embedding; allowed: block heads whose mask is a token of the "
             "target's. Choose another head."
         )
-    if kind == "eagle" and config.hf_config.to_dict().get("bias") is False:
-        torch.nn.init.zeros_(head.model.fc.bias)  # random in SGLang's class, where none is loaded
-    has_own = kind == "eagle3" and not head.load_lm_head_from_target
-    return head.lm_head if has_own and head.lm_head is not head.model.embed_tokens else None
+    head.hot_token_id = None
+    if kinds.drafts_part(config):
+        shifts = None if folder is None else checkpoint.tensor_in(folder, "d2t")
+        if shifts is None:
+            raise ValueError(
+                f"--speculative-draft-model-path {config.model_path} drafts a part of the "
+                "vocabulary, and its d2t cannot be read; allowed: a folder, or a name of Hugging "
+                "Face. Download the checkpoint."
+            )
+        head.hot_token_id = (shifts.long() + torch.arange(len(shifts))).to(device)
+    load = head.load_weights
+    hot = head.hot_token_id
+    head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
 
 
 def _share(model: Any, head: Any, kind: kinds.Kind, *, embedding: bool) -> None:
-    """Share the target's embedding with a head, if told to, and the LM head that it lacks."""
-    weights = model.get_embed_and_head()
-    shared = _SHARED
+    """Share the target's embedding with a head, if it fits, and the LM head that it lacks.
+
+    An embedding that the head's checkpoint has, and that is not the target's, stays.
+    """
+    of_target = dict(zip((_EMBEDDING, _LM_HEAD), model.get_embed_and_head(), strict=True))
+    own = head.model.embed_tokens.weight
+    known = of_target[_EMBEDDING]
     kept: list[tuple[Any, str]] = []
+    shares = {_EMBEDDING: embedding, _LM_HEAD: True}
     if kind == "eagle3":
-        shared = _SHARED[not embedding : 1 + head.load_lm_head_from_target]
+        shares[_LM_HEAD] = head.load_lm_head_from_target
         if head.hot_token_id is not None:
-            head.hot_token_id = head.hot_token_id.to(weights[0].device)
+            head.hot_token_id = head.hot_token_id.to(known.device)
             kept = [(head, "hot_token_id")]
+    if kind in ("eagle", "eagle3") and embedding and is_set(own):
+        shares[_EMBEDDING] = torch.equal(own, known)
+        if not shares[_EMBEDDING]:
+            logger.info("The head keeps its own embedding, which is not the target's.")
     # The classes' own `set_embed_and_head` wait for a CUDA device.
-    if _SHARED[0] in shared:
-        head.model.embed_tokens.weight = weights[0]
-    if _SHARED[1] in shared:
-        head.lm_head.weight = weights[1]
+    if shares[_EMBEDDING]:
+        head.model.embed_tokens.weight = known
+    if shares[_LM_HEAD]:
+        head.lm_head.weight = of_target[_LM_HEAD]
     if hasattr(head.model, "midlayer"):  # over latents: parts of a projection, split as it loads
         kept += [(head.model.midlayer.self_attn, name) for name in ("w_kc", "w_vc")]
+    shared = tuple(name for name, is_shared in shares.items() if is_shared)
     head.load_weights = partial(load_own, head.load_weights, shared, kept)
+
+
+def load_hot(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
+    hot: torch.Tensor | None,
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Load new weights into a running block head, its ``hot`` token ids ``[H]`` in place."""
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            if hot is not None and name.endswith("d2t"):
+                hot.copy_(weight.long() + torch.arange(len(weight), device=weight.device))
+            else:
+                yield name, weight
+
+    load(others())
 
 
 def load_own(
@@ -230,12 +286,15 @@ def assemble(
         _fuse(model, forward, skinny)
         return passes, LanguageModel(forward, runner, num_missing, hot)
     if kind == "dflash":
-        forward = BlockForward(runner, tails, kernels, num_columns, of_target.model)
-        _fuse(model, forward, skinny)
         config = runner.model_config
+        lm_head = model.own_lm_head if kinds.has_own_lm_head(config) else None
+        forward = BlockForward(runner, tails, kernels, num_columns, of_target.model, lm_head)
+        _fuse(model, forward, skinny)
         own = {
             "first": 1 - kinds.drafts_from_anchor(config),
             "markov": model.markov_head if kinds.is_dspark(config) else None,
+            "hot": model.hot_token_id,
+            "vocab_size": vocab_size,
         }
         passes.reader = BlockHead(forward, kinds.mask_token(config), **own)
         return passes, passes.reader

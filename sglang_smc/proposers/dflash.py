@@ -20,11 +20,15 @@ from sglang_smc import upstream
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer, DraftSlots
+from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
 
 
 class BlockForward(ParticleForward):
-    """A block head over particles, with the embedding and the LM head of SGLang's ``target``."""
+    """A block head over particles, with the embedding of SGLang's ``target``.
+
+    Args:
+        lm_head: of the head itself; None: the target's.
+    """
 
     _blocks = True
 
@@ -35,10 +39,11 @@ class BlockForward(ParticleForward):
         attention: Implementation,
         max_columns: int,
         target: Any,
+        lm_head: Any = None,
     ) -> None:
         super().__init__(runner, tails, attention, max_columns)
         self._model: Any = runner.model
-        self._target = target
+        self._target, self._lm_head = target, lm_head
         self._embed = upstream.without_lora(target.get_input_embeddings())
         # Some models scale embeddings outside of the embedding table.
         self._scale = getattr(target, "get_dflash_noise_embedding_scale", lambda: 1.0)()
@@ -59,11 +64,13 @@ class BlockForward(ParticleForward):
         return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Map the last layer's output ``[R, H]`` to logits ``[R, V]`` with the target's LM head."""
+        """Map the last layer's output ``[R, H]`` to logits ``[R, V]``, or of the draft's tokens."""
         target = self._target
         ids = batch.input_ids
-        lm_head = upstream.without_lora(target.lm_head)
-        return target.logits_processor(ids, states, lm_head, batch).next_token_logits
+        own = self._lm_head
+        lm_head = upstream.without_lora(target.lm_head) if own is None else own
+        logits = target.logits_processor(ids, states, lm_head, batch).next_token_logits
+        return logits if own is None else logits[:, : own.org_vocab_size]  # rows are padded
 
     def write(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the keys and values computed from the target's hidden states.
@@ -91,18 +98,28 @@ class BlockHead(DraftProposer):
     Args:
         first: row of a block that drafts its first token.
         markov: SGLang's Markov head of a DSpark block, if any.
+        hot, vocab_size: as in `to_full_vocabulary`.
     """
 
     wants_states = True
 
     def __init__(
-        self, forward: BlockForward, mask: int, *, first: int = 1, markov: Any = None
+        self,
+        forward: BlockForward,
+        mask: int,
+        *,
+        first: int = 1,
+        markov: Any = None,
+        hot: torch.Tensor | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self.attn_backend = forward.attn_backend
         self._forward = forward
         self._mask = mask
         self._first = first
         self._markov = markov
+        self._hot = hot
+        self._vocab_size = vocab_size
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
@@ -116,11 +133,12 @@ class BlockHead(DraftProposer):
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return logits after a token, of which a Markov head alone knows; see `DraftProposer`."""
-        if self._markov is None:
-            return self._steps[step]
-        return self._steps[step] + self._markov.project_bias(
-            self._markov.get_prev_embeddings(tokens)
-        )
+        logits = self._steps[step]
+        if self._markov is not None:
+            logits = logits + self._markov.project_bias(self._markov.get_prev_embeddings(tokens))
+        if self._hot is None:
+            return logits
+        return to_full_vocabulary(logits, self._hot, self._vocab_size)
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Write keys and values of the target's states; see `StatesReader.read_chains`."""

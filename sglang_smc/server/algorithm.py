@@ -98,6 +98,7 @@ def worker_class(server_args: "ServerArgs") -> type:
     hooks.verify_installed(hooks.FLAGS)
     hooks.verify_installed(hooks.DRAFTS)  # in time for the target's runner, which is built before
     hooks.install(hooks.SMC)
+    hooks.install(hooks.HEADS)
     from sglang_smc.worker import SMCWorker
 
     return SMCWorker

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
-from sglang_smc.models.head_kinds import MTP, has_mtp, reads_states
+from sglang_smc.models.head_kinds import MTP, Place, has_mtp, proposed_tokens, reads_states
 from sglang_smc.ops import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
@@ -36,6 +36,7 @@ ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
 def check_arguments(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     _draft_from_target(server_args)
+    _steps_from_draft(server_args)
     problems = [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
@@ -54,9 +55,17 @@ def _draft_from_target(server_args: Arguments) -> None:
     view = resolved_view(server_args)
     if view.speculative_draft_model_path is not None or view.speculative_smc_ngram_matches:
         return
-    if has_mtp(view.model_path, view.revision, view.trust_remote_code):
+    if has_mtp(Place.of_target(view)):
         server_args.speculative_draft_model_path = view.model_path
         server_args.speculative_draft_model_revision = view.revision
+
+
+def _steps_from_draft(server_args: Arguments) -> None:
+    """Take K from a `speculators` checkpoint where none is given."""
+    view = resolved_view(server_args)
+    if view.speculative_num_steps is None and (num_tokens := proposed_tokens(view)) is not None:
+        server_args.speculative_num_steps = num_tokens
+        logger.info("--speculative-num-steps is %d, as the draft proposes.", num_tokens)
 
 
 def resolve(server_args: Arguments) -> None:

@@ -61,6 +61,11 @@ SMC = Group(
     "the tokenizer manager; by `algorithm.worker_class` in its schedulers, before they build the "
     "worker.",
 )
+HEADS = Group(
+    ("draft_weights",),
+    where="In the schedulers of an SMC server",
+    when="By `algorithm.worker_class`, before they build the worker.",
+)
 ROUTES = Group(
     ("routes",),
     where="In the process of an SMC server that answers HTTP",
@@ -77,7 +82,7 @@ CPU_RECURRENT = Group(
     where="In processes that run a model with linear attention on the platform `smc_cpu`",
     when="By the hook on `attn_backend_wrapper`, once the model is loaded.",
 )
-GROUPS = (FLAGS, DRAFTS, DETOKENIZER, SMC, ROUTES, CPU_PLATFORM, CPU_RECURRENT)
+GROUPS = (FLAGS, DRAFTS, DETOKENIZER, SMC, HEADS, ROUTES, CPU_PLATFORM, CPU_RECURRENT)
 
 # The source in SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

@@ -19,16 +19,24 @@ from house_measures import (
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    "dtype printable upstream, potentials, smc, options, guard models, kv, ops, state, process, "
-    "rules, proposers, round, worker, server, cpu, patches, plugin, command"
+    "dtype printable upstream, potentials, smc, options, drafts, guard models, kv, ops, state, "
+    "process, rules, proposers, round, worker, server, cpu, patches, plugin, command"
 )
 # Rooms of the other package, which the plugin never imports: of the plugin they import settings,
 # arithmetic, records and what commands share.
 APART = (
-    *("tools.commands", "tools.demo", "tools.distill", "tools.pair", "tools.plan", "tools.real"),
+    *(
+        "tools.commands",
+        "tools.convert",
+        "tools.demo",
+        "tools.distill",
+        "tools.pair",
+        "tools.plan",
+        "tools.real",
+    ),
     *("tools.testing", "tools.view", "tools.watch"),
 )
-KNOWN = {"dtype", "printable", "options", "kv", "state", "potentials", "command"}
+KNOWN = {"dtype", "printable", "drafts", "options", "kv", "state", "potentials", "command"}
 #: It judges a pair by SGLang's and the server's own rules.
 PAIR_CHECK, ITS_OWN = "tools.pair_check", {"upstream", "models", "cpu"}
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them

@@ -4,12 +4,14 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from published_drafts import rewrite
 from resolved_args import field_names, options, resolve, with_other
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
@@ -440,6 +442,32 @@ def test_one_mtp_layer_needs_no_draft(smc: dict, tmp_path: Path, num_layers: int
     matches = {"speculative_smc_ngram_matches": True, "speculative_smc_mode": "exact"}
     found = upstream.resolved(resolve(**smc | target | matches))
     assert found.speculative_draft_model_path is None, "matches draft"
+
+
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
+
+
+def test_a_published_head_is_taken_with_the_k_that_it_proposes(smc: dict, tmp_path: Path) -> None:
+    """SGLang's own reader ends in 'Unrecognized model', before any algorithm is asked."""
+    given = {**smc, "model_path": str(PAIR / "target"), "speculative_num_steps": None}
+    given["speculative_draft_model_path"] = rewrite(PAIR / "eagle3", tmp_path / "head")
+    assert upstream.resolved(resolve(**given)).speculative_num_steps == 4
+    found = resolve(**given | {"speculative_num_steps": 6})
+    assert upstream.resolved(found).speculative_num_steps == 6
+    with pytest.raises(ValueError, match="speculators_model_type is 'peagle'"):
+        told = {"speculators_model_type": "peagle"}
+        folder = rewrite(PAIR / "eagle3", tmp_path / "other", **told)
+        resolve(**given | {"speculative_draft_model_path": folder})
+
+
+def test_a_head_is_read_by_the_file_that_is_named(smc: dict, tmp_path: Path) -> None:
+    """As stock SGLang does: --decrypted-draft-config-file, in place of config.json."""
+    shutil.copytree(PAIR / "eagle3", tmp_path / "head")
+    (tmp_path / "head" / "config.json").rename(tmp_path / "plain.json")
+    given = {**smc, "model_path": str(PAIR / "target")}
+    given["speculative_draft_model_path"] = str(tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text('{"ciphered": true}')
+    resolve(**given, decrypted_draft_config_file=str(tmp_path / "plain.json"))
 
 
 RECURRENT = {

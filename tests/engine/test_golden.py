@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from audit.adapters import MODULES, PREFIX, make_adapter
 from checkpoint_rounds import Answer, CheckpointRounds, check
-from head_laws import DFLASH, DSPARK, EAGLE3, HOT, KINDS, Draft, MTPDraft
+from head_laws import DFLASH, DSPARK, EAGLE3, HOT, KINDS, PART, Draft, MTPDraft
 from model_families import MTP, make_model
 from published_heads import EAGLE, EAGLE_QWEN2, FULL, LATENT, PUBLISHED, PublishedDraft
 from safetensors.torch import load_file
@@ -83,7 +83,7 @@ CASES = {
     "padding of the target": Case("padded", "llama"),
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
-    **{kind: Case("llama", kind) for kind in KINDS if kind != DSPARK},
+    **{kind: Case("llama", kind) for kind in KINDS if kind not in (DFLASH, DSPARK)},
     "adapters": Case("llama", FULL, {"max_loras_per_batch": 3}, adapters=("a", "b")),
     "an EAGLE head": Case("llama", EAGLE),
     "an MTP layer over latents": Case("deepseek_v3", MTP),
@@ -108,6 +108,7 @@ OTHERS = {
     "an EAGLE head with biases": Case("qwen2", EAGLE_QWEN2),
     "an EAGLE-3 head over latents": Case("deepseek_v3", LATENT),
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
+    "a DFlash block": Case("llama", DFLASH),
     "a DSpark block": Case("llama", DSPARK),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
     "recurrent states and experts": Case("qwen3_5_moe_text", MTP, RECURRENT),
@@ -189,10 +190,10 @@ def test_answers_are_those_of_rounds_over_transformers(
     asked: list[Any] = ASKED
     known: dict[str, Any] = {}
     settings = {"num_particles": case.num_particles, "num_steps": NUM_STEPS, "max_lag": 16}
-    if case.draft == HOT:  # weights alone would never reach what it does not know
+    if case.draft in (HOT, PART):  # weights alone would never reach what it does not know
         asked = [each for each in ASKED if not {"evidence_threshold", "power"} & {*each[0]}]
         known = {"drafts_all": False}
-    if case.draft in (DFLASH, DSPARK):  # the law here has as many masks as the server's K
+    if case.draft in (DFLASH, DSPARK, PART):  # the law here has as many masks as the server's K
         asked = [each for each in ASKED if "num_steps" not in each[0]]
     attention = case.arguments.get("kv_cache_dtype", "eager")
     targets: dict[str | None, str] = {None: target}

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_smc.models import draft_layers
+from sglang_smc.models import draft_layers, head_parts
 from sglang_smc.models.draft_layers import fuse_layers
 from sglang_smc.ops import TORCH
 from sglang_smc.options.server import SMCConfig
@@ -267,3 +267,44 @@ def test_layers_are_fused_for_drafts_in_bfloat16_on_one_gpu_if_asked(
         said, worker = "no draft", None
     with pytest.raises(ValueError, match=said):
         parts.skinny_for(fused, ops, worker)
+
+
+# --- Norms that SGLang's class of EAGLE-3 heads has not
+
+
+def complete_head(**told: Any) -> Any:
+    """A head of one layer, completed by what its configuration says."""
+    layer, head = make_layer("eagle3"), torch.nn.Module()
+    del layer.forward
+    head.model = torch.nn.Module()
+    head.model.layers = torch.nn.ModuleList([layer])
+    head_parts.complete_eagle3(head, SimpleNamespace(to_dict=lambda: told, rms_norm_eps=1e-5))
+    return head
+
+
+def test_a_residual_is_what_is_normalized() -> None:
+    """Red where the state itself is added, as in SGLang's class."""
+    (layer,) = complete_head(norm_before_residual=True).model.layers
+    assert fuse_layers(torch.nn.ModuleList([layer]), BACKEND, TORCH.skinny) == 0
+    layer.hidden_norm.forward = lambda x: 10 * x
+    layer.input_layernorm.forward = lambda x: x + 1
+    layer.self_attn.forward = lambda positions, hidden_states, forward_batch: hidden_states[:, ::2]
+    layer.post_attention_layernorm.forward = lambda x, residual: (x, x + residual)
+    layer.mlp.forward = lambda x: 0 * x
+    embeds, states = torch.randn(3, 128), torch.randn(3, 128)
+    output, residual = layer(None, embeds, states, None, None)
+    attended = torch.cat([embeds + 1, 10 * states], dim=1)[:, ::2]
+    assert torch.equal(output + residual, attended + 10 * states)
+
+
+def test_queries_and_keys_are_normalized_by_head() -> None:
+    """Before they are rotated."""
+    (layer,) = complete_head(use_qk_norm=True).model.layers
+    assert fuse_layers(torch.nn.ModuleList([layer]), BACKEND, TORCH.skinny) == 0
+    own = layer.self_attn
+    own.q_norm.forward, own.k_norm.forward = (lambda x: 3 * x), (lambda x: 5 * x)
+    rows, positions = torch.randn(4, 256), torch.arange(4)
+    found = own.forward_prepare_native(positions, rows)
+    q, k, v = own.qkv_proj(rows)[0].split([own.q_size, own.kv_size, own.kv_size], dim=-1)
+    expected = 3 * q + positions.unsqueeze(1), 5 * k, v
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

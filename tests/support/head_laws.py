@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from published_drafts import as_speculators, read, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
-DSPARK = "dspark"
-KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK)
+DSPARK, PART = "dspark", "dspark of hot tokens"
+KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK, PART)
 
 
 def make_head(kind: str, target: str, folder: Path) -> str:
-    """An untrained head for K = 3; of hot tokens it has three of four."""
+    """An untrained head for K = 3; those of hot tokens are as `speculators` saves them."""
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
@@ -28,11 +29,37 @@ def make_head(kind: str, target: str, folder: Path) -> str:
         made = new_head("dspark", target, folder, **sizes, **given)
     elif kind == APART:
         made = new_head("mtp", target, folder, **given)
+    elif kind == EAGLE3:
+        made = new_head("eagle3", target, folder, **given)
     else:
-        vocab_size = AutoModelForCausalLM.from_pretrained(target).config.vocab_size
-        hot = [token for token in range(vocab_size) if token % 4 != 2]
-        made = new_head("eagle3", target, folder, hot_tokens=hot if kind == HOT else None, **given)
+        vocab_size = AutoConfig.from_pretrained(target).vocab_size
+        hot = torch.tensor([token for token in range(vocab_size) if token % 4 != 2])
+        made = (of_hot if kind == HOT else of_part)(target, folder, hot, given)
     return str(made)
+
+
+def of_hot(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
+    """An EAGLE-3 head, with an embedding that is the target's."""
+    whole = folder.with_name("whole")
+    config, weights = read(new_head("eagle3", target, whole, hot_tokens=hot.tolist(), **given))
+    weights = {name.replace("midlayer.", "layers.0."): one for name, one in weights.items()}
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    weights["embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
+    return write(folder, as_speculators(config), weights)
+
+
+def of_part(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
+    """A DSpark head whose masks alone draft, with an LM head of its own."""
+    sizes = {"num_layers": 2, "block_size": 4, "markov_rank": 8}
+    whole = new_head("dspark", target, folder.with_name("whole"), **sizes, **given)
+    config, weights = read(whole)
+    config["sample_from_anchor"] = False
+    write(whole, config, weights)
+    own = torch.randn(len(hot), config["hidden_size"], generator=torch.Generator().manual_seed(6))
+    weights |= {"lm_head.weight": own / config["hidden_size"] ** 0.5}
+    weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][hot]
+    weights["d2t"] = hot - torch.arange(len(hot))
+    return write(folder, as_speculators(config, draft_vocab_size=len(hot)), weights)
 
 
 class Draft:
@@ -46,8 +73,10 @@ class Draft:
 
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        self.head: Any = load_head(folder, target).double().eval()
+        whole = str(Path(folder).with_name("whole")) if kind == PART else folder
+        self.head: Any = load_head(whole, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
+        self.own = read(Path(folder))[1] if kind == PART else {}
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -58,12 +87,18 @@ class Draft:
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
-        if self.kind in (DFLASH, DSPARK):
+        if self.kind in (DFLASH, DSPARK, PART):
             mask = embed(torch.tensor(self.head.mask_token_id))
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
+            before = texts.gather(1, columns + torch.arange(self.num_steps))
+            if self.kind == PART:
+                hot = self.own["d2t"] + torch.arange(len(self.own["d2t"]))
+                logits = filled[:, 0] @ self.own["lm_head.weight"].double().T
+                logits = logits + self.head.bias(before)[..., hot]
+                probs = logits.new_zeros(*logits.shape[:2], len(embed.weight))
+                return probs.index_copy(2, hot, logits.softmax(-1))
             logits = self.model.lm_head(filled)[:, 0]
             if self.kind == DSPARK:
-                before = texts.gather(1, columns + torch.arange(self.num_steps))
                 logits = logits + self.head.bias(before)
             return logits.softmax(-1)
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]

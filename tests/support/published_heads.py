@@ -14,12 +14,13 @@ from transformers import AutoConfig, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3MLP
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from sglang_smc_tools.distill.heads import Midlayer
 
 EAGLE, EAGLE_QWEN2 = "eagle", "eagle of qwen2"
 IDS = "eagle_aux_hidden_state_layer_ids"
-FULL = "eagle3 with all that SGLang's class takes"
+FULL = "eagle3 with all that one may have"
 LATENT = "eagle3 over latents"
 #: What their config.json says beside sizes of the target.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -36,13 +37,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     FULL: {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "model_type": "qwen3",
+        "mlp_bias": False,
         "num_hidden_layers": 2,
         "hidden_size": 24,
         "target_hidden_size": 32,
         "draft_vocab_size": VOCAB,
         "fc_norm": True,
         "norm_output": True,
+        "norm_before_residual": True,
         "eagle_config": {IDS: [0, 2], "norm_before_fc": True},
     },
     LATENT: {
@@ -63,6 +66,25 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
     *("num_key_value_heads", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"),
 )
+
+
+class NormedFirst(Midlayer):
+    """EAGLE-3's layer with norms of queries and keys, whose residual is the normalized state."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        own: Any = Qwen3Attention(config, 0)
+        own.q_proj, own.k_proj, own.v_proj = (
+            self.self_attn.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        self.self_attn = own
+
+    def forward(self, embedded: Any, states: Any, at: Any, cache: Any, mask: Any = None) -> Any:
+        states = self.hidden_norm(states)
+        read = torch.cat([self.input_layernorm(embedded), states], -1)
+        attended, _ = self.self_attn(read, at, mask, past_key_values=cache)
+        states = states + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class LatentLayer(nn.Module):
@@ -96,8 +118,9 @@ class Published(nn.Module):
         width, eps, count = told["hidden_size"], told["rms_norm_eps"], told["num_hidden_layers"]
         self.layer_ids: list[int] | None = told.get("eagle_config", {}).get(IDS)
         self.embed_tokens = nn.Embedding(told["vocab_size"], width)
-        first = LatentLayer if told["model_type"] == "deepseek_v3" else Midlayer
-        layer = Qwen2DecoderLayer if told["model_type"] == "qwen2" else LlamaDecoderLayer
+        first = {"deepseek_v3": LatentLayer, "qwen3": NormedFirst}.get(told["model_type"], Midlayer)
+        later = {"qwen2": Qwen2DecoderLayer, "qwen3": Qwen3DecoderLayer}
+        layer = later.get(told["model_type"], LlamaDecoderLayer)
         num_later = count - (self.layer_ids is not None)  # the first of EAGLE-3 is another
         layers: list[nn.Module] = [layer(self.config, count - 1) for _ in range(num_later)]
         self.rotary = LlamaRotaryEmbedding(self.config)
@@ -161,7 +184,7 @@ class PublishedDraft(PairDraft):
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.head.layer_ids is None:
-            own = self.head(self.model.get_input_embeddings()(tokens), before)
+            own = self.head(self.head.embed_tokens(tokens), before)  # it is not the target's
             return own, self.model.lm_head(own)
         normed = self.head.norm(self.head(self.head.embed_tokens(tokens), before))
         return normed, self.head.lm_head(normed)

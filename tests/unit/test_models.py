@@ -19,7 +19,7 @@ from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.assembly import connect
+from sglang_smc.proposers.assembly import connect, load_hot
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
@@ -39,10 +39,11 @@ def model_config(config: Any) -> Any:
         vocab_size=config.vocab_size,
         num_hidden_layers=config.num_hidden_layers,
         model_path=str(config.architectures),
+        revision=None,
     )
 
 
-TARGET = model_config(LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=6))
+TARGET = model_config(LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_layers=8))
 
 
 def eagle3(**more: Any) -> Any:
@@ -125,10 +126,10 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (eagle3(**NARROW, draft_vocab_size=None), "has width 32 without an LM head"),
         (eagle3(vocab_size=99), "has vocab_size 99, and the target 100"),
         (
-            eagle3(**with_ids(0, 2, 5)),
-            r"reads what layers \[5\] of the target pass on; it gives out those of 0 to 4",
+            eagle3(**with_ids(0, 2, 7)),
+            r"reads what layers \[7\] of the target pass on; it gives out those of 0 to 6",
         ),
-        (eagle3(norm_before_residual=True), r"with a norm before the residual \(norm_before_res"),
+        (latent(norm_before_residual=True), r"with a norm before the residual \(norm_before_res"),
         (eagle3(attention_bias=True), "with biases of attention"),
         (eagle3(layer_types=["sliding_attention"]), "with windows"),
         (eagle3(**with_ids(0, 2, 4, parallel_draft_step=2)), "with further heads"),
@@ -137,7 +138,7 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (eagle3(**with_ids(0, 2), num_aux_hidden_states=3), "3 and reads the states of 2 layers"),
         (eagle3(num_aux_hidden_states=4), "4 and reads the states of 3 layers"),
         (eagle3(**with_ids(2)), "reads states of its own width, 64, to which .* no fc"),
-        (eagle3(architectures=["LlamaForCausalLM"]), "names LlamaForCausalLM in its config.json"),
+        (eagle3(architectures=["Qwen2ForCausalLM"]), "names Qwen2ForCausalLM in its config.json"),
         (eagle3(eagle_config={"use_aux_hidden_state": False}), "reads the last layer alone"),
         (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(projector_type="dspark"), "is a block head with a projector"),
@@ -158,8 +159,8 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (mtp(3), "has 3 MTP layers .*, and one alone drafts"),
         (mtp(None), "has no number of MTP layers"),
         (eagle(tie_word_embeddings=True), "ties its LM head .*, and the target has two"),
-        (eagle3(architectures=["DFlash2DraftModel"]), "is a block head of a kind that walks"),
-        (eagle3(architectures=["LingDSparkModel"]), "is a DSpark head of a class that is not"),
+        (eagle3(architectures=["DFlash2DraftModel"]), "is a DFlash2 head, which walks through"),
+        (eagle3(architectures=["DSparkMiniMaxDraftModel"]), "is a DSpark head of a class that is"),
     ],
 )
 def test_what_does_not_fit_is_told(config: Any, told: str) -> None:
@@ -202,69 +203,101 @@ def test_hot_tokens_get_their_places_and_others_nothing() -> None:
     assert to_full_vocabulary(logits, None, 2) is logits
 
 
+def table(value: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((3, 2), value), requires_grad=False)
+
+
+def head_of(config: Any, *, lacks_lm_head: bool, embedding: float = torch.nan) -> Any:
+    """A head as it is loaded: what its checkpoint lacks is NaN."""
+    head, head_model = torch.nn.Module(), torch.nn.Module()
+    head.model, head_model.fc = head_model, torch.nn.Linear(2, 2)
+    head_model.embed_tokens, head.lm_head = torch.nn.Module(), torch.nn.Module()
+    head_model.embed_tokens.weight = table(embedding)
+    head.lm_head.weight = table(torch.nan if lacks_lm_head else 4.0)
+    if kinds.kind_of(config) == "eagle3":
+        head.hot_token_id, head.load_lm_head_from_target = None, lacks_lm_head
+    return head
+
+
+EMBEDDING, LM_HEAD = table(1.0), table(2.0)
+OF_TARGET = SimpleNamespace(get_embed_and_head=lambda: (EMBEDDING, LM_HEAD))
+OF_TARGET.set_eagle3_layers_to_capture = lambda _: None
+
+
+def joined(head: Any, config: Any) -> None:
+    pairs = zip((OF_TARGET, head), (TARGET, config), strict=True)
+    runners = (SimpleNamespace(model=model, model_config=its) for model, its in pairs)
+    connect(*(cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners))
+
+
 def test_new_weights_go_where_captured_rounds_read_them() -> None:
     """A head's class replaces its list of hot tokens, and what latents are multiplied by."""
     hot, split = torch.tensor([1, 2]), (torch.tensor([3.0]), torch.tensor([4.0]))
-    attention = SimpleNamespace(w_kc=split[0], w_vc=split[1])
+    attention = torch.nn.Module()
+    attention.w_kc, attention.w_vc = split
 
     def load(weights: Any) -> None:
         list(weights)
         head.hot_token_id = torch.tensor([4, 5])
         attention.w_kc, attention.w_vc = torch.tensor([6.0]), torch.tensor([7.0])
 
-    model = SimpleNamespace(embed_tokens=SimpleNamespace(), fc=None)
-    model.midlayer = SimpleNamespace(self_attn=attention)
-    head = SimpleNamespace(model=model, load_weights=load, load_lm_head_from_target=False)
-    head.hot_token_id, head.lm_head = hot, SimpleNamespace()
-    weights = torch.zeros(1), torch.zeros(1)
-    target = SimpleNamespace(get_embed_and_head=lambda: weights)
-    target.set_eagle3_layers_to_capture = lambda _: None
-    joined(target, head, latent())
+    head = head_of(latent(), lacks_lm_head=False)
+    head.model.midlayer = torch.nn.Module()
+    head.model.midlayer.self_attn = attention
+    head.hot_token_id, head.load_weights = hot, load
+    joined(head, latent())
     head.load_weights([])
     read = head.hot_token_id, attention.w_kc, attention.w_vc
     assert all(now is before for now, before in zip(read, (hot, *split), strict=True))
     assert [tensor.tolist() for tensor in read] == [[4, 5], [6.0], [7.0]]
 
 
-def joined(target: Any, head: Any, config: Any) -> None:
-    pairs = zip((target, head), (TARGET, config), strict=True)
-    runners = (SimpleNamespace(model=model, model_config=its) for model, its in pairs)
-    connect(*(cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners))
+def test_new_hot_tokens_of_a_block_go_where_rounds_read_them() -> None:
+    loaded: dict[str, Any] = {}
+    hot = torch.tensor([0, 1])
+    load_hot(loaded.update, hot, {"d2t": torch.tensor([2, 3]), "fc.weight": hot}.items())
+    assert hot.tolist() == [2, 4] and [*loaded] == ["fc.weight"]
 
 
 NAMES = ("model.embed_tokens.weight", "fc.weight", "lm_head.weight")
 
 
 @pytest.mark.parametrize(
-    ("config", "lacks_lm_head", "own"),
+    ("config", "lacks_lm_head", "embedding", "own"),
     [
-        (eagle(kinds.MTP["MiMoForCausalLM"]), True, NAMES[1:2]),
-        (eagle(bias=False), True, NAMES[1:2]),
-        (eagle3(draft_vocab_size=None), True, NAMES[1:2]),
-        (eagle3(), False, NAMES[1:]),
-        (eagle3(**NARROW), False, NAMES),
+        (eagle(kinds.MTP["MiMoForCausalLM"]), True, torch.nan, NAMES[1:2]),
+        (eagle(bias=False), True, torch.nan, NAMES[1:2]),
+        (eagle(bias=False), True, 1.0, NAMES[1:2]),
+        (eagle(bias=False), True, 3.0, NAMES[:2]),
+        (eagle3(draft_vocab_size=None), True, torch.nan, NAMES[1:2]),
+        (eagle3(), False, torch.nan, NAMES[1:]),
+        (eagle3(), False, 1.0, NAMES[1:]),
+        (eagle3(), False, 3.0, NAMES),
+        (eagle3(**NARROW), False, 3.0, NAMES),
     ],
 )
 def test_what_a_head_lacks_is_the_targets(
-    config: Any, lacks_lm_head: bool, own: tuple[str, ...]
+    config: Any, lacks_lm_head: bool, embedding: float, own: tuple[str, ...]
 ) -> None:
+    """And an embedding that equals the target's; one of its own stays, as it does not in SGLang."""
     loaded: list[str] = []
-    fc, target = (
-        torch.nn.Linear(2, 2),
-        SimpleNamespace(get_embed_and_head=lambda: (NAMES[0], NAMES[2])),
-    )
-    target.set_eagle3_layers_to_capture = lambda _: None
-    head = SimpleNamespace(model=SimpleNamespace(embed_tokens=SimpleNamespace(weight=None), fc=fc))
-    head.lm_head = SimpleNamespace(weight=None)
-    if kinds.kind_of(config) == "eagle3":
-        head.hot_token_id, head.load_lm_head_from_target = None, lacks_lm_head
+    head = head_of(config, lacks_lm_head=lacks_lm_head, embedding=embedding)
     head.load_weights = lambda weights: loaded.extend(name for name, _ in weights)
-    joined(target, head, config)
-    given = head.model.embed_tokens.weight, head.lm_head.weight
-    assert {name for name in given if name is not None} == set(NAMES) - {*own}
+    joined(head, config)
+    shared = {NAMES[0]: head.model.embed_tokens.weight is EMBEDDING}
+    shared[NAMES[2]] = head.lm_head.weight is LM_HEAD
+    assert {name for name, is_shared in shared.items() if is_shared} == set(NAMES) - {*own}
     head.load_weights((name, None) for name in NAMES)
     assert (*loaded,) == own
-    assert bool(fc.bias.any()) == (kinds.kind_of(config) != "eagle")
+    assert bool(head.model.fc.bias.any()) == (kinds.kind_of(config) != "eagle")
+
+
+def test_a_head_without_an_lm_head_is_not_run() -> None:
+    with pytest.raises(ValueError, match=r"no weights for lm_head\.weight"):
+        head = head_of(eagle3(), lacks_lm_head=True)
+        head.load_lm_head_from_target = False
+        head.load_weights = None
+        joined(head, eagle3())
 
 
 @pytest.mark.parametrize(
@@ -293,6 +326,12 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
     bias = 10.0 * (own is not None)
     assert first.tolist() == [[[0, 0, bias, 0]]]
     assert second.tolist() == [[[1 + bias, 1, 1, 1]]]
+    few = {"hot": torch.tensor([1, 2, 4, 5]), "vocab_size": 6}
+    head = BlockHead(forward, kinds.mask_token(config), first=drafts_from, markov=own, **few)
+    head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
+    none = -torch.inf
+    second = head.next_logits(1, torch.tensor([[0]]), SLOTS)
+    assert second.tolist() == [[[none, 1 + bias, 1, none, 1, 1]]]
 
 
 # --- Layers

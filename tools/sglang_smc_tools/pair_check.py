@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_smc.command.machine import HERE, Finding, fail, ok, warning
+from sglang_smc.drafts import formats
 from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
@@ -50,6 +51,8 @@ def findings(
         yield _recommended(options, device)
         return
     if not _has_name(options):
+        if told := _format(options.draft):
+            yield ok("draft's format", told)
         if not _is_head(options.draft):
             yield _vocabularies(options.target, options.draft)
         yield _accepted(options)
@@ -149,6 +152,21 @@ def _is_head(draft: str) -> bool:
         return draft == MTP or shapes.architecture(shapes.contents(draft)) in HEADS
     except ValueError:  # reported by other findings
         return False
+
+
+def _format(draft: str) -> str | None:
+    """Return what a `speculators` checkpoint says of itself; None for another."""
+    try:
+        told = shapes.contents(draft)
+    except ValueError:  # reported by other findings
+        return None
+    if formats.SPECULATORS not in told:
+        return None
+    made_for, num_tokens = formats.target_name(told), formats.num_tokens(told)
+    told = f"speculators {told[formats.SPECULATORS]}"
+    told += f", made for {made_for}" if made_for else ""
+    told += f", proposes K = {num_tokens}" if num_tokens else ""
+    return f"{told}; for stock SGLang: sglang-smc convert"
 
 
 def _misfit(target: ModelShape, draft: ModelShape, options: argparse.Namespace) -> Finding | None:

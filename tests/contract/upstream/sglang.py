@@ -253,7 +253,9 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bases(cls: Thing) -> list[str]:
-    return [f"{cls.owner}.{ast.unparse(base).partition('[')[0]}" for base in cls.node.bases]
+    bases = [ast.unparse(base).partition("[")[0] for base in cls.node.bases]
+    # A class may have the name of an imported one, which is its base.
+    return [f"{cls.owner}.{base}" for base in bases if base != cls.node.name]
 
 
 def _bound(node: ast.AST) -> Iterable[str]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
 
+from sglang_smc.drafts.formats import QK_NORM, SPECULATORS, UNKNOWN
 from sglang_smc_tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, flattened
 from sglang_smc_tools.plan.shapes import architecture, contents
 
@@ -30,10 +31,14 @@ WEIGHTS = "model.safetensors"
 _OF_BLOCKS = (
     *("conv_kernel_size", "selector_rank", "attention_sink_bias", "attention_value_scale"),
     *("output_multiplier", "final_logit_softcapping", "use_gemma_norm", "is_causal"),
-    *("use_sliding_window", "attention_bias"),
+    *("use_sliding_window", "attention_bias", UNKNOWN),
 )
+_NOTES = (SPECULATORS, "speculators_config")  # of another format, in which nothing is written
 UNSUPPORTED = {
-    EAGLE3: ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias"),
+    EAGLE3: (
+        *("norm_before_fc", "norm_before_residual", "fc_norm", "use_aux_norm", "norm_output"),
+        *("bias", "attention_bias", QK_NORM, UNKNOWN),
+    ),
     DFLASH: ("projector_type", *_OF_BLOCKS),
     DSPARK: _OF_BLOCKS,
     MIMO: ("use_sliding_window",),
@@ -296,7 +301,7 @@ def _layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, .
 
 def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any], Any]:
     """Return the config.json of a head and its target's; raise ValueError if they do not fit."""
-    settings = dict(contents(folder))
+    settings = {name: value for name, value in contents(folder).items() if name not in _NOTES}
     kind = architecture(settings)
     flat = flattened(settings)
     given = [name for name in UNSUPPORTED[kind] if flat.get(name) not in (None, False, 0)]
@@ -304,7 +309,11 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         given.append("layer_types")
     if settings.get("hidden_act", "silu") != "silu":
         given.append("hidden_act")
-    own = {"projector_type": "dspark", "markov_head_type": "vanilla"} if kind == DSPARK else {}
+    own: dict[str, Any] = {}
+    if kind == DSPARK:
+        own = {"projector_type": "dspark", "markov_head_type": "vanilla"}
+    if kind in (DFLASH, DSPARK):
+        own["draft_vocab_size"] = settings["vocab_size"]
     given += [name for name, value in own.items() if flat.get(name) not in (None, value)]
     if kind not in (DFLASH, DSPARK) and settings["num_hidden_layers"] != 1:
         given.append("num_hidden_layers")

@@ -213,12 +213,14 @@ class DFlash(LayersHead):
         first: the column that drafts the first token; 0 is that of the last kept token.
     """
 
-    first = 1
+    first: int
+    from_anchor = False  # unless the settings say so
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__(settings, layer_ids)
         flat, config = flattened(settings), self.config
         self.mask_token_id, self.block_size = flat["mask_token_id"], flat["block_size"]
+        self.first = int(not settings.get("sample_from_anchor", self.from_anchor))
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, n) for n in range(config.num_hidden_layers)
@@ -259,9 +261,10 @@ class DFlash(LayersHead):
 class DSpark(DFlash):
     """A DSpark head with SGLang's vanilla Markov head."""
 
+    from_anchor = True
+
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__(settings, layer_ids)
-        self.first = int(not settings.get("sample_from_anchor", True))
         size, rank = self.config.vocab_size, settings["markov_rank"]
         parts = {"markov_w1": nn.Embedding(size, rank), "markov_w2": nn.Linear(rank, size, False)}
         self.markov_head = nn.ModuleDict(parts)

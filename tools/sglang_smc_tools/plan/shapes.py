@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_smc.drafts.formats import BLOCKS, DSPARKS, normalized
+
 Config = Mapping[str, Any]
 Source = str | Path | Config
 """A Hugging Face ``config.json``, its folder, its contents, or a built-in name."""
@@ -502,7 +504,7 @@ def contents(source: Source, known: Collection[str] = ()) -> Config:
             + ". For a model of the Hub, download its files."
         )
     try:
-        return json.loads(path.read_text())
+        return normalized(json.loads(path.read_text()))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
@@ -577,7 +579,7 @@ def _read_eagle3(config: Config) -> ModelShape:
 
 
 def _read_block(config: Config) -> ModelShape:
-    is_dspark = architecture(config) in DSPARK
+    is_dspark = architecture(config) in DSPARKS
     hint = " A DFlash block's sizes are those of its own layers, not of the target's."
     layers = dense(config, None, tied=True, hint=hint)  # without an LM head
     options = {**config, **(config.get("dflash_config") or {})}
@@ -595,12 +597,12 @@ def _read_block(config: Config) -> ModelShape:
         layers = replace(layers, windowed_layers=windowed, window=window)
     states = len(options.get("target_layer_ids") or range(layers.num_layers))
     most = options.get("block_size") or BLOCK_SIZE
-    found = replace(layers, kind=DFLASH, num_states=states, max_steps=most - 1)
+    most -= not options.get("sample_from_anchor", is_dspark)
+    found = replace(layers, kind=DFLASH, num_states=states, max_steps=most)
     if not is_dspark:
         return found
     vocab_size, rank = numbers_of(config, "vocab_size", "markov_rank")
-    most -= not options.get("sample_from_anchor", True)
-    return replace(found, max_steps=most, markov_parameters=vocab_size * rank)
+    return replace(found, markov_parameters=vocab_size * rank)
 
 
 def _read_eagle(config: Config) -> ModelShape:
@@ -608,13 +610,11 @@ def _read_eagle(config: Config) -> ModelShape:
     return replace(dense(config, "vocab_size", tied=False), kind=MTP, num_states=1)
 
 
-DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel")
 #: Parsers of head configurations, by architecture.
 HEADS = {
     "LlamaForCausalLMEagle": _read_eagle,
     "LlamaForCausalLMEagle3": _read_eagle3,
-    "DFlashDraftModel": _read_block,
-    **dict.fromkeys(DSPARK, _read_block),
+    **dict.fromkeys((*BLOCKS, *DSPARKS), _read_block),
     "MiMoMTP": _read_eagle,
     "Qwen2ForCausalLMEagle": _read_eagle,
 }

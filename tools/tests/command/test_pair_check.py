@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from model_families import CONFIGS
+from published_drafts import read, rewrite, write
 
 from sglang_smc.command import doctor, machine
 from sglang_smc.command.machine import FAIL, OK, WARNING, Finding
@@ -100,6 +101,22 @@ def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     edit(draft, architectures=["LlamaForSequenceClassification"])
     found = pair_check._accepted(options("--target", TARGET, "--draft", str(draft)))
     assert found.level == FAIL and "has no next-token head" in found.do
+
+
+@pytest.mark.usefixtures("resolving")
+def test_a_published_head_is_named_and_its_faults_are(tmp_path: Path) -> None:
+    """By what the server says, from the files alone."""
+    folder = rewrite(PAIR / "eagle3", tmp_path / "whole")
+    said = pair_check._format(folder) or ""
+    assert said.startswith("speculators eagle3, made for a/target, proposes K = 4")
+    assert pair_check._format(str(PAIR / "eagle3")) is None and pair_check._is_head(folder)
+    assert draft_from_config(folder) == draft_from_config(PAIR / "eagle3")
+    given = "--target", TARGET, "--num-steps", "8", "--draft"
+    assert pair_check._accepted(options(*given, folder)).level == OK
+    config, weights = read(Path(folder))
+    del weights["fc.weight"]
+    found = pair_check._accepted(options(*given, write(tmp_path / "cut", config, weights)))
+    assert found.level == FAIL and "lacks a tensor fc.weight" in (found.do or "")
 
 
 @pytest.mark.usefixtures("resolving")

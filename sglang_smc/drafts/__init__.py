@@ -1,0 +1,1 @@
+"""Checkpoints of drafts as they are published: their configurations and their tensors."""

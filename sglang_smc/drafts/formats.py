@@ -1,0 +1,188 @@
+"""Translate the configuration of a published draft to the keys that SGLang's classes read.
+
+Three formats are in use:
+
+- SGLang's and SpecForge's, with these keys.
+- That of EAGLE's authors: the same, but it names `LlamaForCausalLM`.
+- That of `speculators`, which vLLM reads: the head's layers are a configuration of their own in
+  `transformer_layer_config`, and layers of the target are counted as Hugging Face counts hidden
+  states: 0 is the embedding, so that an id is SGLang's plus one (speculators 0.9.0, models/*/).
+
+Nothing here reads a file; `checkpoint` and `models.draft_config` do.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+SPECULATORS = "speculators_model_type"
+"""The key by which a `speculators` checkpoint is recognised; it stays in what is made of one."""
+
+LAYER_CONFIG = "transformer_layer_config"
+EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
+BLOCKS = (DFLASH, "MuseGlimmerAssistantModel")
+DSPARKS = ("DSparkDraftModel", DSPARK, "LingDSparkModel", "Lfm2DSparkDraftModel")
+"""SGLang's classes of block heads, and of those with a Markov head; but one they are aliases."""
+
+CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dspark": DSPARK}
+"""SGLang's class of each `speculators` type that it has one for."""
+
+EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
+QK_NORM = "use_qk_norm"
+"""Whether an EAGLE-3 head normalizes queries and keys, as a layer of Qwen3 does."""
+
+OWN_LM_HEAD = "has_own_lm_head"
+"""Whether a block head's checkpoint has an LM head, in place of the target's."""
+
+UNKNOWN = "unknown_settings"
+"""Settings of a `speculators` checkpoint that have a value, and a meaning unknown here."""
+
+_COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
+_OWN = {
+    "eagle3": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    "dflash": ("block_size", "sample_from_anchor"),
+    "dspark": (
+        *("block_size", "sample_from_anchor", "markov_rank", "markov_head_type"),
+        *("enable_confidence_head", "confidence_head_with_markov"),
+    ),
+}
+# Keys that are read under another name, describe, or concern training alone.
+_READ = {
+    *("architectures", "auto_map", "tie_word_embeddings", "speculators_version", "_name_or_path"),
+    *("transformers_version", "speculators_config", "embed_requires_grad", "id2label", "label2id"),
+    *("return_dict", "model_type", "chunk_size_feed_forward", "mask_token_id", EAGLE3_LAYERS),
+    *("aux_hidden_state_layer_ids", "sliding_window_non_causal", SPECULATORS, LAYER_CONFIG),
+}
+
+
+def architecture(config: Config) -> str:
+    """Return the class that a configuration names; an empty text if it names none."""
+    return (config.get("architectures") or [""])[0]
+
+
+def is_head(config: Config) -> bool:
+    """Return whether a configuration's meaning may depend on which tensors are saved beside it."""
+    kinds = (EAGLE3, *BLOCKS, *DSPARKS)
+    return SPECULATORS in config or architecture(_named(config)) in kinds
+
+
+def normalized(config: Config, tensors: Collection[str] | None = None) -> dict[str, Any]:
+    """Return a draft's configuration with the keys of SGLang's classes; any other as it is.
+
+    Applied to its result it changes nothing.
+
+    Args:
+        tensors: names in the checkpoint; None if they are not known.
+
+    Raises ValueError for a `speculators` checkpoint without a layer's configuration.
+    """
+    told = _flattened(config) if SPECULATORS in config else _named(config)
+    if tensors is None:
+        return told
+    names = {name.removeprefix("model.") for name in tensors}
+    if architecture(told) == EAGLE3:
+        return told | _saved(told, names)
+    if architecture(told) in (*BLOCKS, *DSPARKS) and "lm_head.weight" in names:
+        told[OWN_LM_HEAD] = True
+    return told
+
+
+def num_tokens(config: Config) -> int | None:
+    """Return the draft tokens a round (K) that a `speculators` checkpoint proposes, if it does."""
+    told = config.get("speculators_config") or {}
+    methods = {one.get("proposal_type"): one for one in told.get("proposal_methods") or ()}
+    return methods.get(told.get("default_proposal_method"), {}).get("speculative_tokens")
+
+
+def target_name(config: Config) -> str | None:
+    """Return the model that a `speculators` checkpoint says it was made for."""
+    told = config.get("speculators_config") or {}
+    return (told.get("verifier") or {}).get("name_or_path")
+
+
+def _named(config: Config) -> dict[str, Any]:
+    """Name SGLang's class of an EAGLE-3 head: no language model has a draft vocabulary."""
+    told = dict(config)
+    if architecture(told) == "LlamaForCausalLM" and told.get("draft_vocab_size"):
+        told["architectures"] = [EAGLE3]
+    return told
+
+
+def _saved(config: Config, tensors: Collection[str]) -> dict[str, Any]:
+    """Return settings of an EAGLE-3 head that follow from what is saved.
+
+    `tie_word_embeddings` is often copied from the target's configuration. An LM head that is saved
+    is the head's own. Where none is, and the vocabulary is whole, it is the target's, which
+    SGLang's class takes if `draft_vocab_size` is None.
+    """
+    found: dict[str, Any] = {}
+    if any(name.endswith("self_attn.q_norm.weight") for name in tensors):
+        found[QK_NORM] = True
+    has_head = any(name.startswith("lm_head.") for name in tensors)
+    is_tied = config.get("tie_word_embeddings") and "embed_tokens.weight" in tensors
+    if has_head:
+        found["tie_word_embeddings"] = False
+    elif not is_tied and config.get("draft_vocab_size") == config.get("vocab_size"):
+        found |= {"tie_word_embeddings": False, "draft_vocab_size": None}
+    return found
+
+
+def _flattened(config: Config) -> dict[str, Any]:
+    """Return a `speculators` configuration with SGLang's keys; see the module."""
+    if LAYER_CONFIG not in config:  # it is one already, or there is nothing to read
+        return dict(config)
+    kind = config[SPECULATORS]
+    told = _layer(config[LAYER_CONFIG] or {})
+    told |= {name: config[name] for name in _COMMON if config.get(name) is not None}
+    told |= {name: config[name] for name in (SPECULATORS, "speculators_config") if name in config}
+    told |= {"architectures": [CLASSES.get(kind, architecture(config))]}
+    told |= {"tie_word_embeddings": False}
+    own = _OWN.get(kind)
+    if own is None:  # refused by its type
+        return told
+    told |= {name: config[name] for name in own if config.get(name) is not None}
+    told |= _of_eagle3(config, told) if kind == "eagle3" else _of_blocks(config, told)
+    known = {*_COMMON, *own, *_READ}
+    if unknown := sorted(name for name in config if name not in known and config[name]):
+        told[UNKNOWN] = unknown
+    return told
+
+
+def _layer(told: Config) -> dict[str, Any]:
+    """Return all settings of a head's layers, with the defaults that were left out as it was saved.
+
+    `speculators` reads a layer that names no model as Qwen3's.
+    """
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(**{"model_type": "qwen3", **told}).to_dict()
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def _of_eagle3(config: Config, told: Config) -> dict[str, Any]:
+    """Return the settings of an EAGLE-3 head that have other names in SGLang's.
+
+    Without layers of the target, both take the same three.
+    """
+    found: dict[str, Any] = {QK_NORM: True} if told["model_type"] == "qwen3" else {}
+    if (layers := config.get(EAGLE3_LAYERS)) is not None:
+        found["eagle_config"] = {EAGLE3_LAYERS: [layer - 1 for layer in layers]}
+    return found
+
+
+def _of_blocks(config: Config, told: Config) -> dict[str, Any]:
+    """Return the settings of a block head that have other names in SGLang's."""
+    # Files of before the key existed draft from the masks alone, DSpark's too (speculators#760).
+    found: dict[str, Any] = {"sample_from_anchor": bool(config.get("sample_from_anchor"))}
+    block: dict[str, Any] = {}
+    if (layers := config.get("aux_hidden_state_layer_ids")) is not None:
+        block["target_layer_ids"] = [layer - 1 for layer in layers]
+    if config.get("mask_token_id") is not None:
+        block["mask_token_id"] = config["mask_token_id"]
+    found["dflash_config"] = block
+    if config.get("sliding_window_non_causal") and "sliding_attention" in told.get(
+        "layer_types", ()
+    ):
+        found["is_causal"] = False
+    return found

@@ -1,0 +1,271 @@
+"""Compare the tensors of a head's checkpoint with those that SGLang's class of it computes with.
+
+SGLang's classes skip a tensor that they have no place for, and leave a parameter as it was made
+where there is no tensor for it: a head that lacks half of its weights loads, and drafts noise.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from sglang_smc.drafts.checkpoint import Shapes
+from sglang_smc.drafts.formats import (
+    BLOCKS,
+    DSPARKS,
+    EAGLE3,
+    EAGLE3_LAYERS,
+    OWN_LM_HEAD,
+    QK_NORM,
+    Config,
+    architecture,
+)
+
+Read = Callable[[str], Any]
+"""Returns a tensor of the checkpoint by its name, or None."""
+
+_MOST_NAMED = 5
+# Of SGLang's classes: names in older checkpoints, by those that they have.
+_RENAMED = (
+    ("midlayer.", "layers.0."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+)
+_FUSED = {
+    "self_attn.qkv_proj.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+    "mlp.gate_up_proj.": ("mlp.gate_proj.", "mlp.up_proj."),
+}
+#: Tensors that a head does not compute with: the mask that goes with `d2t`, buffers, the target's
+#: own weights, and what predicts how many drafts are accepted.
+LEFT_OUT = ("t2d", "rotary_emb.inv_freq", "verifier_norm.", "verifier_lm_head.", "confidence_head.")
+
+
+class Sizes(NamedTuple):
+    """Sizes of a head's layers, by its configuration."""
+
+    hidden: int
+    mlp: int
+    q: int  # of all query heads together
+    kv: int
+    head: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Sizes":
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        is_llama4 = config.get("model_type") == "llama4_text"
+        mlp = config["intermediate_size_mlp" if is_llama4 else "intermediate_size"]
+        return cls(hidden, mlp, heads * head, kv_heads * head, head)
+
+
+def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
+    """Yield what of a head's checkpoint would not be computed with, as phrases after its path.
+
+    Nothing is yielded for classes whose tensors are not listed here.
+
+    Args:
+        config: with SGLang's keys; see `formats.normalized`.
+        shapes: of the tensors in the checkpoint.
+        read: reads `d2t`.
+    """
+    wanted = expected(config)
+    if wanted is None:
+        return
+    given = _given(shapes)
+    packed = bool(config.get("quantization_config"))
+    found = {name: shape for name, shape in given.items() if not _is_left_out(name)}
+    every = wanted | _optional(config)
+    place: Callable[[str], str] = _module if packed else str
+    places, filled = {place(name) for name in every}, {place(name) for name in found}
+    unread = [name for name in found if place(name) not in places]
+    missing = [name for name in wanted if place(name) not in filled]
+    if unread:
+        yield f"has {_several(unread, 'tensor')} that {architecture(config)} has no place for"
+    if missing:
+        yield f"lacks {_several(missing, 'tensor')} that {architecture(config)} computes with"
+    if not packed:
+        wrong = [
+            f"{name} of {list(shape)} instead of {list(every[name])}"
+            for name, shape in found.items()
+            if every.get(name) and shape and shape != every[name]
+        ]
+        if wrong:
+            yield f"has {_several(wrong, 'tensor')}"
+    yield from _vocabulary_problems(config, shapes, read)
+
+
+def expected(config: Config) -> Shapes | None:
+    """Return name and shape of each tensor that a head must have; None if they are not listed."""
+    name = architecture(config)
+    if name == EAGLE3:
+        return _of_eagle3(config)
+    if is_block(config):
+        return _of_block(config)
+    return None
+
+
+def is_block(config: Config) -> bool:
+    """Return whether a configuration names a class of DFlash or DSpark heads."""
+    return architecture(config) in (*BLOCKS, *DSPARKS)
+
+
+def _given(shapes: Shapes) -> Shapes:
+    """Return shapes by SGLang's names; a fused tensor's parts have none, ()."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        own = renamed(name)
+        parts = next(((old, new) for old, new in _FUSED.items() if old in own), None)
+        if parts is None:
+            found[own] = shape
+        else:
+            found |= {own.replace(parts[0], part): () for part in parts[1]}
+    return found
+
+
+def renamed(name: str) -> str:
+    """Return SGLang's name of a tensor, without `model.`."""
+    name = name.removeprefix("model.")
+    for old, new in _RENAMED:
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name
+
+
+def _of_eagle3(config: Config) -> Shapes:
+    sizes, aux = Sizes.of(config), _num_states(config)
+    width = config.get("target_hidden_size") or sizes.hidden
+    found: Shapes = {"fc.weight": (sizes.hidden, aux * width), "norm.weight": (sizes.hidden,)}
+    for layer in range(config["num_hidden_layers"]):
+        part, inputs = f"layers.{layer}.", sizes.hidden * (2 if layer == 0 else 1)
+        found |= _layer(part, sizes, inputs)
+        found[f"{part}hidden_norm.weight"] = (sizes.hidden,)
+        if layer:  # a later layer normalizes its input by that name
+            del found[f"{part}input_layernorm.weight"]
+        if config.get(QK_NORM):
+            found |= _head_norms(part, sizes)
+    eagle = config.get("eagle_config") or {}
+    if eagle.get("norm_before_fc", config.get("norm_before_fc")):
+        found["input_norm.weight"] = (aux * width,)
+    if config.get("fc_norm") or config.get("use_aux_norm"):
+        found |= {f"fc_norm.{nth}.weight": (width,) for nth in range(aux)}
+    rows = config.get("draft_vocab_size")
+    if rows is not None and not config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = (rows, sizes.hidden)
+    return found
+
+
+def _of_block(config: Config) -> Shapes:
+    sizes = Sizes.of(config)
+    block = config.get("dflash_config") or {}
+    layers = block.get("target_layer_ids", config.get("target_layer_ids"))
+    aux = len(layers) if layers else config["num_hidden_layers"]
+    found: Shapes = {"fc.weight": (sizes.hidden, aux * sizes.hidden)}
+    found |= dict.fromkeys(("norm.weight", "hidden_norm.weight"), (sizes.hidden,))
+    for layer in range(config["num_hidden_layers"]):
+        part = f"layers.{layer}."
+        found |= _layer(part, sizes, sizes.hidden) | _head_norms(part, sizes)
+        if config.get("attention_bias"):
+            projections = {"q_proj": sizes.q, "k_proj": sizes.kv, "v_proj": sizes.kv}
+            biases = {**projections, "o_proj": sizes.hidden}
+            found |= {f"{part}self_attn.{name}.bias": (size,) for name, size in biases.items()}
+    if architecture(config) in DSPARKS:
+        rank, rows = config["markov_rank"], config["vocab_size"]
+        found["markov_head.markov_w1.weight"] = (rows, rank)
+        found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
+    if config.get(OWN_LM_HEAD) or is_reduced(config):
+        rows = config.get("draft_vocab_size") or config["vocab_size"]
+        found["lm_head.weight"] = (rows, sizes.hidden)
+    return found
+
+
+def _layer(part: str, sizes: Sizes, inputs: int) -> Shapes:
+    hidden = sizes.hidden
+    return {
+        f"{part}input_layernorm.weight": (hidden,),
+        f"{part}post_attention_layernorm.weight": (hidden,),
+        f"{part}self_attn.q_proj.weight": (sizes.q, inputs),
+        f"{part}self_attn.k_proj.weight": (sizes.kv, inputs),
+        f"{part}self_attn.v_proj.weight": (sizes.kv, inputs),
+        f"{part}self_attn.o_proj.weight": (hidden, sizes.q),
+        f"{part}mlp.gate_proj.weight": (sizes.mlp, hidden),
+        f"{part}mlp.up_proj.weight": (sizes.mlp, hidden),
+        f"{part}mlp.down_proj.weight": (hidden, sizes.mlp),
+    }
+
+
+def _head_norms(part: str, sizes: Sizes) -> Shapes:
+    return {f"{part}self_attn.{name}.weight": (sizes.head,) for name in ("q_norm", "k_norm")}
+
+
+def _num_states(config: Config) -> int:
+    layers = (config.get("eagle_config") or {}).get(EAGLE3_LAYERS)
+    return config.get("num_aux_hidden_states") or len(layers or ()) or 3
+
+
+def is_reduced(config: Config) -> bool:
+    """Return whether a head drafts some tokens of the target alone, which `d2t` names."""
+    rows = config.get("draft_vocab_size")
+    return rows is not None and rows != config["vocab_size"]
+
+
+def _optional(config: Config) -> Shapes:
+    """Return tensors that a head may have; without them the target's are taken, or all tokens."""
+    table = (config["vocab_size"], config["hidden_size"])
+    found: Shapes = {"embed_tokens.weight": table, "d2t": ()}
+    if architecture(config) == EAGLE3 and config.get("draft_vocab_size") is None:
+        found["lm_head.weight"] = table
+    return found
+
+
+def _vocabulary_problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
+    """Yield what is wrong with `d2t`: ids of the target's tokens, less their ids in the draft."""
+    vocab_size = config["vocab_size"]
+    rows = config.get("draft_vocab_size") or vocab_size
+    name = next((name for name in shapes if name.removeprefix("model.") == "d2t"), None)
+    if name is None:
+        if is_reduced(config):
+            yield (
+                f"has draft_vocab_size {rows} and no d2t, which says what {rows} of the target's "
+                f"{vocab_size} tokens it drafts"
+            )
+        return
+    shifts = read(name).long()  # [rows]
+    if list(shifts.shape) != [rows]:
+        yield f"has a d2t of {list(shifts.shape)}, and draft_vocab_size is {rows}"
+        return
+    ids = shifts + shifts.new_tensor(range(rows))
+    if _ascends(ids, vocab_size):
+        return
+    if _ascends(shifts, vocab_size):
+        yield (
+            "has the target's ids themselves in d2t; allowed: their differences from the draft's "
+            "own (d2t - torch.arange(len(d2t)))"
+        )
+        return
+    order = "" if bool((ids.diff() > 0).all()) else ", and do not ascend"
+    yield (
+        f"has a d2t whose ids run from {int(ids.min())} to {int(ids.max())}{order}; allowed: "
+        f"ascending ids of the target's {vocab_size} tokens, less 0, 1, 2, ..."
+    )
+
+
+def _ascends(ids: Any, vocab_size: int) -> bool:
+    inside = bool((ids >= 0).all()) and bool((ids < vocab_size).all())
+    return inside and bool((ids.diff() > 0).all())
+
+
+def _is_left_out(name: str) -> bool:
+    return any(name.startswith(part) or name.endswith(part) for part in LEFT_OUT)
+
+
+def _module(name: str) -> str:
+    """Return the module of a tensor, which has several where its weight is quantized."""
+    return name.rpartition(".")[0] or name
+
+
+def _several(names: list[str], what: str) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{'a ' if len(names) == 1 else ''}{what}{'s' * (len(names) > 1)} {shown}{more}"

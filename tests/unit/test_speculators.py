@@ -1,0 +1,108 @@
+"""What `speculators` saves is read here, and means the same: by its own classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published_drafts import as_speculators, read, rewrite
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc_tools.distill.checkpoints import load_head
+
+speculators = pytest.importorskip(
+    "speculators", reason="speculators is not installed: pip install '.[test]' has it"
+)
+
+from speculators.models.dflash.config import DFlashSpeculatorConfig  # noqa: E402
+from speculators.models.dflash.core import DFlashDraftModel  # noqa: E402
+from speculators.models.dspark.config import DSparkSpeculatorConfig  # noqa: E402
+from speculators.models.dspark.core import DSparkDraftModel  # noqa: E402
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig  # noqa: E402
+
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
+TARGET = str(PAIR / "target")
+MODELS: dict[str, tuple[Any, Any]] = {
+    "eagle3": (Eagle3SpeculatorConfig, Eagle3DraftModel),
+    "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
+    "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
+}
+PROPOSAL = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
+
+
+def saved(kind: str, folder: Path, model_type: str, **own: Any) -> tuple[Any, dict[str, Any]]:
+    """Save a new head by its own class; return it and its config.json."""
+    config, _ = read(PAIR / kind)
+    layer: Any = AutoConfig.for_model(**config | {"model_type": model_type})
+    layer._attn_implementation = "eager"
+    told = as_speculators(config)
+    given = {name: told[name] for name in told if name in MODELS[kind][0].model_fields}
+    given |= {"transformer_layer_config": layer} | own
+    for name in ("architectures", "speculators_version"):
+        del given[name]
+    model = MODELS[kind][1](MODELS[kind][0](**given))
+    model.save_pretrained(folder)
+    return model, json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("draft_vocab_size", [512, 448])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_its_classes_save_is_whole(
+    kind: str, model_type: str, draft_vocab_size: int, tmp_path: Path
+) -> None:
+    """Red where a class of its saves a tensor, or a setting, that has no meaning here."""
+    if kind != "eagle3" and model_type == "llama":
+        pytest.skip("its block heads have layers of Qwen3 alone")
+    own = {"norm_before_fc": True, "norm_before_residual": True} if kind == "eagle3" else {}
+    model, told = saved(kind, tmp_path, model_type, draft_vocab_size=draft_vocab_size, **own)
+    shapes = checkpoint.shapes_in(tmp_path)
+    found = formats.normalized(told, shapes)
+    assert formats.UNKNOWN not in found and formats.normalized(found, shapes) == found
+    shifts = torch.zeros(draft_vocab_size, dtype=torch.int64)
+    assert list(weights.problems(found, shapes, {"d2t": shifts}.get)) == []
+    assert found.get(formats.QK_NORM, False) == (kind == "eagle3" and model_type == "qwen3")
+    assert found["hidden_size"] == model.config.transformer_layer_config.hidden_size
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tests_write_what_its_classes_do(kind: str, tmp_path: Path) -> None:
+    """The same settings; `auto_map` and releases are of no account."""
+    _, told = saved(kind, tmp_path, "qwen3")
+    config, _ = read(PAIR / kind)
+    ours = as_speculators(config)
+    assert told["architectures"] == ours["architectures"]
+    missing = ours.keys() - told.keys()
+    assert not missing, missing
+
+
+def test_its_eagle3_class_has_our_logits(tmp_path: Path) -> None:
+    """Three steps of the shipped head, over random texts, to 1e-4 in float32."""
+    verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
+    config, _ = read(PAIR / "eagle3")
+    told = as_speculators(config)
+    told["speculators_config"]["verifier"] = verifier
+    folder = rewrite(
+        PAIR / "eagle3", tmp_path, speculators_config=told["speculators_config"], dtype="float32"
+    )
+    of_theirs = Eagle3SpeculatorConfig.from_pretrained(folder)
+    of_theirs.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel.from_pretrained(folder, config=of_theirs).float().eval()
+    ours = load_head(folder, TARGET)
+    torch.manual_seed(0)
+    ids = torch.randint(2, 512, (1, 12))
+    target: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    shown: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda _, __, output: shown.append(output))
+    with torch.no_grad():
+        states = target(ids, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in (1, 3, 4)], -1)
+        theirs(features[:, :-1], ids[:, 1:], torch.zeros_like(ids[:, 1:]), ttt_steps=3)
+        anchors = torch.arange(1, 8).unsqueeze(0)
+        embedded = target.get_input_embeddings()(ids)
+        expected = ours(embedded, features, anchors, 3)  # [1, 7, 3, 512]
+    found = torch.stack([step[:, :7] for step in shown], 2)
+    assert found.shape == expected.shape and expected.abs().max() > 5
+    assert torch.allclose(found, expected, atol=1e-4)

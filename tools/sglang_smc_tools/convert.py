@@ -1,0 +1,85 @@
+"""Write a published draft's checkpoint as stock SGLang reads it: `sglang-smc convert`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_smc.command.program import command
+from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc_tools.plan.shapes import contents
+
+# What stock SGLang has no part for, by the setting that says so.
+_OURS = {
+    "norm_before_residual": "a norm before the residual",
+    formats.QK_NORM: "norms of queries and keys",
+    formats.OWN_LM_HEAD: "an LM head of its own",
+}
+_NOTES = (formats.SPECULATORS, "speculators_config", formats.UNKNOWN)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="sglang-smc convert",
+        description="Write the configuration of a draft that speculators or EAGLE's authors saved "
+        "with the keys of stock SGLang, beside links to its weights. SMC servers need no such "
+        "copy.",
+    )
+    made.add_argument("source", type=Path, help="folder of the draft's checkpoint")
+    made.add_argument("target", type=Path, help="folder to write, new or empty")
+    made.add_argument("--copy", action="store_true", help="copy files instead of linking them")
+    return made
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the checkpoint; raise ValueError for one that stock SGLang cannot compute."""
+    source, target = options.source, options.target
+    told = converted(source)
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty. Give a new folder.")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.name == checkpoint.CONFIG or file.is_dir():
+            continue
+        place = target / file.name
+        shutil.copy2(file, place) if options.copy else place.symlink_to(file.resolve())
+    text = json.dumps(told, indent=2, sort_keys=True)
+    (target / checkpoint.CONFIG).write_text(f"{text}\n")
+    name, algorithm = formats.architecture(told), _algorithm(told)
+    print(f"{target}: {name}, for --speculative-algorithm {algorithm}")
+
+
+def converted(source: Path) -> dict[str, Any]:
+    """Return a draft's configuration for stock SGLang; raise ValueError if there is none."""
+    shapes = checkpoint.shapes_in(source) if source.is_dir() else {}
+    told = formats.normalized(contents(source), shapes or None)
+    if weights.expected(told) is None:
+        name = told.get(formats.SPECULATORS) or formats.architecture(told) or "no architecture"
+        raise ValueError(
+            f"{source} is a checkpoint of {name}; allowed: heads of "
+            f"{', '.join(formats.CLASSES)}. Others are not translated."
+        )
+    found = [*weights.problems(told, shapes, partial(checkpoint.tensor_in, source))]
+    found += [f"sets {name}, which nothing here reads" for name in told.get(formats.UNKNOWN, ())]
+    found += [
+        f"has {what} ({name}), which stock SGLang has no part for: an SMC server loads it as it is"
+        for name, what in _OURS.items()
+        if told.get(name)
+    ]
+    if found:
+        raise ValueError("; ".join(f"{source} {what}" for what in found) + ".")
+    return {name: value for name, value in told.items() if name not in _NOTES}
+
+
+def _algorithm(config: formats.Config) -> str:
+    name = formats.architecture(config)
+    if name == formats.EAGLE3:
+        return "EAGLE3"
+    return "DSPARK" if name in formats.DSPARKS else "DFLASH"
+
+
+main = command(parser, run)
