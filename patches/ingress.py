@@ -5,6 +5,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import msgspec
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     LoRAUpdateOutput,
@@ -22,7 +23,7 @@ from sglang_smc.guard.validation import (
 )
 from sglang_smc.patches.weights import released
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import presets, refusals, routes, streams
+from sglang_smc.server import lists, presets, refusals, routes, streams
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.server.refusals import check_logprobs, check_request, check_trace
 from sglang_smc.state.metrics import META_PREFIX
@@ -62,7 +63,10 @@ def generate_request(
     known = presets.of(server_args)
     presets.put_in_place(obj, known, manager.lora_ref_cache, config_of(server_args))
     refusals.pack(obj)
-    answers = routes.hand_back(original(manager, obj, request), obj)
+    answers = original(manager, obj, request)
+    if not obj.stream and lists.shows_each(request):
+        return lists.whole_or_each(answers)
+    answers = routes.hand_back(answers, obj)
     if streams.reads_single_tokens(manager, obj, request):
         return streams.token_by_token(answers, manager, obj)
     return answers
@@ -116,6 +120,26 @@ def create_abort_task(original: Callable, manager: TokenizerManager, obj: Any) -
 
     tasks.tasks[0].func = abort_admitted
     return tasks
+
+
+@PATCHES.on(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+    "srt/managers/tokenizer_manager.py:1914 (raises one of two errors, unless it streams)",
+    "srt/managers/tokenizer_manager.py:2043 (yields what it returns)",
+    "srt/managers/tokenizer_manager.py:2198 (the first error of an item ends a list)",
+    why="One failure in a list that is not streamed takes all answers of that list.",
+    retire_when="SGLang returns a list's answers beside its failures.",
+)
+async def keep_error(
+    original: Callable, manager: TokenizerManager, out: dict, state: Any, is_stream: bool
+) -> dict | None:
+    """Keep the error of a request that SMC has ended beside its answer, until its list is whole."""
+    try:
+        return await original(manager, out, state, is_stream)
+    except (ValueError, HTTPException) as error:
+        if lists.is_kept(out):
+            return lists.Failed(out, error)
+        raise
 
 
 _ONE_NAME: dict[str, Any] = {

@@ -18,6 +18,8 @@ from sglang_smc.state.settings import stop_tokens
 
 logger = logging.getLogger(__name__)
 
+#: The `err_type` of requests that SMC ends; SGLang's own are others.
+ERROR_TYPE = "SMCError"
 
 _NO_TOKEN = (
     "The {} model's logits for this text leave no token to draw: they are NaN or infinite. Others "
@@ -46,7 +48,7 @@ def end_request(req: Req, message: str, status: HTTPStatus) -> None:
         return
     # The message may quote a client, a potential or a remote service; SGLang logs it, too.
     logger.error("SMC ends request %s: %s", printable(req.rid), printable(message))
-    req.to_finish = FINISH_ABORT(printable(message), status, status.name)
+    req.to_finish = FINISH_ABORT(printable(message), status, ERROR_TYPE)
     # The KV in its slots may be the cause, and must not be reused as a prefix.
     req.skip_radix_cache_insert = True
 

@@ -281,6 +281,18 @@ def test_methods_of_an_engine_answer_as_routes_without_speculation(
         called.encode(QUESTION)
 
 
+def test_an_item_of_an_engines_list_fails_alone(called: Any) -> None:
+    """Its grammar ends before it may; where all fail the call raises, as it does of one."""
+    fails = {**GREEDY, "regex": "abc", "min_new_tokens": 20}
+    failed, whole = called.generate(input_ids=[IDS, IDS], sampling_params=[fails, GREEDY])
+    alone = called.generate(input_ids=IDS, sampling_params=GREEDY)
+    assert shown(whole) == shown(alone)
+    assert "admits no text here" in failed["meta_info"]["finish_reason"]["message"]
+    for ids in (IDS, [IDS, IDS]):
+        with pytest.raises(ValueError, match="admits no text here"):
+            called.generate(input_ids=ids, sampling_params=fails)
+
+
 def test_sessions_of_an_engine_and_of_routes_go_on(called: Any, stock: Server) -> None:
     """Two turns, the second behind the first."""
     opened = stock.post("/open_session", capacity_of_str_len=1000).json()

@@ -26,6 +26,13 @@ def steered(
     return asked({"potentials": [{"name": name, **more}], **(smc or {})}, regex=grammar)
 
 
+def barred(smc: dict[str, Any], **params: Any) -> dict[str, Any]:
+    """A request with a processor that leaves no token."""
+    params["custom_params"] = {"token_ids": list(range(VOCAB))}
+    return asked(smc, {"custom_logit_processor": Disallowed.to_str()}, **params)
+
+
+NO_TOKEN = "DisallowedTokensLogitsProcessor leaves no token to draw"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (asked({"num_particles": 5}), "num_particles=5; allowed: an integer from 1 to 4"),
     (asked(fields={"lora_path": "choice"}), "'choice-0', 'choice-1'"),
@@ -64,17 +71,7 @@ FAILING: list[tuple[dict[str, Any], str]] = [
         asked(fields={"custom_logit_processor": Disallowed.to_str()}),
         "custom logit processor raised KeyError",
     ),
-    *(
-        (
-            asked(
-                smc,
-                {"custom_logit_processor": Disallowed.to_str()},
-                custom_params={"token_ids": list(range(VOCAB))},
-            ),
-            "DisallowedTokensLogitsProcessor leaves no token to draw",
-        )
-        for smc in (*({"mode": mode} for mode in MODES), PLAIN)
-    ),
+    *((barred(smc), NO_TOKEN) for smc in (*({"mode": mode} for mode in MODES), PLAIN)),
 ]
 
 
@@ -95,6 +92,48 @@ def test_what_is_refused_or_fails_is_told_and_harms_no_neighbour(server: Server)
     for outcome, again in zip(found, calm, strict=False):
         assert outcome.json()["output_ids"] == again["output_ids"]
     assert all(IS_LEGAL["ebnf"](answer["text"]) for answer in calm[2:])
+
+
+def together(*requests: dict[str, Any]) -> dict[str, Any]:
+    """One request with a list of prompts."""
+    fields = ("input_ids", "sampling_params", "custom_logit_processor")
+    return {field: [one.get(field) for one in requests] for field in fields}
+
+
+def test_an_item_of_a_list_fails_alone(server: Server) -> None:
+    """Red if it takes its neighbour's answer; where all fail there is none, but an error."""
+    kinds = [{"mode": mode} for mode in MODES]
+    fine = [asked(smc, temperature=0.0) for smc in kinds]
+    lists = [together(barred(smc), one) for smc, one in zip(kinds, fine, strict=True)]
+    samples = asked({"mode": "exact"}, n=2)
+    lists.append(together(samples, barred({"mode": "exact"}, n=2)))
+    *found, all_fail = server.outcomes([*lists, together(*map(barred, kinds))])
+    alone = [[one] for one in server.generate(fine)] + server.generate([samples])
+    for outcome, neighbours in zip(found, alone, strict=True):
+        failed, whole = [], []
+        for item in outcome.json():
+            reason = item["meta_info"]["finish_reason"]
+            (failed if reason["type"] == "abort" else whole).append(item)
+        assert [one["output_ids"] for one in whole] == [one["output_ids"] for one in neighbours]
+        assert len(failed) == len(whole)
+        for item in failed:
+            reason = item["meta_info"]["finish_reason"]
+            assert NO_TOKEN in reason["message"] and reason["status_code"] == 400
+    assert all_fail.status_code == 400 and NO_TOKEN in all_fail.text
+
+
+def test_lists_of_other_routes_fail_whole(server: Server, model: str) -> None:
+    """A choice of OpenAI's has no place for its error; Vertex AI's predictions have."""
+    bad = barred({})
+    listed = {"custom_logit_processor": [None, bad["custom_logit_processor"]]}
+    params = {"max_tokens": 8, "custom_params": bad["sampling_params"]["custom_params"]}
+    found = server.post("/v1/completions", model=model, prompt=["a", "b"], **listed, **params)
+    assert found.status_code == 400 and NO_TOKEN in found.text
+    of_vertex = {**listed, "sampling_params": bad["sampling_params"]}
+    instances = [{"input_ids": bad["input_ids"]}] * 2
+    found = server.post("/vertex_generate", instances=instances, parameters=of_vertex)
+    reasons = [one["meta_info"]["finish_reason"] for one in found.json()["predictions"]]
+    assert [reason["type"] for reason in reasons] == ["length", "abort"]
 
 
 def test_a_refused_stream_leaves_no_traceback(server: Server, model: str) -> None:

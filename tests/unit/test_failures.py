@@ -39,7 +39,7 @@ def test_an_ended_request_has_status_plain_text_and_no_kv(caplog: pytest.LogCapt
     failures.end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
     shown = r"\x1b]52;c;AA==\x07\n"
     message = f"The potential says {req.to_finish.message.split('says ')[1]}"
-    told = {"type": "abort", "message": message, "status_code": 400, "err_type": "BAD_REQUEST"}
+    told = {"type": "abort", "message": message, "status_code": 400, "err_type": "SMCError"}
     assert req.to_finish.to_json() == told
     assert all(text.isprintable() and shown in text for text in (caplog.messages[0], message))
     assert req.skip_radix_cache_insert
