@@ -8,8 +8,8 @@ stops, and tiles store the residual there.
 Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
 differently: differences, and a product with a power of two.
 
-A kernel that reads rows of q is compiled once for any number of columns. The first launch lists the
-addresses of each column's tensors, and a program takes those of its column.
+A kernel that reads rows of q is compiled once for any number of columns. The first launch lists how
+far each column's tensors lie from those of the first one, and a program takes those of its column.
 """
 
 import math
@@ -48,7 +48,7 @@ _NUMBERS = ["num_nodes", "num_chains", "num_steps", "num_tiles"]
 
 
 class _Tensors(NamedTuple):
-    """The tensors of a column's q, whose addresses are listed; the last ones may be missing."""
+    """The tensors of a column's q, whose places are listed; the last ones may be missing."""
 
     logits: Any
     temperature: Any
@@ -78,7 +78,7 @@ class _Laws(NamedTuple):
     p_sums: RowSums
     q: Source  # of the first column; what is no tensor is that of all
     q_sums: RowSums
-    addresses: torch.Tensor  # [K, fields] int64, of `_Tensors`
+    places: torch.Tensor  # [K, fields] int64, of `_Tensors`: elements from the first column's
 
 
 class Columns(NamedTuple):
@@ -98,16 +98,17 @@ class Columns(NamedTuple):
         kinds = {tuple(one if one is None else one.dtype for one in of) for of in given}
         assert len(kinds) == 1, "the distributions of all columns have tensors of the same types"
         count = 1 + max(nth for nth, one in enumerate(given[0]) if one is not None)
-        # Of what is missing between others no kernel reads the address.
+        # Of what is missing between others no kernel reads the place.
         tensors = tuple(
             tuple(of.logits if one is None else one for one in of[:count]) for of in given
         )
         shape = len(of_q), len(_Tensors._fields)
-        addresses = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
+        places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
         tile, _ = tiles(p.scores.shape[1], _TILE)
-        aligned = all(of.logits.storage_offset() * of.logits.itemsize % 16 == 0 for of in given)
-        sizes |= {"tile": tile, "aligned": aligned}
-        return cls(_Laws(of_p, p_sums, *of_q[0], addresses), tensors, sizes)
+        size = given[0].logits.itemsize
+        aligned = all(of.logits.storage_offset() * size % 16 == 0 for of in given)
+        sizes |= {"tile": tile, "unit": 16 // size if aligned else 1}
+        return cls(_Laws(of_p, p_sums, *of_q[0], places), tensors, sizes)
 
 
 def _tensors_of(source: Source, sums: RowSums) -> _Tensors:
@@ -131,7 +132,7 @@ class _Column(NamedTuple):
     num_nodes: Any  # G * N
     num_chains: Any
     num_steps: Any
-    aligned: Any  # whether rows of q begin at multiples of 16 bytes, if the first one does
+    unit: Any  # which divides the places of logits
 
 
 class _Read(NamedTuple):
@@ -190,14 +191,14 @@ def verify(
 
 
 def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
-    """Return the tree of chains, and list the addresses of ``columns``, in one launch.
+    """Return the tree of chains, and list where the tensors of ``columns`` are, in one launch.
 
     Reference: `sglang_smc.smc.verification.grow`, of the first two arguments.
     """
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
-    padded, table = triton.next_power_of_2(num_chains), columns.laws.addresses
+    padded, table = triton.next_power_of_2(num_chains), columns.laws.places
     _grow[(size,)](
         tree, num_chains, num_steps, table, columns.tensors, padded_chains=padded, num_warps=1
     )
@@ -207,8 +208,8 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
 def descend(tree: Tree, columns: Columns) -> Layers:
     """Share out each layer in turn, in three launches.
 
-    Reference: `sglang_smc.smc.verification.descend`, with the p and q of ``columns``, whose
-    addresses `grow` has listed. Here residuals are parts of their sums, ``[K, G, N, tiles]``
+    Reference: `sglang_smc.smc.verification.descend`, with the p and q of ``columns``, which
+    `grow` has listed. Here residuals are parts of their sums, ``[K, G, N, tiles]``
     float32, of all layers but the last; shares and densities are float32, and agree to rounding
     (1e-5). They are undefined where no node has that number.
     """
@@ -241,14 +242,21 @@ def descend(tree: Tree, columns: Columns) -> Layers:
     return layers
 
 
+@triton.jit
+def _apart(first, second):
+    """Return how many elements lie between two addresses."""
+    size: tl.constexpr = (first.dtype.element_ty.primitive_bitwidth + 7) // 8
+    return (second.to(tl.int64) - first.to(tl.int64)) // size
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
-def _grow(tree, num_chains, num_steps, addresses, tensors, padded_chains: tl.constexpr):
+def _grow(tree, num_chains, num_steps, places, tensors, padded_chains: tl.constexpr):
     group = tl.program_id(0)
     if group == 0:
         for column in tl.static_range(len(tensors)):
             for field in tl.static_range(len(tensors[0])):
-                at = addresses + column * _NUM_FIELDS + field
-                tl.store(at, tensors[column][field].to(tl.int64))
+                place = _apart(tensors[0][field], tensors[column][field])
+                tl.store(places + column * _NUM_FIELDS + field, place)
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
@@ -293,7 +301,7 @@ def _bin_of(log_p, log_q):
 @triton.jit
 def _own(at, like, field: tl.constexpr):
     """Return the column's tensor of a field, which is ``like`` that of the first column."""
-    return tl.load(at.laws.addresses + at.column * _NUM_FIELDS + field).to(like.dtype)
+    return like + tl.load(at.laws.places + at.column * _NUM_FIELDS + field)
 
 
 @triton.jit
@@ -303,28 +311,38 @@ def _log_p(at, node, row, tokens):
 
 
 @triton.jit
-def _log_q(at, node, row, tokens):
-    """Return log q of some tokens; ``row`` is of `_rows`, as that of `_log_p`."""
+def _own_q(at):
+    """Return the tensors of the column's q for `_log_q`: logits again for those that are None."""
     like = at.laws.q
-    logits = _own(at, like.logits, _AT_LOGITS)
-    if at.aligned:
-        logits = tl.multiple_of(logits, 16)
-    kept = like.kept
-    if like.kept is not None:
-        kept = KeptTokens(
-            _own(at, like.kept.peak, _AT_PEAK),
-            _own(at, like.kept.rate, _AT_RATE),
-            _own(at, like.kept.lowest, _AT_LOWEST),
-            _own(at, like.kept.key, _AT_KEY),
-            _own(at, like.kept.last, _AT_LAST),
-        )
-    law = Source(
+    # Divided and multiplied, so that the compiler knows how many are loaded at once.
+    place = tl.load(at.laws.places + at.column * _NUM_FIELDS + _AT_LOGITS)
+    logits = like.logits + place // at.unit * at.unit
+    has_kept: tl.constexpr = like.kept is not None
+    return (
         logits,
         _own(at, like.temperature, _AT_TEMPERATURE),
+        _own(at, like.rows, _AT_ROWS) if like.rows is not None else logits,
+        _own(at, like.greedy, _AT_GREEDY) if like.greedy is not None else logits,
+        _own(at, like.kept.peak, _AT_PEAK) if has_kept else logits,
+        _own(at, like.kept.rate, _AT_RATE) if has_kept else logits,
+        _own(at, like.kept.lowest, _AT_LOWEST) if has_kept else logits,
+        _own(at, like.kept.key, _AT_KEY) if has_kept else logits,
+        _own(at, like.kept.last, _AT_LAST) if has_kept else logits,
+    )
+
+
+@triton.jit
+def _log_q(at, own, node, row, tokens):
+    """Return log q of some tokens; ``own`` is of `_own_q`, ``row`` of `_rows`."""
+    like = at.laws.q
+    logits, temperature, rows, greedy, peak, rate, lowest, key, last = own
+    law = Source(
+        logits,
+        temperature,
         like.draws_each,
-        None if like.rows is None else _own(at, like.rows, _AT_ROWS),
-        None if like.greedy is None else _own(at, like.greedy, _AT_GREEDY),
-        kept,
+        rows if like.rows is not None else None,
+        greedy if like.greedy is not None else None,
+        KeptTokens(peak, rate, lowest, key, last) if like.kept is not None else None,
         like.stride,
         like.vocab_size,
     )
@@ -332,9 +350,9 @@ def _log_q(at, node, row, tokens):
 
 
 @triton.jit
-def _read_tokens(at, node, p_row, q_row, columns):
+def _read_tokens(at, own, node, p_row, q_row, columns):
     """Return log p, log q and bins of some tokens at a node."""
-    log_p, log_q = _log_p(at, node, p_row, columns), _log_q(at, node, q_row, columns)
+    log_p, log_q = _log_p(at, node, p_row, columns), _log_q(at, own, node, q_row, columns)
     return log_p, log_q, _bin_of(log_p, log_q)
 
 
@@ -367,27 +385,28 @@ def _read_nodes(
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-    aligned: tl.constexpr,
+    unit: tl.constexpr,
 ):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
-    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, aligned)
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, unit)
     node, part = tl.program_id(0), tl.program_id(1)
     place, goes = _goes_on(tree, at, node, padded_chains)
     if tl.max(goes.to(tl.int32), 0) != 0:
         p_row, q_row = _rows(at, node, padded_tiles)
+        own = _own_q(at)
         first = at.column * at.num_nodes  # of this column's nodes
         if part == 0:
             tokens = _token(tree, at, place, goes)
             to = first + place
             tl.store(read.log_p + to, _log_p(at, node, p_row, tokens), mask=goes)
-            tl.store(read.log_q + to, _log_q(at, node, q_row, tokens), mask=goes)
+            tl.store(read.log_q + to, _log_q(at, own, node, q_row, tokens), mask=goes)
         numbers = tl.arange(0, NUM_BINS)
         chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
         in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
         in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
         for start in range(0, tile, chunk):
             columns = part * tile + start + tl.arange(0, chunk)
-            log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
+            log_p, log_q, bins = _read_tokens(at, own, node, p_row, q_row, columns)
             in_bin = bins[None, :] == numbers[:, None]
             in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
             in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
@@ -517,7 +536,7 @@ def _share_out(
 def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
     """Return R of some tokens at a node."""
     p_row, q_row = _rows(at, node, padded_tiles)
-    log_p, log_q, bins = _read_tokens(at, node, p_row, q_row, columns)
+    log_p, log_q, bins = _read_tokens(at, _own_q(at), node, p_row, q_row, columns)
     density = tl.load(layers.density + (at.column * at.num_nodes + node) * NUM_BINS + bins)
     difference = share * tl.exp(log_p) - tl.exp(log_q) * density
     # NaN propagates, unlike through a maximum.
@@ -536,10 +555,10 @@ def _add_up_residual(
     padded_chains: tl.constexpr,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-    aligned: tl.constexpr,
+    unit: tl.constexpr,
 ):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
-    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, aligned)
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, unit)
     node, part = tl.program_id(0), tl.program_id(1)
     splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
     of_layer = at.column * at.num_nodes + node
@@ -621,13 +640,13 @@ def _store_residual(
     num_tiles,
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
-    aligned: tl.constexpr,
+    unit: tl.constexpr,
 ):
     group, part = tl.program_id(0), tl.program_id(1)
     if tl.load(found.rejects + group) == 0:
         return
     stop = tl.load(found.num_columns + group).to(tl.int32)
-    at = _Column(laws, stop, num_nodes, num_chains, num_steps, aligned)
+    at = _Column(laws, stop, num_nodes, num_chains, num_steps, unit)
     node = group * num_chains + tl.load(found.winner + group).to(tl.int32)
     share = tl.load(layers.shares + stop * num_nodes + node)
     columns = part * tile + tl.arange(0, tile)
