@@ -278,7 +278,7 @@ def decide(
         accept_uniforms=uniforms(batch.position, Purpose.ACCEPT) if verifies else None,
         extends=batch.extends,
         greedy=settings.greedy if Need.TREES in needs else None,
-        is_tree=settings.branches if {Need.TREES, Need.VERIFIES} <= needs else None,
+        is_tree=settings.branches if verifies and Need.TREES in needs else None,
     )
     return deciding.decide(batch.deciders, scored, batch.ops)
 
