@@ -48,7 +48,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[st
         (NEVER,),
     ),
     "at each token": ({}, ({"resample_at": "token", "ess_threshold": 0.9},), (NEVER,)),
-    "powers": ({}, ({"power": 2.0}, {"power": 0.5, "return_particles": True}), (NEVER,)),
+    "powers": (
+        {"proposal": "draft"},
+        ({"power": 2.0}, {"power": 0.5, "return_particles": True}),
+        (NEVER,),
+    ),
     "exact": ({"mode": "exact"}, ({}, {"num_particles": 1}, {"num_steps": 2}), (NEVER,)),
     "by evidence": (
         {"mode": "auto", "evidence_threshold": 0.5},
