@@ -4,10 +4,10 @@ Both are read, not imported.
 """
 
 import ast
-import tomllib
 from collections.abc import Iterator
 
 import pytest
+import tomllib
 from contract.upstream import ours, release
 from contract.upstream.sglang import Tree
 
