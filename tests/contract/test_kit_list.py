@@ -1,28 +1,27 @@
-"""Each test of SGLang's kits runs on an SMC server, or tests/README.md says why not.
+"""Each test of SGLang's kits runs on an SMC server, or tests/kits/left_out.toml says why not.
 
 Both are read, not imported.
 """
 
 import ast
-import re
 from collections.abc import Iterator
 
 import pytest
+import tomllib
 from contract.upstream import ours, release
 from contract.upstream.sglang import Tree
 
 from sglang_smc.upstream import IS_NEWEST
 
 pytestmark = pytest.mark.skipif(
-    not IS_NEWEST, reason="tests/README.md lists the kits of SGLang 0.5.23; older ones differ"
+    not IS_NEWEST, reason="the kits of SGLang 0.5.23 are listed; older ones differ"
 )
 INSTALLED = release.installed()
 assert INSTALLED is not None
 KITS = INSTALLED / "sglang" / "test" / "kits"
-DOCS = release.ROOT / "tests" / "README.md"
+LEFT_OUT = release.ROOT / "tests" / "kits" / "left_out.toml"
 #: Where kits are put to use.
 MODULES = "tests/kits/test_kits.py", "tests/disaggregation/test_decode_server.py"
-ROW = re.compile(r"^- `(?P<kit>\w+)`, (?P<tests>[^:]*):\s+(?P<note>.*)$", re.M)
 
 
 def kit_tests() -> set[str]:
@@ -61,10 +60,9 @@ def run_tests() -> set[str]:
 def test_every_kit_test_runs_or_is_listed_with_a_reason() -> None:
     """A class in the list stands for all of its tests, a kit for all of its classes."""
     listed, known = set(), kit_tests()
-    for row in ROW.finditer(DOCS.read_text()):
-        assert row["note"], f"{row['kit']}: no word on why or how"
-        names = re.findall(r"`([\w.]+)`", row["tests"])
-        for name in [f"{row['kit']}.{name}" for name in names] or [row["kit"]]:
+    for reason, names in tomllib.loads(LEFT_OUT.read_text()).items():
+        assert reason
+        for name in names:
             some = {test for test in known if f"{test}.".startswith(f"{name}.")}
             assert some, f"no kit has {name}"
             listed |= some

@@ -1,4 +1,4 @@
-"""SGLang's own test kits against SMC servers; tests/README.md lists what runs, and what cannot.
+"""SGLang's own test kits against SMC servers; left_out.toml lists those that do not run.
 
 The kits are mixins for unittest. What a kit lets its user set is set here for a CPU and two
 tiny models; what it fixes too large is patched smaller.
