@@ -60,7 +60,7 @@ async def with_logprobs(chunks: AsyncIterator[str], step: Mapping[str, Any]) -> 
     if is_empty:
         yield build_sse_content(
             chunk_id=step["content"]["meta_info"]["id"],
-            created=step.get("created", int(time.time())),  # 0.5.17 takes the chunk's own time
+            created=step.get("created", int(time.time())),  # the oldest release: the chunk's own
             model=step["request"].model,
             index=step["index"],
             logprobs=step["choice_logprobs"],

@@ -29,11 +29,11 @@ PLATFORM = {
     "sglang_smc.cpu.platform",
     "sglang_smc.cpu.threads",
 }
-# Where algorithms are registered, and where one is refused beside adapters; SGLang imports them
-# itself once one is selected.
+# Where algorithms are registered, refused beside adapters, and looked for in a draft's checkpoint;
+# SGLang imports them itself once one is selected.
 REGISTRY = {"sglang.srt.speculative.spec_info", "sglang.srt.speculative.spec_registry"}
 if IS_NEWER:
-    REGISTRY.add("sglang.srt.arg_groups.lora_hook")
+    REGISTRY |= {"sglang.srt.arg_groups.lora_hook", "sglang.srt.arg_groups.speculative_hook"}
 
 
 def test_a_cold_process_loads_plugins_before_flags_and_nothing_heavy(model_path: str) -> None:

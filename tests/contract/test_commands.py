@@ -163,8 +163,11 @@ def with_models_here(words: list[str], folder: Path) -> list[str]:
     return found
 
 
+#: But for SGLang's own speculation, which needs a GPU.
 LAUNCHES = [
-    words[2:] for words in all_commands() if words[:2] == LAUNCH and words[2:] != ["--help"]
+    words[2:]
+    for words in all_commands()
+    if words[:2] == LAUNCH and words[2:] != ["--help"] and not {"EAGLE3", "EAGLE"} & {*words}
 ]
 
 

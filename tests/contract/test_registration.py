@@ -211,7 +211,7 @@ def schedule(_: dict) -> None:
         # A process may be handed its arguments by multiprocessing, and launch with them.
         (lambda smc: pickle.loads(pickle.dumps(resolve(**smc))).check_server_args(), "DRAFTS SMC"),
         (lambda smc: launch({"model_path": smc["model_path"]}), ""),
-        (schedule, "SMC"),
+        (schedule, "SMC HEADS"),
     ],
     ids=["arguments resolved elsewhere", "without SMC", "a scheduler that asks for the worker"],
 )

@@ -40,6 +40,7 @@ AGREED: Listed = {
     "models/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
     "state/metrics.py": {"Monitor.__init__: time.monotonic"},
     "state/fidelity.py": {"FidelityWindows.__init__: time.monotonic"},
+    "server/routes.py": {"with_logprobs: time.time"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
     "potentials/runner.py": {
         "PotentialRunner.__init__: time.monotonic",
@@ -124,6 +125,9 @@ LISTED: Listed = {
     "patches/weights.py": {"unlink"},
     # What the same command left, read as weights alone.
     "tools/sglang_smc_tools/distill/train.py": {"torch.load"},
+    # The draft's checkpoint, which the server's owner names: its weights alone, and its config.json.
+    "drafts/checkpoint.py": {"torch.load"},
+    "models/draft_config.py": {"read_text"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
 }

@@ -363,8 +363,10 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     thresholds = [config.effective_evidence_threshold for config in expected]
     assert found.evidence_threshold.tolist() == thresholds
     least = [0.8 * (1 - 1 / of.num_particles) if of.is_exact else 0.0 for of in expected]
-    own = [of.draft_temperature or 0.3 / of.drafted_power for of in expected]
-    drafts = [max(each, at) for each, at in zip(own, least, strict=True)]
+    drafts = [
+        of.draft_temperature or max(0.3 / of.drafted_power, at)
+        for of, at in zip(expected, least, strict=True)
+    ]
     assert found.draft_temperature.tolist() == pytest.approx(drafts)
     assert budget or as_asked.draft_temperature.tolist() == pytest.approx(drafts)
 
