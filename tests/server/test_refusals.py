@@ -97,7 +97,8 @@ def test_what_is_refused_or_fails_is_told_and_harms_no_neighbour(server: Server)
 def together(*requests: dict[str, Any]) -> dict[str, Any]:
     """One request with a list of prompts."""
     fields = ("input_ids", "sampling_params", "custom_logit_processor")
-    return {field: [one.get(field) for one in requests] for field in fields}
+    given = [field for field in fields if any(field in one for one in requests)]
+    return {field: [one.get(field) for one in requests] for field in given}
 
 
 def test_an_item_of_a_list_fails_alone(server: Server) -> None:
@@ -106,7 +107,7 @@ def test_an_item_of_a_list_fails_alone(server: Server) -> None:
     fine = [asked(smc, temperature=0.0) for smc in kinds]
     lists = [together(barred(smc), one) for smc, one in zip(kinds, fine, strict=True)]
     samples = asked({"mode": "exact"}, n=2)
-    lists.append(together(samples, barred({"mode": "exact"}, n=2)))
+    lists.append(together(samples, asked({"mode": "exact"}, regex="abc", min_new_tokens=20, n=2)))
     *found, all_fail = server.outcomes([*lists, together(*map(barred, kinds))])
     alone = [[one] for one in server.generate(fine)] + server.generate([samples])
     for outcome, neighbours in zip(found, alone, strict=True):
@@ -118,22 +119,12 @@ def test_an_item_of_a_list_fails_alone(server: Server) -> None:
         assert len(failed) == len(whole)
         for item in failed:
             reason = item["meta_info"]["finish_reason"]
-            assert NO_TOKEN in reason["message"] and reason["status_code"] == 400
+            assert reason["message"] and reason["status_code"] == 400
     assert all_fail.status_code == 400 and NO_TOKEN in all_fail.text
-
-
-def test_lists_of_other_routes_fail_whole(server: Server, model: str) -> None:
-    """A choice of OpenAI's has no place for its error; Vertex AI's predictions have."""
-    bad = barred({})
-    listed = {"custom_logit_processor": [None, bad["custom_logit_processor"]]}
-    params = {"max_tokens": 8, "custom_params": bad["sampling_params"]["custom_params"]}
-    found = server.post("/v1/completions", model=model, prompt=["a", "b"], **listed, **params)
-    assert found.status_code == 400 and NO_TOKEN in found.text
-    of_vertex = {**listed, "sampling_params": bad["sampling_params"]}
-    instances = [{"input_ids": bad["input_ids"]}] * 2
-    found = server.post("/vertex_generate", instances=instances, parameters=of_vertex)
-    reasons = [one["meta_info"]["finish_reason"] for one in found.json()["predictions"]]
-    assert [reason["type"] for reason in reasons] == ["length", "abort"]
+    instances = [{"input_ids": ids} for ids in lists[0].pop("input_ids")]
+    of_vertex = server.post("/vertex_generate", instances=instances, parameters=lists[0]).json()
+    reasons = [item["meta_info"]["finish_reason"]["type"] for item in of_vertex["predictions"]]
+    assert reasons == ["abort", "length"]
 
 
 def test_a_refused_stream_leaves_no_traceback(server: Server, model: str) -> None:
