@@ -299,35 +299,23 @@ def _bin_of(log_p, log_q):
 
 
 @triton.jit
-def _own(at, like, field: tl.constexpr):
-    """Return the column's tensor of a field, which is ``like`` that of the first column."""
-    return like + tl.load(at.laws.places + at.column * _NUM_FIELDS + field)
-
-
-@triton.jit
-def _log_p(at, node, row, tokens):
-    draw = node * (at.num_steps + 1) + at.column
-    return log_probs_at(at.laws.p, draw, row, tokens)
-
-
-@triton.jit
 def _own_q(at):
     """Return the tensors of the column's q for `_log_q`: logits again for those that are None."""
     like = at.laws.q
+    places = at.laws.places + at.column * _NUM_FIELDS
     # Divided and multiplied, so that the compiler knows how many are loaded at once.
-    place = tl.load(at.laws.places + at.column * _NUM_FIELDS + _AT_LOGITS)
-    logits = like.logits + place // at.unit * at.unit
+    logits = like.logits + tl.load(places + _AT_LOGITS) // at.unit * at.unit
     has_kept: tl.constexpr = like.kept is not None
     return (
         logits,
-        _own(at, like.temperature, _AT_TEMPERATURE),
-        _own(at, like.rows, _AT_ROWS) if like.rows is not None else logits,
-        _own(at, like.greedy, _AT_GREEDY) if like.greedy is not None else logits,
-        _own(at, like.kept.peak, _AT_PEAK) if has_kept else logits,
-        _own(at, like.kept.rate, _AT_RATE) if has_kept else logits,
-        _own(at, like.kept.lowest, _AT_LOWEST) if has_kept else logits,
-        _own(at, like.kept.key, _AT_KEY) if has_kept else logits,
-        _own(at, like.kept.last, _AT_LAST) if has_kept else logits,
+        like.temperature + tl.load(places + _AT_TEMPERATURE),
+        like.rows + tl.load(places + _AT_ROWS) if like.rows is not None else logits,
+        like.greedy + tl.load(places + _AT_GREEDY) if like.greedy is not None else logits,
+        like.kept.peak + tl.load(places + _AT_PEAK) if has_kept else logits,
+        like.kept.rate + tl.load(places + _AT_RATE) if has_kept else logits,
+        like.kept.lowest + tl.load(places + _AT_LOWEST) if has_kept else logits,
+        like.kept.key + tl.load(places + _AT_KEY) if has_kept else logits,
+        like.kept.last + tl.load(places + _AT_LAST) if has_kept else logits,
     )
 
 
@@ -352,7 +340,8 @@ def _log_q(at, own, node, row, tokens):
 @triton.jit
 def _read_tokens(at, own, node, p_row, q_row, columns):
     """Return log p, log q and bins of some tokens at a node."""
-    log_p, log_q = _log_p(at, node, p_row, columns), _log_q(at, own, node, q_row, columns)
+    log_p = log_probs_at(at.laws.p, node * (at.num_steps + 1) + at.column, p_row, columns)
+    log_q = _log_q(at, own, node, q_row, columns)
     return log_p, log_q, _bin_of(log_p, log_q)
 
 
@@ -361,13 +350,13 @@ def _rows(at, node, padded_tiles: tl.constexpr):
     """Return what `log_probs_at` needs of a node's rows of p and q."""
     laws = at.laws
     draw = node * (at.num_steps + 1) + at.column
-    like = laws.q_sums
+    like, places = laws.q_sums, laws.places + at.column * _NUM_FIELDS
     sums = RowSums(
-        _own(at, like.highest, _AT_HIGHEST),
-        _own(at, like.total, _AT_TOTAL),
-        None if like.first is None else _own(at, like.first, _AT_FIRST),
+        like.highest + tl.load(places + _AT_HIGHEST),
+        like.total + tl.load(places + _AT_TOTAL),
+        None if like.first is None else like.first + tl.load(places + _AT_FIRST),
         like.num_tiles,
-        None if like.rows is None else _own(at, like.rows, _AT_ROWS),
+        None if like.rows is None else like.rows + tl.load(places + _AT_ROWS),
     )
     of_p = row_scale(laws.p, laws.p_sums, draw, padded_tiles)
     return of_p, row_scale(laws.q, sums, node, padded_tiles)
@@ -398,8 +387,9 @@ def _read_nodes(
         if part == 0:
             tokens = _token(tree, at, place, goes)
             to = first + place
-            tl.store(read.log_p + to, _log_p(at, node, p_row, tokens), mask=goes)
-            tl.store(read.log_q + to, _log_q(at, own, node, q_row, tokens), mask=goes)
+            log_p, log_q, _ = _read_tokens(at, own, node, p_row, q_row, tokens)
+            tl.store(read.log_p + to, log_p, mask=goes)
+            tl.store(read.log_q + to, log_q, mask=goes)
         numbers = tl.arange(0, NUM_BINS)
         chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
         in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
@@ -429,15 +419,11 @@ def _all_masses(num_tiles, read, place, mask, padded_chains: tl.constexpr):
 
 
 @triton.jit
-def _exactly(number: tl.constexpr):
-    """Return a number in float64, which in an expression is one in float32."""
-    return tl.full([], number, tl.float64)
-
-
-@triton.jit
-def _weight(nth, point):
-    """Return the weight of a point of the quadrature of 1 / S."""
-    return tl.where(nth == 0, _FIRST_WEIGHT, (point * _WEIGHT).to(tl.float32))
+def _quadrature():
+    """Return the first point and its weight, and by what they are multiplied: all in float64."""
+    point = tl.full([], _FIRST_POINT, tl.float64)
+    weight = tl.full([], _FIRST_WEIGHT, tl.float64)
+    return point, weight, tl.full([], _E, tl.float64), tl.full([], _WEIGHT, tl.float64)
 
 
 @triton.jit
@@ -464,14 +450,15 @@ def _race(shares, counts, in_p, in_q):
         rates = tl.minimum(tl.maximum(rates, 1 / _LARGEST_RATE), _LARGEST_RATE)
         rates = tl.where(is_alone, 1.0, tl.where(races, rates, 0.0))
         density = tl.zeros_like(rates)
-        point = _exactly(_FIRST_POINT)
-        for nth in range(_NUM_POINTS):  # unrolled, it takes seconds to compile
+        point, weight, per_point, of_point = _quadrature()
+        for _ in range(_NUM_POINTS):  # unrolled, it takes seconds to compile
             decay = tl.exp(-rates * point.to(tl.float32))
             log_mean = tl.log(tl.maximum(tl.sum(q * decay, 1), _TINY))
             log_mean = tl.where(total_q > 0, log_mean, 0.0)
             others = tl.exp(tl.sum(counts * log_mean, 0) - log_mean)
-            density += decay * (others * _weight(nth, point))[:, None]
-            point *= _exactly(_E)
+            density += decay * (others * weight.to(tl.float32))[:, None]
+            point *= per_point
+            weight = point * of_point
         density *= each * rates
     return rates, density
 
@@ -479,10 +466,12 @@ def _race(shares, counts, in_p, in_q):
 @triton.jit
 def _per_rate(total):
     """Compute `smc.verification.per_rate`."""
-    point, found = _exactly(_FIRST_POINT), total * 0.0
-    for nth in range(_NUM_POINTS):
-        found += tl.exp(-total * point.to(tl.float32)) * _weight(nth, point)
-        point *= _exactly(_E)
+    point, weight, per_point, of_point = _quadrature()
+    found = total * 0.0
+    for _ in range(_NUM_POINTS):
+        found += tl.exp(-total * point.to(tl.float32)) * weight.to(tl.float32)
+        point *= per_point
+        weight = point * of_point
     return found
 
 
