@@ -143,7 +143,7 @@ def _begins_alike(texts, length, count, particle, drawn, here):
 
 
 @triton.jit
-def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
+def _splits(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
     """Return the ancestor in each place, see `smc.prefixes._splits`, and each copy's log-weight."""
     place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
     ancestor = particle

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.agreement import _begins_alike, _log_sum, _split, _texts
+from sglang_smc.kernels.agreement import _begins_alike, _log_sum, _splits, _Texts, _texts
 from sglang_smc.kernels.randomness import _uniform
 from sglang_smc.kernels.reweight import _ancestors, _members, _normalized, _num_distinct
 from sglang_smc.kernels.tensors import contiguous
-from sglang_smc.smc.population import Narrowed, Population, copied
+from sglang_smc.smc.population import Narrowed, Population, Scores, copied
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import Decision
 
@@ -45,9 +45,21 @@ class _New(NamedTuple):
     failure: torch.Tensor | None = None  # [G]
 
 
+class _Asked(NamedTuple):
+    """What `narrow` is asked for, and what it reads beside the populations."""
+
+    seeds: torch.Tensor  # [G] int64
+    lag: torch.Tensor  # [G] int64
+    weighs: torch.Tensor  # [G] bool
+    heaviest: torch.Tensor  # [G] bool
+    texts: _Texts  # with the token before each tail
+    complete: torch.Tensor | None  # [G, N] bool, of `Scores`
+
+
 def _bare(population: Population) -> Population:
     """Return the columns that kernels read or write; of a subclass Triton knows no names."""
-    return Population._make((*contiguous(population[:-2]), None, None))
+    columns = population._replace(logprobs=None, scores=None)
+    return Population._make(None if of is None else of.contiguous() for of in columns)
 
 
 def _like(population: Population, *names: str) -> dict[str, torch.Tensor]:
@@ -68,9 +80,10 @@ def gather(
     """
     size = len(rows)
     few = table.cut(num_particles, width)
-    of_batch = [None if of is None else of.new_empty(size, *of.shape[1:]) for of in few[:-1]]
-    scores = few.scores and few.scores._make(values[rows] for values in few.scores)
-    found = table._make((*of_batch, scores))
+    columns = few._replace(scores=None)
+    found = table._make(None if of is None else of.new_empty(size, *of.shape[1:]) for of in columns)
+    if few.scores is not None:
+        found = found._replace(scores=Scores._make(values[rows] for values in few.scores))
     shape = size, num_particles
     begun = tuple(rows.new_empty(s) for s in (shape, (*shape, 2), (size, 1)))
     _launch(_gather, *shape, _Side.of(table), _Side.of(found), rows.contiguous(), begun)
@@ -151,12 +164,13 @@ def narrow(
         num_roots=torch.empty_like(whole),
     )
     before = _Side.of(population)
-    complete = None if scores is None else scores.complete
-    asked = tuple(contiguous((seeds, lag, weighs, heaviest)))
-    texts = _texts(before.columns.texts[:, :, 1:])
-    bare = _bare(found.population)
-    to = found._replace(population=bare)
-    _launch(_narrow, *population.lengths.shape, before, to, texts, asked, complete)
+    asked = _Asked(
+        *contiguous((seeds, lag, weighs, heaviest)),
+        texts=_texts(before.columns.texts[:, :, 1:]),
+        complete=None if scores is None else scores.complete,
+    )
+    to = found._replace(population=_bare(found.population))
+    _launch(_narrow, *population.lengths.shape, before, to, asked)
     carried = copied({"logprobs": population.logprobs, "scores": scores}, found.ancestors)
     return found._replace(population=found.population._replace(**carried))
 
@@ -265,64 +279,115 @@ def _extend(before, target, new, num_columns, padded: tl.constexpr):
 
 
 @triton.jit
-def _narrow(before, found, texts, asked, complete, padded: tl.constexpr):
+def _narrow(before, found, asked, padded: tl.constexpr):
+    """Narrow a group in the steps of `Population.narrow`, and of `prefixes.narrow` in it."""
     group, particle, own, here = _members(before.num_particles, padded)
-    source = before.columns
-    target = found.population
-    seeds, lag, weighs, heaviest = asked
-    weight = tl.load(source.log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(source.present + own, mask=here, other=0) != 0
-    ended = tl.load(source.ended + own, mask=here, other=1) != 0
-    length = tl.load(source.lengths + own, mask=here, other=0)
-    is_over = ended
-    if complete is not None:
-        is_final = tl.load(complete + own, mask=here, other=1) != 0
-        is_over = ended & (is_final | (is_present == 0))
-    longest = tl.max(length, 0)
-    finished = tl.min(is_over.to(tl.int32), 0) != 0
-    late = tl.maximum(longest + 1 - tl.load(lag + group), 0)
-    late = tl.where(tl.load(weighs + group) != 0, late, 0)
-    count = tl.where(finished, tl.maximum(longest, 1), late)
+    population = before.columns
+    after = found.population
+    log_weights = tl.load(population.log_weights + own, mask=here, other=-float("inf"))
+    present = tl.load(population.present + own, mask=here, other=0) != 0
 
-    relative, total = _log_sum(weight)
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    evidence = tl.load(source.log_evidence + group) + (total - tl.log(size))
-    tl.store(found.log_evidence + group, evidence)
-    furthest = tl.load(source.num_emitted + group) + longest
-    point = _uniform(tl.load(seeds + group), furthest, particle * 0, _SELECT)
-    by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
-    first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
-    chosen = tl.where(tl.load(heaviest + group) != 0, first_heaviest, by_weight)
+    # late: the tokens beyond the lag, or all tokens of a finished group
+    finished = _is_finished(population, asked.complete, present, own, here)
+    lengths = tl.load(population.lengths + own, mask=here, other=0)
+    longest = tl.max(lengths, 0)
+    counts = _num_late(asked, group, longest, finished)
 
-    alike = _begins_alike(texts, length, count, particle, chosen, here)
-    stays = alike & is_present
-    leaves = is_present & (alike == 0)
+    # draw: the particle whose prefix all are to have
+    relative, log_sum = _log_sum(log_weights)
+    log_mean = log_sum - tl.log(tl.sum(present.to(tl.int32), 0).to(tl.float64))
+    tl.store(found.log_evidence + group, tl.load(population.log_evidence + group) + log_mean)
+    furthest = tl.load(population.num_emitted + group) + longest
+    drawn = _drawn(asked, group, furthest, log_weights, relative, particle, padded)
+
+    # split: the weights of those that stay, to fill the places of those that leave
+    stays = _begins_alike(asked.texts, lengths, counts, particle, drawn, here) & present
+    leaves = present & (stays == 0)
     num_free = tl.sum(leaves.to(tl.int32), 0)
     tl.store(found.dropped + group, (num_free > 0) & (finished == 0))
-    ancestor, share = _split(weight, stays, leaves, num_free, particle, padded)
-    _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
-    raised = tl.where(total == -float("inf"), 0.0, total - kept)
-    from_it = ancestor[:, None] == particle[None, :]
-    split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    tl.store(found.ancestors + own, ancestor.to(tl.int64), mask=here)
-    tl.store(target.log_weights + own, tl.where(is_present, split, weight), mask=here)
+    ancestors, split = _splits(log_weights, stays, leaves, num_free, particle, padded)
+    split = _raised(split, ancestors, log_weights, log_sum, stays, particle)
+    tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
+    tl.store(after.log_weights + own, tl.where(present, split, log_weights), mask=here)
 
-    at = group * before.num_particles + ancestor
+    # copy: each particle becomes its ancestor
+    at = group * before.num_particles + ancestors
+    lengths = _descend(population, after, at, own, here)
+    num_roots = _num_distinct(
+        tl.load(population.roots + own, mask=here, other=0), present, particle
+    )
+    tl.store(found.num_roots + group, num_roots)
+
+    # common: the tokens that all tails begin with
+    num_common = _copy_texts(before, after, (at, own), particle, here, present, lengths)
+    tl.store(found.num_common + group, num_common.to(tl.int64))
+
+
+@triton.jit
+def _is_finished(population, complete, present, own, here):
+    """Return whether a group's answer may be drawn, see `Population.is_finished`."""
+    ended = tl.load(population.ended + own, mask=here, other=1) != 0
+    if complete is not None:
+        is_complete = tl.load(complete + own, mask=here, other=1) != 0
+        ended = ended & (is_complete | (present == 0))
+    return tl.min(ended.to(tl.int32), 0) != 0
+
+
+@triton.jit
+def _num_late(asked, group, longest, finished):
+    """Return the number of tokens to draw: those beyond the lag, or all of a finished group."""
+    late = tl.maximum(longest + 1 - tl.load(asked.lag + group), 0)
+    late = tl.where(tl.load(asked.weighs + group) != 0, late, 0)
+    # A particle may have no token but its own first one: that is drawn, too.
+    return tl.where(finished, tl.maximum(longest, 1), late)
+
+
+@triton.jit
+def _drawn(asked, group, furthest, log_weights, relative, particle, padded: tl.constexpr):
+    """Return the particle that gives the tokens: drawn by weight, or the first heaviest."""
+    point = _uniform(tl.load(asked.seeds + group), furthest, particle * 0, _SELECT)
+    by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
+    is_heaviest = log_weights == tl.max(log_weights, 0)
+    heaviest = tl.min(tl.where(is_heaviest, particle, padded), 0)
+    return tl.where(tl.load(asked.heaviest + group) != 0, heaviest, by_weight)
+
+
+@triton.jit
+def _raised(split, ancestors, log_weights, log_sum, stays, particle):
+    """Return each copy's log-weight, raised by what those that leave had: the sum is as before."""
+    _, kept = _log_sum(tl.where(stays, log_weights, -float("inf")))
+    raised = tl.where(log_sum == -float("inf"), 0.0, log_sum - kept)
+    copies = ancestors[:, None] == particle[None, :]
+    return tl.sum(tl.where(copies, (split + raised)[None, :], 0.0), 1)
+
+
+@triton.jit
+def _descend(source, target, at, own, here):
+    """Copy all of the ancestors but weights and texts; return the lengths of their tails."""
     _copy_history(source, target, at, own, here)
-    own_ended = tl.load(source.ended + at, mask=here)
-    own_length = tl.load(source.lengths + at, mask=here, other=0)
-    tl.store(target.ended + own, own_ended, mask=here)
-    tl.store(target.lengths + own, own_length, mask=here)
-    roots = tl.load(source.roots + own, mask=here, other=0)
-    tl.store(found.num_roots + group, _num_distinct(roots, is_present, particle))
-    common = tl.min(tl.where(is_present, own_length, before.width), 0) + 2
-    for start in range(0, before.width, _BLOCK):
+    ended = tl.load(source.ended + at, mask=here)
+    lengths = tl.load(source.lengths + at, mask=here, other=0)
+    tl.store(target.ended + own, ended, mask=here)
+    tl.store(target.lengths + own, lengths, mask=here)
+    return lengths
+
+
+@triton.jit
+def _copy_texts(before, target, places, particle, here, present, lengths):
+    """Copy the ancestors' texts; return the leading tail tokens that present particles share.
+
+    As `prefixes.common_tail` counts them: 0 where the tokens before the tails differ.
+    """
+    at, to = places
+    width = before.width
+    common = tl.min(tl.where(present, lengths, width), 0) + 2
+    for start in range(0, width, _BLOCK):
         column = start + tl.arange(0, _BLOCK)[None, :]
-        inside = here[:, None] & (column < before.width)
-        token = tl.load(source.texts + at[:, None] * before.width + column, mask=inside)
-        tl.store(target.texts + own[:, None] * before.width + column, token, mask=inside)
+        inside = here[:, None] & (column < width)
+        token = tl.load(before.columns.texts + at[:, None] * width + column, mask=inside)
+        tl.store(target.texts + to[:, None] * width + column, token, mask=inside)
         first = tl.sum(tl.where(particle[:, None] == 0, token, 0), 0)
-        differs = inside & is_present[:, None] & (column > 0) & (token != first[None, :])
-        parted = tl.min(tl.where(differs, column, before.width), 1)
+        differs = inside & present[:, None] & (column > 0) & (token != first[None, :])
+        parted = tl.min(tl.where(differs, column, width), 1)
         common = tl.minimum(common, tl.min(parted, 0))
-    tl.store(found.num_common + group, tl.maximum(common - 2, 0).to(tl.int64))
+    return tl.maximum(common - 2, 0)

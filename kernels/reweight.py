@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.verification import Kept, Verified
 from sglang_smc.smc.weighing import SCHEMES, Block, Decision, Resampled
 
@@ -121,8 +120,11 @@ def _launch(kernel: Any, block: Block, *others: Any) -> None:
     if log_p.stride() != (num_particles * p_stride, p_stride, 1):
         log_p = log_p.contiguous()
         p_stride = num_drafted
+    others_of_block = {
+        name: column.contiguous() for name, column in block._asdict().items() if name != "log_p"
+    }
     kernel[(size,)](
-        Block(block.log_weights.contiguous(), log_p, *contiguous(block[2:])),
+        Block(log_p=log_p, **others_of_block),
         *others,
         _Sizes(num_particles, num_drafted, p_stride),
         padded_particles=triton.next_power_of_2(num_particles),
@@ -190,22 +192,31 @@ def _weighed(block, alpha, start, sizes, own, here, column):
 
 @triton.jit
 def _summed(running):
-    """Return weights relative to each column's largest, their sum, its log, and dead columns.
+    """Return weights relative to each column's largest, the log of their sum, and dead columns.
 
     So equal log-weights give equal weights of exactly 1.
     """
     highest = tl.max(running, 1)
     dead = highest == -float("inf")
     relative = tl.exp(running - tl.where(dead, 0.0, highest)[:, None])
-    sums = tl.sum(relative, 1)
-    return relative, sums, tl.log(sums) + highest, dead
+    return relative, tl.log(tl.sum(relative, 1)) + highest, dead
 
 
 @triton.jit
-def _covered(total, column, num_drafted, log_coin, num_steps):
+def _effective_sample_size(relative, axis: tl.constexpr):
+    """Return the ESS of weights, 0 of dead ones; see `smc.weighing.effective_sample_size`."""
+    sums = tl.sum(relative, axis)
+    squares = tl.sum(relative * relative, axis)
+    return sums * sums / tl.where(squares > 0, squares, 1.0)
+
+
+@triton.jit
+def _covered(block, total, column, num_steps, sizes, group):
     """Return the most columns that the evidence covers, see `smc.weighing.covered_columns`."""
+    threshold = tl.load(block.evidence_threshold + group)
+    log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
     log_evidence = total - _pick(total, column == 0)
-    enough = (log_coin < log_evidence) & (column <= num_drafted)
+    enough = (log_coin < log_evidence) & (column <= sizes.num_drafted)
     return tl.minimum(tl.max(tl.where(enough, column, 0), 0), num_steps)
 
 
@@ -227,8 +238,10 @@ def _ancestors(weights, points, particle):
 
 
 @triton.jit
-def _drawn(weights, uniforms, particle, here, size, scheme):
-    """Return ancestors, see `smc.weighing.ancestors_of`."""
+def _ancestors_of(block, weights, size, sizes, group, particle, here):
+    """Return the particle that each becomes a copy of, see `smc.weighing.ancestors_of`."""
+    uniforms = block.uniforms + group * sizes.num_particles
+    scheme = tl.load(block.scheme + group)
     points = tl.load(uniforms + particle, mask=here, other=0.0)
     in_place = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points) + particle
     points = tl.where(scheme == _MULTINOMIAL, points, in_place / size)
@@ -243,106 +256,116 @@ def _normalized(unnormalized):
 
 @triton.jit
 def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_columns: tl.constexpr):
-    num_particles = sizes.num_particles
-    num_drafted = sizes.num_drafted
-    group, particle, own, here = _members(num_particles, padded_particles)
+    group, particle, own, here = _members(sizes.num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
-    start = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(block.present + own, mask=here, other=0) != 0
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    own_steps = tl.load(block.num_steps + group).to(tl.int32)
+    log_weights = tl.load(block.log_weights + own, mask=here, other=-float("inf"))
+    present = tl.load(block.present + own, mask=here, other=0) != 0
+    size = tl.sum(present.to(tl.int32), 0).to(tl.float64)
+    num_steps = tl.load(block.num_steps + group).to(tl.int32)
 
-    alpha = tl.load(block.power + group)
-    running, is_open = _weighed(block, alpha, start, sizes, own, here, column)
-    relative, sums, total, dead = _summed(running)
-    ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
+    # weigh
+    running, is_open = _weighed(
+        block, tl.load(block.power + group), log_weights, sizes, own, here, column
+    )
+    relative, total, dead = _summed(running)
+    ess = _effective_sample_size(relative, 1)
 
-    threshold = tl.load(block.evidence_threshold + group)
-    log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
-    covered = _covered(total, column, num_drafted, log_coin, own_steps)
+    # cut
+    covered = _covered(block, total, column, num_steps, sizes, group)
     low = ess < tl.load(block.ess_threshold + group) * size
-    low_after = low & (column > 0) & (column <= num_drafted)
-    first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
-    stops_early = tl.load(block.resample_each_token + group) != 0
-    num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
-
-    last = column == num_columns
-    following = column == tl.minimum(num_columns + 1, num_drafted)
-    all_zero = (_pick(dead.to(tl.int32), following) != 0) & (num_columns < own_steps)
-    resample = _pick(low.to(tl.int32), last) != 0
-    weighed = tl.sum(tl.where(last[:, None], running, 0.0), 0)
+    num_columns = _num_columns(block, low, covered, column, sizes, group)
+    tl.store(found.all_zero + group, _dies_next(dead, num_columns, column, num_steps, sizes))
+    at = column == num_columns
+    resampled = _pick(low.to(tl.int32), at) != 0
+    weighed = tl.sum(tl.where(at[:, None], running, 0.0), 0)
     kept = is_open & (column <= num_columns)[:, None]
     tl.store(found.num_columns + group, num_columns.to(tl.int64))
     tl.store(found.weighed + own, weighed, mask=here)
-    tl.store(found.ess + group, _pick(ess, last))
-    tl.store(found.resampled + group, resample)
-    tl.store(found.all_zero + group, all_zero)
+    tl.store(found.ess + group, _pick(ess, at))
+    tl.store(found.resampled + group, resampled)
     tl.store(found.verified + group, 0)
     tl.store(found.num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
-    weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
-    numbers = block.uniforms + group * num_particles
-    scheme = tl.load(block.scheme + group)
-    drawn = _drawn(weights, numbers, particle, here, size, scheme)
-    replaced = resample & is_present
-    ancestors = tl.where(replaced, drawn, particle)
-    banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
-    left = _num_distinct(ancestors, is_present, particle)
-    tl.store(found.num_killed + group, size.to(tl.int64) - left)
+    # resample
+    relative = tl.sum(tl.where(at[:, None], relative, 0.0), 0)
+    ancestors = _ancestors_of(block, _normalized(relative), size, sizes, group, particle, here)
+    ancestors = tl.where(resampled & present, ancestors, particle)
+    log_weights = tl.where(resampled & present, 0.0, weighed)
+    log_evidence = tl.where(resampled, _pick(total, at) - tl.log(size), 0.0)
+    num_left = _num_distinct(ancestors, present, particle)
+    tl.store(found.num_killed + group, size.to(tl.int64) - num_left)
     tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
-    tl.store(found.log_weights + own, tl.where(replaced, 0.0, weighed), mask=here)
-    tl.store(found.log_evidence + group, banked)
+    tl.store(found.log_weights + own, log_weights, mask=here)
+    tl.store(found.log_evidence + group, log_evidence)
+
+
+@triton.jit
+def _num_columns(block, low, covered, column, sizes, group):
+    """Return the columns to keep: all covered ones, or up to the first of a low ESS."""
+    low_after = low & (column > 0) & (column <= sizes.num_drafted)
+    first_low = tl.min(tl.where(low_after, column, sizes.num_drafted + 1), 0)
+    each_token = tl.load(block.resample_each_token + group) != 0
+    return tl.where(each_token, tl.minimum(first_low, covered), covered)
+
+
+@triton.jit
+def _dies_next(dead, num_columns, column, num_steps, sizes):
+    """Return whether every particle dies in the column after the kept ones."""
+    next_column = tl.minimum(num_columns + 1, sizes.num_drafted)
+    return (_pick(dead.to(tl.int32), column == next_column) != 0) & (num_columns < num_steps)
 
 
 @triton.jit
 def _keep(
     block,
-    found,
+    verified,
     ends,
     kept,
     sizes,
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
-    num_particles = sizes.num_particles
     num_drafted = sizes.num_drafted
-    group, particle, own, here = _members(num_particles, padded_particles)
+    group, particle, own, here = _members(sizes.num_particles, padded_particles)
     column = tl.arange(0, padded_columns)  # 0 is before the block
-    is_present = tl.load(block.present + own, mask=here, other=0) != 0
-    own_steps = tl.load(block.num_steps + group).to(tl.int32)
+    present = tl.load(block.present + own, mask=here, other=0) != 0
+    num_steps = tl.load(block.num_steps + group).to(tl.int32)
 
-    start = tl.where(is_present, 0.0, -float("inf")).to(tl.float64)
+    # weigh
+    start = tl.where(present, 0.0, -float("inf")).to(tl.float64)
     running, is_open = _weighed(block, 1.0, start, sizes, own, here, column)
-    relative, _, total, _ = _summed(running)
-    threshold = tl.load(block.evidence_threshold + group)
-    log_coin = tl.log(tl.load(block.keep_uniforms + group)) + tl.log(threshold)
-    covered = _covered(total, column, num_drafted, log_coin, own_steps)
+    relative, total, _ = _summed(running)
+    covered = _covered(block, total, column, num_steps, sizes, group)
     weighed = tl.sum(tl.where((column == covered)[:, None], relative, 0.0), 0)
-    sums = tl.sum(weighed, 0)
-    squares = tl.sum(weighed * weighed, 0)
-    ess = sums * sums / tl.where(squares > 0, squares, 1.0)
-    point = tl.load(block.uniforms + group * num_particles)
+
+    # draw
+    point = tl.load(block.uniforms + group * sizes.num_particles)
     point += tl.zeros([padded_particles], dtype=tl.float64)
     drawn = tl.max(_ancestors(_normalized(weighed), point, particle), 0)
 
-    # A sequence that has ended counts as reaching all columns.
-    verified = tl.load(found.num_columns + group).to(tl.int32)
-    verified_chain = tl.load(found.winner + group).to(tl.int32)
-    of_found = (group * num_particles + verified_chain) * num_drafted + column
-    ended = tl.load(ends + of_found, mask=column < verified, other=0).to(tl.int32)
-    reached = tl.where(tl.max(ended, 0) != 0, own_steps, verified)
-    by_block = covered > reached
-    of_drawn = (particle == drawn)[None, :] & (column <= covered)[:, None] & is_open
-    num_open = tl.sum(tl.sum(of_drawn.to(tl.int32), 0), 0)
-    num_columns = tl.where(by_block, num_open, verified)
-    winner = tl.where(by_block, drawn, verified_chain)
-    row = (group * num_particles + winner).to(tl.int64) * (num_drafted + 1) + num_columns
+    # keep
+    num_columns = tl.load(verified.num_columns + group).to(tl.int32)
+    winner = tl.load(verified.winner + group).to(tl.int32)
+    of_winner = ends + (group * sizes.num_particles + winner) * num_drafted
+    by_block = covered > _reached(of_winner, num_columns, column, num_steps)
+    of_block = is_open & (particle == drawn)[None, :] & (column <= covered)[:, None]
+    num_open = tl.sum(tl.sum(of_block.to(tl.int32), 0), 0)
+    num_columns = tl.where(by_block, num_open, num_columns)
+    winner = tl.where(by_block, drawn, winner)
+    row = (group * sizes.num_particles + winner).to(tl.int64) * (num_drafted + 1) + num_columns
     tl.store(kept.num_columns + group, num_columns.to(tl.int64))
     tl.store(kept.winner + group, winner.to(tl.int64))
     tl.store(kept.by_block + group, by_block)
-    tl.store(kept.rejects + group, (tl.load(found.rejects + group) != 0) & (~by_block))
+    tl.store(kept.rejects + group, (tl.load(verified.rejects + group) != 0) & (~by_block))
     tl.store(kept.row + group, row)
-    tl.store(kept.ess + group, ess)
+    tl.store(kept.ess + group, _effective_sample_size(weighed, 0))
+
+
+@triton.jit
+def _reached(ends, num_columns, column, num_steps):
+    """Return the columns that verification reaches: all, if the sequence has ended in its own."""
+    has_ended = tl.load(ends + column, mask=column < num_columns, other=0).to(tl.int32)
+    return tl.where(tl.max(has_ended, 0) != 0, num_steps, num_columns)
 
 
 @triton.jit

@@ -38,8 +38,8 @@ def gated_delta(
         states=states,
         source=source,
         num_past=num_past,
-        past=tuple(past),
-        new=tuple(new),
+        past=_Columns(*past),
+        new=_Columns(*new),
         rolled=rolled,
         output=output,
         max_past=past[1].shape[1],
@@ -57,14 +57,22 @@ def gated_delta(
     return output, rolled
 
 
+class _Columns(NamedTuple):
+    """Consecutive tokens of each particle."""
+
+    qkv: torch.Tensor  # [P, J, width]
+    decay: torch.Tensor  # [P, J, heads] float32
+    beta: torch.Tensor  # [P, J, heads] float32
+
+
 class _Run(NamedTuple):
     """The tensors of a launch, and sizes of them."""
 
     states: torch.Tensor  # [particles of all, heads, value_dim, key_dim]
     source: torch.Tensor  # [P] int64
     num_past: torch.Tensor  # [P] int64
-    past: Columns  # qkv [P, max_past, width], decay and beta [P, max_past, heads] float32
-    new: Columns  # the same of [P, num_columns]
+    past: _Columns  # J = max_past
+    new: _Columns  # J = num_columns
     rolled: torch.Tensor  # [P, heads, value_dim, key_dim]
     output: torch.Tensor  # [P, num_columns, heads, value_dim]
     max_past: int
@@ -86,13 +94,11 @@ def _gated_delta(
     values = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     in_keys = keys < key_dim
     in_values = values < value_dim
-    scale: tl.constexpr = key_dim**-0.5
     in_state = in_values[:, None] & in_keys[None, :]
     cell = values[:, None] * key_dim + keys[None, :]
     of_head = value_dim * key_dim
-    source = tl.load(run.source + particle)
-    state = tl.load(run.states + (source * heads + head) * of_head + cell, in_state, 0.0)
-    state = state.to(tl.float32)
+    source = run.states + (tl.load(run.source + particle) * heads + head) * of_head + cell
+    state = tl.load(source, in_state, 0.0).to(tl.float32)
 
     of_keys: tl.constexpr = heads // shared * key_dim
     width: tl.constexpr = 2 * of_keys + heads * value_dim
@@ -101,25 +107,28 @@ def _gated_delta(
     at_key = of_keys + at_query
     for j in range(tl.load(run.num_past + particle)):
         column = particle * run.max_past + j
-        row = run.past[0] + column * width
+        row = run.past.qkv + column * width
         gate = column * heads + head
         key = _unit(row + at_key, in_keys)
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
-        state = _step(state, key, value, tl.load(run.past[1] + gate), tl.load(run.past[2] + gate))
-    end = run.rolled + (particle * heads + head) * of_head + cell
-    tl.store(end, state.to(run.rolled.dtype.element_ty), in_state)
+        state = _step(
+            state, key, value, tl.load(run.past.decay + gate), tl.load(run.past.beta + gate)
+        )
+    rolled = run.rolled + (particle * heads + head) * of_head + cell
+    tl.store(rolled, state.to(run.rolled.dtype.element_ty), in_state)
 
     for j in range(run.num_columns):
         column = particle * run.num_columns + j
-        row = run.new[0] + column * width
+        row = run.new.qkv + column * width
         gate = column * heads + head
         key = _unit(row + at_key, in_keys)
-        query = _unit(row + at_query, in_keys) * scale
+        query = _unit(row + at_query, in_keys) * (key_dim**-0.5)
         value = tl.load(row + at_value, in_values, 0.0).to(tl.float32)
-        state = _step(state, key, value, tl.load(run.new[1] + gate), tl.load(run.new[2] + gate))
-        read = tl.sum(state * query[None, :], axis=1)
-        place = run.output + gate * value_dim + values
-        tl.store(place, read.to(run.output.dtype.element_ty), in_values)
+        state = _step(
+            state, key, value, tl.load(run.new.decay + gate), tl.load(run.new.beta + gate)
+        )
+        output = tl.sum(state * query[None, :], axis=1).to(run.output.dtype.element_ty)
+        tl.store(run.output + gate * value_dim + values, output, in_values)
 
 
 @triton.jit

@@ -14,10 +14,12 @@ import triton.language as tl
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.spans import (
     LOG2_E,
+    Grid,
     Layer,
     Slots,
     add_scores,
     attend,
+    no_softmax,
     own_rows,
     own_span,
     slots_of,
@@ -121,36 +123,54 @@ def _attend_latents(
     tail_span,
 ):
     """Compute flash attention of a block of rows over one span of a prefix or a tail."""
-    sizes = num_particles, all_tokens, num_prefix
-    parts = prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span
-    span = own_span(slots, layer, 0, first_key, sizes, parts)
+    grid = Grid(
+        num_particles=num_particles,
+        all_tokens=all_tokens,
+        num_prefix=num_prefix,
+        prefix_blocks=prefix_blocks,
+        prefix_spans=prefix_spans,
+        tail_blocks=tail_blocks,
+        tail_spans=tail_spans,
+        tail_span=tail_span,
+    )
+    span = own_span(slots, layer, 0, first_key, grid)
     token, head, column, in_rows = own_rows(span, layer)
-    last_seen = span.start + column
-    dim = tl.arange(0, layer.block_dim)[None, :]
-    turned = tl.arange(0, layer.block_rope)[None, :]
-    in_dim = dim < layer.head_dim
-    in_rope = turned < layer.rope
     # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
-    asked = (in_rows & (span.begin < span.end))[:, None]
+    asked = in_rows & (span.begin < span.end)
     place = token.to(tl.int64) * queries.stride + head * queries.head_stride
-    own = (queries.tensor + place)[:, None]
-    query = tl.load(own + dim, mask=asked & in_dim, other=0.0)
-    rotated = tl.load(own + layer.head_dim + turned, mask=asked & in_rope, other=0.0)
-
-    highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
-    total = tl.zeros([layer.block_rows], tl.float32)
-    output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
+    query = _latents(queries.tensor + place, asked, layer)
+    softmax = no_softmax(layer)
     for first in range(span.begin, span.end, layer.block_keys):
         position = first + tl.arange(0, layer.block_keys)
         slot = slots_of(span, position)
-        row = (latents[0] + slot * latents[1])[:, None]
-        loaded = (slot > 0)[:, None]
-        latent = tl.load(row + dim, mask=loaded & in_dim, other=0.0).to(query.dtype)
-        key = tl.load(row + layer.head_dim + turned, mask=loaded & in_rope, other=0.0)
-        scores = tl.dot(query, tl.trans(latent))
-        scores = tl.dot(rotated, tl.trans(key.to(query.dtype)), scores) * scaling
-        seen = (position < span.end)[None, :] & (position[None, :] <= last_seen[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        weights, decay, highest, total = add_scores(scores, highest, total)
-        output = tl.dot(weights.to(query.dtype), latent, output * decay[:, None])
-    store(partial, span, token, head, (highest, total, output), in_rows, layer)
+        key = _latents(latents[0] + slot * latents[1], slot > 0, layer)
+        seen = (position < span.end)[None, :]
+        seen &= position[None, :] <= (span.start + column)[:, None]
+        softmax = _attend(query, key, seen, scaling, softmax)
+    store(partial, span, token, head, softmax, in_rows, layer)
+
+
+@triton.jit
+def _latents(rows, asked, layer):
+    """Load vectors that begin at addresses ``rows``: their values, and the rotated rest."""
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    turned = tl.arange(0, layer.block_rope)[None, :]
+    own = rows[:, None]
+    latent = tl.load(own + dim, mask=asked[:, None] & (dim < layer.head_dim), other=0.0)
+    in_rope = asked[:, None] & (turned < layer.rope)
+    return latent, tl.load(own + layer.head_dim + turned, mask=in_rope, other=0.0)
+
+
+@triton.jit
+def _attend(query, key, seen, scaling, softmax):
+    """Return the softmax of a block of rows, with one more block of latents."""
+    latent, rotated = query
+    key_latent, key_rotated = key
+    highest, total, output = softmax
+    value = key_latent.to(latent.dtype)
+    scores = tl.dot(latent, tl.trans(value))
+    scores = tl.dot(rotated, tl.trans(key_rotated.to(latent.dtype)), scores) * scaling
+    scores = tl.where(seen, scores, float("-inf"))
+    weights, decay, highest, total = add_scores(scores, highest, total)
+    output = tl.dot(weights.to(latent.dtype), value, output * decay[:, None])
+    return highest, total, output

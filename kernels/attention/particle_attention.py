@@ -10,11 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.spans import (
     LOG2_E,
+    Grid,
     Layer,
     Slots,
     add_scores,
     attend,
     join_last,
+    no_softmax,
     own_rows,
     own_span,
     part_of,
@@ -152,12 +154,20 @@ def _attend_spans(
     if layer.overlaps:
         gdc_launch_dependents()
         gdc_wait()
-    sizes = num_particles, all_tokens, num_prefix
-    parts = prefix_blocks, prefix_spans, tail_blocks, tail_spans, tail_span
-    span = own_span(slots, layer, window, first_key, sizes, parts)
+    grid = Grid(
+        num_particles=num_particles,
+        all_tokens=all_tokens,
+        num_prefix=num_prefix,
+        prefix_blocks=prefix_blocks,
+        prefix_spans=prefix_spans,
+        tail_blocks=tail_blocks,
+        tail_spans=tail_spans,
+        tail_span=tail_span,
+    )
+    span = own_span(slots, layer, window, first_key, grid)
     token, head, column, in_rows = own_rows(span, layer)
-    own_start = tl.load(slots.starts + token // layer.num_columns, mask=in_rows, other=0)
-    own_start = own_start.to(tl.int32)
+    owner = token // layer.num_columns
+    own_start = tl.load(slots.starts + owner, mask=in_rows, other=0).to(tl.int32)
     first_seen = own_start + column - window
     if layer.sees_block:  # all up to the end
         column = tl.full([layer.block_rows], layer.num_columns, tl.int32)
@@ -172,14 +182,9 @@ def _attend_spans(
     asked = in_rows if partial.output is None else in_rows & some
     place = token.to(tl.int64) * queries.stride + head * queries.head_stride
     query = _rows(queries.tensor + place, token, asked, cache.new, layer)
-    dim = tl.arange(0, layer.block_dim)[None, :]
-    keys = cache.key + span.head * cache.key_head_stride + dim
-    values = cache.value + span.head * cache.value_head_stride + dim
 
-    highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
-    total = tl.zeros([layer.block_rows], tl.float32)
-    output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
-    owner = token // layer.num_columns
+    scores = scaling, cap
+    softmax = no_softmax(layer)
     before_first = 0
     num_parts = 1
     if partial.output is None:  # the prefix, then the tails of the particles that have a row here
@@ -193,47 +198,73 @@ def _attend_spans(
             is_own = (owner == before_first + nth) | (nth == 0)
             last = tl.where(is_own, part.start + column, -1)
             end = part.end
-        for first in range(part.begin, end, layer.block_keys):
-            position = first + tl.arange(0, layer.block_keys)
-            slot = slots_of(part, position)
-            loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
-            key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
-            value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
-            seen = (position < end)[None, :] & (position[None, :] <= last[:, None])
-            if layer.has_window:
-                seen &= position[None, :] >= first_seen[:, None]
-            before = highest, total, output
-            highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
+        softmax = _attend_part(query, cache, part, end, (first_seen, last), scores, softmax, layer)
     if cache.new is not None:  # noqa: SIM102 -- which is known as this is compiled
         if span.is_first_of_tail:
-            position, slot, key, value = _new_keys(cache.new, span, layer)
-            written = ((slot > 0) & (span.block == 0))[:, None] & (dim < layer.head_dim)
-            tl.store(keys + slot[:, None] * cache.key_stride, key, mask=written)
-            tl.store(values + slot[:, None] * cache.value_stride, value, mask=written)
-            value = tl.where((position >= first_key)[:, None], value, 0.0)  # there may be NaN
-            seen = (position >= first_key)[None, :] & (position[None, :] > last_seen[:, None])
-            seen &= position[None, :] <= (span.start + column)[:, None]
-            if layer.has_window:
-                seen &= position[None, :] >= first_seen[:, None]
-            before = highest, total, output
-            highest, total, output = _attend(query, (key, value), seen, scaling, cap, before, layer)
+            seen = first_seen, last_seen, span.start + column, first_key
+            softmax = _attend_new(query, cache, span, seen, scores, softmax, layer)
     if partial.output is None:  # anew, or they would hold registers all along: the offset is 0
         token, head, column, in_rows = own_rows(span, layer, tl.minimum(num_parts, 0))
-    store(partial, span, token, head, (highest, total, output), in_rows, layer)
+    store(partial, span, token, head, softmax, in_rows, layer)
     if partial.arrivals is not None:
-        join_last(partial, span, sizes, parts, layer)
+        join_last(partial, span, grid, layer)
 
 
 @triton.jit
-def _attend(query, keys, seen, scaling, cap, before, layer):
+def _attend_part(query, cache, part, end, seen, scores, softmax, layer):
+    """Return the softmax of a block of rows, with the keys of one span."""
+    first_seen, last_seen = seen
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    keys = cache.key + part.head * cache.key_head_stride + dim
+    values = cache.value + part.head * cache.value_head_stride + dim
+    for first in range(part.begin, end, layer.block_keys):
+        position = first + tl.arange(0, layer.block_keys)
+        slot = slots_of(part, position)
+        loaded = ((slot > 0) & (position < end))[:, None] & (dim < layer.head_dim)
+        key = tl.load(keys + slot[:, None] * cache.key_stride, mask=loaded, other=0.0)
+        value = tl.load(values + slot[:, None] * cache.value_stride, mask=loaded, other=0.0)
+        is_seen = (position < end)[None, :] & (position[None, :] <= last_seen[:, None])
+        if layer.has_window:
+            is_seen &= position[None, :] >= first_seen[:, None]
+        softmax = _attend(query, (key, value), is_seen, scores, softmax, layer)
+    return softmax
+
+
+@triton.jit
+def _attend_new(query, cache, span, seen, scores, softmax, layer):
+    """Return the softmax of a block of rows, with the new keys, which are written if it is first.
+
+    Args:
+        seen: of each row the first position it attends to, the last one before the new keys, and
+            its own; and the first position with a key.
+    """
+    first_seen, last_cached, last_seen, first_key = seen
+    dim = tl.arange(0, layer.block_dim)[None, :]
+    keys = cache.key + span.head * cache.key_head_stride + dim
+    values = cache.value + span.head * cache.value_head_stride + dim
+    position, slot, key, value = _new_keys(cache.new, span, layer)
+    written = ((slot > 0) & (span.block == 0))[:, None] & (dim < layer.head_dim)
+    tl.store(keys + slot[:, None] * cache.key_stride, key, mask=written)
+    tl.store(values + slot[:, None] * cache.value_stride, value, mask=written)
+    value = tl.where((position >= first_key)[:, None], value, 0.0)  # there may be NaN
+    is_seen = (position >= first_key)[None, :] & (position[None, :] > last_cached[:, None])
+    is_seen &= position[None, :] <= last_seen[:, None]
+    if layer.has_window:
+        is_seen &= position[None, :] >= first_seen[:, None]
+    return _attend(query, (key, value), is_seen, scores, softmax, layer)
+
+
+@triton.jit
+def _attend(query, keys, seen, scores, softmax, layer):
     """Return the softmax of a block of rows, with one more block of keys and values."""
     key, value = keys
-    highest, total, output = before
-    scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
+    scaling, cap = scores
+    highest, total, output = softmax
+    products = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
     if layer.has_cap:  # cap * tanh(score), in a form that does not overflow
-        scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
-    scores = tl.where(seen, scores, float("-inf"))
-    weights, decay, highest, total = add_scores(scores, highest, total)
+        products = cap - 2 * cap / (1 + tl.exp(2 * products))
+    products = tl.where(seen, products, float("-inf"))
+    weights, decay, highest, total = add_scores(products, highest, total)
     output = output * decay[:, None] + tl.dot(
         weights.to(query.dtype), value.to(query.dtype), input_precision="tf32x3"
     )

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.attention.work import MAX_SPANS, WorkSplit
-from sglang_smc.kernels.tensors import contiguous
 from sglang_smc.smc.ledger import AttentionContext
 
 LOG2_E = 1.4426950408889634
@@ -44,9 +43,19 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, context: AttentionContext) -> "Slots":
         """Return the slots of a context, with the tensors of G requests made contiguous."""
-        table, tails, locations, starts, *_ = context
-        places = contiguous((*locations[:3], starts))
-        return cls(table, table.stride(0), tails, tails.shape[1], *places)
+        table = context.req_to_token
+        tails = context.tails
+        locations = context.locations
+        return cls(
+            table=table,
+            table_stride=table.stride(0),
+            tails=tails,
+            tails_width=tails.shape[1],
+            rows=locations.rows.contiguous(),
+            committed=locations.committed.contiguous(),
+            particle_rows=locations.particle_rows.contiguous(),
+            starts=context.starts.contiguous(),
+        )
 
 
 class Queries(NamedTuple):
@@ -110,6 +119,29 @@ class Layer(NamedTuple):
             **more,
         )
         return cls(*map(tl.constexpr, found))
+
+
+class Grid(NamedTuple):
+    """The programs of a launch, and of what each is one, as in `WorkSplit`."""
+
+    num_particles: int
+    all_tokens: int
+    num_prefix: int  # programs of prefixes; those of tails follow
+    prefix_blocks: int
+    prefix_spans: int
+    tail_blocks: int
+    tail_spans: int
+    tail_span: int
+
+
+class _Program(NamedTuple):
+    """The place of a program in the grid."""
+
+    is_tail: bool
+    block: int
+    owner: int  # of the span: a particle's tail, or a request's prefix
+    head: int  # of keys
+    span: int
 
 
 class _Span(NamedTuple):
@@ -186,10 +218,14 @@ def attend(
         partial,
         layer,
         *scores,
-        num_particles,
-        tokens,
-        num_prefix,
-        *split[4:],  # blocks and spans
+        num_particles=num_particles,
+        all_tokens=tokens,
+        num_prefix=num_prefix,
+        prefix_blocks=split.prefix_blocks,
+        prefix_spans=split.prefix_spans,
+        tail_blocks=split.tail_blocks,
+        tail_spans=split.tail_spans,
+        tail_span=split.tail_span,
         num_warps=split.num_warps,
         num_stages=split.num_stages,
         **({"launch_pdl": True} if layer.overlaps.value else {}),
@@ -200,28 +236,12 @@ def attend(
 
 
 @triton.jit
-def own_span(slots, layer, window, first_key, sizes, parts):
-    """Return this program's work, a `_Span`.
-
-    The innermost index runs fastest: blocks of rows that read the same keys run concurrently, and
-    so do requests with one prefix, whose keys then leave memory once for all. The owner of a tail
-    is a particle, that of a prefix a request.
-    """
-    num_particles, all_tokens, num_prefix = sizes
-    prefix_blocks, prefix_spans, tail_blocks, _, tail_span = parts
-    program = tl.program_id(0)
-    is_tail = program >= num_prefix
-    rest = program - tl.where(is_tail, num_prefix, 0)
-    blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
-    block = rest % blocks
-    rest = rest // blocks
-    owners = all_tokens // (layer.num_columns * tl.where(is_tail, 1, num_particles))
-    owner = rest % owners
-    rest = rest // owners
-    head = rest % layer.kv_heads
-    span = rest // layer.kv_heads
-
-    request = owner // tl.where(is_tail, num_particles, 1)
+def own_span(slots, layer, window, first_key, grid):
+    """Return this program's work, a `_Span`."""
+    program = _own_program(layer, grid)
+    is_tail = program.is_tail
+    owner = program.owner
+    request = owner // tl.where(is_tail, grid.num_particles, 1)
     committed = tl.load(slots.committed + request).to(tl.int32)
     own_tail, start, tail_end = _tail_of(slots, owner, committed, is_tail, layer)
     shared_row = tl.load(slots.rows + owner, mask=is_tail == 0, other=0)
@@ -231,25 +251,51 @@ def own_span(slots, layer, window, first_key, sizes, parts):
         first = tl.maximum(committed - 1 - window, first_key)
     # The spans of a prefix have equal numbers of whole blocks of keys.
     left = tl.maximum(committed - first, 0)
-    even = tl.cdiv(left, layer.block_keys * prefix_spans) * layer.block_keys
-    length = tl.where(is_tail, tail_span, even)
-    begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
+    even = tl.cdiv(left, layer.block_keys * grid.prefix_spans) * layer.block_keys
+    length = tl.where(is_tail, grid.tail_span, even)
+    begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + program.span * length
     end = tl.where(is_tail, tail_end, committed)
-    num_tokens = tl.where(is_tail, 1, num_particles) * layer.num_columns
-    partial_span = span + tl.where(is_tail, prefix_spans, 0)
+    num_tokens = tl.where(is_tail, 1, grid.num_particles) * layer.num_columns
+    partial_span = program.span + tl.where(is_tail, grid.prefix_spans, 0)
     return _Span(
-        is_tail,
-        is_tail & (span == 0),
-        block,
-        head,
-        tl.where(is_tail, own_tail, prefix),
-        tl.where(is_tail, slots.tails_width - 1, 0x7FFFFFFF),  # a tail's row is a ring buffer
-        start,
-        begin,
-        tl.minimum(begin + length, end),
-        owner * num_tokens,
-        num_tokens,
-        partial_span.to(tl.int64) * all_tokens * (layer.kv_heads * layer.group),
+        is_tail=is_tail,
+        is_first_of_tail=is_tail & (program.span == 0),
+        block=program.block,
+        head=program.head,
+        slots=tl.where(is_tail, own_tail, prefix),
+        # A tail's row is a ring buffer.
+        mask=tl.where(is_tail, slots.tails_width - 1, 0x7FFFFFFF),
+        start=start,
+        begin=begin,
+        end=tl.minimum(begin + length, end),
+        first_token=owner * num_tokens,
+        num_tokens=num_tokens,
+        place=partial_span.to(tl.int64) * grid.all_tokens * (layer.kv_heads * layer.group),
+    )
+
+
+@triton.jit
+def _own_program(layer, grid):
+    """Return this program's place, a `_Program`.
+
+    The innermost index runs fastest: blocks of rows that read the same keys run concurrently, and
+    so do requests with one prefix, whose keys then leave memory once for all.
+    """
+    program = tl.program_id(0)
+    is_tail = program >= grid.num_prefix
+    rest = program - tl.where(is_tail, grid.num_prefix, 0)
+    blocks = tl.where(is_tail, grid.tail_blocks, grid.prefix_blocks)
+    block = rest % blocks
+    rest = rest // blocks
+    owners = grid.all_tokens // (layer.num_columns * tl.where(is_tail, 1, grid.num_particles))
+    owner = rest % owners
+    rest = rest // owners
+    return _Program(
+        is_tail=is_tail,
+        block=block,
+        owner=owner,
+        head=rest % layer.kv_heads,
+        span=rest // layer.kv_heads,
     )
 
 
@@ -258,18 +304,18 @@ def part_of(span, slots, particle, is_tail, first_key, layer):
     """Return the span of a whole prefix, or one of all of a particle's tail for the same rows."""
     tail, start, end = _tail_of(slots, particle, span.end, is_tail, layer)
     return _Span(
-        is_tail,
-        False,
-        span.block,
-        span.head,
-        tl.where(is_tail, tail, span.slots),
-        tl.where(is_tail, slots.tails_width - 1, span.mask),
-        start,
-        tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
-        tl.where(is_tail, end, span.end),
-        span.first_token,
-        span.num_tokens,
-        span.place,
+        is_tail=is_tail,
+        is_first_of_tail=False,
+        block=span.block,
+        head=span.head,
+        slots=tl.where(is_tail, tail, span.slots),
+        mask=tl.where(is_tail, slots.tails_width - 1, span.mask),
+        start=start,
+        begin=tl.where(is_tail, tl.maximum(span.end, first_key), span.begin),
+        end=tl.where(is_tail, end, span.end),
+        first_token=span.first_token,
+        num_tokens=span.num_tokens,
+        place=span.place,
     )
 
 
@@ -321,6 +367,15 @@ def slots_of(span, position):
 
 
 @triton.jit
+def no_softmax(layer):
+    """Return the softmax of a block of rows without keys: highest score, sum of weights, output."""
+    highest = tl.full([layer.block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([layer.block_rows], tl.float32)
+    output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
+    return highest, total, output
+
+
+@triton.jit
 def add_scores(scores, highest, total):
     """Return weights of a block of scores, the factor of earlier ones, and the new softmax."""
     new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -367,32 +422,31 @@ def _store_joined(partial, place, softmax, in_rows, layer):
 
 
 @triton.jit
-def join_last(partial, span, sizes, parts, layer):
+def join_last(partial, span, grid, layer):
     """Join the spans of a request and key head, if all other programs of them have stored theirs.
 
     In order of the spans, whichever program is the last. The barrier and the counter order their
     stores before its loads. The counter is left at 0 for the next launch.
     """
-    num_particles, all_tokens, _ = sizes
-    _, prefix_spans, tail_blocks, tail_spans, _ = parts
-    num_tokens = num_particles * layer.num_columns
+    num_tokens = grid.num_particles * layer.num_columns
     request = span.first_token // num_tokens
     counter = partial.arrivals + request * layer.kv_heads + span.head
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived == prefix_spans + num_particles * tail_blocks * tail_spans - 1:
+    num_tails = grid.num_particles * grid.tail_blocks * grid.tail_spans
+    if arrived == grid.prefix_spans + num_tails - 1:
         tl.store(counter, 0)
         row = tl.arange(0, layer.block_rows)
         token = request * num_tokens + row // layer.group
         head = row % layer.group
         in_rows = row < num_tokens * layer.group
         place = token * (layer.kv_heads * layer.group) + span.head * layer.group + head
-        step = all_tokens.to(tl.int64) * (layer.kv_heads * layer.group)
-        _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer)
+        step = grid.all_tokens.to(tl.int64) * (layer.kv_heads * layer.group)
+        _join_rows(partial, place, step, grid, in_rows, layer)
 
 
 @triton.jit
-def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
+def _join_rows(partial, place, step, grid, in_rows, layer):
     """Join the spans of a block of query rows; see `_join_spans`.
 
     Args:
@@ -401,7 +455,7 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
     """
     nth = tl.arange(0, layer.most_spans)
     dim = tl.arange(0, layer.block_dim)[None, :]
-    known = (nth < prefix_spans + tail_spans)[:, None] & in_rows[None, :]
+    known = (nth < grid.prefix_spans + grid.tail_spans)[:, None] & in_rows[None, :]
     log_sums = place[None, :] + nth[:, None] * step
     log_sums = tl.load(partial.log_sums + log_sums, mask=known, other=float("-inf"))
     highest = tl.max(log_sums, 0)
@@ -409,10 +463,10 @@ def _join_rows(partial, place, step, prefix_spans, tail_spans, in_rows, layer):
     total = tl.sum(tl.exp2(log_sums - highest[None, :]), 0)
     output = tl.zeros([layer.block_rows, layer.block_dim], tl.float32)
     # The first spans of a prefix have keys. Loads of several spans are to be on their way at once.
-    some = (tl.max(log_sums, 1) > float("-inf")) & (nth < prefix_spans)
+    some = (tl.max(log_sums, 1) > float("-inf")) & (nth < grid.prefix_spans)
     used = tl.max(tl.where(some, nth + 1, 0), 0)
-    for one in tl.range(0, used + tail_spans, loop_unroll_factor=4):
-        at = place + tl.where(one < used, one, one - used + prefix_spans) * step
+    for one in tl.range(0, used + grid.tail_spans, loop_unroll_factor=4):
+        at = place + tl.where(one < used, one, one - used + grid.prefix_spans) * step
         log_sum = tl.load(partial.log_sums + at, mask=in_rows, other=float("-inf"))
         weight = tl.exp2(log_sum - highest)[:, None]
         part = partial.output + at[:, None] * layer.head_dim + dim
