@@ -188,7 +188,8 @@ class SMCWorker(WeightUpdates):
         """Launch a round; the host reads its result after the device has finished it."""
         shape = shape_of(batch.reqs, batch.return_logprob)
         inputs = RoundInputs.of(batch, self.device)
-        recordings, launched, *_ = self._captures
+        recordings = self._captures.recordings
+        launched = self._captures.launched
         recorded = None if recordings is None else recordings.find(shape)
         played = shape if recorded is None else recorded.shape
         if played.skips_draft and self._round.draft.defers_reading:

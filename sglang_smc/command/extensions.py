@@ -8,7 +8,8 @@ from types import ModuleType
 PACKAGE = "sglang-smc-tools"
 #: Groups of entry points, which name modules: with the ``main(argv)`` of a command; and `pair`,
 #: which `doctor` asks to ``check(options)`` and for its ``findings(options)``.
-COMMANDS, DOCTOR = "sglang_smc.commands", "sglang_smc.doctor"
+COMMANDS = "sglang_smc.commands"
+DOCTOR = "sglang_smc.doctor"
 INSTALL = "Run pip install ./tools in a clone of sglang-smc, of the same version."
 
 

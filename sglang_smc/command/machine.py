@@ -19,7 +19,9 @@ ENTRY_POINTS = (
     ("sglang.srt.platforms", "smc_cpu", None),
 )
 GIB = 1 << 30
-OK, WARNING, FAIL = "ok", "warning", "fail"
+OK = "ok"
+WARNING = "warning"
+FAIL = "fail"
 HERE = "here"  # this machine, as the device of a pair
 
 
@@ -68,7 +70,8 @@ def _release() -> Finding:
     from sglang_smc import plugin
     from sglang_smc.upstream import SUPPORTED
 
-    problem, found = plugin.problem(), installed("sglang")
+    problem = plugin.problem()
+    found = installed("sglang")
     supported = ", ".join(SUPPORTED)
     if problem is None and found is not None and found.partition("+")[0] in SUPPORTED:
         return ok("sglang", f"{found}, with sglang-smc {__version__}, which supports {supported}")
@@ -120,7 +123,8 @@ def _device() -> Finding:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        count, memory = torch.cuda.device_count(), properties.total_memory
+        count = torch.cuda.device_count()
+        memory = properties.total_memory
         name = f"{count} x {properties.name}, {memory / GIB:.0f} GiB each"
         if torch.version.hip:
             return warning("device", name, "It has been tried on NVIDIA's GPUs and CPUs alone.")
@@ -155,7 +159,8 @@ def _hooks() -> Finding:
 
     on_cpu = not torch.accelerator.is_available()
     groups = [hooks.FLAGS, hooks.SMC, *([hooks.CPU_PLATFORM] if on_cpu else [])]
-    count, problems = 0, []
+    count = 0
+    problems = []
     for group in groups:
         # The plugin applies the first when it is loaded.
         apply = hooks.verify_installed if group is hooks.FLAGS else hooks.install

@@ -40,7 +40,15 @@ class Chains(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return *self[:3], *self.locations[:3]
+        locations = self.locations
+        return (
+            self.tokens,
+            self.starts,
+            self.slots,
+            locations.rows,
+            locations.committed,
+            locations.particle_rows,
+        )
 
 
 class MergedRows(NamedTuple):

@@ -141,10 +141,9 @@ class ParticleForward:
         self, mode: ForwardMode, chains: Chains, merged: MergedRows | None = None
     ) -> ForwardBatch:
         """Return the batch for the model's layers; the attention backend uses its plan instead."""
-        tokens, starts, slots, locations = chains[:4]
-        num_columns = tokens.shape[2]
-        first = starts.flatten()
-        positions = starts.unsqueeze(2)
+        num_columns = chains.tokens.shape[2]
+        first = chains.starts.flatten()
+        positions = chains.starts.unsqueeze(2)
         lengths = None
         if num_columns > 1:
             positions = positions + self._counts[:num_columns]
@@ -154,11 +153,12 @@ class ParticleForward:
         positions = positions.flatten().clamp_max(self._last_position)
         rotary = positions if self._is_mrope else None
         if self._shifts is not None:
-            of_each = self._shifts[locations.rows].repeat_interleave(tokens[0].numel())
+            num_rows = chains.tokens[0].numel()  # of a request
+            of_each = self._shifts[chains.locations.rows].repeat_interleave(num_rows)
             rotary = positions + of_each
-        tokens = tokens.flatten()
-        slots = slots.flatten()
-        rows = locations.particle_rows.flatten()
+        tokens = chains.tokens.flatten()
+        slots = chains.slots.flatten()
+        rows = chains.locations.particle_rows.flatten()
         if merged is not None:
             tokens, slots, positions = (of[merged.kept] for of in (tokens, slots, positions))
             rotary = None if rotary is None else rotary[merged.kept]

@@ -172,18 +172,21 @@ class PassRecording(NamedTuple):
             columns: lengths of chains for which it is captured.
         """
         sizes = sorted(self.sizes, reverse=True)
-        captures = [self._capture(forward, name, size, c) for c in columns for size in sizes]
+        captures = {
+            (size, self.num_particles, num_columns): self._capture(forward, name, size, num_columns)
+            for num_columns in columns
+            for size in sizes
+        }
         of_chains = name == "chain_logits"
         run = getattr(forward, name)
 
         def replayed(chains: Chains) -> torch.Tensor:
             size, num_particles, num_columns = shape = chains.tokens.shape
             is_chain = of_chains and num_particles * num_columns > 1  # a head keeps single tokens
-            for captured in reversed(captures):  # the smallest of a length first
-                tokens, *_ = captured.inputs
+            for room, captured in reversed(captures.items()):  # the smallest of a length first
                 # The logits of a chain's last token are at another place of a longer chain.
-                as_long = is_chain or num_columns == tokens.shape[2]
-                if as_long and all(map(le, shape, tokens.shape)):
+                as_long = is_chain or num_columns == room[2]
+                if as_long and all(map(le, shape, room)):
                     logits = captured.of(chains.tensors)[:size, :num_particles]
                     return logits[:, :, :num_columns] if of_chains else logits.clone()
             return run(chains)

@@ -138,7 +138,9 @@ class RecurrentParticles(AttentionBackend):
             ``[1, P * C, v_heads, V]``.
         """
         here = self.req_to_token_pool.mamba_map[layer.layer_id]
-        states, inputs, gates = (table[here] for table in self.tables[:3])
+        states = self.tables.states[here]
+        inputs = self.tables.inputs[here]
+        gates = self.tables.gates[here]
         own = self._own
         num_past = self._num_past
         heads = layer.num_v_heads

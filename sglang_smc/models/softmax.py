@@ -166,7 +166,8 @@ def find_siblings(context: AttentionContext) -> list[Siblings]:
     """
     req_to_token = context.req_to_token
     first_key = context.first_key
-    rows, committed, *_ = context.locations
+    rows = context.locations.rows
+    committed = context.locations.committed
     fewest = first_key + _LONG
     if len(rows) == 1 or committed.max() <= fewest:
         return []
@@ -250,62 +251,122 @@ def plan_shared_prefix(
         cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
         merged: the rows whose results are used; None for all.
     """
-    req_to_token, tails, locations, starts, window, sees_block, first_key = context
-    assert window is None or not sees_block, "checked with the layers"
-    rows, committed, particle_rows, _ = locations
-    begin = torch.full_like(committed, first_key)  # [G] of a prefix, without what siblings share
+    window = context.window
+    assert window is None or not context.sees_block, "checked with the layers"
+    # [G] of a prefix, without what siblings share
+    begin = torch.full_like(context.locations.committed, context.first_key)
     siblings = find_siblings(context) if window is None else []
     for one in siblings:
         begin[one.first : one.last] += len(one.slots)
-    if starts.shape[1] == 1 and window is None and not sees_block:
+    if context.starts.shape[1] == 1 and window is None and not context.sees_block:
         whole, hidden = _whole_sequences(context, num_columns, begin)
         masks = _of_heads(hidden, group if num_columns > 1 else 1, dtype), None
-        return SharedPrefixPlan.of(cache, whole, siblings, rows[:0], masks)
-    column = torch.arange(num_columns, device=rows.device)
-    begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
-    # [G, N, C] number of keys of its own tail that each query attends to
-    seen = (starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
-    if sees_block:
+        return SharedPrefixPlan.of(cache, whole, siblings, whole[:0], masks)
+    keys = _visible_keys(context, num_columns, begin)
+    distinct = None
+    if merged is not None and (siblings or keys.hidden.shape[1] >= _LONG):
+        distinct = merged.by_request(len(begin))
+    prefixes = _plan_prefixes(context, keys)
+    tails, unseen, unwritten = _plan_tails(context, keys)
+    written = prefixes[:, :1]
+    if context.first_key:  # the prefix may have no key: then a slot that some particle has written
+        of_tails = tails[:, :, :1].masked_fill(unwritten[:, :, :1], 0).amax(1)  # [G, 1]
+        written = torch.where(keys.hidden[:, :1], of_tails, written)
+    return SharedPrefixPlan.of(
+        cache,
+        torch.where(keys.hidden, written, prefixes),
+        siblings,
+        torch.where(unwritten, written.unsqueeze(2), tails),
+        (
+            _prefix_mask(keys, window, distinct, group, dtype),
+            _of_heads(unseen.flatten(0, 1), group, dtype),
+        ),
+        distinct,
+    )
+
+
+class _VisibleKeys(NamedTuple):
+    """The keys that some query of a forward attends to."""
+
+    positions: torch.Tensor  # [G, P] int64, up to the end of the longest prefix
+    hidden: torch.Tensor  # [G, P] bool: those beyond the request's own prefix
+    begins: torch.Tensor  # [G] int64 position where the keys of the tails begin
+    tail: torch.Tensor  # [T] int64, from 0 on: places in a tail
+    seen: torch.Tensor  # [G, N, C] int64 keys of its own tail up to the last that a query sees
+
+
+def _visible_keys(context: AttentionContext, num_columns: int, begin: torch.Tensor) -> _VisibleKeys:
+    """Return the keys that are attended to; arguments as for `_whole_sequences`.
+
+    Waits for the device, once.
+    """
+    committed = context.locations.committed
+    window = context.window
+    column = torch.arange(num_columns, device=begin.device)
+    begins = committed.clamp_min(context.first_key)
+    seen = (context.starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
+    if context.sees_block:
         seen = seen[:, :, -1:].expand_as(seen)
     # Keys at the end of the prefix that the earliest possible query attends to.
     visible = (committed - begin).clamp(0, None if window is None else window + 1)  # [G]
     longest = torch.stack([visible.amax(), seen.amax()]).clamp_min(1)
     prefix_len, tail_len = longest.tolist()  # waits for the device
-    distinct = None
-    if merged is not None and (siblings or prefix_len >= _LONG):
-        distinct = merged.by_request(len(rows))
-    position = torch.arange(max(prefix_len, tail_len), device=rows.device)
-    at = position[:prefix_len] + (committed - visible).unsqueeze(1)  # [G, P] in a prefix
-    hidden = at >= committed.unsqueeze(1)  # [G, P]
-    unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
-    unwritten = unseen[:, :, -1]  # [G, N, T]
-    prefix_mask = additive(hidden, dtype).view(len(rows), 1, 1, prefix_len)
-    if window is not None:
-        oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] first key that a query attends to
-        unseen = unseen | (position[:tail_len] < oldest)
-        offset = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
-        left_out = hidden.view(len(rows), 1, 1, -1) | (offset < oldest)  # [G, N, C, P]
-        left_out = _distinct(left_out.flatten(1, 2), distinct)  # [G, Q, P]
-        prefix_mask = _of_heads(left_out, group, dtype)
+    place = torch.arange(max(prefix_len, tail_len), device=begin.device)
+    positions = place[:prefix_len] + (committed - visible).unsqueeze(1)
+    hidden = positions >= committed.unsqueeze(1)
+    return _VisibleKeys(positions, hidden, begins, place[:tail_len], seen)
 
-    prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]
-    place = (begins.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
-    tails = tails[particle_rows.unsqueeze(2), place]  # [G, N, T]
-    unwritten = unwritten | (tails == 0)
-    if sees_block:  # padding of a request with fewer columns than others is ahead of its own
+
+def _plan_prefixes(context: AttentionContext, keys: _VisibleKeys) -> torch.Tensor:
+    """Return the slots of prefixes, ``[G, P]``; beyond a prefix that of its last key."""
+    rows = context.locations.rows.unsqueeze(1)
+    last = context.locations.committed.unsqueeze(1) - 1
+    return context.req_to_token[rows, keys.positions.minimum(last)]
+
+
+def _prefix_mask(
+    keys: _VisibleKeys,
+    window: int | None,
+    distinct: tuple[torch.Tensor, torch.Tensor] | None,
+    group: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return `SharedPrefixPlan.prefix_mask`; all queries have one mask but in a window."""
+    hidden = keys.hidden[:, None, None]  # [G, 1, 1, P]
+    if window is None:
+        return additive(hidden, dtype)
+    offset = keys.positions - keys.begins.unsqueeze(1)  # a tail begins at 0
+    left_out = hidden | (offset[:, None, None] < _oldest(keys, window))  # [G, N, C, P]
+    return _of_heads(_distinct(left_out.flatten(1, 2), distinct), group, dtype)
+
+
+def _plan_tails(
+    context: AttentionContext, keys: _VisibleKeys
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots of tails ``[G, N, T]``, and of these which keys to leave out.
+
+    Returns:
+        Slots; whether a query does not attend to a key, ``[G, N, C, T]`` bool; and whether no query
+        does, or there is no key, ``[G, N, T]`` bool.
+    """
+    unseen = keys.tail >= keys.seen.unsqueeze(3)
+    unwritten = unseen[:, :, -1]
+    if context.window is not None:
+        unseen = unseen | (keys.tail < _oldest(keys, context.window))
+    place = keys.begins.view(-1, 1, 1) + keys.tail  # [G, 1, T]
+    in_ring = place & (context.tails.shape[1] - 1)
+    slots = context.tails[context.locations.particle_rows.unsqueeze(2), in_ring]
+    unwritten = unwritten | (slots == 0)
+    if (
+        context.sees_block
+    ):  # padding of a request with fewer columns than others is ahead of its own
         unseen = unseen | unwritten.unsqueeze(2)
-    written = prefix[:, :1]
-    if first_key:  # the prefix may have no key: then a slot that some particle has written
-        of_tails = tails[:, :, :1].masked_fill(unwritten[:, :, :1], 0).amax(1)  # [G, 1]
-        written = torch.where(hidden[:, :1], of_tails, written)
-    return SharedPrefixPlan.of(
-        cache,
-        torch.where(hidden, written, prefix),
-        siblings,
-        torch.where(unwritten, written.unsqueeze(2), tails),
-        (prefix_mask, _of_heads(unseen.flatten(0, 1), group, dtype)),
-        distinct,
-    )
+    return slots, unseen, unwritten
+
+
+def _oldest(keys: _VisibleKeys, window: int) -> torch.Tensor:
+    """Return the first key that a query attends to, from its tail's first, ``[G, N, C, 1]``."""
+    return (keys.seen - 1 - window).unsqueeze(3)
 
 
 def _whole_sequences(
@@ -315,19 +376,19 @@ def _whole_sequences(
 
     Arguments as for `plan_shared_prefix`; sequences are those from ``begin`` ``[G]`` on.
     """
-    req_to_token, tails, locations, starts, *_ = context
-    rows, committed, particle_rows, max_tail = locations
-    end = starts + num_columns  # [G, 1]
+    locations = context.locations
+    tails = context.tails
+    end = context.starts + num_columns  # [G, 1]
     longest = max(int((end - begin.unsqueeze(1)).max()), 1)
-    position = begin.unsqueeze(1) + torch.arange(longest, device=rows.device)  # [G, L]
-    in_row = position.minimum(committed.unsqueeze(1) - 1)  # [G, L]
-    slots = req_to_token[rows.unsqueeze(1), in_row]
-    if max_tail:
-        in_tail = tails[particle_rows, position & (tails.shape[1] - 1)]
+    position = begin.unsqueeze(1) + torch.arange(longest, device=begin.device)  # [G, L]
+    in_row = position.minimum(locations.committed.unsqueeze(1) - 1)  # [G, L]
+    slots = context.req_to_token[locations.rows.unsqueeze(1), in_row]
+    if locations.max_tail:
+        in_tail = tails[locations.particle_rows, position & (tails.shape[1] - 1)]
         slots = torch.where(position > in_row, in_tail, slots)
         slots = torch.where((position >= end) | (slots == 0), slots[:, :1], slots)
-    column = torch.arange(num_columns, device=rows.device)
-    return slots, position.unsqueeze(1) > (starts + column).unsqueeze(2)
+    column = torch.arange(num_columns, device=begin.device)
+    return slots, position.unsqueeze(1) > (context.starts + column).unsqueeze(2)
 
 
 def shared_prefix_attention(
@@ -348,43 +409,84 @@ def shared_prefix_attention(
     Returns:
         The output, in the shape of ``query``.
     """
-    size, num_particles, num_columns, _, head_dim = query.shape
+    size, _, num_columns, _, head_dim = query.shape
     kv_heads = keys.shape[1]
-    num_prefix = size * plan.prefix_mask.shape[-1]
-    by_row = query.view(size, num_particles * num_columns, kv_heads, -1, head_dim)
-    by_key = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
-    by_value = by_key
-    if values is not None:
-        by_value = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
-
-    def over(query: torch.Tensor, start: int, end: int, mask: torch.Tensor) -> Attended:
-        own = slice(start, end)
-        key = _by_head(by_key[own], len(query))
-        value = _by_head(by_value[own], len(query))
-        return attend(query, key, value, mask, softmax)
-
-    group = by_row.shape[3]
-    end = num_prefix
-    folded = _fold(_distinct(by_row, plan.distinct))  # [G, kv_heads, Q * group, dim]
-    prefix = over(folded, 0, end, plan.prefix_mask)
-    for one in plan.siblings:
-        start = end
-        end = end + len(one.slots)
-        together = folded[one.first : one.last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        shared = over(together, start, end, query.new_zeros(1, 1, 1, len(one.slots)))
-        _add_shared(prefix, shared, one)
-    found = Attended(*(_unfold(part, group) for part in prefix))
-    if plan.distinct is not None:
-        back = plan.distinct[1]
-        found = Attended(*(_of_requests(part, back) for part in found))
+    by_row = query.view(size, -1, kv_heads, query.shape[3] // kv_heads, head_dim)
+    gathered = _Gathered.of(keys, values, plan, query.dtype)
+    found = _attend_to_prefixes(by_row, gathered, plan, softmax)
     if plan.tail_mask is not None:
-        single = query.view(-1, num_columns, *by_row.shape[2:])  # [G * N, C, kv_heads, group, dim]
-        tails = over(_fold(single), end, len(plan.slots), plan.tail_mask)
-        of_rows = (_unfold(part, group).flatten(0, 1) for part in tails)
-        found = join(Attended(*(part.flatten(0, 1) for part in found)), Attended(*of_rows))
+        by_particle = query.view(-1, num_columns, *by_row.shape[2:])
+        tails = _attend_to_tails(by_particle, gathered, plan.tail_mask, softmax)
+        found = join(Attended(*(part.flatten(0, 1) for part in found)), tails)
     if softmax.sinks is not None:
         softmax = softmax._replace(sinks=softmax.sinks.view(kv_heads, -1))
     return finish(found, softmax).reshape(query.shape)
+
+
+class _Gathered(NamedTuple):
+    """Keys and values of a plan's slots, ``[L, kv_heads, head_dim]`` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        plan: SharedPrefixPlan,
+        dtype: torch.dtype,
+    ) -> "_Gathered":
+        of_slots = gather_slots(keys, plan.slots, plan.key_scratch).to(dtype)
+        if values is None:
+            return cls(of_slots, of_slots)
+        return cls(of_slots, gather_slots(values, plan.slots, plan.value_scratch).to(dtype))
+
+    def attend(
+        self, query: torch.Tensor, own: slice, mask: torch.Tensor, softmax: Softmax
+    ) -> Attended:
+        """Attend to the slots ``own``, of as many sequences as queries have, one after another."""
+        keys = _by_head(self.keys[own], len(query))
+        values = _by_head(self.values[own], len(query))
+        return attend(query, keys, values, mask, softmax)
+
+
+def _attend_to_prefixes(
+    rows: torch.Tensor, gathered: _Gathered, plan: SharedPrefixPlan, softmax: Softmax
+) -> Attended:
+    """Attend to prefixes, ``[G, N * C, kv_heads, group, head_dim]``; rows of one text do once."""
+    group = rows.shape[3]
+    folded = _fold(_distinct(rows, plan.distinct))  # [G, kv_heads, Q * group, dim]
+    end = len(rows) * plan.prefix_mask.shape[-1]
+    prefix = gathered.attend(folded, slice(end), plan.prefix_mask, softmax)
+    for one in plan.siblings:
+        own = slice(end, end + len(one.slots))
+        end = own.stop
+        together = folded[one.first : one.last].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        mask = rows.new_zeros(1, 1, 1, len(one.slots))
+        _add_shared(prefix, gathered.attend(together, own, mask, softmax), one)
+    found = Attended(*(_unfold(part, group) for part in prefix))
+    if plan.distinct is None:
+        return found
+    back = plan.distinct[1]
+    return Attended(*(_of_requests(part, back) for part in found))
+
+
+def _attend_to_tails(
+    rows: torch.Tensor, gathered: _Gathered, mask: torch.Tensor, softmax: Softmax
+) -> Attended:
+    """Attend to tails, the last slots of a plan.
+
+    Args:
+        rows: ``[G * N, C, kv_heads, group, head_dim]``.
+        mask: `SharedPrefixPlan.tail_mask`.
+
+    Returns:
+        The attention of all rows, ``[G * N * C, kv_heads, group, ...]``.
+    """
+    own = slice(len(gathered.keys) - len(rows) * mask.shape[-1], None)
+    tails = gathered.attend(_fold(rows), own, mask, softmax)
+    return Attended(*(_unfold(part, rows.shape[3]).flatten(0, 1) for part in tails))
 
 
 def _add_shared(prefix: Attended, shared: Attended, one: Siblings) -> None:

@@ -418,6 +418,29 @@ def _attend(
     ops: Ops, of: Inputs, heads: Heads, num_columns: int, programs: int = 1, rotates: bool = False
 ) -> Any:
     copies = math.ceil(programs / (of.shape[0] * heads.kv_heads))
+    context = _context(of, copies, num_columns)
+    starts = context.starts
+    num_slots = context.req_to_token.numel() + context.tails.numel()
+    shape = *starts.shape, num_columns, heads.q_heads, heads.head_dim
+    of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
+    query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
+    run = _attend_by_kernel if ops.kind == "triton" else _attend_by_torch
+    if not rotates:
+        return run((query, keys, values), heads, context)
+    # Those in prefixes are written already.
+    position = starts.unsqueeze(2) + torch.arange(num_columns, device=of.device)
+    in_ring = position % context.tails.shape[1]
+    slots = context.tails[context.locations.particle_rows.unsqueeze(2), in_ring].long()
+    slots = slots.where(position >= context.locations.committed.view(-1, 1, 1), 0).flatten()
+    new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
+    angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
+    return output, keys[1:], values[1:]  # slot 0 receives the writes of the others
+
+
+def _context(of: Inputs, copies: int, num_columns: int) -> AttentionContext:
+    """Return prefixes of three lengths, ``copies`` of each, and tails of up to 4 tokens."""
     size = of.shape[0] * copies
     num_particles = of.shape[1]
     width = 1 << (num_columns + 4).bit_length()
@@ -429,22 +452,7 @@ def _attend(
     rows = torch.arange(size, device=of.device)
     locations = KVLocations(rows, committed, particle_rows, max_tail=num_columns + 4)
     starts = committed.unsqueeze(1) + of.whole(-1, 4, size, num_particles)
-    context = AttentionContext(table.view(size, PREFIX), tails.view(-1, width), locations, starts)
-    shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
-    of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
-    query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
-    run = _attend_by_kernel if ops.kind == "triton" else _attend_by_torch
-    if not rotates:
-        return run((query, keys, values), heads, context)
-    # Those in prefixes are written already.
-    position = starts.unsqueeze(2) + torch.arange(num_columns, device=of.device)
-    slots = context.tails[particle_rows.unsqueeze(2), position % width].long()
-    slots = slots.where(position >= committed.view(-1, 1, 1), 0).flatten()
-    new = [of.normal(len(slots), *of_cache[1:], dtype=heads.dtype) for _ in range(2)]
-    angles = 6 * of.uniforms(PREFIX + 5, heads.head_dim // 2).float()
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    output = run((query, keys, values), heads, context, (*new, slots, position, cos_sin))
-    return output, keys[1:], values[1:]  # slot 0 receives the writes of the others
+    return AttentionContext(table.view(size, PREFIX), tails.view(-1, width), locations, starts)
 
 
 _Tensors = tuple[torch.Tensor, ...]

@@ -97,6 +97,12 @@ class RoundInputs(NamedTuple):
         columns = list(zip(*known, strict=True))
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
+    @property
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return N, K and whether the round only verifies, ``[G]`` int64 each."""
+        _, num_particles, num_steps, is_exact = self.known.unbind()
+        return num_particles, num_steps, is_exact
+
     def split(self, most: int) -> "list[RoundInputs]":
         """Return the inputs of slices of at most ``most`` groups."""
         columns = (column.split(most, dim=-1) for column in self)

@@ -20,7 +20,8 @@ from sglang_smc.state.failures import Failure
 
 
 def play_plainly(
-    models: tuple[ParticleForward, torch.Tensor | None],
+    target: ParticleForward,
+    routed: torch.Tensor | None,
     tables: Tables,
     inputs: RoundInputs,
     shape: RoundShape,
@@ -29,51 +30,39 @@ def play_plainly(
     """Play a round of a shape without deciders.
 
     Args:
-        models: the target and `play.Round.routed`; others are as in `play.Round.play`.
+        routed: `play.Round.routed`; others are as in `play.Round.play`.
     """
-    target, routed = models
-    rows, committed, known = inputs
-    particles = tables.particles
-    ledger = tables.ledger
-    ops = tables.ops
-    pair, ended, position = particles.gather_single(rows)
-    last = pair[:, 1]  # [G]
-    starts = committed.unsqueeze(1)  # [G, 1]
+    rows = inputs.rows
+    pair, ended, position = tables.particles.gather_single(rows)
+    before = pair[:, 0]  # [G]
+    last = pair[:, 1]
     settings = tables.requests.gather(rows)
-    own = ledger.particle_rows(rows, 1)  # [G, 1]
-    locations = KVLocations(rows, committed, own, shape.max_tail + 1)
-    # Without tails every slot of an arena is free, and its first is that of the next position.
-    slots = ledger.table[rows.unsqueeze(1), starts].masked_fill(ended.unsqueeze(1), 0)  # [G, 1]
-    ledger.tails[own, ledger.in_ring(starts)] = slots
-    written = slots.long().unsqueeze(1)  # [G, 1, 1]
-    if ops.kind == "torch":  # where attention reads the new token's slot with the prefix
-        locations = locations._replace(committed=committed + 1, max_tail=0)
-    chains = Chains(last.view(-1, 1, 1), starts, written, locations, reqs)
-    p = ops.distribution.of(
+    chains = _reserve(tables, inputs, shape, last, ended)._replace(reqs=reqs)
+    p = tables.ops.distribution.of(
         target.chain_logits(chains).squeeze(2),
         settings.temperature,
         settings.greedy if Need.GREEDY in shape.needs else None,
         settings.filters if Need.FILTERS in shape.needs else None,
     )
-    seeds = ops.round_seeds(settings.seeds, position)
+    seeds = tables.ops.round_seeds(settings.seeds, position)
     places = position.unsqueeze(1)  # [G, 1]
-    drawn, log_p = p.sample(ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
+    drawn, log_p = p.sample(tables.ops.uniforms(seeds, places, Purpose.BONUS))  # [G, 1]
     goes_on = ~ended
     grows = goes_on & ~log_p.squeeze(1).isnan()
     token = torch.where(grows, drawn.squeeze(1), last)
-    pair = torch.stack([torch.where(grows, last, pair[:, 0]), token], dim=1)
+    pair = torch.stack([torch.where(grows, last, before), token], dim=1)
     ends = settings.ends(drawn.unsqueeze(2), places.unsqueeze(2)).flatten()
-    particles.scatter_single(rows, pair, ~grows | ends, position + grows)
+    tables.particles.scatter_single(rows, pair, ~grows | ends, position + grows)
     weighs = settings.weighs
     failed = goes_on ^ grows
     counts = grows.long()
     if shape.budget is not None:
-        *_, is_exact = known.unbind()
+        _, _, is_exact = inputs.sizes
         weighs = weighs & (is_exact == 0)
     return Outcome(
         tokens=token.unsqueeze(1),
         counts=counts,
-        new_seq_lens=committed + counts,
+        new_seq_lens=inputs.committed + counts,
         last_emitted=token,
         num_correct_drafts=torch.zeros_like(position),
         counters=tables.counters.add_plain_round(rows, failed, ~weighs),
@@ -81,5 +70,26 @@ def play_plainly(
         first_tokens=None,
         particles=None,
         logprobs=None,
-        experts=None if routed is None else (written, target.of_tokens(routed, written)),
+        experts=None if routed is None else (chains.slots, target.of_tokens(routed, chains.slots)),
     )
+
+
+def _reserve(
+    tables: Tables,
+    inputs: RoundInputs,
+    shape: RoundShape,
+    last: torch.Tensor,
+    ended: torch.Tensor,
+) -> Chains:
+    """Return the last tokens ``[G]`` as chains, with a slot for each that has not ``ended``."""
+    rows = inputs.rows
+    ledger = tables.ledger
+    starts = inputs.committed.unsqueeze(1)  # [G, 1]
+    particle_rows = ledger.particle_rows(rows, 1)  # [G, 1]
+    locations = KVLocations(rows, inputs.committed, particle_rows, shape.max_tail + 1)
+    # Without tails every slot of an arena is free, and its first is that of the next position.
+    slots = ledger.table[rows.unsqueeze(1), starts].masked_fill(ended.unsqueeze(1), 0)  # [G, 1]
+    ledger.tails[particle_rows, ledger.in_ring(starts)] = slots
+    if tables.ops.kind == "torch":  # where attention reads the new token's slot with the prefix
+        locations = locations._replace(committed=inputs.committed + 1, max_tail=0)
+    return Chains(last.view(-1, 1, 1), starts, slots.long().unsqueeze(1), locations)

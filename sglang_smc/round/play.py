@@ -74,12 +74,19 @@ class Round:
             loaded: the batch and its particles, if they have already been read from the tables.
         """
         if not shape.deciders:
-            return play_plainly((self.target, self.routed), self._tables, inputs, shape, reqs)
+            return play_plainly(
+                self.target,
+                routed=self.routed,
+                tables=self._tables,
+                inputs=inputs,
+                shape=shape,
+                reqs=reqs,
+            )
         batch, start = loaded or self._load_round(inputs, shape, reqs)
         slots = self._reserve(inputs, shape, batch.settings, start)
         batch = batch._replace(slots=slots)
 
-        drafts = steps.propose(batch, start)
+        drafts = steps.propose(batch, start) if batch.num_steps else steps.read_last(batch, start)
         p, log_p = steps.score(batch, drafts, self._run_target(batch, drafts, slots, reqs))
         revalued = start
         if batch.rules is not None and Need.POTENTIALS in shape.needs:
@@ -184,8 +191,7 @@ class Round:
         needs = shape.needs
         settings = tables.requests.gather(rows)
         if shape.budget is not None:
-            _, num_particles, num_steps, is_exact = inputs.known.unbind()
-            settings = settings.bounded(num_particles, num_steps, is_exact)
+            settings = settings.bounded(*inputs.sizes)
         before, starts, last_two, position = tables.particles.gather(
             rows, shape.num_particles, shape.max_tail, scored=Need.POTENTIALS in needs
         )

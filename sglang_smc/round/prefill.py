@@ -143,7 +143,8 @@ class Prefill:
         ledger = self._tables.ledger
         backlogs = [one for one in behind if one.tokens]
         for part in (backlogs[i : i + _AT_ONCE] for i in range(0, len(backlogs), _AT_ONCE)):
-            groups, rows, starts = on_device(ledger.device, [one[:3] for one in part]).unbind(1)
+            places = [(one.group, one.row, one.start) for one in part]
+            groups, rows, starts = on_device(ledger.device, places).unbind(1)
             self._read_committed(rows, starts, [one.tokens for one in part])
             if committed is not None:
                 ledger.reenter(rows, committed[groups] - 1, torch.ones_like(rows), 1)
@@ -187,12 +188,7 @@ class Prefill:
         assert logits is not None, "there is one pipeline stage alone"
         settings, num_emitted, carried = self._start(reqs, rows, budget)
         rules = TextRules.begin(reqs, logits.shape[1], logits.device)
-        edits = None
-        if any(map(has_edits, reqs)):
-            starts = num_emitted.unsqueeze(1)
-            none = torch.zeros_like(starts)  # [G, 1]: all tokens are in the counts
-            texts = none.unsqueeze(2)[:, :, :0]
-            edits = tables.edits.of(reqs, rows, settings, starts=starts, texts=texts, lengths=none)
+        edits = self._edits(reqs, settings, num_emitted)
         last, allowed = self._edited(edits, rules, logits)
         greedy = settings.greedy if any(map(is_greedy, reqs)) else None
         filters = settings.filters if any(map(uses_filters, reqs)) else None
@@ -347,6 +343,18 @@ class Prefill:
         positions = num_emitted.view(-1, 1, 1)
         ends = rules.ends(settings.ends(cells, positions), cells, None).squeeze(2)
         return tokens, ends & is_open  # SGLang itself checks a shared token for an end
+
+    def _edits(
+        self, reqs: list[Req], settings: Settings, num_emitted: torch.Tensor
+    ) -> Edits | None:
+        """Return the logit edits of first tokens; None where no request has any."""
+        if not any(map(has_edits, reqs)):
+            return None
+        starts = num_emitted.unsqueeze(1)
+        none = torch.zeros_like(starts)  # [G, 1]: all tokens are in the counts
+        texts = none.unsqueeze(2)[:, :, :0]
+        table = self._tables.edits
+        return table.of(reqs, settings.rows, settings, starts=starts, texts=texts, lengths=none)
 
     def _edited(
         self, edits: Edits | None, rules: TextRules, logits: torch.Tensor

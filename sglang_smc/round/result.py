@@ -81,8 +81,12 @@ def shown_particles(continued: Population, narrowed: Population) -> Population:
     in the emitted tokens: no final draw follows.
     """
     finished = continued.ended.all(1)
-    shown = choose(finished, continued[:-2], narrowed[:-2])  # without log-probabilities and scores
-    return Population(*shown)
+    fields = {
+        name: choose(finished, getattr(continued, name), getattr(narrowed, name))
+        for name in Population._fields
+        if name not in ("logprobs", "scores")
+    }
+    return Population(**fields)
 
 
 class Outcome(NamedTuple):

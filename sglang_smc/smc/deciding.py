@@ -113,7 +113,10 @@ class VerifyTogether(Decider):
     weighs = False
 
     def __call__(self, scored: Scored, ops: Ops) -> Decided:
-        population, drafts, p, log_p, block = scored[:5]
+        population = scored.population
+        drafts = scored.drafts
+        p = scored.p
+        block = scored.block
         if drafts.q is None:
             found = verification.nothing(block.num_steps)
         else:
@@ -125,7 +128,7 @@ class VerifyTogether(Decider):
         of_particles = partial(of_each_draw, num_draws=population.lengths.numel())
         next_tokens = p._replace(rows=of_particles(kept.row), log_mass=None)
         if p.log_mass is not None:
-            masses = log_mass_of_path(p.log_mass.view_as(log_p), kept, drafts.ends)
+            masses = log_mass_of_path(p.log_mass.view_as(scored.log_p), kept, drafts.ends)
             next_tokens = next_tokens._replace(log_mass=of_particles(masses))
         if drafts.q is not None:
             residual = p.of_log_probs(found.residuals.log(), of_particles(found.left))

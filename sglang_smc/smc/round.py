@@ -260,7 +260,7 @@ class Round:
             extends=settings.extends if num_steps else None,
             ends=self._ends,
         )
-        drafts = steps.propose(batch, before)
+        drafts = steps.propose(batch, before) if num_steps else steps.read_last(batch, before)
         logits = self.target.chain_logits(*state.grown(drafts.tokens).texts(), num_steps + 1)
         p, log_p = steps.score(batch, drafts, logits.unflatten(0, before.lengths.shape))
         failure = steps.failure_of_round(log_p, drafts, ~before.ended)

@@ -118,6 +118,16 @@ class Settings(NamedTuple):
         """Return top-k, top-p and min-p, ``[G]`` each."""
         return self.top_k, self.top_p, self.min_p
 
+    def drafts(self, column: Tensor, ended: Tensor) -> Tensor:
+        """Return which columns each particle drafts, ``[G, N, K]`` bool.
+
+        Args:
+            column: ``[K]`` int64, from 0 on.
+            ended: ``[G, N]`` bool: particles that draft none.
+        """
+        num_columns = torch.where(ended, 0, self.num_steps.unsqueeze(1))  # [G, N]
+        return column < num_columns.unsqueeze(2)
+
     def ends(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return whether the sequence ends with each token, ``[G, N, C]`` bool.
 

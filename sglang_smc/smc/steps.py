@@ -34,7 +34,7 @@ from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population, Scores
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.settings import Need, Settings
-from sglang_smc.smc.trees import begin_trees
+from sglang_smc.smc.trees import Trees, begin_trees
 from sglang_smc.smc.weighing import Block, Decision
 
 
@@ -104,6 +104,22 @@ class Batch(NamedTuple):
             filters=self.settings.filters if Need.FILTERS in self.needs else None,
         )
 
+    @property
+    def shares_slots(self) -> bool:
+        """Return whether particles of one text share slots, so that models run once.
+
+        Only the CPU's models do, without kernels.
+        """
+        return self.slots is not None and self.ops.kind == "torch"
+
+    @property
+    def draft_has_read_all(self) -> bool:
+        """Return whether the draft has read all tokens but the next one, at the end of the round.
+
+        It does so in rounds without drafts, unless it reads those of single particles later.
+        """
+        return self.num_steps == 0 and self.last_two.shape[1] > 1
+
     def edited(
         self, logits: torch.Tensor, chains: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,84 +129,113 @@ class Batch(NamedTuple):
         return (logits, None) if self.rules is None else self.rules.apply(logits, chains, first)
 
 
+def read_last(batch: Batch, population: Population) -> Drafts:
+    """Let the draft read the last tokens, in a round that drafts none (K = 0)."""
+    _share_last(batch, population)
+    batch.draft.read_without_logits(batch.last_two, batch.slots)
+    nothing = population.texts[:, :, :0]  # [G, N, 0]
+    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
+
+
 def propose(batch: Batch, population: Population) -> Drafts:
     """Draw x_1..x_K ~ q, one after another, after each particle's last token."""
-    ops = batch.ops
-    draft = batch.draft
-    settings = batch.settings
-    needs = batch.needs
-    texts = population.texts[:, :, 1:]
-    lengths = population.lengths
-    slots = batch.slots
-    tree = None
-    is_tree = settings.branches if Need.TREES in needs else None
-    # Trees draft more than the likeliest token.
-    greedy = settings.greedy if is_tree is None else settings.greedy ^ is_tree
-    distribution = batch.distribution(settings.draft_temperature, greedy)
-    # Where particles of one text share slots, so that models run once: which these are.
-    shared = slots if ops.kind == "torch" else None
-    same_slot = None
-    if shared is not None:
-        same_slot = shared.share(1, ops.same_text(texts, lengths, ~population.ended))
-    if batch.num_steps == 0:
-        draft.read_without_logits(batch.last_two, slots)
-        nothing = texts[:, :, :0]  # [G, N, 0]
-        return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
-    column = torch.arange(batch.num_steps, device=texts.device)
-    if is_tree is not None:
-        ahead = settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
-        tree = begin_trees(is_tree, ahead, population.ended, prunes=bool(slots and slots.merges))
-    logits = draft.first_logits(batch.last_two, slots)  # [G, N, V]
+    column = torch.arange(batch.num_steps, device=population.texts.device)
     # [G, N, K], as uniforms [K, G, N] contiguous for each step
     positions = (batch.output_lengths + column.view(-1, 1, 1)).permute(1, 2, 0)
-    same_text = ops.same_text(texts, lengths, batch.may_stratify)
-    uniforms = ops.uniforms(settings.seeds, positions, Purpose.DRAFT).permute(2, 0, 1).contiguous()
-    coins = ops.uniforms(settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
+    trees = _begin_trees(batch, population, column) if Need.TREES in batch.needs else None
+    distribution = _draft_distribution(batch, None if trees is None else trees.is_tree.squeeze(1))
+    shared = batch.slots if batch.shares_slots else None
+    same_slot = _share_last(batch, population)
+    logits = batch.draft.first_logits(batch.last_two, batch.slots)  # [G, N, V]
+    same_text = batch.ops.same_text(
+        population.texts[:, :, 1:], population.lengths, batch.may_stratify
+    )
+    uniforms = batch.ops.uniforms(batch.settings.seeds, positions, Purpose.DRAFT)
+    uniforms = uniforms.permute(2, 0, 1).contiguous()
+    coins = batch.ops.uniforms(batch.settings.seeds, batch.position[:, :1], Purpose.WATCH)[:, 0]
     matches = batch.matches
     tokens = None
+    allowed = None
     drawn: list[torch.Tensor] = []
     log_q: list[torch.Tensor] = []
     each_q: list[TokenDistribution] = []
-    is_edited = batch.edits is not None or batch.rules is not None
-    allowed = None
     for step in range(batch.num_steps):
-        stratified, same_text = ops.stratify(uniforms[step], same_text, tokens)
+        stratified, same_text = batch.ops.stratify(uniforms[step], same_text, tokens)
         if tokens is not None:
-            logits = draft.next_logits(step, tokens, slots)
+            logits = batch.draft.next_logits(step, tokens, batch.slots)
             matches = None if matches is None else matches.follow(tokens)
-        if is_edited:
-            chains = torch.stack(drawn, dim=2) if drawn else batch.last_two[:, :, :0]
-            logits, allowed = batch.edited(logits.unsqueeze(2), chains, step)
-        read = None if shared is None else shared.slots[step + 1]
-        q = distribution(logits, allowed=allowed, slots=read)
+        if batch.edits is not None or batch.rules is not None:
+            logits, allowed = _edited_draft(batch, logits, drawn)
+        written = None if shared is None else shared.slots[step + 1]  # [G, N]
+        q = distribution(logits, allowed=allowed, slots=written)
         q = q if matches is None else matches.distribution(q)
         tokens, scored = q.sample(stratified)
-        if tree is not None:
-            tokens, scored, same_slot = tree.grow(step, q, tokens, same_text, same_slot)
+        if trees is not None:
+            tokens, scored, same_slot = trees.grow(step, q, tokens, same_text, same_slot)
         if shared is not None and same_slot is not None:
             same_slot = shared.share(step + 2, same_slot, tokens)
         drawn.append(tokens)
         log_q.append(scored)
         each_q.append(q)
-    kept_q = ops.keep_column(each_q, coins, settings.num_steps)
-    if matches is None:
-        measured_q = distribution(kept_q.unflatten(0, lengths.shape))
-    else:  # these scores are log q itself
-        measured_q = ops.distribution.of_log_probs(kept_q, num_groups=len(lengths))
     chains = torch.stack(drawn, dim=2)  # [G, N, K]
+    scores = batch.ops.keep_column(each_q, coins, batch.settings.num_steps)  # [G * N, V]
+    if matches is None:
+        measured_q = distribution(scores.unflatten(0, population.lengths.shape))
+    else:  # the scores are log q itself
+        measured_q = batch.ops.distribution.of_log_probs(scores, num_groups=len(coins))
     ends = batch.ends(chains, positions)
     if batch.rules is not None:
         ends = batch.rules.ends(ends, chains, population)
-    num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
     return Drafts(
         tokens=chains,
         log_q=torch.stack(log_q, dim=2),
         ends=ends,
-        up_to_end=(ends.cumsum(2) == ends) & (column < num_columns.unsqueeze(2)),
-        q=each_q if needs & {Need.VERIFIES, Need.EXTENDS} else None,
+        up_to_end=(ends.cumsum(2) == ends) & batch.settings.drafts(column, population.ended),
+        q=each_q if batch.needs & {Need.VERIFIES, Need.EXTENDS} else None,
         coins=coins,
         measured_q=measured_q,
     )
+
+
+def _share_last(batch: Batch, population: Population) -> torch.Tensor | None:
+    """Give particles of one text one slot for its last token.
+
+    Returns:
+        Which particles share it, ``[G, N, N]`` bool; None where none may.
+    """
+    if batch.slots is None or not batch.shares_slots:
+        return None
+    texts = population.texts[:, :, 1:]
+    return batch.slots.share(1, batch.ops.same_text(texts, population.lengths, ~population.ended))
+
+
+def _begin_trees(batch: Batch, population: Population, column: torch.Tensor) -> Trees:
+    """Return the roots of trees; ``column`` ``[K]`` int64."""
+    ahead = batch.settings.num_steps - 1 - column.unsqueeze(1)  # [K, G]
+    prunes = batch.slots is not None and batch.slots.merges
+    return begin_trees(batch.settings.branches, ahead, population.ended, prunes=prunes)
+
+
+def _draft_distribution(
+    batch: Batch, is_tree: torch.Tensor | None
+) -> Callable[..., TokenDistribution]:
+    """Return `Batch.distribution` for logits of q.
+
+    Args:
+        is_tree: ``[G]`` bool: groups whose trees draft more than the likeliest token.
+    """
+    greedy = batch.settings.greedy
+    if is_tree is not None:
+        greedy = greedy ^ is_tree
+    return batch.distribution(batch.settings.draft_temperature, greedy)
+
+
+def _edited_draft(
+    batch: Batch, logits: torch.Tensor, drawn: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Edit the draft's logits ``[G, N, V]`` after the tokens drawn, as `Batch.edited` does."""
+    chains = torch.stack(drawn, dim=2) if drawn else batch.last_two[:, :, :0]
+    return batch.edited(logits.unsqueeze(2), chains, len(drawn))
 
 
 def score(
@@ -207,7 +252,7 @@ def score(
     logits, allowed = batch.edited(logits, drafts.tokens, 0)
     distribution = batch.distribution(batch.settings.temperature, batch.settings.greedy)
     written = None  # [G, N, K + 1]: the slot of each text up to there
-    if batch.slots is not None and batch.ops.kind == "torch":
+    if batch.slots is not None and batch.shares_slots:
         written = batch.slots.slots[1:].permute(1, 2, 0)
     p = distribution(logits, allowed=allowed, slots=written)
     return p, p.score(torch.nn.functional.pad(drafts.tokens, (0, 1)))
@@ -286,9 +331,10 @@ def decide(
 def extend(batch: Batch, population: Population, drafts: Drafts, decision: Decision) -> Population:
     """Append the kept draft tokens, and make each particle a copy of its ancestor."""
     num_kept = decision.num_columns if batch.extends is None else decision.num_kept.amax(1)
-    # The draft has read all draft tokens but its last one; nothing where it skips the round.
-    is_read = batch.num_steps == 0 and batch.position.shape[1] > 1
-    unread = num_kept == (-1 if is_read else batch.num_steps)
+    if batch.draft_has_read_all:
+        unread = torch.zeros_like(num_kept, dtype=torch.bool)
+    else:  # it does not read its own last token
+        unread = num_kept == batch.num_steps
     if batch.slots is not None:
         batch.slots.descend(decision.ancestors)
     return population.extend(drafts.tokens, drafts.ends, decision)._replace(unread=unread)

@@ -85,7 +85,8 @@ def drop_sampled_logprobs(req: Req) -> None:
 
     SGLang streams all of these lists from one offset, which therefore cannot leave one out.
     """
-    tokens, values = req.logprob.output_token_logprobs_idx, req.logprob.output_token_logprobs_val
+    tokens = req.logprob.output_token_logprobs_idx
+    values = req.logprob.output_token_logprobs_val
     assert tokens is not None and values is not None, "there where a request asks for any"
     tokens.clear()
     values.clear()

@@ -10,7 +10,6 @@ from house_measures import (
     ROOT,
     TOOLS,
     functions_of_many_names,
-    lines_in,
     measured,
     own_imports,
     packed_assignments,
@@ -19,8 +18,8 @@ from house_measures import (
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    "dtype printable upstream, potentials, smc, library options, drafts, guard models, kv, ops, state, "
-    "process, rules, proposers, round, worker, server, cpu, patches, plugin, command"
+    "dtype printable upstream, potentials, smc, library options, drafts, guard models, kv, ops, "
+    "state, process, rules, proposers, round, worker, server, cpu, patches, plugin, command"
 )
 # Rooms of the other package, which the plugin never imports: of the plugin they import settings,
 # arithmetic, records and what commands share.
@@ -47,9 +46,9 @@ MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 100
 MOST_LOCAL_NAMES = 25
 #: How many functions have more. It may only fall, to 0.
-MANY_NAMED = 15
-#: Assignments `a, b = x, y` of unrelated values in 1,000 lines. It may only fall, to 3.
-MOST_PACKED = 3.4
+MANY_NAMED = 9
+#: Assignments `a, b = x, y` of unrelated values in 1,000 lines.
+MOST_PACKED = 3.0
 
 
 def room_of(module: str) -> str:
@@ -94,7 +93,7 @@ def test_a_function_has_few_local_names() -> None:
 def test_one_statement_assigns_one_value() -> None:
     """Swaps and the unpacking of one value are none of these."""
     found = packed_assignments()
-    lines = sum(map(lines_in, ("sglang_smc", "kernels", "patches", "tools")))
+    lines = sum(len(path.read_text().splitlines()) for path in SOURCES)
     assert 1000 * len(found) / lines <= MOST_PACKED, "\n".join(found)
 
 

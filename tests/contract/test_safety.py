@@ -126,7 +126,7 @@ LISTED: Listed = {
     "patches/weights.py": {"unlink"},
     # What the same command left, read as weights alone.
     "tools/sglang_smc_tools/distill/train.py": {"torch.load"},
-    # The draft's checkpoint, which the server's owner names: its weights alone, and its config.json.
+    # The draft's checkpoint, which the server's owner names: weights alone, and its config.json.
     "drafts/checkpoint.py": {"torch.load"},
     "models/draft_config.py": {"read_text"},
     # The file of --speculative-smc-presets, which the server's owner names.

@@ -137,7 +137,7 @@ def wide_functions() -> list[str]:
 def packed_assignments() -> list[str]:
     """Return assignments of several values to several names, `a, b = x, y`, but for swaps."""
     found = []
-    for path in (*sources(), *(ROOT / "tools").rglob("*.py")):
+    for path in sources():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 packed = [target for target in node.targets if isinstance(target, ast.Tuple)]
@@ -151,7 +151,7 @@ def packed_assignments() -> list[str]:
 def functions_of_many_names(most: int) -> list[str]:
     """Return functions with more local names, those of nested functions among them."""
     found = []
-    for path in (*sources(), *(ROOT / "tools").rglob("*.py")):
+    for path in sources():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = (one for one in ast.walk(node) if isinstance(one, ast.Name))

@@ -24,7 +24,8 @@ CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
 LAGS = (256, 128, 64, 32, 16, 8, LAG)
 #: Modes with the same number of KV slots per request are reported together.
-WEIGHING, VERIFYING = "smc", "exact"
+WEIGHING = "smc"
+VERIFYING = "exact"
 SETTINGS = ("num_particles", "num_steps", "max_lag")
 
 
@@ -96,7 +97,8 @@ def _has_no_layer(target: str) -> bool:
 
 def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
     """Return a failure that compares what could draft for the target, by the planner's bounds."""
-    target, known = shapes.from_config(options.target), shapes.BUILT_IN.values()
+    target = shapes.from_config(options.target)
+    known = shapes.BUILT_IN.values()
     layer = shapes.draft_for(replace(target, mtp_layers=1), MTP)
     alike = [one for one in known if one.vocab_size == target.vocab_size]
     smallest = min([target, *alike], key=lambda one: one.num_parameters)
@@ -106,10 +108,13 @@ def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
         "n-gram matches alone": shapes.DRAFTS[NGRAM],
     }
     device = (device or _device(options, target.weight_bytes)[0]).times(options.tp)
-    sizes, plain, times = (options.num_particles, options.num_steps), 0.0, {}
+    sizes = (options.num_particles, options.num_steps)
+    plain = 0.0
+    times = {}
     for name, draft in drafts.items():
         load = Scenario(target, draft, device, options.context or CONTEXT)
-        times[name], plain = 1e3 * load.smc(1, *sizes).seconds, 1e3 * load.ar(1).seconds
+        times[name] = 1e3 * load.smc(1, *sizes).seconds
+        plain = 1e3 * load.ar(1).seconds
     told = ", ".join(f"{ms:.2f} ms with {name}" for name, ms in times.items())
     do = f"A round of N = {sizes[0]}, K = {sizes[1]} takes at least {told}; a token of plain "
     do += f"decoding {plain:.2f} ms. Take a head made for this target, or train one (sglang-smc "
@@ -188,7 +193,8 @@ def _vocabularies(*folders: str) -> Finding:
 
     from sglang_smc.models import vocabulary
 
-    found, how = [], {"local_files_only": True}
+    found = []
+    how = {"local_files_only": True}
     try:
         for folder in folders:
             config = AutoConfig.from_pretrained(folder, **how).get_text_config()
@@ -244,7 +250,8 @@ class ModelPair(NamedTuple):
     @property
     def slots(self) -> int:
         """Return the KV slots of the pool; on this machine's CPU nothing is set aside."""
-        given, options = self.given, self.options
+        given = self.given
+        options = self.options
         share = options.mem_fraction * (given.device.capacity or 0.0)
         share -= memory.ASIDE_BYTES if self.most_slots is None else 0.0
         slots = memory.kv_slots(given.target, given.draft, share, self.settings(), options.requests)
@@ -283,8 +290,10 @@ class ModelPair(NamedTuple):
         return ok("memory", f"{found}: {self.slots:,} KV slots", numbers=numbers)
 
     def requests(self, mode: str) -> Finding:
-        config, context = self.settings(mode), self.options.context
-        own, fitting = arena(config, context), self.fitting(config)
+        config = self.settings(mode)
+        context = self.options.context
+        own = arena(config, context)
+        fitting = self.fitting(config)
         modes = [name for name in MODES if self.settings(name).weighs == config.weighs]
         about = f"mode {', '.join(modes)}"
         found = (

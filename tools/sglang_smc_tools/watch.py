@@ -26,7 +26,8 @@ _SIZES = ("mode", "N", "K")
 _RATES = ("tokens/pass", "ESS / N", "resampled")
 REPLICA = ("rank", "running", "waiting", "tokens/s", *_RATES, "silent", "tilt", *_SIZES, "KV free")
 REQUEST = ("rank", "request", "tokens", *_RATES, "", *_SIZES)
-HEADER, REQUEST_HEADER = _REPLICA.format(*REPLICA), _REQUEST.format(*REQUEST)
+HEADER = _REPLICA.format(*REPLICA)
+REQUEST_HEADER = _REQUEST.format(*REQUEST)
 NUMBERS = {"tokens/s": ".1f", "tokens/pass": ".2f", "ESS / N": ".2f", "resampled": ".0%"}
 NUMBERS |= {"silent": ".0%", "tilt": ".2f", "KV free": ".0%"}
 
@@ -95,12 +96,15 @@ def rates(first: Snapshot, last: Snapshot) -> dict[str, Any]:
     ``ESS / N`` is over the weighted rounds, ``resampled`` and ``silent`` are shares of all rounds,
     and ``tilt`` is of the last answers: 0 is the target, 1 about the draft.
     """
-    totals, load, in_force = last.smc["since_start"], last.load, last.smc["in_force"]
+    totals = last.smc["since_start"]
+    load = last.load
+    in_force = last.smc["in_force"]
     # A server that restarted in between counts from its start.
     began_anew = totals["rounds"] < first.smc["since_start"]["rounds"]
     earlier: Mapping[str, Any] = {} if began_anew else first.smc["since_start"]
     gained = {name: (totals[name] or 0) - (earlier.get(name) or 0) for name in totals}
-    rounds, slots = gained["rounds"], load.get("max_total_num_tokens", 0)
+    rounds = gained["rounds"]
+    slots = load.get("max_total_num_tokens", 0)
     return {
         "running": load.get("num_running_reqs", 0),
         "waiting": load.get("num_waiting_reqs", 0),

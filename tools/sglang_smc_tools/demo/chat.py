@@ -22,7 +22,8 @@ from sglang_smc_tools.demo.serving import Launch, ServerError, describe_log, run
 from sglang_smc_tools.real.models import CACHE, check_room, install, is_current, told
 
 MODEL = "smollm2"
-NUM_PARTICLES, NUM_STEPS = 4, 4
+NUM_PARTICLES = 4
+NUM_STEPS = 4
 TEMPERATURE = 0.2  # as its makers advise
 #: What it answers rightly, by matches: a model of this size copies, but does not edit.
 FIRST = """\
@@ -37,7 +38,8 @@ What to expect: so small a model copies, and chats in simple sentences; many of 
 Where its text repeats what it has read, as above, matches make several tokens a target pass; new
 text has about 1, as in plain decoding. For text of all kinds a draft model or a head makes more."""
 #: Tokens of a chat, and of an answer; older turns are left out.
-TEXT_TOKENS, MAX_TOKENS = 2048, 300
+TEXT_TOKENS = 2048
+MAX_TOKENS = 300
 
 
 def chat(logs: Path) -> None:
@@ -93,10 +95,13 @@ def _answer(
     messages.append({"role": "user", "content": question})
     ids = read(messages, tokenizer)
     sampling = {"temperature": TEMPERATURE, "max_new_tokens": MAX_TOKENS}
-    began, text, info = time.perf_counter(), "", {}
+    began = time.perf_counter()
+    text = ""
+    info = {}
     for answer in streamed(client, {"input_ids": ids, "sampling_params": sampling}):
         print(answer["text"][len(text) :], end="", flush=True)
-        text, info = answer["text"], answer["meta_info"]
+        text = answer["text"]
+        info = answer["meta_info"]
     print(f"\n{summary(info, time.perf_counter() - began)}\n")
     messages.append({"role": "assistant", "content": text})
 
@@ -113,7 +118,8 @@ def read(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
 
 def summary(info: dict[str, Any], seconds: float) -> str:
     """Return what an answer took, by its ``meta_info``."""
-    tokens, passes = info["completion_tokens"], max(1, info["spec_verify_ct"])
+    tokens = info["completion_tokens"]
+    passes = max(1, info["spec_verify_ct"])
     return (
         f"({tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} a second, "
         f"{(tokens - 1) / passes:.2f} a target pass)"

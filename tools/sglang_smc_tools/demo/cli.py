@@ -169,10 +169,15 @@ class Party(NamedTuple):
             **({} if smc is None else {"custom_params": {"smc": smc}}),
         }
         body = {"text": prompt, "sampling_params": sampling}
-        start, text, first, info = time.perf_counter(), "", 0.0, {}
+        start = time.perf_counter()
+        text = ""
+        first = 0.0
+        info = {}
         try:
             for told in streamed(client_of(self.url, None, REQUEST_TIMEOUT), body):
-                piece, text, info = told["text"][len(text) :], told["text"], told["meta_info"]
+                piece = told["text"][len(text) :]
+                text = told["text"]
+                info = told["meta_info"]
                 if piece:
                     first = first or time.perf_counter()
                     on_text(piece)

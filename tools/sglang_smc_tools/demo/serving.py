@@ -119,7 +119,8 @@ def _starting(launch: Launch) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 def _wait_until_ready(launch: Launch, process: subprocess.Popen[bytes], url: str) -> None:
-    deadline, log = time.monotonic() + START_TIMEOUT, launch.log
+    deadline = time.monotonic() + START_TIMEOUT
+    log = launch.log
     label = launch.label or "the server"
     form = "{desc} {elapsed} (20 to 60 s, most of it imports)"
     with bar(desc=f"Starting {label}", bar_format=form, disable=not launch.label) as line:

@@ -20,7 +20,9 @@ from sglang_smc.drafts.formats import QK_NORM, SPECULATORS, UNKNOWN
 from sglang_smc_tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, flattened
 from sglang_smc_tools.plan.shapes import architecture, contents
 
-EAGLE3, DFLASH, MIMO = "LlamaForCausalLMEagle3", "DFlashDraftModel", "MiMoMTP"
+EAGLE3 = "LlamaForCausalLMEagle3"
+DFLASH = "DFlashDraftModel"
+MIMO = "MiMoMTP"
 DSPARK = "Qwen3DSparkModel"
 KINDS = {EAGLE3: "eagle3", MIMO: "mtp", DFLASH: "dflash", DSPARK: "dspark"}
 #: Names of the layer in checkpoints and here, by the kind of a head.
@@ -161,7 +163,8 @@ def _new_dspark(config: Any, *, block_size: int = 8, markov_rank: int = 64, **si
 def load_head(folder: str | Path, target: str | Path) -> Eagle3 | MTP | DFlash:
     """Return a head in float32; raise ValueError unless it is one and fits this target."""
     settings, config = _settings_of(folder, target)
-    flat, tensors = flattened(settings), _tensors(folder)
+    flat = flattened(settings)
+    tensors = _tensors(folder)
     if settings["architectures"][0] == EAGLE3:
         default = [1, config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 4]
         layer_ids = _layer_ids(flat.get(LAYER_IDS) or default, config.num_hidden_layers)
@@ -261,7 +264,8 @@ def _new_settings(
         layer_ids: of the target, ascending, 0 to its number of layers - 2; None for an early, the
             middle and a late one. Of the other sizes None is the target's.
     """
-    heads, rope = num_heads or config.num_attention_heads, config.rope_parameters
+    heads = num_heads or config.num_attention_heads
+    rope = config.rope_parameters
     sizes = {
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
@@ -326,7 +330,8 @@ def _settings_of(folder: str | Path, target: str | Path) -> tuple[dict[str, Any]
         )
     config = target_config(target)
     for name in ("vocab_size", "hidden_size"):
-        ours, theirs = settings[name], getattr(config, name)
+        ours = settings[name]
+        theirs = getattr(config, name)
         if ours != theirs:
             raise ValueError(
                 f"{folder}: {name} is {ours}, and {theirs} in the target, whose states and "

@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m sglang_smc_tools.distill",
         description="Train a draft, or a head that drafts, on the target's own samples.",
     )
-    add, above_0 = result.add_argument, number(float, 0, is_open=True)
+    add = result.add_argument
+    above_0 = number(float, 0, is_open=True)
     add("--target", type=Path, required=True, help="the target's folder")
     add("--out", type=Path, required=True, help="where the checkpoint is written")
     begun = result.add_mutually_exclusive_group(required=True)
@@ -171,7 +172,8 @@ def _begin(
     teacher: Teacher,
     texts: Callable[[], list[Example]],
 ) -> Draft:
-    target, device = arguments.target, arguments.device
+    target = arguments.target
+    device = arguments.device
     if arguments.draft is not None:
         return load_draft(arguments.draft, target, device)
     if "hot_tokens" in sizes:
@@ -217,7 +219,8 @@ def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
 
 def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Example]:
     """Return the texts: read if the file exists, else sampled, and written if a file is given."""
-    path, temperature = arguments.texts, arguments.temperature
+    path = arguments.texts
+    temperature = arguments.temperature
     if path is not None and path.is_file():
         return read_texts(path, temperature)
     if arguments.prompts is None:
@@ -232,7 +235,8 @@ def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Example]:
         ends=frozenset([ends] if isinstance(ends, int) else ends or ()),
     )
     if arguments.sampler == ENGINE:
-        seed, device = arguments.seed, arguments.device.type
+        seed = arguments.seed
+        device = arguments.device.type
         texts = sample_with_engine(arguments.target, wanted, how, seed=seed, device=device)
     else:
         texts = sample_answers(teacher.model, wanted, how)

@@ -18,7 +18,8 @@ class Draft:
     """A trainable draft, loaded from ``folder``: a causal language model, or a head."""
 
     def __init__(self, module: Any, folder: Path) -> None:
-        self.module, self.folder = module, folder  # the module in float32
+        self.module = module  # in float32
+        self.folder = folder
         # Of the target, whose hidden states the draft reads; none for a model.
         self.layer_ids = module.layer_ids if isinstance(module, Head) else ()
         # The longest block; None for any. The target's ids of the drafted tokens; None for all.
@@ -82,7 +83,8 @@ def begin_as_target(draft: Draft, teacher: Teacher) -> None:
     the target's does: with the same last norm, which an MTP layer's state has had before, and for
     an EAGLE-3 head with the same LM head.
     """
-    head, size = draft.module, draft.module.config.hidden_size
+    head = draft.module
+    size = draft.module.config.hidden_size
     is_mtp = isinstance(head, MTP)
     weight = head.layer.input_proj.weight if is_mtp else head.fc.weight
     own = slice(size) if is_mtp else slice(-size, None)

@@ -104,7 +104,8 @@ class Head(nn.Module):
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.settings, self.layer_ids = settings, layer_ids
+        self.settings = settings
+        self.layer_ids = layer_ids
         config: Any = AutoConfig.for_model(**settings, attn_implementation="sdpa")
         try:
             self._rotary = [LlamaRotaryEmbedding(config)]  # in a list, so that it is no submodule
@@ -135,7 +136,9 @@ class Head(nn.Module):
             anchors: ``[B, A]`` int64 in 1..L - 1, the last kept tokens.
             depth: number of drafted tokens, 1 or more.
         """
-        columns, cache, states = anchors - 1, DynamicCache(), states[:, :-1]
+        columns = anchors - 1
+        cache = DynamicCache()
+        states = states[:, :-1]
         states = layer(embedded[:, 1:], states, self.rotation(states), cache)
         drafts = [at_columns(states, columns)]  # each [B, A, D]
         seen, own = visible(anchors, states.shape[1], 1)
@@ -218,8 +221,10 @@ class DFlash(LayersHead):
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__(settings, layer_ids)
-        flat, config = flattened(settings), self.config
-        self.mask_token_id, self.block_size = flat["mask_token_id"], flat["block_size"]
+        flat = flattened(settings)
+        config = self.config
+        self.mask_token_id = flat["mask_token_id"]
+        self.block_size = flat["block_size"]
         self.first = int(not settings.get("sample_from_anchor", self.from_anchor))
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
@@ -250,7 +255,8 @@ class DFlash(LayersHead):
         read = self.hidden_norm(self.fc(features))
         far = self.rotation(read)
         seen, own = visible(anchors, read.shape[1], self.block_size)
-        seen, cache = torch.cat([seen, own], 3), DynamicCache()
+        seen = torch.cat([seen, own], 3)
+        cache = DynamicCache()
         for number, layer in enumerate(self.layers):
             keys, values = keys_values_of(layer.self_attn, read, far)
             cache.update(keys, values, number)
@@ -265,7 +271,8 @@ class DSpark(DFlash):
 
     def __init__(self, settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> None:
         super().__init__(settings, layer_ids)
-        size, rank = self.config.vocab_size, settings["markov_rank"]
+        size = self.config.vocab_size
+        rank = settings["markov_rank"]
         parts = {"markov_w1": nn.Embedding(size, rank), "markov_w2": nn.Linear(rank, size, False)}
         self.markov_head = nn.ModuleDict(parts)
 
@@ -280,7 +287,8 @@ def keys_values_of(attention: Any, read: torch.Tensor, at: Rotation) -> list[tor
         project(read).unflatten(-1, (-1, attention.head_dim))
         for project in (attention.k_proj, attention.v_proj)
     )
-    keys, (cos, sin) = attention.k_norm(keys), (part.unsqueeze(2) for part in at)
+    keys = attention.k_norm(keys)
+    cos, sin = (part.unsqueeze(2) for part in at)
     return [part.transpose(1, 2) for part in (keys * cos + rotate_half(keys) * sin, values)]
 
 

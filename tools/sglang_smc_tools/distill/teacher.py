@@ -130,7 +130,8 @@ class Teacher:
     """
 
     def __init__(self, model: Any, temperature: float) -> None:
-        self.model, self.temperature = model.eval().requires_grad_(False), temperature
+        self.model = model.eval().requires_grad_(False)
+        self.temperature = temperature
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(model.config, name, None) not in (None, 1.0):
                 raise ValueError(
@@ -188,8 +189,10 @@ class Lessons:
         device: torch.device,
         room: int = 2 << 30,
     ) -> None:
-        self._teacher, self._layer_ids = teacher, layer_ids
-        self._device, self._room = device, room
+        self._teacher = teacher
+        self._layer_ids = layer_ids
+        self._device = device
+        self._room = room
         self._stored: dict[int, list[torch.Tensor]] = {}  # by the id of a text
 
     def of(self, texts: Sequence[Example]) -> Lesson:
@@ -306,7 +309,8 @@ def sample_with_engine(
     found: list[list[int]] = [[] for _ in prompts]
     with engine, _bar(len(prompts) * how.max_new_tokens) as progress:
         for told in engine.generate(input_ids=list(prompts), sampling_params=params, stream=True):
-            place, answer = told["index"], list(told["output_ids"])  # SGLang appends to its own
+            place = told["index"]
+            answer = list(told["output_ids"])  # SGLang appends to its own
             progress.update(len(answer) - len(found[place]))
             found[place] = answer
     return [Example(p + answer, len(p)) for p, answer in zip(prompts, found, strict=True)]

@@ -61,7 +61,10 @@ class Progress:
         self.losses: list[float] = []  # of each step
         self.seconds = 0.0  # of all runs, up to the last step
         self.rng = torch.Generator().manual_seed(course["seed"])
-        self._path, self._course, self._module, self._steppers = path, course, module, steppers
+        self._path = path
+        self._course = course
+        self._module = module
+        self._steppers = steppers
         if path is not None and path.is_file():
             self._load(path)
         self._began = time.monotonic() - self.seconds
@@ -73,7 +76,8 @@ class Progress:
                 f"{path} was left by training with {found['course']}; asked for is "
                 f"{self._course}. Go on with its options, or delete it."
             )
-        self.losses, self.seconds = found["losses"], found["seconds"]
+        self.losses = found["losses"]
+        self.seconds = found["seconds"]
         self.rng.set_state(found["rng"])
         self._module.load_state_dict(found["module"])
         for stepper, state in zip(self._steppers, found["steppers"], strict=True):
@@ -284,21 +288,36 @@ def validate(
         lesson = teacher.teach(ids, draft.layer_ids)
         drawn = draw_anchors(within, anchors, rng)
         blocks = compare(draft, teacher, lesson, drawn, depth)
-        on_hot, on_all = blocks.on_hot(draft.hot), blocks.on_all(draft.hot)
-        found = (
-            forward_kl(on_hot.log_p, on_hot.log_q),
-            chi2(on_hot.log_p, on_hot.log_q),
-            rejection(on_all.log_p, on_all.log_q),
-            rejection_of_all(on_all.log_p, on_all.log_q, particles),
-        )
-        sums += torch.stack([values.double().sum((0, 1)) for values in found]).cpu()
+        on_hot = blocks.on_hot(draft.hot)
+        on_all = blocks.on_all(draft.hot)
+        sums += _divergences(on_hot, on_all, particles)
         means += accepted(on_all).mean(1).tolist()
     count = len(texts) * anchors
     each = torch.tensor(means, dtype=torch.float64)
     error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("inf")
     kl, moment, one, all_ = (sums / count).tolist()
-    mean = float(each.mean())
-    return Worth(mean, error, kl, moment, one, all_, particles, blocks=count, texts=len(texts))
+    return Worth(
+        accepted=float(each.mean()),
+        accepted_error=error,
+        forward_kl=kl,
+        chi2=moment,
+        rejection=one,
+        rejection_of_all=all_,
+        particles=particles,
+        blocks=count,
+        texts=len(texts),
+    )
+
+
+def _divergences(on_hot: DraftBlocks, on_all: DraftBlocks, particles: int) -> torch.Tensor:
+    """Return sums over blocks of `Worth`'s four divergences, ``[4, depth]`` float64 on the CPU."""
+    found = (
+        forward_kl(on_hot.log_p, on_hot.log_q),
+        chi2(on_hot.log_p, on_hot.log_q),
+        rejection(on_all.log_p, on_all.log_q),
+        rejection_of_all(on_all.log_p, on_all.log_q, particles),
+    )
+    return torch.stack([values.double().sum((0, 1)) for values in found]).cpu()
 
 
 def accepted(blocks: DraftBlocks) -> torch.Tensor:

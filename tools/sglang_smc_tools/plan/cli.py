@@ -17,7 +17,8 @@ from sglang_smc_tools.plan.roofline import DEFAULT_PARTICLES, Scenario, at_least
 from sglang_smc_tools.plan.shapes import DEFAULT_STEPS, MTP, NGRAM, ModelShape
 
 ACCEPTANCE = 0.8
-WEIGHT_BYTES, INT8 = {"bf16": 2.0, "fp8": 1.0}, "int8"
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
+INT8 = "int8"
 MEASURED = {"measured": None, "measured:cpu": "cpu", "measured:cuda": "cuda"}
 Drafts = Mapping[str, ModelShape]  # by name: a path's last part unless these coincide
 
@@ -52,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
         "decoding (SD) and SMC, and the fastest N and K if all drafts are kept; or, with "
         "--tokens-per-pass, compares drafts and sizes at tokens per pass that you measured.",
     )
-    add, positives = result.add_argument, several(positive)
+    add = result.add_argument
+    positives = several(positive)
     models = f"a config.json, its folder, or one of {', '.join(shapes.BUILT_IN)}"
     heads = ", ".join(name for name in shapes.DRAFTS if name not in (*shapes.BUILT_IN, NGRAM))
     several_drafts = (
@@ -115,7 +117,8 @@ def _plan(arguments: argparse.Namespace, loads: list[Scenario], drafts: Drafts) 
                 "tokens a pass of the target was measured to yield: --tokens-per-pass 5,6,7."
             )
     ((name, draft),) = drafts.items()
-    (scenario,), (batch,) = loads, arguments.batch
+    (scenario,) = loads
+    (batch,) = arguments.batch
     steps = arguments.steps or draft.default_steps
     acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
     if arguments.kept is not None and len(arguments.kept) != len(steps):
@@ -124,7 +127,8 @@ def _plan(arguments: argparse.Namespace, loads: list[Scenario], drafts: Drafts) 
             "each."
         )
     kept = dict(zip(steps, arguments.kept or (), strict=False))
-    particles, least = arguments.particles, arguments.min_particles
+    particles = arguments.particles
+    least = arguments.min_particles
     best, grid = scenario.best(batch, particles, steps, min_particles=least, kept=kept)
     settings = [scenario.ar(batch), *(scenario.sd(batch, k, acceptance) for k in steps), *grid]
     plan = Plan(_short(arguments.target), name, acceptance, settings, best)

@@ -30,7 +30,8 @@ def state_bytes(target: ModelShape, draft: ModelShape, config: SMCConfig) -> flo
 
     Of recurrent states these are SGLang's own, and the particles' or the columns'.
     """
-    n, k = config.num_particles, config.num_steps
+    n = config.num_particles
+    k = config.num_steps
     recurrent = target.states.bytes if target.states else 0
     return draft.hidden_state_bytes(n, k) + (1 + max(n, k + 1)) * recurrent
 

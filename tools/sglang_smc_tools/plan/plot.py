@@ -17,7 +17,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from sglang_smc_tools.plan.report import Plan
 from sglang_smc_tools.plan.roofline import LARGEST_BATCH, Scenario
 
-BLACK, BLUE = "#000000", "#0072B2"
+BLACK = "#000000"
+BLUE = "#0072B2"
 # Okabe and Ito's colours, distinct to colour-blind readers; the dashes are distinct in grey.
 SMC_STYLES = (("#D55E00", "-"), ("#009E73", "--"), ("#CC79A7", "-."), ("#E69F00", ":"))
 SMALLEST_SPAN = 64

@@ -70,7 +70,8 @@ class Plan(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for ``--json``, in bytes, operations and seconds."""
-        best, found = self.best, self.table
+        best = self.best
+        found = self.table
         draft = {"proposal": best.draft.kind, **_sizes(best.draft)}
         return {
             "target": {"name": self.target, **_sizes(best.target)},
@@ -89,7 +90,9 @@ class Plan(NamedTuple):
         }
 
     def as_text(self) -> str:
-        best, device, target = self.best, self.best.device, self.best.target
+        best = self.best
+        device = self.best.device
+        target = self.best.target
         # At two operations per weight.
         flops = 2 * (target.active_parameters + target.head_parameters)
         rows = device.ridge * target.streamed_bytes / flops
@@ -260,7 +263,8 @@ def _models(target: str, drafts: Mapping[str, ModelShape], largest: Scenario) ->
         if draft.kind == DFLASH:
             line += "; a pass reads the target's LM head, too"
         if draft.is_head:
-            n, k = largest.num_particles, largest.num_steps
+            n = largest.num_particles
+            k = largest.num_steps
             kept = si(draft.hidden_state_bytes(n, k))
             line += f"; of the target's states {kept}B a request at N={n} K={k}"
         lines.append(line)

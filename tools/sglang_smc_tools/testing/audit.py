@@ -126,7 +126,8 @@ def audit(
         results, ranks = audit_texts.judge_copies(copies, samples, endpoint.rounding, LEVEL, seed)
         few += results
         found.ranks.update(ranks)
-    all_samples, all_tokens = list[Sample](), list[Compared | None]()
+    all_samples = list[Sample]()
+    all_tokens = list[Compared | None]()
     for index, check in enumerate(CHECKS):
         asked = repeated(prompts, round(check.share * num_answers))
         given = {name: x for name, x in check.rules._asdict().items() if x != PLAIN[name]}
@@ -184,7 +185,8 @@ def result_of(
     from scipy.stats import kstest, norm
 
     inside = [token for token in tokens if token]
-    total, outside = len(tokens), len(tokens) - len(inside)
+    total = len(tokens)
+    outside = len(tokens) - len(inside)
     result = Result(check.name, check.proves, num_answers=len(samples))
     if total < FEWEST or len(inside) < 2:
         return too_few(result, total, samples)
@@ -303,7 +305,8 @@ def _nucleus(values: Sequence[float], top_p: float, rounding: float) -> tuple[in
     """
     mass = 0.0
     for size, value in enumerate(values, 1):
-        before, mass = mass, mass + math.exp(value)
+        before = mass
+        mass += math.exp(value)
         if mass >= top_p:
             near = min(top_p - before, mass - top_p)
             tied = size < len(values) and value - values[size] <= rounding

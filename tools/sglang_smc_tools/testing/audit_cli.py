@@ -154,7 +154,8 @@ def _score_by(endpoint: Endpoint, reference: Endpoint) -> None:
             "/generate, or vLLM's prompt_logprobs). Give one that does, or leave --reference out."
         )
     reference.client.deadline = endpoint.client.deadline
-    endpoint.score, endpoint.rounding = reference.score, reference.rounding
+    endpoint.score = reference.score
+    endpoint.rounding = reference.rounding
 
 
 main = command(parser, _run)

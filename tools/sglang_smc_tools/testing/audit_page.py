@@ -9,7 +9,9 @@ from string import Template
 
 from sglang_smc_tools.testing.report import Result, Verdict, false_alarm
 
-_BINS, _WIDTH, _HEIGHT = 20, 300, 90
+_BINS = 20
+_WIDTH = 300
+_HEIGHT = 90
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">

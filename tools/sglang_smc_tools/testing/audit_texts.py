@@ -75,7 +75,8 @@ def check_greedy(endpoint: Endpoint, prompts: Sequence[str], level: float) -> Re
     """
     samples = endpoint.sample(prompts, LENGTH, temperature=0.0)
     gaps = [_gap(position) for one in samples for position in one.positions]
-    proves, statistic = "temperature 0 takes the target's likeliest token", "gap to the likeliest"
+    proves = "temperature 0 takes the target's likeliest token"
+    statistic = "gap to the likeliest"
     result = Result("greedy", proves, statistic=statistic, num_answers=len(samples))
     if len(gaps) < FEWEST:
         return too_few(result, len(gaps), samples)
@@ -205,7 +206,8 @@ def ask_copies(endpoint: Endpoint, copies: Sequence[Copy]) -> list[list[Sample |
 
     Under load others hang up in the middle, want JSON or call a tool, beside those that are judged.
     """
-    asked, samples = [(copy.prompt, copy.params) for copy in copies], list[list[Sample | None]]()
+    asked = [(copy.prompt, copy.params) for copy in copies]
+    samples = list[list[Sample | None]]()
     for left in range(len(WIDTHS), 0, -1):
         with endpoint.within(1 / left):
             samples.append(endpoint.at_once(asked, WIDTHS[-left]))
@@ -220,7 +222,8 @@ def judge_copies(
     seed: int = 0,
 ) -> tuple[list[Result], dict[str, list[float]]]:
     """Return a result for each of `WIDTHS`, and the ranks of its tokens at temperature 1."""
-    results, ranks = list[Result](), dict[str, list[float]]()
+    results = list[Result]()
+    ranks = dict[str, list[float]]()
     for width, loaded in zip(WIDTHS, samples, strict=True):
         alone = samples[0] if width > 1 else ()
         copied = copied_of(copies, loaded, alone, rounding, seed)
@@ -241,7 +244,8 @@ def copied_of(
     Args:
         alone: the answers to the same requests, each asked alone; empty for these themselves.
     """
-    uniforms, found = random.Random(seed), Copied(0, [], [], [], [], [])
+    uniforms = random.Random(seed)
+    found = Copied(0, [], [], [], [], [])
     for copy, one, other in zip(copies, samples, alone or [None] * len(copies), strict=True):
         if one is None or (alone and other is None):
             continue
@@ -274,13 +278,16 @@ def result_of_copies(width: int, copied: Copied, rounding: float, level: float) 
     """Test whether copies hold nothing but what the model says, and lack no more than alone."""
     from scipy.stats import binomtest
 
-    gaps, tails, total = copied.gaps, copied.tails, len(copied.is_corrupted)
+    gaps = copied.gaps
+    tails = copied.tails
+    total = len(copied.is_corrupted)
     proves = f"identifiers are copied as the model copies them, with {width} at once"
     statistic = "share of corrupted answers"
     result = Result(f"copies-{width}", proves, statistic=statistic, num_answers=total)
     if len(gaps) + len(tails) < FEWEST:
         return too_few(result, len(gaps) + len(tails), [])
-    corrupted, lacking = sum(copied.is_corrupted), sum(copied.lacks)
+    corrupted = sum(copied.is_corrupted)
+    lacking = sum(copied.lacks)
     low, high = binomtest(corrupted, total).proportion_ci(method="exact")
     p_values = _p_values_of(copied, rounding)
     worst = min(p_values, key=p_values.__getitem__)
@@ -318,7 +325,8 @@ def _p_values_of(copied: Copied, rounding: float) -> dict[str, float]:
         p_value = p_value_of_tails(count, len(copied.tails), moved)
         p_values[f"tokens of the rarest {share:g}"] = p_value
     if pairs := [*zip(copied.lacked_alone, copied.lacks, strict=False)]:
-        lost, regained = pairs.count((False, True)), pairs.count((True, False))
+        lost = pairs.count((False, True))
+        regained = pairs.count((True, False))
         name = f"{lost} answers that lack what the same requests had alone, {regained} the reverse"
         p_values[name] = p_value_of_tails(lost, lost + regained, 0.5)
     return p_values

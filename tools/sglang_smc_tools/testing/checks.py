@@ -176,14 +176,16 @@ def check_mode(
 
     asked = repeated(_token_ids(smc, prompts, seed), num_answers)
     answers = [answer.text for answer in smc.answers(asked, length, {"mode": mode})]
-    scored, uniforms = smc.score(asked, answers), random.Random(seed)
+    scored = smc.score(asked, answers)
+    uniforms = random.Random(seed)
     places = [place for positions in scored for place in positions]
     shares = [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in places]
     ranks = float(kstest(shares, "uniform").pvalue)
     gaps = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
     p_values = [ranks, statistics.p_value_of_mean(gaps, 0.0)]
     lengths = [len(positions) for positions in scored]
-    shown, statistic = statistics.per_token(gaps, lengths), "log p + H a token"
+    shown = statistics.per_token(gaps, lengths)
+    statistic = "log p + H a token"
     note = _gap("log p + H", shown, "sharper than the target", "flatter than the target")
     if draft is not None:
         gaps = [
@@ -191,7 +193,8 @@ def check_mode(
             for xs, ys in zip(scored, draft.score(asked, answers), strict=True)
         ]
         p_values.append(statistics.p_value_of_mean(gaps, 0.0))
-        shown, statistic = statistics.per_token(gaps, lengths), "log q/p a token"
+        shown = statistics.per_token(gaps, lengths)
+        statistic = "log q/p a token"
         towards = _gap("log q/p", shown, "nearer to the draft", "further from the draft")
         note = f"{towards}; {note}"
     note += f"; ranks p = {ranks:.2g}."
@@ -248,7 +251,8 @@ def _by_chi_square(
     Args:
         models: those whose distributions the tokens follow; none for what weights imply.
     """
-    size, fits = result.num_answers // len(prompts), []
+    size = result.num_answers // len(prompts)
+    fits = []
     for prompt in prompts:
         answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
         if models:

@@ -106,9 +106,11 @@ def _result(name: str, pair: SMCPair, prompts: Sequence[str], scale: float, seed
 @contextlib.contextmanager
 def _models(arguments: argparse.Namespace) -> Iterator[SMCPair]:
     if arguments.url:
-        smc, draft = connect(arguments.url, api_key=arguments.api_key), None
+        smc = connect(arguments.url, api_key=arguments.api_key)
+        draft = None
         if arguments.draft_url:
-            url, key = arguments.draft_url, arguments.api_key
+            url = arguments.draft_url
+            key = arguments.api_key
             draft = connect(url, api_key=key, needs_smc=False)
         yield SMCPair(smc, draft)
         return

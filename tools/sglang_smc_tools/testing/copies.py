@@ -38,7 +38,8 @@ def copies_of(count: int, num_records: int, seed: int = 0) -> list[Copy]:
         num_records: identifiers in a prompt, three or more; `_LONG` times as many in a long one.
         seed: of the identifiers.
     """
-    draw, result = random.Random(seed), list[Copy]()
+    draw = random.Random(seed)
+    result = list[Copy]()
     while len(result) < count:
         number = len(result) // len(FORMS)
         size = num_records * (_LONG if number % 4 == 3 else 1)
@@ -49,7 +50,8 @@ def copies_of(count: int, num_records: int, seed: int = 0) -> list[Copy]:
 
 def identifiers(draw: random.Random, kind: str, count: int) -> list[str]:
     """Return different identifiers of a kind, all of one length but names."""
-    base, values = f"{draw.getrandbits(64):016x}", dict[str, None]()
+    base = f"{draw.getrandbits(64):016x}"
+    values = dict[str, None]()
     while len(values) < count:
         values[_identifier(draw, kind, base)] = None
     return list(values)
@@ -75,7 +77,8 @@ def _copy(draw: random.Random, records: list[str], form: str, index: int) -> Cop
     """Return a request that ends where its answer begins, for models without a chat, too."""
     size = 1 if form == "one" else 3
     names = {f"r{place + 1}": records[place] for place in draw.sample(range(len(records)), size)}
-    first, text = next(iter(names)), "; ".join(names)
+    first = next(iter(names))
+    text = "; ".join(names)
     ends = {
         "one": f"Record {text} again, exactly as above:\n{first} =",
         "order": f"Records {text} again, exactly as above, in this order:\n{first} =",

@@ -91,8 +91,10 @@ class Endpoint:
     @contextlib.contextmanager
     def within(self, share: float) -> Iterator[None]:
         """Let a check ask for so much of the time that is left; others get the rest."""
-        end, now = self.deadline, time.monotonic()
-        self.deadline, self.is_first = now + share * (end - now), True
+        end = self.deadline
+        now = time.monotonic()
+        self.deadline = now + share * (end - now)
+        self.is_first = True
         yield
         self.deadline = end
 
@@ -128,7 +130,8 @@ class Endpoint:
     def _fitting(self, most: int) -> int:
         """Return how many answers there is time for; one at least as a check begins."""
         left = self.deadline - time.monotonic()
-        least, self.is_first = int(self.is_first), False
+        least = int(self.is_first)
+        self.is_first = False
         return max(least, int(min(most, max(0.0, left) / (self.pace or _GUESS))))
 
     def at_once(
@@ -239,7 +242,9 @@ class Endpoint:
         """Return the pieces of ``count`` choices: one each, or those of their streams."""
         route = self._route
         body = {"model": self.model, **PLAIN, **self.params, **next(self.turns), **body}
-        client, found, reply = self.client, [list[_Piece]() for _ in range(count)], None
+        client = self.client
+        found = [list[_Piece]() for _ in range(count)]
+        reply = None
         try:
             for reply in client.stream(route, body) if streamed else [client.post(route, body)]:
                 for choice in reply["choices"]:
@@ -325,9 +330,11 @@ def open_endpoint(url: str, api_key: str | None = None, **settings: Any) -> Endp
     if not {*found.adapters}.issubset(loras):
         raise ValueError(f"--adapters {found.adapters}; allowed: {loras}. Load them first.")
     if model and found.model in loras:
-        found.params, model.lora = {**found.params, "lora_path": found.model}, found.model
+        found.params = {**found.params, "lora_path": found.model}
+        model.lora = found.model
     if model:
-        found.score, found.rounding = model.score, model.rounding
+        found.score = model.score
+        found.rounding = model.rounding
         found.smc = model if model.settings else None
     else:
         with contextlib.suppress(ValueError, LookupError, TypeError):

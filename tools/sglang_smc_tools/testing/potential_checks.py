@@ -74,14 +74,18 @@ def check_potential(
     results: list[Result] = []
     for name, (proves, remedy) in _CHECKS.items():
         if results and results[0].failed:
-            verdict, note = Verdict.NOT_APPLICABLE, "Its values are unusable."
+            verdict = Verdict.NOT_APPLICABLE
+            note = "Its values are unusable."
         elif name not in found:
-            verdict, note = Verdict.NOT_APPLICABLE, "It does not set prefix_is_complete."
+            verdict = Verdict.NOT_APPLICABLE
+            note = "It does not set prefix_is_complete."
         elif problems := found[name]:
             more = f" ({len(problems)} such)" if len(problems) > 1 else ""
-            verdict, note = Verdict.FAIL, f"{problems[0]}{more}. {remedy}"
+            verdict = Verdict.FAIL
+            note = f"{problems[0]}{more}. {remedy}"
         else:
-            verdict, note = Verdict.PASS, f"On {len(texts)} texts."
+            verdict = Verdict.PASS
+            note = f"On {len(texts)} texts."
         results.append(Result(f"potential-{name}", proves, verdict, note, num_answers=len(texts)))
     return results
 

@@ -12,7 +12,9 @@ import msgspec
 
 from sglang_smc.state.trace import Trace, TracedRound
 
-FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
+FIRST = "first"
+DRAFTED = "drafted"
+BONUS = "bonus"
 
 
 class Segment(msgspec.Struct, kw_only=True, array_like=True):
@@ -139,7 +141,8 @@ class _Growth:
         kept_to = max(self.ends)
         self.hand_down(traced, weights)
         self.add_bonus(number, traced, weights)
-        end, gone = max(self.ends), 0
+        end = max(self.ends)
+        gone = 0
         if traced.narrowed_to is not None:
             gone = len(traced.narrowed_to) - len(set(traced.narrowed_to))
             self.descend(traced.narrowed_to, "drawn" if is_last else "narrowed")
@@ -153,7 +156,8 @@ class _Growth:
 
     def begin(self, number: int, tokens: list[int]) -> None:
         """Start all particles anew behind a prefill, after the emitted tokens."""
-        start, parent = len(self.emitted), None
+        start = len(self.emitted)
+        parent = None
         self.end(self.heads, "retracted")
         if self.heads and start:
             line = lineage(self.heads[0], self.segments)
@@ -222,7 +226,8 @@ class _Growth:
             self.segments[head].fate = self.segments[head].fate or fate
 
     def add(self, **fields: Any) -> int:
-        at, segment = len(self.segments), Segment(**fields)
+        at = len(self.segments)
+        segment = Segment(**fields)
         self.segments.append(segment)
         is_own = segment.tokens or segment.parent is None
         self.wrote.append(at if is_own else self.wrote[segment.parent or 0])

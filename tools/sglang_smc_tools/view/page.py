@@ -79,7 +79,8 @@ def _sizes_of(trace: Trace) -> dict[str, str]:
 
 
 def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return f"{low} to {high}" if low < high else f"{high}"
 
 

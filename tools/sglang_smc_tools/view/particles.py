@@ -136,7 +136,8 @@ class Particles(NamedTuple):
 
 
 def _particle(given: Mapping[str, Any]) -> Particle:
-    ids, log_weight = list(given["output_ids"]), given["log_weight"]
+    ids = list(given["output_ids"])
+    log_weight = given["log_weight"]
     text = given.get("text") or " ".join(map(str, ids))
     return Particle(ids, text, given["weight"], -math.inf if log_weight is None else log_weight)
 
