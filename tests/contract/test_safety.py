@@ -39,7 +39,6 @@ AGREED: Listed = {
     "ops/check.py": {"settle: time.perf_counter"},
     "models/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
     "state/metrics.py": {"Monitor.__init__: time.monotonic"},
-    "server/routes.py": {"with_logprobs: time.time"},
     "state/fidelity.py": {"FidelityWindows.__init__: time.monotonic"},
     "server/routes.py": {"with_logprobs: time.time"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
