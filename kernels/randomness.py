@@ -10,9 +10,6 @@ import triton.language as tl
 from sglang_smc.smc.randomness import Purpose
 
 _BLOCK = tl.constexpr(256)
-# Numbers for which no kernel is compiled again.
-_NUMBERS = [f"{way}_{index}" for way in ("by", "to") for index in ("group", "particle", "column")]
-_NUMBERS += ["num_groups", "num_particles", "num_columns"]
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64's constants
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
@@ -33,9 +30,9 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
         seeds.contiguous(),
         cells,
         numbers,
-        *cells.stride(),
-        *numbers.stride(),
-        *cells.shape,
+        cells.stride(),
+        numbers.stride(),
+        tuple(cells.shape),
         purpose=int(purpose),
     )
     return drawn
@@ -69,35 +66,22 @@ def _uniform(seed, position, particle, purpose: tl.constexpr):
     return (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def _uniforms(
-    seeds,
-    positions,
-    drawn,
-    by_group,
-    by_particle,
-    by_column,
-    to_group,
-    to_particle,
-    to_column,
-    num_groups,
-    num_particles,
-    num_columns,
-    purpose: tl.constexpr,
-):
+@triton.jit
+def _uniforms(seeds, positions, drawn, strides, drawn_strides, shape, purpose: tl.constexpr):
+    num_groups, num_particles, num_columns = shape
     place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < num_groups * num_particles * num_columns
     column = place % num_columns
     particle = place // num_columns % num_particles
     group = place // (num_columns * num_particles)
-    at = group * by_group + particle * by_particle + column * by_column
+    at = group * strides[0] + particle * strides[1] + column * strides[2]
     position = tl.load(positions + at, mask=inside, other=0)
     seed = tl.load(seeds + group, mask=inside, other=0)
-    to = group * to_group + particle * to_particle + column * to_column
+    to = group * drawn_strides[0] + particle * drawn_strides[1] + column * drawn_strides[2]
     tl.store(drawn + to, _uniform(seed, position, particle, purpose), mask=inside)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=["num_groups"])
 def _round_seeds(seeds, starts, derived, num_groups):
     group = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = group < num_groups

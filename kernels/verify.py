@@ -43,8 +43,7 @@ _ROUNDING, _TINY = tl.constexpr(verification.ROUNDING), tl.constexpr(verificatio
 _TILE = 4096  # tokens per program
 _CHUNK = tl.constexpr(64)  # tokens binned at once
 _EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
-# Of batches and of K, for which no kernel of this file is compiled again.
-_NUMBERS = ["num_nodes", "num_chains", "num_steps", "num_tiles"]
+_NUMBERS = ["num_chains", "num_steps"]  # for which no kernel is compiled again
 
 
 class _Tensors(NamedTuple):
@@ -81,18 +80,28 @@ class _Laws(NamedTuple):
     places: torch.Tensor  # [K, fields] int64, of `_Tensors`: elements from the first column's
 
 
+class _Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    padded_chains: Any
+    padded_tiles: Any
+    tile: Any
+    num_tiles: Any
+    unit: Any  # which divides the places of logits
+
+
 class Columns(NamedTuple):
     """The distributions of all columns, and what kernels are compiled for."""
 
     laws: _Laws
     # [K] up to the last field that is there; whoever holds this keeps them at their addresses.
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    sizes: dict[str, Any]
+    sizes: _Sizes
 
     @classmethod
-    def of(cls, p: TokenDistribution, q: Sequence[TokenDistribution]) -> "Columns":
-        """Return the columns' distributions; p and q are of `verify`."""
-        of_p, p_sums, sizes = summed(p)
+    def of(cls, p: TokenDistribution, q: Sequence[TokenDistribution], num_chains: int) -> "Columns":
+        """Return the columns' distributions; p and q are of `verify`, for N chains."""
+        of_p, p_sums, _ = summed(p)
         of_q = [summed(law)[:2] for law in q]
         given = [_tensors_of(*law) for law in of_q]
         kinds = {tuple(one if one is None else one.dtype for one in of) for of in given}
@@ -104,10 +113,12 @@ class Columns(NamedTuple):
         )
         shape = len(of_q), len(_Tensors._fields)
         places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
-        tile, _ = tiles(p.scores.shape[1], _TILE)
+        tile, num_tiles = tiles(p.scores.shape[1], _TILE)
         size = given[0].logits.itemsize
         aligned = all(of.logits.storage_offset() * size % 16 == 0 for of in given)
-        sizes |= {"tile": tile, "unit": 16 // size if aligned else 1}
+        padded = map(triton.next_power_of_2, (num_chains, num_tiles))
+        numbers = *padded, tile, num_tiles, 16 // size if aligned else 1
+        sizes = _Sizes(*map(tl.constexpr, numbers))
         return cls(_Laws(of_p, p_sums, *of_q[0], places), tensors, sizes)
 
 
@@ -132,7 +143,7 @@ class _Column(NamedTuple):
     num_nodes: Any  # G * N
     num_chains: Any
     num_steps: Any
-    unit: Any  # which divides the places of logits
+    unit: Any  # of `_Sizes`
 
 
 class _Read(NamedTuple):
@@ -157,7 +168,7 @@ def verify(
     the next token is not drawn from it, a residual is undefined.
     """
     size, num_chains, num_steps = tokens.shape
-    columns = Columns.of(p, q)
+    columns = Columns.of(p, q, num_chains)
     tree = grow(tokens, lengths, columns)
     layers = descend(tree, columns)
 
@@ -171,21 +182,12 @@ def verify(
         left=of_groups(torch.int64),
         residuals=of_groups(torch.float32, p.scores.shape[1]),
     )
-    num_tiles, padded_chains = layers.residual.shape[3], triton.next_power_of_2(num_chains)
-    numbers = size * num_chains, num_chains, num_steps, num_tiles
-    _leave[(size,)](
-        tree,
-        layers,
-        uniforms,
-        uniforms.stride(0),
-        found,
-        *numbers,
-        padded_chains=padded_chains,
-        padded_tiles=triton.next_power_of_2(num_tiles),
-        num_warps=1,
-    )
-    _store_residual[size, num_tiles](
-        layers, columns.laws, found, *numbers, **columns.sizes, num_warps=8, **_EXACT
+    sizes = columns.sizes
+    each = uniforms, uniforms.stride(0)
+    _leave[(size,)](tree, layers, each, found, num_chains, num_steps, sizes, num_warps=1)
+    grid = size, layers.residual.shape[3]
+    _store_residual[grid](
+        layers, columns.laws, found, num_chains, num_steps, sizes, num_warps=8, **_EXACT
     )
     return found
 
@@ -198,9 +200,9 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
-    padded, table = triton.next_power_of_2(num_chains), columns.laws.places
+    padded, places = columns.sizes.padded_chains.value, columns.laws.places
     _grow[(size,)](
-        tree, num_chains, num_steps, table, columns.tensors, padded_chains=padded, num_warps=1
+        tree, num_chains, num_steps, places, columns.tensors, padded_chains=padded, num_warps=1
     )
     return tree
 
@@ -214,7 +216,8 @@ def descend(tree: Tree, columns: Columns) -> Layers:
     (1e-5). They are undefined where no node has that number.
     """
     size, num_chains, num_steps = tree.tokens.shape
-    num_tiles = triton.cdiv(columns.laws.p.vocab_size, columns.sizes["tile"])
+    laws, sizes = columns.laws, columns.sizes
+    num_tiles = sizes.num_tiles.value
 
     def of_nodes(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=tree.tokens.device)
@@ -227,18 +230,11 @@ def descend(tree: Tree, columns: Columns) -> Layers:
     shape = num_steps, size, num_chains
     masses = of_nodes(*shape, num_tiles, 2, NUM_BINS.value)
     read = _Read(masses, of_nodes(*shape), of_nodes(*shape))
-    padded_chains = triton.next_power_of_2(num_chains)
-    warps = min(8, max(1, padded_chains // 2))  # of some hundred rates each
-    grid, numbers = (
-        (size * num_chains, num_tiles, num_steps),
-        (size * num_chains, num_chains, num_steps, num_tiles),
-    )
-    sizes = columns.sizes | {"padded_chains": padded_chains}
-    _read_nodes[grid](tree, columns.laws, read, *numbers, **sizes, num_warps=8, **_EXACT)
-    _share_out[(size,)](
-        tree, layers, read, *numbers, padded_chains=padded_chains, num_warps=warps, **_EXACT
-    )
-    _add_up_residual[grid](tree, layers, columns.laws, *numbers, **sizes, num_warps=8, **_EXACT)
+    warps = min(8, max(1, sizes.padded_chains.value // 2))  # of some hundred rates each
+    grid = size * num_chains, num_tiles, num_steps
+    _read_nodes[grid](tree, laws, read, num_chains, sizes, num_warps=8, **_EXACT)
+    _share_out[(size,)](tree, layers, read, num_chains, num_steps, sizes, num_warps=warps, **_EXACT)
+    _add_up_residual[grid](tree, layers, laws, num_chains, sizes, num_warps=8, **_EXACT)
     return layers
 
 
@@ -363,25 +359,14 @@ def _rows(at, node, padded_tiles: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _read_nodes(
-    tree,
-    laws,
-    read,
-    num_nodes,
-    num_chains,
-    num_steps,
-    num_tiles,
-    padded_chains: tl.constexpr,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
-    unit: tl.constexpr,
-):
+def _read_nodes(tree, laws, read, num_chains, sizes):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
-    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, unit)
+    num_nodes, num_steps = tl.num_programs(0), tl.num_programs(2)
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, sizes.unit)
     node, part = tl.program_id(0), tl.program_id(1)
-    place, goes = _goes_on(tree, at, node, padded_chains)
+    place, goes = _goes_on(tree, at, node, sizes.padded_chains)
     if tl.max(goes.to(tl.int32), 0) != 0:
-        p_row, q_row = _rows(at, node, padded_tiles)
+        p_row, q_row = _rows(at, node, sizes.padded_tiles)
         own = _own_q(at)
         first = at.column * at.num_nodes  # of this column's nodes
         if part == 0:
@@ -391,6 +376,7 @@ def _read_nodes(
             tl.store(read.log_p + to, log_p, mask=goes)
             tl.store(read.log_q + to, log_q, mask=goes)
         numbers = tl.arange(0, NUM_BINS)
+        tile: tl.constexpr = sizes.tile
         chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
         in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
         in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
@@ -400,19 +386,21 @@ def _read_nodes(
             in_bin = bins[None, :] == numbers[:, None]
             in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
             in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
-        masses = read.masses + ((first + node) * num_tiles + part) * (2 * NUM_BINS) + numbers
+        masses = read.masses + ((first + node) * sizes.num_tiles + part) * (2 * NUM_BINS) + numbers
         tl.store(masses, tl.sum(in_p, 1))
         tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
 
 
 @triton.jit
-def _all_masses(num_tiles, read, place, mask, padded_chains: tl.constexpr):
+def _all_masses(read, place, mask, sizes):
     """Return the masses of p and q in each bin of a group's nodes, summed over tiles: [N, B]."""
     numbers = tl.arange(0, NUM_BINS)[None, :]
-    in_p = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
-    in_q = tl.zeros([padded_chains, NUM_BINS], dtype=tl.float32)
-    for part in range(num_tiles):
-        masses = read.masses + ((place * num_tiles + part) * (2 * NUM_BINS))[:, None] + numbers
+    in_p = tl.zeros([sizes.padded_chains, NUM_BINS], dtype=tl.float32)
+    in_q = tl.zeros([sizes.padded_chains, NUM_BINS], dtype=tl.float32)
+    for part in range(sizes.num_tiles):
+        masses = (
+            read.masses + ((place * sizes.num_tiles + part) * (2 * NUM_BINS))[:, None] + numbers
+        )
         in_p += tl.load(masses, mask=mask[:, None], other=0.0)
         in_q += tl.load(masses + NUM_BINS, mask=mask[:, None], other=0.0)
     return in_p, in_q
@@ -484,11 +472,10 @@ def _at(table, nodes, bins):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _share_out(
-    tree, layers, read, num_nodes, num_chains, num_steps, num_tiles, padded_chains: tl.constexpr
-):
+def _share_out(tree, layers, read, num_chains, num_steps, sizes):
     """Have a group's chains race in each layer, and store densities of nodes and shares."""
-    group, chain = tl.program_id(0), tl.arange(0, padded_chains)
+    num_nodes = tl.num_programs(0) * num_chains
+    group, chain = tl.program_id(0), tl.arange(0, sizes.padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
     lengths = tl.load(tree.lengths + place, mask=here, other=0)
@@ -507,7 +494,7 @@ def _share_out(
         log_q = tl.load(read.log_q + at, mask=live, other=-float("inf"))
         target = tl.where(live, of_parent * tl.exp(log_p), 0.0)
         counts = tl.sum(tl.where(is_parent, 1.0, 0.0), 1)
-        in_p, in_q = _all_masses(num_tiles, read, at, splits, padded_chains)
+        in_p, in_q = _all_masses(read, at, splits, sizes)
         rates, density = _race(shares, counts, in_p, in_q)
         table = layers.density + (at * NUM_BINS)[:, None] + tl.arange(0, NUM_BINS)[None, :]
         tl.store(table, density, mask=splits[:, None])
@@ -533,53 +520,32 @@ def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _add_up_residual(
-    tree,
-    layers,
-    laws,
-    num_nodes,
-    num_chains,
-    num_steps,
-    num_tiles,
-    padded_chains: tl.constexpr,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
-    unit: tl.constexpr,
-):
+def _add_up_residual(tree, layers, laws, num_chains, sizes):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
-    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, unit)
+    num_nodes, num_steps = tl.num_programs(0), tl.num_programs(2)
+    at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, sizes.unit)
     node, part = tl.program_id(0), tl.program_id(1)
-    splits = tl.max(_goes_on(tree, at, node, padded_chains)[1].to(tl.int32), 0) != 0
+    splits = tl.max(_goes_on(tree, at, node, sizes.padded_chains)[1].to(tl.int32), 0) != 0
     of_layer = at.column * at.num_nodes + node
     share = tl.load(layers.shares + of_layer)
     left = tl.where(part == 0, share, 0.0)
     if splits & (share > _LEAST_SHARE):
-        columns = part * tile + tl.arange(0, tile)
-        left = tl.sum(_residual(layers, at, node, share, columns, padded_tiles), 0)
-    tl.store(layers.residual + of_layer * num_tiles + part, left)
+        columns = part * sizes.tile + tl.arange(0, sizes.tile)
+        left = tl.sum(_residual(layers, at, node, share, columns, sizes.padded_tiles), 0)
+    tl.store(layers.residual + of_layer * sizes.num_tiles + part, left)
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, "stride"])
-def _leave(
-    tree,
-    layers,
-    uniforms,
-    stride,
-    found,
-    num_nodes,
-    num_chains,
-    num_steps,
-    num_tiles,
-    padded_chains: tl.constexpr,
-    padded_tiles: tl.constexpr,
-):
+@triton.jit(do_not_specialize=_NUMBERS)
+def _leave(tree, layers, uniforms, found, num_chains, num_steps, sizes):
     """Draw where a group stops, from the deepest layer up."""
+    num_nodes, num_tiles = tl.num_programs(0) * num_chains, sizes.num_tiles
+    padded_chains: tl.constexpr = sizes.padded_chains
     group = tl.program_id(0)
     chain = tl.arange(0, padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
-    part = tl.arange(0, padded_tiles)[None, :]
-    uniform = tl.load(uniforms + group * stride)
+    part = tl.arange(0, sizes.padded_tiles)[None, :]
+    uniform = tl.load(uniforms[0] + group * uniforms[1])
     reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
     column, winner = num_steps * 0, num_steps * 0
     searches = column == 0
@@ -619,26 +585,16 @@ def _leave(
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _store_residual(
-    layers,
-    laws,
-    found,
-    num_nodes,
-    num_chains,
-    num_steps,
-    num_tiles,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
-    unit: tl.constexpr,
-):
+def _store_residual(layers, laws, found, num_chains, num_steps, sizes):
     group, part = tl.program_id(0), tl.program_id(1)
     if tl.load(found.rejects + group) == 0:
         return
+    num_nodes = tl.num_programs(0) * num_chains
     stop = tl.load(found.num_columns + group).to(tl.int32)
-    at = _Column(laws, stop, num_nodes, num_chains, num_steps, unit)
+    at = _Column(laws, stop, num_nodes, num_chains, num_steps, sizes.unit)
     node = group * num_chains + tl.load(found.winner + group).to(tl.int32)
     share = tl.load(layers.shares + stop * num_nodes + node)
-    columns = part * tile + tl.arange(0, tile)
-    residual = _residual(layers, at, node, share, columns, padded_tiles)
+    columns = part * sizes.tile + tl.arange(0, sizes.tile)
+    residual = _residual(layers, at, node, share, columns, sizes.padded_tiles)
     row = found.residuals + group.to(tl.int64) * laws.p.vocab_size + columns
     tl.store(row, residual, mask=columns < laws.p.vocab_size)

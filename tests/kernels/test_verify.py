@@ -55,7 +55,7 @@ def test_a_tree(c: Case, device: str, kernels: Ops) -> None:
     of_p = kernels.distribution(*copied(tuple(p), device))
     of_q = [kernels.distribution(*copied(tuple(law), device)) for law in q]
     with mock.patch.multiple(kernel, _TILE=256, _CHUNK=32):
-        columns = kernel.Columns.of(of_p, of_q)
+        columns = kernel.Columns.of(of_p, of_q, c.num_chains)
         grown = kernel.grow(*there, columns)
         down = copied(kernel.descend(grown, columns), "cpu")
         found = copied(kernel.verify(*there, of_p, of_q, uniforms.to(device)), "cpu")
