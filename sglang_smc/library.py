@@ -29,7 +29,7 @@ class CausalLM:
     def __init__(self, name: str | PathLike[str], **options: Any) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(name, **options).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(name, **options).eval()
 
     def next_logits(self, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[R, V]`` after texts; see `smc.round.Proposer`."""
