@@ -63,11 +63,11 @@ class _Tensors(NamedTuple):
     rows: Any = None
 
 
-_NUM_FIELDS = tl.constexpr(len(_Tensors._fields))
+_NUM_FIELDS = tl.constexpr(len(_Tensors._fields) + 1)  # with the stride of logits
 _AT_LOGITS, _AT_TEMPERATURE, _AT_HIGHEST, _AT_TOTAL = (tl.constexpr(field) for field in range(4))
 _AT_GREEDY, _AT_FIRST = (tl.constexpr(field) for field in range(4, 6))
 _AT_PEAK, _AT_RATE, _AT_LOWEST, _AT_KEY, _AT_LAST = (tl.constexpr(field) for field in range(6, 11))
-_AT_ROWS = tl.constexpr(11)
+_AT_ROWS, _AT_STRIDE = (tl.constexpr(field) for field in range(11, 13))
 
 
 class _Laws(NamedTuple):
@@ -75,9 +75,10 @@ class _Laws(NamedTuple):
 
     p: Source
     p_sums: RowSums
-    q: Source  # of the first column; what is no tensor is that of all
+    q: Source  # of the first column; of the others tensors and strides differ
     q_sums: RowSums
-    places: torch.Tensor  # [K, fields] int64, of `_Tensors`: elements from the first column's
+    # [K, fields] int64: elements of `_Tensors` from the first column's, and the stride of logits.
+    places: torch.Tensor
 
 
 class _Sizes(NamedTuple):
@@ -87,7 +88,7 @@ class _Sizes(NamedTuple):
     padded_tiles: Any
     tile: Any
     num_tiles: Any
-    unit: Any  # which divides the places of logits
+    unit: Any  # which divides the places and strides of logits
 
 
 class Columns(NamedTuple):
@@ -96,6 +97,7 @@ class Columns(NamedTuple):
     laws: _Laws
     # [K] up to the last field that is there; whoever holds this keeps them at their addresses.
     tensors: tuple[tuple[torch.Tensor, ...], ...]
+    strides: tuple[int, ...]  # [K] of logits
     sizes: _Sizes
 
     @classmethod
@@ -104,22 +106,26 @@ class Columns(NamedTuple):
         of_p, p_sums, _ = summed(p)
         of_q = [summed(law)[:2] for law in q]
         given = [_tensors_of(*law) for law in of_q]
+        kinds = {(of.draws_each, of.vocab_size, sums.num_tiles) for of, sums in of_q}
+        assert len(kinds) == 1, "all columns have distributions of the same sizes"
         kinds = {tuple(one if one is None else one.dtype for one in of) for of in given}
-        assert len(kinds) == 1, "the distributions of all columns have tensors of the same types"
+        assert len(kinds) == 1, "and of the same types"
         count = 1 + max(nth for nth, one in enumerate(given[0]) if one is not None)
         # Of what is missing between others no kernel reads the place.
         tensors = tuple(
             tuple(of.logits if one is None else one for one in of[:count]) for of in given
         )
-        shape = len(of_q), len(_Tensors._fields)
+        shape = len(of_q), _NUM_FIELDS.value
         places = torch.empty(shape, dtype=torch.int64, device=p.scores.device)
+        strides = tuple(of.stride for of, _ in of_q)
         tile, num_tiles = tiles(p.scores.shape[1], _TILE)
         size = given[0].logits.itemsize
-        aligned = all(of.logits.storage_offset() * size % 16 == 0 for of in given)
+        steps = *strides, *(of.logits.storage_offset() for of in given)
+        aligned = all(step * size % 16 == 0 for step in steps)
         padded = map(triton.next_power_of_2, (num_chains, num_tiles))
         numbers = *padded, tile, num_tiles, 16 // size if aligned else 1
         sizes = _Sizes(*map(tl.constexpr, numbers))
-        return cls(_Laws(of_p, p_sums, *of_q[0], places), tensors, sizes)
+        return cls(_Laws(of_p, p_sums, *of_q[0], places), tensors, strides, sizes)
 
 
 def _tensors_of(source: Source, sums: RowSums) -> _Tensors:
@@ -201,9 +207,8 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
     padded, places = columns.sizes.padded_chains.value, columns.laws.places
-    _grow[(size,)](
-        tree, num_chains, num_steps, places, columns.tensors, padded_chains=padded, num_warps=1
-    )
+    listed = columns.tensors, columns.strides
+    _grow[(size,)](tree, num_chains, num_steps, places, listed, padded_chains=padded, num_warps=1)
     return tree
 
 
@@ -246,10 +251,12 @@ def _apart(first, second):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _grow(tree, num_chains, num_steps, places, tensors, padded_chains: tl.constexpr):
+def _grow(tree, num_chains, num_steps, places, listed, padded_chains: tl.constexpr):
     group = tl.program_id(0)
     if group == 0:
-        for column in tl.static_range(len(tensors)):
+        tensors, strides = listed
+        for column in tl.static_range(len(strides)):
+            tl.store(places + column * _NUM_FIELDS + _AT_STRIDE, strides[column])
             for field in tl.static_range(len(tensors[0])):
                 place = _apart(tensors[0][field], tensors[column][field])
                 tl.store(places + column * _NUM_FIELDS + field, place)
@@ -304,6 +311,7 @@ def _own_q(at):
     has_kept: tl.constexpr = like.kept is not None
     return (
         logits,
+        tl.load(places + _AT_STRIDE) // at.unit * at.unit,
         like.temperature + tl.load(places + _AT_TEMPERATURE),
         like.rows + tl.load(places + _AT_ROWS) if like.rows is not None else logits,
         like.greedy + tl.load(places + _AT_GREEDY) if like.greedy is not None else logits,
@@ -319,7 +327,7 @@ def _own_q(at):
 def _log_q(at, own, node, row, tokens):
     """Return log q of some tokens; ``own`` is of `_own_q`, ``row`` of `_rows`."""
     like = at.laws.q
-    logits, temperature, rows, greedy, peak, rate, lowest, key, last = own
+    logits, stride, temperature, rows, greedy, peak, rate, lowest, key, last = own
     law = Source(
         logits,
         temperature,
@@ -327,7 +335,7 @@ def _log_q(at, own, node, row, tokens):
         rows if like.rows is not None else None,
         greedy if like.greedy is not None else None,
         KeptTokens(peak, rate, lowest, key, last) if like.kept is not None else None,
-        like.stride,
+        stride,
         like.vocab_size,
     )
     return log_probs_at(law, node, row, tokens)
