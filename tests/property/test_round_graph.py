@@ -122,7 +122,7 @@ def test_a_wider_recording_verifies_no_drafts_that_are_not_there(asked: dict[str
 MIXED: tuple[dict[str, Any], ...] = (
     {},
     {"mode": "exact"},
-    {"power": 2.0, "resampling_method": "stratified"},
+    {"power": 2.0, "proposal": "draft", "resampling_method": "stratified"},
     {"mode": "auto", "num_particles": 2},
     {"return_particles": True, "resample_at": "token"},
     {"num_steps": 0},
