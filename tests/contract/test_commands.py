@@ -69,7 +69,9 @@ def named_by_benchmark(name: str) -> Iterator[list[str]]:
 
 def made_by(words: Iterable[str]) -> Iterator[list[str]]:
     """Yield what `make` would run, on a machine without an environment."""
-    yield from lines_of(printed("make", "-n", *words, "VENV=/none/venv", cwd=ROOT))
+    yield from lines_of(
+        printed("make", "--no-print-directory", "-n", *words, "VENV=/none/venv", cwd=ROOT)
+    )
 
 
 def behind_python(words: list[str]) -> list[str] | None:

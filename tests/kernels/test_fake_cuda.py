@@ -43,7 +43,7 @@ ROUNDS: dict[str, tuple[SMCConfig, dict[str, Any], int, float, float]] = {
     "auto": (AUTO, {}, 124, 5.5, 94),
     "smc, filtered": (SMCConfig(), FILTERS, 148, 1, 61),
     "exact, filtered": (EXACT, FILTERS, 174, 5.5, 94),
-    "powered": (SMCConfig(power=2.0), {}, 122, 1, 61),
+    "powered": (SMCConfig(power=2.0, proposal="draft"), {}, 122, 1, 61),
     "edited": (SMCConfig(), EDITS, 117, 1.5, 63),
     "shown": (SMCConfig(), SHOWN, 168, 76, 81),
     "shown, filtered": (SMCConfig(), SHOWN_FILTERED, 218, 76, 81),
