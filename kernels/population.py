@@ -46,7 +46,7 @@ class _New(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What `narrow` is asked for, and what it reads beside the populations."""
+    """Hold the arguments of `narrow`, and what it reads beside the populations."""
 
     seeds: torch.Tensor  # [G] int64
     lag: torch.Tensor  # [G] int64

@@ -35,11 +35,13 @@ _FIRST_POINT = tl.constexpr(math.exp(verification.LOWEST_POINT))
 _FIRST_WEIGHT = tl.constexpr(float(verification.quadrature(torch.device("cpu"))[1][0]))
 _WEIGHT = tl.constexpr(_FIRST_WEIGHT.value / _FIRST_POINT.value * (1 - math.exp(-1)))  # of a point
 _E = tl.constexpr(math.e)
-_NUM_STEPS, _SPEED = tl.constexpr(verification.NUM_STEPS), tl.constexpr(verification.SPEED)
+_NUM_STEPS = tl.constexpr(verification.NUM_STEPS)
+_SPEED = tl.constexpr(verification.SPEED)
 _LARGEST_STEP = tl.constexpr(verification.LARGEST_STEP)
 _LARGEST_RATE = tl.constexpr(verification.LARGEST_RATE)
 _LEAST_SHARE = tl.constexpr(verification.LEAST_SHARE)
-_ROUNDING, _TINY = tl.constexpr(verification.ROUNDING), tl.constexpr(verification.TINY)
+_ROUNDING = tl.constexpr(verification.ROUNDING)
+_TINY = tl.constexpr(verification.TINY)
 _TILE = 4096  # tokens per program
 _CHUNK = tl.constexpr(64)  # tokens binned at once
 _EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
@@ -82,7 +84,7 @@ class _Laws(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What kernels are compiled for."""
+    """Hold the sizes that kernels are compiled for."""
 
     padded_chains: Any
     padded_tiles: Any
@@ -206,7 +208,8 @@ def grow(tokens: torch.Tensor, lengths: torch.Tensor, columns: Columns) -> Tree:
     size, num_chains, num_steps = tokens.shape
     nodes = tokens.new_empty(size, num_chains, num_steps + 1)
     tree = Tree(tokens.contiguous(), lengths.contiguous(), nodes)
-    padded, places = columns.sizes.padded_chains.value, columns.laws.places
+    padded = columns.sizes.padded_chains.value
+    places = columns.laws.places
     listed = columns.tensors, columns.strides
     _grow[(size,)](tree, num_chains, num_steps, places, listed, padded_chains=padded, num_warps=1)
     return tree

@@ -79,7 +79,6 @@ class Answer(NamedTuple):
     drawn: int  # the particle that is drawn by weight: the answer
     log_evidence: float  # log Z-hat, an estimate of the log of the target's normaliser
     ess: list[float]  # effective sample size of each round, before resampling, from 1 to N
-    num_rounds: int  # target passes
 
     @property
     def text(self) -> str:
@@ -87,6 +86,11 @@ class Answer(NamedTuple):
         if self.texts is None:
             raise ValueError("The round has no tokenizer; read `tokens`, or give it one.")
         return self.texts[self.drawn]
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds, of one pass of the target each."""
+        return len(self.ess)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -195,7 +199,6 @@ class Round:
             drawn=int(end.ancestors[0, 0]),
             log_evidence=float(end.log_evidence),
             ess=ess,
-            num_rounds=len(ess),
         )
 
     def begin(self, prompts: torch.Tensor, num_particles: int, num_emitted: int = 0) -> State:
