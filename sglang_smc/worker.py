@@ -205,6 +205,7 @@ class SMCWorker(WeightUpdates):
             outcome = self._round.play_in_slices(inputs, shape, batch.reqs, resized, launched)
         return SMCBatchResult.of(
             outcome,
+            self._round.extras,
             can_run_cuda_graph=recorded is not None,
             monitor=self.monitor,
             budgets=[state_of(req).sizes for req in batch.reqs],

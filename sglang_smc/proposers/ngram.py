@@ -29,7 +29,8 @@ from sglang_smc.options.server import SMCConfig, flag_of
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.population import Population
-from sglang_smc.state.request import shared_ids, state_of, tails_of
+from sglang_smc.state.request import state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 from sglang_smc.upstream import Arguments, release
 
 if TYPE_CHECKING:

@@ -249,10 +249,7 @@ class Kinds(NamedTuple):
         chats = [shape.needing({*shape.needs, Need.FILTERS}) for shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
-        edited = [
-            shape.needing({*shape.needs, Need.EDITS})._replace(logprobs=logprobs)
-            for shape in largest
-        ]
+        edited = [shape.needing({*shape.needs, Need.EDITS}).scoring(logprobs) for shape in largest]
         # Trees of the most steps, at temperature 0.
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]

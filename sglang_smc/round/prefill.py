@@ -33,14 +33,9 @@ from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution, reported_temperature
 from sglang_smc.state.metrics import fidelity_of
-from sglang_smc.state.request import (
-    RequestStates,
-    has_open_token,
-    skip_draft,
-    state_of,
-    take_unread,
-)
+from sglang_smc.state.request import RequestStates, state_of
 from sglang_smc.state.settings import is_greedy, uses_filters
+from sglang_smc.state.texts import has_open_token, skip_draft, take_unread
 from sglang_smc.upstream import holds_kv, kv_of
 
 _LONGEST_CHUNK = 8192  # tokens of transferred texts that the draft reads in one pass

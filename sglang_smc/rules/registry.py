@@ -137,9 +137,9 @@ def end_failed(req: Req, code: int) -> bool:
     return failures.end_failed(req, code)
 
 
-def close_token(req: Req, token: int, logprob: float | None) -> None:
+def close_token(req: Req, token: int) -> None:
     """Replace the open token, in SGLang's request fields and in the grammar's state."""
-    state_of(req).open_token.close(req, token, logprob)
+    state_of(req).open_token.close(req, token)
     Grammar.reread(req, 1, [token])
 
 

@@ -26,8 +26,6 @@ class Need(str, Enum):
     GREEDY = "temperature 0"
     EDITS = "penalties, biases or min_new_tokens"
     POWER = "a power of p"
-    PARTICLES = "return_particles"
-    TRACE = "trace"
     OPEN_TOKEN = "particles that differ in the first token"
     RULES = "structured output, stop texts or a custom logit processor"  # read on the host
     POTENTIALS = "potentials"  # on the host

@@ -8,7 +8,7 @@ from toy_request import ToyRequest
 from toy_worker import ToyWorker
 from trace_replay import read
 
-from sglang_smc.state.request import publish
+from sglang_smc.state.stream import publish
 from sglang_smc.state.trace import Trace
 
 LENGTH = 24
