@@ -113,7 +113,15 @@ def particle_attention(
     return attend(
         _attend_spans,
         query,
-        _Cache(keys, *keys.stride()[:2], values, *values.stride()[:2], new),
+        _Cache(
+            key=keys,
+            key_stride=keys.stride(0),
+            key_head_stride=keys.stride(1),
+            value=values,
+            value_stride=values.stride(0),
+            value_head_stride=values.stride(1),
+            new=new,
+        ),
         KeySlots.of(context),
         (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, context.first_key),
         split,

@@ -212,7 +212,7 @@ def attend(
         partial = partial._replace(arrivals=arrivals)
     queries = query.flatten(0, 2)
     kernel[(num_prefix + num_tail,)](
-        Queries(queries, *queries.stride()[:2]),
+        Queries(queries, queries.stride(0), queries.stride(1)),
         keys,
         slots,
         partial,

@@ -20,6 +20,7 @@ from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused, Ops
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
@@ -272,9 +273,18 @@ def _population(ops: Ops, of: Inputs) -> Any:
     flags = (of.flags(0.7, size), of.flags(0.3, size))
     narrowed = continued.narrow(of.seeds(), lag, *flags)
     last = narrowed.population.store(table, rows, narrowed.num_common)
-    # The last place of texts is never part of a tail.
-    each = [begun, extended, continued, narrowed.population, table]
-    return more, [(one.texts[:, :, :-1], *one[1:-2]) for one in each], narrowed[1:], last
+    beside = narrowed._asdict()
+    each = [begun, extended, continued, beside.pop("population"), table]
+    return more, list(map(_population_columns, each)), beside, last
+
+
+def _population_columns(population: Population) -> dict[str, torch.Tensor]:
+    """Return what is defined of the columns that kernels write."""
+    found = population._asdict()
+    found["texts"] = population.texts[:, :, :-1]  # the last place is never part of a tail
+    for carried in ("logprobs", "scores"):
+        del found[carried]
+    return found
 
 
 def _tally(ops: Ops, of: Inputs) -> Any:

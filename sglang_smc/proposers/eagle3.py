@@ -179,14 +179,16 @@ class EagleHead(DraftProposer):
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Run the head over chains but their first pair; see `StatesReader.read_chains`."""
-        tokens, starts, slots, locations = chains[:4]
+        tokens = chains.tokens
         if tokens[0].numel() == 1:  # read later
             self._table.keep_single(chains, states.flatten(0, 2))
             return
         if tokens.shape[2] > 1:
-            later = Chains(tokens[:, :, 1:], starts + 1, slots[:, :, 1:], locations)
+            later = Chains(
+                tokens[:, :, 1:], chains.starts + 1, chains.slots[:, :, 1:], chains.locations
+            )
             self._forward.read(later, states[:, :, :-1])
-        self._table.keep(slots, locations.particle_rows, states)
+        self._table.keep(chains.slots, chains.locations.particle_rows, states)
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
