@@ -52,11 +52,10 @@ def _draft_temperature(of: Start) -> float:
 
 
 _OF_PARAMS = "temperature", "top_k", "top_p", "min_p", "min_new_tokens"
-_OF_CONFIG = "num_particles", "num_steps", "weighs", "extends", "ess_threshold", "lag", "power"
-# The value of each setting for a request that starts.
+# The value of each setting for a request that starts: that of its options, unless listed here.
 _VALUES: dict[str, Callable[[Start], Any]] = {
+    **{name: attrgetter(f"config.{name}") for name in DTYPES},
     **{name: attrgetter(f"params.{name}") for name in _OF_PARAMS},
-    **{name: attrgetter(f"config.{name}") for name in _OF_CONFIG},
     "seeds": lambda of: of.seed,
     "last_position": _last_position,
     "greedy": lambda of: of.params.top_k == 1,
