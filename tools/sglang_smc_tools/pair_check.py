@@ -151,7 +151,7 @@ def _has_name(options: argparse.Namespace) -> bool:
 
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
-    from sglang_smc.models.head_kinds import HEADS
+    from sglang_smc.drafts.kinds import HEADS
 
     try:
         return draft == MTP or shapes.architecture(shapes.contents(draft)) in HEADS
