@@ -218,8 +218,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Setting(
             Range(str, "package.module:Class as a text"),
-            "A drafter of your own, as package.module:Class: a subclass of "
-            "sglang_smc.proposers.base.DraftProposer",
+            "A drafter of your own, as package.module:Class, of sglang_smc.proposers.base."
+            "DraftProposer",
             is_key=False,
         ),
     ] = None
