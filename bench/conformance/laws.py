@@ -1,7 +1,8 @@
 """Compute the distribution that a request asks for, and test whether tokens follow it.
 
 Each token's own share of its distribution, randomized within the token, is uniform on [0, 1] and
-independent from token to token. Kolmogorov and Smirnov's test compares all of a feature's tokens.
+independent from token to token. Kolmogorov and Smirnov's test compares all of a feature's tokens,
+and a count those that repeat their neighbour.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from conformance.server import WrongError
 
 from sglang_smc_tools.testing.endpoint import Sample
-from sglang_smc_tools.testing.statistics import Token
+from sglang_smc_tools.testing.statistics import Token, mean_of, p_value_of_count
 
 #: The probability that one test fails on a correct server.
 ALPHA = 1e-5
@@ -106,8 +107,10 @@ def check_law(places: Sequence[Place], asked: Asked, *, is_exact: bool, seed: in
     from scipy.stats import kstest  # half a second, which --help skips
 
     draw = random.Random(seed)
-    shares = [_share(place, asked.law(place), draw.random()) for place in places]
-    p_value = float(kstest(shares, "uniform").pvalue)
+    laws = [asked.law(place) for place in places]
+    shares = [_share(place, law, draw.random()) for place, law in zip(places, laws, strict=True)]
+    ranks = float(kstest(shares, "uniform").pvalue)
+    p_value = min(1.0, 2.0 * min(ranks, _p_value_of_doubles(places, laws)))  # Bonferroni's
     told = f"{len(places)} tokens, p = {p_value:.2g}"
     if p_value < ALPHA:
         raise WrongError(f"tokens do not follow the distribution asked for: {told}")
@@ -125,6 +128,17 @@ def _share(place: Place, law: Law, uniform: float) -> float:
     return min(1.0, above + uniform * own)
 
 
+def _p_value_of_doubles(places: Sequence[Place], laws: Sequence[Law]) -> float:
+    """Return the p-value of how many tokens repeat the one before them.
+
+    There a penalty or a processor shows that hears of each token one token late.
+    """
+    behind = [index for index, place in enumerate(places) if place.before]
+    chances = [laws[index].get(places[index].before[-1], 0.0) for index in behind]
+    count = sum(places[index].token == places[index].before[-1] for index in behind)
+    return p_value_of_count(count, chances)
+
+
 def _check_followed(places: Sequence[Place], asked: Asked) -> str:
     """Check that tokens are likelier under the asked distribution than under the plain one."""
     plain = Asked()
@@ -138,8 +152,6 @@ def _check_followed(places: Sequence[Place], asked: Asked) -> str:
 
 def check_positive(values: Sequence[float], what: str) -> str:
     """Check that a mean is positive by `FOLLOWS` standard errors; return it."""
-    from sglang_smc_tools.testing.statistics import mean_of
-
     mean, error = mean_of(values)
     told = f"{mean:+.3f} ± {2 * error:.3f} {what}"
     if mean <= FOLLOWS * error:

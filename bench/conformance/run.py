@@ -62,14 +62,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "thinking": {
         "enable_custom_logit_processor": True,
-        "enable_strict_thinking": True,
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
     },
+    "strict thinking": {"enable_strict_thinking": True, "reasoning_parser": "qwen3"},
     "lora": {},
     "hidden states": {"enable_return_hidden_states": True},
-    "embeddings": {"disable_radix_cache": True},
+    # SGLang takes embeddings in 16 bits alone.
+    "embeddings": {"disable_radix_cache": True, "dtype": "bfloat16"},
 }
+#: Variants of a model that thinks.
+SCRIPTED = ("thinking", "strict thinking")
 
 
 class Engine(NamedTuple):
@@ -181,7 +184,7 @@ class Study:
         waiting = [one for one in engines if self.left(one.slug, variant)]
         if not waiting:
             return
-        if variant == "thinking" and not waiting[0].thinks:
+        if variant in SCRIPTED and not waiting[0].thinks:
             for one in waiting:
                 self._leave_out(one.slug, variant)
             return
@@ -206,7 +209,7 @@ class Study:
 def arguments_of(engine: Engine, variant: str, folder: Path) -> dict[str, Any]:
     """Return the arguments of a ready-made server; models that it needs are made."""
     arguments = {**CPU, "model_path": str(TARGET), **engine.arguments, **VARIANTS[variant]}
-    if variant == "thinking":
+    if variant in SCRIPTED:
         from conformance.scripted import make_model
 
         arguments["model_path"] = make_model(folder / "scripted" / "target", 30.0)

@@ -56,6 +56,7 @@ class Server:
     is_exact: bool = True
     folder: Path | None = None
     adapter: str = ""
+    _ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def client(self) -> Client:
@@ -119,7 +120,9 @@ class Server:
 
     def ids(self, prompt: str) -> tuple[int, ...]:
         """Return a prompt's token ids, by SGLang's own route."""
-        return self.sglang.token_ids(prompt)
+        if prompt not in self._ids:
+            self._ids[prompt] = self.sglang.token_ids(prompt)
+        return self._ids[prompt]
 
     def at_once(self, ask: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return the results of ``ask`` in order, `WIDTH` requests at a time."""

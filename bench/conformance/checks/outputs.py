@@ -155,12 +155,13 @@ def input_embeddings(server: Server) -> str:
 @check("hidden states", GROUP, HIDDEN)
 def hidden_states(server: Server) -> str:
     """Check that each token has the state that a prefill of the whole text has."""
-    ids = list(server.ids(server.prompts[1]))
+    ids = list(server.ids(server.prompts[1]))[::-1]  # which no cache has
     asked = {"input_ids": ids, "return_hidden_states": True}
     told = server.generate(asked, max_new_tokens=6, ignore_eos=True)
     states = [row for part in told["meta_info"]["hidden_states"] for row in _rows(part)]
     if len(states) < len(ids) + 5:
         raise WrongError(f"{len(states)} states for {len(ids)} + 6 tokens")
+    server.client.http.post("/flush_cache").raise_for_status()
     again = {"input_ids": [*ids, *told["output_ids"]], "return_hidden_states": True}
     whole = server.generate(again, max_new_tokens=1)["meta_info"]["hidden_states"]
     expected = [row for part in whole for row in _rows(part)]

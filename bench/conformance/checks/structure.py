@@ -15,6 +15,7 @@ GROUP = "structure"
 SAMPLES = 12
 LENGTH = 120
 THINKING = "thinking"
+STRICT = "strict thinking"
 PERSON = {
     "type": "object",
     "properties": {
@@ -160,7 +161,7 @@ def _thought(server: Server, budget: int) -> list[int]:
     return list(range(words.index(THOUGHT_ENDS) - 1))  # less its opening
 
 
-@check("max_thinking_tokens", GROUP, THINKING)
+@check("max_thinking_tokens", GROUP, STRICT)
 def max_thinking_tokens(server: Server) -> str:
     """Check that a thought has no more tokens than the request allows."""
     if server.model is None:
