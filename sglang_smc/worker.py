@@ -1,6 +1,6 @@
 """Run SMC speculative decoding as a worker of SGLang's scheduler.
 
-The algorithm is `round.play.Round.play`. Its state is on the device, in tables keyed by
+The algorithm is `round.play.ServedRound.play`. Its state is on the device, in tables keyed by
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 

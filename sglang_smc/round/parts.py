@@ -17,7 +17,7 @@ from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.request import RequestStates
@@ -47,7 +47,7 @@ def operations(
     heads = tuple(dict.fromkeys(map(heads_of, runners)))
     linear = is_gated_delta(target.model_runner.model_config)
     fused = config.draft_layers != "sglang"
-    sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear, fused)
+    sizes = check_cases.CheckSizes(config.num_particles, config.num_steps, heads, linear, fused)
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
         raise ValueError(
@@ -66,7 +66,7 @@ def assemble(
     states: RequestStates,
     tables: Tables,
     corpus: Corpus | None = None,
-) -> tuple[Prefill, Round]:
+) -> tuple[Prefill, ServedRound]:
     """Build the parts of a server, and run each model once over a particle.
 
     Args:
@@ -93,7 +93,7 @@ def assemble(
     rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, num_columns, begin)
-    return prefill, Round(passes, proposer, tables, corpus, routed)
+    return prefill, ServedRound(passes, proposer, tables, corpus, routed)
 
 
 def skinny_for(
