@@ -26,7 +26,7 @@ import torch
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.options.server import SMCConfig, flag_of
-from sglang_smc.proposers.base import DraftProposer, DraftSlots
+from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.population import Population
 from sglang_smc.state.request import state_of
@@ -283,6 +283,10 @@ class UniformDraft(DraftProposer):
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
         self.attn_backend = of_target
         self._vocab_size = vocab_size
+
+    @classmethod
+    def build(cls, context: DraftContext) -> "UniformDraft":
+        return cls(context.passes.attn_backend, context.vocab_size)
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         return self._flat(last_two[:, :, 0])

@@ -9,7 +9,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
-from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.ops import kind_of as kind_of_ops
@@ -78,21 +77,19 @@ def assemble(
     Raises ValueError for a model that cannot run in rounds.
     """
     num_columns = config.num_steps + 1
-    sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
     passes, proposer = drafts.assemble(
         target,
         draft,
         tables.ledger,
         tables.ops.kind,
-        **sizes,
+        config=config,
         skinny=skinny_for(config, tables.ops, draft),
     )
     num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
     routed = experts_of_passes(num_rows * config.num_particles * num_columns)
     check_layers(target.model_runner)
     if draft is not None:
-        runner = draft.model_runner
-        check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
+        check_layers(draft.model_runner, blocks=proposer.is_block)
     rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, num_columns, begin)

@@ -19,8 +19,9 @@ from house_measures import (
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    "dtype printable upstream, potentials, smc, library options, drafts, guard models, kv, ops, "
-    "state, process, rules, proposers, round, worker, server, cpu, patches, plugin, command"
+    "dtype operator_code printable upstream, potentials, smc, library options, drafts, "
+    "guard models, kv, ops, state, process, rules, proposers, round, worker, server, cpu, patches, "
+    "plugin, command"
 )
 # Rooms of the other package, which the plugin never imports: of the plugin they import settings,
 # arithmetic, records and what commands share.
@@ -162,7 +163,7 @@ MOST = {
     "wide_functions": 21,
     "worker_imports": 13,
     "grammar_files": 10,
-    "page_words": 27_000,
+    "page_words": 28_500,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }

@@ -116,6 +116,10 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=said):
             load_head(tmp_path, target)
+    other = json.loads(sound) | {"architectures": ["Qwen2ForCausalLMEagle"]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="head of class Qwen2ForCausalLMEagle, which is not"):
+        load_draft(tmp_path, target, CPU)
     (tmp_path / "config.json").write_text(sound)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
