@@ -157,7 +157,7 @@ class _Column(NamedTuple):
 class _Uniforms(NamedTuple):
     """Hold a uniform of each group."""
 
-    values: torch.Tensor  # [G] float64
+    tensor: torch.Tensor  # [G] float64
     stride: int
 
 
@@ -630,7 +630,7 @@ def _leave(tree, layers, uniforms, found, num_chains, num_steps, sizes):
     chain = tl.arange(0, sizes.padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
-    uniform = tl.load(uniforms.values + group * uniforms.stride)
+    uniform = tl.load(uniforms.tensor + group * uniforms.stride)
     reach = tl.full([], 1.0, tl.float64)
     passed = tl.full([], 0.0, tl.float64)  # sum of the probabilities so far
     column = tl.full([], 0, tl.int32)
