@@ -103,6 +103,8 @@ class Outcome(NamedTuple):
     particles: Population | None  # before the final draw, where some request sets return_particles
     logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
     trace: Stages | None = None  # where some request sets trace
+    # [G] int64 distinct texts of the rows that the target read; where N and K adapt, of chains
+    num_nodes: torch.Tensor | None = None
     # KV slots [G, N, K + 1] and experts [G, N, K + 1, layers, experts a token], where kept
     experts: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -170,6 +172,7 @@ class SMCBatchResult(GenerationBatchResult):
         tokens = resolve()
         process.active.ranks.add(tokens)
         kept = outcome.num_correct_drafts.tolist()
+        nodes = None if outcome.num_nodes is None else outcome.num_nodes.tolist()
         failures = outcome.failure.tolist()
         self.num_correct_drafts = sum(kept)
         self.num_correct_drafts_per_req_cpu = kept
@@ -180,6 +183,9 @@ class SMCBatchResult(GenerationBatchResult):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
+                if self.policy is not None:
+                    num_nodes = None if nodes is None else nodes[i]
+                    self.policy.learn(self.budgets[i], kept[i], num_nodes)
                 registry.end_failed(req, failures[i])
                 if self.corpus is not None and self.budgets[i].num_steps:  # else when it matters
                     self.corpus.read(req, tokens[i])
@@ -201,8 +207,6 @@ class SMCBatchResult(GenerationBatchResult):
         replayed = self.can_run_cuda_graph
         played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
         self.monitor.add(played)
-        if self.policy is not None:
-            self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
         if outcome.trace is not None and config.trace:
             state.rounds.append(outcome.trace.traced_round(group, state, emitted, totals[-1]))
