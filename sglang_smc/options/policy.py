@@ -171,7 +171,8 @@ class RoundCosts(NamedTuple):
 
 
 def _told(budget: Budget) -> str:
-    return f"N={budget.num_particles} K={budget.num_steps}"
+    n, k = budget
+    return f"N={n} K={k}"
 
 
 _Point = tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[float, msgspec.Meta(gt=0.0)]]

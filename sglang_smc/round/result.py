@@ -205,7 +205,15 @@ class SMCBatchResult(GenerationBatchResult):
         gains = gained(state.counters, totals)
         config = state.config
         replayed = self.can_run_cuda_graph
-        played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
+        played = Played(
+            gained=gains,
+            weighs=config.weighs,
+            num_kept=num_kept,
+            num_emitted=len(emitted),
+            replayed=replayed,
+            is_greedy=config.greedy,
+            by_model=not config.ngram_matches,
+        )
         self.monitor.add(played)
         state.take(totals, replayed)
         if outcome.trace is not None and config.trace:

@@ -81,20 +81,15 @@ def answered(server: Server, size: int) -> None:
     server.finish()
 
 
-@pytest.mark.parametrize("scale", [0.1, 0.9])
 def test_rounds_cost_what_the_table_says(
-    scale: float,
     start: Callable[..., Server],
     tmp_path: Path,
     played: list[Played],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Red where measured rows are all of one token, which visit the same few experts.
-
-    The larger the scale, the surer the draft, and the more nodes of its trees are equal.
-    """
+    """Red where measured rows are all of one token, which visit the same few experts."""
     target = make_family(tmp_path / "target", "qwen3_moe", **EXPERTS)
-    draft = make_tiny_model(tmp_path / "draft", scale=scale)
+    draft = make_tiny_model(tmp_path / "draft", scale=0.9)
     server = start(**smc_arguments(target, draft, **SIZES, **FEW))
     policy = process.active.policy
     assert policy is not None
@@ -109,7 +104,6 @@ def test_rounds_cost_what_the_table_says(
             true = fmean(one.experts for one in full)
             nodes = fmean(one.nodes for one in full) / size
             told = policy.costs.round(size, budget, TOP, num_nodes=nodes)
-            print(scale, size, budget, len(full), nodes, true, told)
             assert told == pytest.approx(true, rel=0.25)
             seconds[size, budget] = true
     assert seconds[1, TOP] > 1.5 * seconds[1, Budget(1, 2)], "rows are not free"
