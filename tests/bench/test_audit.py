@@ -12,7 +12,7 @@ import torch
 from audit import run
 from audit.faults import audit_faults, kv_faults
 from audit.faults.audit_faults import KV, OWN, STOCK, accept
-from audit.run import SERVERS, Server, copied, main, row_of
+from audit.run import SERVERS, AuditedServer, copied, main, row_of
 from baselines.cpu_speculation import attention
 from baselines.cpu_speculation import hooks as speculation
 from laws import sampling
@@ -210,7 +210,7 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
         yield
 
     monkeypatch.setattr(run, "running", running)
-    monkeypatch.setattr(run, "SERVERS", [Server("one")])
+    monkeypatch.setattr(run, "SERVERS", [AuditedServer("one")])
     monkeypatch.setattr(run.study, "PUBLISHED", tmp_path)
     monkeypatch.setattr("sglang_smc.upstream.release", lambda: "0.5.22")
     assert main(["--output-dir", str(tmp_path), "--publish"]) == 0
