@@ -51,9 +51,7 @@ class SMCWorker(WeightUpdates):
         assert resolved.device is not None, "SGLang finds one as it reads its arguments"
         self.device = resolved.device
         self._target_worker = target_worker
-        self._draft_worker = None
-        if resolved.speculative_draft_model_path is not None:
-            self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
+        self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
         self.read_shapes()
         group = get_parallel().tp_group
         self._ops = operations(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,7 +26,7 @@ from pair.task import held_out
 from results import markdown_table, provenance
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
-from sglang_smc_tools.demo.serving import Launch, ServerError, running
+from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in, running
 from sglang_smc_tools.real.models import CACHE, MODELS, checkpoint
 from sglang_smc_tools.testing import audit, audit_texts
 from sglang_smc_tools.testing.audit_pressure import sweep
@@ -188,12 +187,6 @@ def measure(server: AuditedServer, options: argparse.Namespace) -> dict[str, Any
         return {**facts, "error": f"stops: {error}", "audits": []}
     facts |= {"num_audits": len(audits), "seconds": round(time.monotonic() - begin, 1)}
     return {**facts, "audits": [audits[0], *(one for one in audits[1:] if not one["passed"])]}
-
-
-def reason_in(log: str, otherwise: str) -> str:
-    """Return the last error that a log names, in SGLang's words; else what was seen here."""
-    found = re.findall(r"^(?:- )?(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
-    return found[-1] if found else otherwise.partition("\n")[0]
 
 
 def audited(server: AuditedServer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

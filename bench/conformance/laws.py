@@ -24,11 +24,11 @@ MOST_UNTOLD = 1e-3
 #: Standard errors by which an approximate mode must follow a setting rather than ignore it.
 FOLLOWS = 4.0
 
-Law = Mapping[Token, float]
+TokenLaw = Mapping[Token, float]
 """Maps the tokens that a request allows to their probabilities."""
 
 
-class Place(NamedTuple):
+class ScoredPlace(NamedTuple):
     """A position of an answer: its token, what stands before it, and log p of each token."""
 
     token: Token
@@ -48,9 +48,9 @@ class Asked(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    edit: Callable[[Place, Token], float] | None = None
+    edit: Callable[[ScoredPlace, Token], float] | None = None
 
-    def law(self, place: Place, slack: float = 0.0) -> dict[Token, float]:
+    def law(self, place: ScoredPlace, slack: float = 0.0) -> dict[Token, float]:
         """Return the distribution at a place.
 
         Args:
@@ -80,17 +80,19 @@ def _normalized(masses: Mapping[Token, float]) -> dict[Token, float]:
     return {token: mass / total for token, mass in masses.items()}
 
 
-def places_of(samples: Sequence[Sample], prompts: Sequence[tuple[int, ...]]) -> Iterator[Place]:
+def places_of(
+    samples: Sequence[Sample], prompts: Sequence[tuple[int, ...]]
+) -> Iterator[ScoredPlace]:
     """Yield the positions of answers whose distribution is told, but for `MOST_UNTOLD`."""
     for sample, prompt in zip(samples, prompts, strict=True):
         tokens = sample.tokens
         for index, position in enumerate(sample.positions):
             told = math.fsum(math.exp(value) for value in position.top.values())
             if told > 1.0 - MOST_UNTOLD:
-                yield Place(position.token, prompt, tokens[:index], position.top)
+                yield ScoredPlace(position.token, prompt, tokens[:index], position.top)
 
 
-def check_law(places: Sequence[Place], asked: Asked, *, is_exact: bool, seed: int = 0) -> str:
+def check_law(places: Sequence[ScoredPlace], asked: Asked, *, is_exact: bool, seed: int = 0) -> str:
     """Check that tokens follow what a request asks for; return what was measured.
 
     Args:
@@ -117,7 +119,7 @@ def check_law(places: Sequence[Place], asked: Asked, *, is_exact: bool, seed: in
     return told
 
 
-def _share(place: Place, law: Law, uniform: float) -> float:
+def _share(place: ScoredPlace, law: TokenLaw, uniform: float) -> float:
     """Return the mass of likelier tokens, plus a share of the token's own."""
     own = law.get(place.token, 0.0)
     above = math.fsum(
@@ -128,7 +130,7 @@ def _share(place: Place, law: Law, uniform: float) -> float:
     return min(1.0, above + uniform * own)
 
 
-def _p_value_of_doubles(places: Sequence[Place], laws: Sequence[Law]) -> float:
+def _p_value_of_doubles(places: Sequence[ScoredPlace], laws: Sequence[TokenLaw]) -> float:
     """Return the p-value of how many tokens repeat the one before them.
 
     There a penalty or a processor shows that hears of each token one token late.
@@ -139,7 +141,7 @@ def _p_value_of_doubles(places: Sequence[Place], laws: Sequence[Law]) -> float:
     return p_value_of_count(count, chances)
 
 
-def _check_followed(places: Sequence[Place], asked: Asked) -> str:
+def _check_followed(places: Sequence[ScoredPlace], asked: Asked) -> str:
     """Check that tokens are likelier under the asked distribution than under the plain one."""
     plain = Asked()
     gains = [
@@ -159,7 +161,7 @@ def check_positive(values: Sequence[float], what: str) -> str:
     return told
 
 
-def repetition_gaps(places: Sequence[Place]) -> list[float]:
+def repetition_gaps(places: Sequence[ScoredPlace]) -> list[float]:
     """Return, by place, the plain chance of a repeated token, less whether it is one."""
     gaps: list[float] = []
     for place in places:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import study
-from audit.run import reason_in
-from conformance.checks.registry import BASE, CHECKS, Check
-from conformance.server import AbsentError, Server, WrongError, open_server
+from conformance.checks.registry import BASE, CHECKS, FeatureCheck
+from conformance.server import AbsentError, CheckedServer, WrongError, open_server
 from results import markdown_table, provenance
 from study import Log
 
-from sglang_smc_tools.demo.serving import Launch, ServerError, running
+from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in, running
 from sglang_smc_tools.testing.client import RefusedError
 
 for _group in ("sampling", "stopping", "structure", "outputs", "service"):
@@ -75,7 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SCRIPTED = ("thinking", "strict thinking")
 
 
-class Engine(NamedTuple):
+class CheckedEngine(NamedTuple):
     """A ready-made server.
 
     Attributes:
@@ -94,18 +93,18 @@ class Engine(NamedTuple):
         return study.slug_of(self.name)
 
 
-def _ours(mode: str, **more: Any) -> Engine:
+def _ours(mode: str, **more: Any) -> CheckedEngine:
     arguments = {"speculative_algorithm": "SMC", "speculative_num_steps": 4, **DRAFT}
     arguments |= {"speculative_smc_num_particles": 4}
     own = {"smc": {"mode": "exact" if mode == "off" else mode, **more}}
-    return Engine(f"SMC {mode}", arguments, own, is_exact=mode in ("exact", "off"))
+    return CheckedEngine(f"SMC {mode}", arguments, own, is_exact=mode in ("exact", "off"))
 
 
 ENGINES = (
-    Engine("SGLang", {}),
-    Engine("EAGLE-3", {"speculative_algorithm": "EAGLE3", **HEAD, **TREE}, thinks=False),
-    Engine("STANDALONE", {"speculative_algorithm": "STANDALONE", **DRAFT, **TREE}),
-    Engine("NGRAM", {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}),
+    CheckedEngine("SGLang", {}),
+    CheckedEngine("EAGLE-3", {"speculative_algorithm": "EAGLE3", **HEAD, **TREE}, thinks=False),
+    CheckedEngine("STANDALONE", {"speculative_algorithm": "STANDALONE", **DRAFT, **TREE}),
+    CheckedEngine("NGRAM", {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}),
     _ours("exact"),
     _ours("auto"),
     _ours("smc"),
@@ -113,7 +112,7 @@ ENGINES = (
 )
 
 
-class Verdict(NamedTuple):
+class FeatureVerdict(NamedTuple):
     """What a check found: `SIGNS` has the verdicts."""
 
     feature: str
@@ -121,23 +120,23 @@ class Verdict(NamedTuple):
     told: str
 
 
-def judge(check: Check, server: Server) -> Verdict:
+def judge(check: FeatureCheck, server: CheckedServer) -> FeatureVerdict:
     """Return the verdict of a check; an answer that is none is wrong, too."""
     try:
-        return Verdict(check.feature, "ok", check.run(server))
+        return FeatureVerdict(check.feature, "ok", check.run(server))
     except AbsentError as error:
-        return Verdict(check.feature, "absent", f"lacks {error}")
+        return FeatureVerdict(check.feature, "absent", f"lacks {error}")
     except RefusedError as error:
-        return Verdict(check.feature, "refused", str(error))
+        return FeatureVerdict(check.feature, "refused", str(error))
     except WrongError as error:
-        return Verdict(check.feature, "wrong", str(error))
+        return FeatureVerdict(check.feature, "wrong", str(error))
     except (ValueError, LookupError, TypeError) as error:
         if "HTTP 404" in str(error):
-            return Verdict(check.feature, "absent", f"lacks the route: {error}")
-        return Verdict(check.feature, "wrong", f"no answer: {type(error).__name__}: {error}")
+            return FeatureVerdict(check.feature, "absent", f"lacks the route: {error}")
+        return FeatureVerdict(check.feature, "wrong", f"no answer: {type(error).__name__}: {error}")
 
 
-class Study:
+class ConformanceStudy:
     """The checks of all engines, a file for each engine and variant."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -150,17 +149,19 @@ class Study:
         name = f"{slug}-{variant.replace(' ', '-')}.jsonl"
         return Log(self.folder / name, identity | {"server": slug, "variant": variant})
 
-    def verdicts(self, slug: str) -> dict[str, Verdict]:
+    def verdicts(self, slug: str) -> dict[str, FeatureVerdict]:
         """Return what the folder has of a server, by feature."""
-        found = [Verdict(**entry) for name in VARIANTS for entry in self.log(slug, name).read()]
+        found = [
+            FeatureVerdict(**entry) for name in VARIANTS for entry in self.log(slug, name).read()
+        ]
         return {one.feature: one for one in found}
 
-    def left(self, slug: str, variant: str) -> list[Check]:
+    def left(self, slug: str, variant: str) -> list[FeatureCheck]:
         """Return the selected checks of a variant that have no verdict yet."""
         there = self.verdicts(slug)
         return [one for one in self.checks if one.variant == variant and one.feature not in there]
 
-    def run(self, slug: str, variant: str, server: Server) -> None:
+    def run(self, slug: str, variant: str, server: CheckedServer) -> None:
         """Run the checks that are left on a running server."""
         left = self.left(slug, variant)
         with (
@@ -177,9 +178,9 @@ class Study:
         """Write a verdict for the checks of a variant whose server does not start."""
         with self.log(slug, variant).writing() as write:
             for check in self.left(slug, variant):
-                write(Verdict(check.feature, "refused", f"at start: {reason}")._asdict())
+                write(FeatureVerdict(check.feature, "refused", f"at start: {reason}")._asdict())
 
-    def measure(self, engines: Sequence[Engine], variant: str) -> None:
+    def measure(self, engines: Sequence[CheckedEngine], variant: str) -> None:
         """Start one server for engines of equal arguments, and check each."""
         waiting = [one for one in engines if self.left(one.slug, variant)]
         if not waiting:
@@ -203,10 +204,12 @@ class Study:
     def _leave_out(self, slug: str, variant: str) -> None:
         with self.log(slug, variant).writing() as write:
             for check in self.left(slug, variant):
-                write(Verdict(check.feature, "absent", "lacks a head of this model")._asdict())
+                write(
+                    FeatureVerdict(check.feature, "absent", "lacks a head of this model")._asdict()
+                )
 
 
-def arguments_of(engine: Engine, variant: str, folder: Path) -> dict[str, Any]:
+def arguments_of(engine: CheckedEngine, variant: str, folder: Path) -> dict[str, Any]:
     """Return the arguments of a ready-made server; models that it needs are made."""
     arguments = {**CPU, "model_path": str(TARGET), **engine.arguments, **VARIANTS[variant]}
     if variant in SCRIPTED:
@@ -224,7 +227,9 @@ def arguments_of(engine: Engine, variant: str, folder: Path) -> dict[str, Any]:
     return arguments
 
 
-def _opened(url: str, engine: Engine, variant: str, arguments: Mapping[str, Any]) -> Server:
+def _opened(
+    url: str, engine: CheckedEngine, variant: str, arguments: Mapping[str, Any]
+) -> CheckedServer:
     return open_server(
         url,
         own=engine.own,
@@ -234,9 +239,9 @@ def _opened(url: str, engine: Engine, variant: str, arguments: Mapping[str, Any]
     )
 
 
-def by_launch(engines: Sequence[Engine]) -> list[list[Engine]]:
+def by_launch(engines: Sequence[CheckedEngine]) -> list[list[CheckedEngine]]:
     """Return engines that one server serves, together."""
-    found: list[list[Engine]] = []
+    found: list[list[CheckedEngine]] = []
     for engine in engines:
         if found and found[-1][0].arguments == engine.arguments:
             found[-1].append(engine)
@@ -245,7 +250,9 @@ def by_launch(engines: Sequence[Engine]) -> list[list[Engine]]:
     return found
 
 
-def table_of(columns: Mapping[str, Mapping[str, Verdict]], checks: Sequence[Check]) -> str:
+def table_of(
+    columns: Mapping[str, Mapping[str, FeatureVerdict]], checks: Sequence[FeatureCheck]
+) -> str:
     """Return features by server; empty cells were not checked."""
     lines = []
     for check in checks:
@@ -254,7 +261,7 @@ def table_of(columns: Mapping[str, Mapping[str, Verdict]], checks: Sequence[Chec
     return markdown_table(["", *columns], lines)
 
 
-def reasons_of(columns: Mapping[str, Mapping[str, Verdict]]) -> str:
+def reasons_of(columns: Mapping[str, Mapping[str, FeatureVerdict]]) -> str:
     """Return an item for each verdict other than *ok*, with what was seen."""
     return "\n".join(
         f"- {name}, {one.feature}: {one.verdict}: {' '.join(one.told.split())[:300]}"
@@ -270,7 +277,7 @@ def run(options: argparse.Namespace) -> None:
         print(*(one.slug for one in ENGINES), "", *(one.slug for one in CHECKS), sep="\n")
         return
     study.prepare_folder(options.output_dir)
-    this = Study(options)
+    this = ConformanceStudy(options)
     if options.url:
         _run_url(this, options)
         return
@@ -281,7 +288,7 @@ def run(options: argparse.Namespace) -> None:
     _write(this, {one.name: this.verdicts(one.slug) for one in engines})
 
 
-def _run_url(this: Study, options: argparse.Namespace) -> None:
+def _run_url(this: ConformanceStudy, options: argparse.Namespace) -> None:
     params = json.loads(options.params or "{}")
     server = open_server(options.url, options.api_key, params)
     slug = study.slug_of(options.name)
@@ -289,7 +296,7 @@ def _run_url(this: Study, options: argparse.Namespace) -> None:
     _write(this, {options.name: this.verdicts(slug)})
 
 
-def _write(this: Study, columns: Mapping[str, Mapping[str, Verdict]]) -> None:
+def _write(this: ConformanceStudy, columns: Mapping[str, Mapping[str, FeatureVerdict]]) -> None:
     """Print the table, write the page, and publish both if asked."""
     table = table_of(columns, this.checks)
     page = f"{table}\n\n{reasons_of(columns)}\n"

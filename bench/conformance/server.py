@@ -30,7 +30,7 @@ class AbsentError(Exception):
     """A feature that this kind of server does not offer at all; the message says what it lacks."""
 
 
-class Text(NamedTuple):
+class Completion(NamedTuple):
     """An answer of OpenAI's completions route."""
 
     text: str
@@ -40,7 +40,7 @@ class Text(NamedTuple):
 
 
 @dataclass
-class Server:
+class CheckedServer:
     """A running server, and what checks need to know of it.
 
     Attributes:
@@ -80,22 +80,22 @@ class Server:
         common = {"model": self.endpoint.model, "prompt": prompt, "max_tokens": length}
         return {**PLAIN, **self.endpoint.params, **common, **given, **params}
 
-    def complete(self, prompt: str | Sequence[int], length: int, **params: Any) -> Text:
+    def complete(self, prompt: str | Sequence[int], length: int, **params: Any) -> Completion:
         """Return one answer to a prompt, at temperature 0 unless ``params`` have another."""
         return self.choices(prompt, length, **params)[0]
 
-    def choices(self, prompt: str | Sequence[int], length: int, **params: Any) -> list[Text]:
+    def choices(self, prompt: str | Sequence[int], length: int, **params: Any) -> list[Completion]:
         """Return all choices of an answer."""
         asked = self.body(prompt, length, **{"temperature": 0.0, **params})
         if self.model:
             asked["return_token_ids"] = True
         reply = self.client.post(COMPLETIONS, asked)
         total = reply["usage"]["completion_tokens"]
-        found: list[Text] = []
+        found: list[Completion] = []
         for choice in reply["choices"]:
             tokens = tuple(choice.get("token_ids") or choice.get("response_token_ids") or ())
             size = len(tokens) or total
-            found.append(Text(choice["text"], tokens, choice["finish_reason"], size))
+            found.append(Completion(choice["text"], tokens, choice["finish_reason"], size))
         return found
 
     def sample(self, prompt: str, length: int, **params: Any) -> Sample:
@@ -136,13 +136,13 @@ def open_server(
     params: Mapping[str, Any] | None = None,
     folder: Path | None = None,
     **known: Any,
-) -> Server:
+) -> CheckedServer:
     """Return a running server under test.
 
     Args:
         params: fields of each request.
         folder: of its model's checkpoint, where that is at hand.
-        known: other attributes of the `Server`.
+        known: other attributes of the `CheckedServer`.
 
     Raises ValueError if no server with OpenAI's routes answers.
     """
@@ -154,4 +154,4 @@ def open_server(
     if model and folder:  # all of a small vocabulary: distributions are then told whole
         model.client.top = json.loads((folder / "config.json").read_text())["vocab_size"]
         endpoint.score = model.score
-    return Server(endpoint, model, folder=folder, **known)
+    return CheckedServer(endpoint, model, folder=folder, **known)

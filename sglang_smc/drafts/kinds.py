@@ -106,7 +106,7 @@ def _block_sizes(config: Config) -> HeadSizes:
 
 
 _EAGLE3 = "sglang_smc.proposers.eagle3:"
-_MTP_LAYER = _EAGLE3 + "MTPLayer"
+_MTP_HEAD = _EAGLE3 + "MTPHead"
 _ALONE = MTP["MiMoForCausalLM"]  # it has checkpoints of its own
 _WITHIN = tuple(dict.fromkeys(name for name in MTP.values() if name != _ALONE))
 
@@ -120,8 +120,8 @@ TYPES = (
         "sglang_smc.proposers.dflash:BlockHead",
         _block_sizes,
     ),
-    HeadType("mtp", _WITHIN, _MTP_LAYER),
-    HeadType("mtp", (_ALONE,), _MTP_LAYER, _eagle_sizes),
+    HeadType("mtp", _WITHIN, _MTP_HEAD),
+    HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),
 )
 
 HEADS = {name: one for one in TYPES for name in one.classes}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
 
@@ -36,8 +37,8 @@ def build(
     server_args: ServerArgs,
     placement: Mapping[str, Any],
     config: SMCConfig,
-) -> TpModelWorker:
-    """Build the draft's worker and load its model.
+) -> TpModelWorker | None:
+    """Build the draft's worker and load its model; return None where no model drafts.
 
     Args:
         placement: the other arguments with which SGLang builds the SMC worker.
@@ -45,6 +46,9 @@ def build(
     Raises ValueError for a head, if the target returns no hidden states, and for a draft whose
     layers cannot be fused, if they are to be kept in 8 bits.
     """
+    if upstream.resolved(server_args).speculative_draft_model_path is None:
+        _give_states(target, drafter_for(config, None), None, str(config.draft_class))
+        return None
     worker = upstream.build_draft(target, server_args, placement)
     own_head = connect(target, worker, config)
     if config.draft_layers == "fused-int8":
@@ -68,20 +72,28 @@ def connect(
     head that lacks weights.
     """
     drafter = drafter_for(config, draft)
+    of_draft = draft.model_runner.model_config
+    shown = config.draft_class or f"a head of kind {kind_of(of_draft)}"
+    _give_states(target, drafter, of_draft, shown)
+    return drafter.connect(target, draft)
+
+
+def _give_states(
+    target: TpModelWorker, drafter: type[DraftProposer], of_draft: ModelConfig | None, shown: str
+) -> None:
+    """Have the target give out the hidden states of the layers that a drafter reads, if any."""
     model: Any = target.model_runner.model
     needs = [*filter(None, (drafter.captures_by,)), *drafter.needs]
     lacking = [name for name in needs if not hasattr(model, name)]
-    of_draft = draft.model_runner.model_config
     if lacking:
         raise ValueError(
-            f"--speculative-draft-model-path is a head of kind {kind_of(of_draft)}, and SGLang's "
-            f"{type(model).__name__} gives out no states for one (it has no {lacking[0]}). Choose "
-            "a language model as the draft, or a target of another family."
+            f"The draft is {shown}, and SGLang's {type(model).__name__} gives out no states for "
+            f"one (it has no {lacking[0]}). Choose a language model as the draft, or a target of "
+            "another family."
         )
     if drafter.captures_by:
         count = target.model_runner.model_config.num_hidden_layers
         getattr(model, drafter.captures_by)(drafter.captured_layers(of_draft, count))
-    return drafter.connect(target, draft)
 
 
 def assemble(

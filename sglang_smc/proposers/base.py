@@ -94,7 +94,8 @@ class DraftProposer(ABC):
     """Whether SGLang may capture its own passes, over prompts."""
 
     wants_states = False
-    """Whether `read_prompts` takes the target's hidden states."""
+    """Whether it takes the target's hidden states: in `read_prompts`, and after each pass of the
+    target in `read_chains`, as `hidden_states.StatesReader` has it."""
 
     defers_reading = False
     """Whether it reads the tokens of rounds of single chains without drafts in `catch_up`."""
@@ -114,10 +115,14 @@ class DraftProposer(ABC):
         return ()
 
     @classmethod
-    def captured_layers(cls, config: ModelConfig, num_layers: int) -> list[int] | None:
+    def captured_layers(cls, config: Any, num_layers: int) -> list[int] | None:
         """Return which of the target's layers give out states; None: SGLang's default.
 
         They are counted as by SGLang.
+
+        Args:
+            config: SGLang's `ModelConfig` of the draft's model; None where none is run.
+            num_layers: of the target.
         """
         return None
 

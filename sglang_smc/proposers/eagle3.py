@@ -434,7 +434,7 @@ class Eagle3Head(EagleHead):
         return [(head, "hot_token_id"), *found]
 
 
-class MTPLayer(EagleHead):
+class MTPHead(EagleHead):
     """An MTP layer, whose embedding and LM head are the target's."""
 
     may_embed = False

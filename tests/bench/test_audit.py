@@ -24,7 +24,7 @@ from sglang.srt.models import llama
 from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
-from sglang_smc_tools.demo.serving import Launch, ServerError
+from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in
 from sglang_smc_tools.testing.client import Client
 from sglang_smc_tools.testing.endpoint import Endpoint, Sample
 from sglang_smc_tools.testing.model import Position
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
     cells = "one | yes |  | none | does not start: no pages / here |"
     for folder in (tmp_path, tmp_path / "audit" / "0.5.22"):
         assert cells in (folder / "audit.md").read_text()
-    assert run.reason_in("Warning: slow", "not up\nin time") == "not up"
+    assert reason_in("Warning: slow", "not up\nin time") == "not up"
     monkeypatch.delattr(run, "measure")  # it is not started again
     assert main(["--output-dir", str(tmp_path)]) == 0
 

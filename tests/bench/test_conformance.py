@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from conformance import run
 from conformance.checks import sampling
-from conformance.checks.registry import CHECKS, Check
-from conformance.laws import Asked, Place, check_law
+from conformance.checks.registry import CHECKS, FeatureCheck
+from conformance.laws import Asked, ScoredPlace, check_law
 from conformance.server import AbsentError, WrongError
 
 from sglang_smc_tools.testing.client import RefusedError
@@ -26,22 +26,22 @@ def logprobs_behind(before: tuple[Any, ...]) -> dict[Any, float]:
     """A model's distribution, by the last token."""
     draw = random.Random(before[-1] if before else SIZE)
     scores = {token: draw.gauss(0.0, 1.5) for token in range(SIZE)}
-    top = Asked().law(Place(0, (), (), scores))
+    top = Asked().law(ScoredPlace(0, (), (), scores))
     return {token: math.log(mass) for token, mass in top.items()}
 
 
-def answered(asked: Asked, seed: int, *, is_late: bool = False) -> list[Place]:
+def answered(asked: Asked, seed: int, *, is_late: bool = False) -> list[ScoredPlace]:
     """The places of answers that follow a request; or what it asks for without the last token."""
     draw = random.Random(seed)
-    found: list[Place] = []
+    found: list[ScoredPlace] = []
     for _ in range(ANSWERS):
         before: tuple[Any, ...] = ()
         for _ in range(LENGTH):
             told = logprobs_behind(before)
             known = before[:-1] if is_late else before
-            law = asked.law(Place(0, (), known, told))
+            law = asked.law(ScoredPlace(0, (), known, told))
             token = draw.choices(list(law), list(law.values()))[0]
-            found.append(Place(token, (), before, told))
+            found.append(ScoredPlace(token, (), before, told))
             before += (token,)
     return found
 
@@ -83,7 +83,7 @@ def test_verdicts(error: Exception, verdict: str) -> None:
     def fails(server: Any) -> str:
         raise error
 
-    assert run.judge(Check("a feature", "group", fails), None).verdict == verdict  # type: ignore[arg-type]
+    assert run.judge(FeatureCheck("a feature", "group", fails), None).verdict == verdict  # type: ignore[arg-type]
 
 
 def test_there_are_thirty_features_and_each_has_one_check() -> None:
@@ -95,12 +95,12 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path) -> None:
     """Red if a check runs twice, or a table forgets what another call found."""
     asked: list[str] = []
     checks = [
-        Check(name, "group", partial(lambda name, _: asked.append(name) or "", name))
+        FeatureCheck(name, "group", partial(lambda name, _: asked.append(name) or "", name))
         for name in ("first", "second")
     ]
     options = argparse.Namespace(output_dir=tmp_path, features=["*"], fresh=False, publish=False)
     for some in (checks[:1], checks):
-        this = run.Study(options)
+        this = run.ConformanceStudy(options)
         this.checks = some
         this.run("a-server", run.BASE, None)  # type: ignore[arg-type]
     assert asked == ["first", "second"]

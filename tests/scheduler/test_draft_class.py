@@ -4,16 +4,20 @@ Texts and evidence are those of the same drafter in rounds over transformers: wh
 to it beyond calling it, or a token that it is not given, changes them.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 from checkpoint_rounds import CheckpointRounds, check
 from in_process import SMC, Server
 from tiny_models import smc_arguments
+
+from sglang_smc.models.chains import Chains
+from sglang_smc.proposers.ngram import UniformDraft
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SETTINGS = {"num_particles": 3, "num_steps": 3, "max_lag": 16}
@@ -67,3 +71,28 @@ def test_a_class_of_one_file_drafts(
         assert answer["output_ids"] == text[len(prompt) :]
     rounds = sum(answer["meta_info"]["spec_smc_rounds_ct"] for answer in greedy)
     assert rounds < sum(len(answer["output_ids"]) for answer in greedy) - len(greedy)
+
+
+class Watching(UniformDraft):
+    """Takes the target's states, without a model of its own."""
+
+    wants_states = True
+    seen: ClassVar[list[tuple[torch.Size, torch.Size]]] = []
+
+    def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
+        self.seen.append((chains.tokens.shape, states.shape))
+
+
+def test_a_class_without_a_model_is_given_states(
+    start: Callable[..., Server], tiny: Callable[..., str]
+) -> None:
+    target = tiny(seed=1, vocab_size=64, scale=0.3)
+    arguments = smc_arguments(target, "", draft_class=f"{__name__}:Watching", **SETTINGS)
+    server = start(**{**arguments, "speculative_draft_model_path": None})
+    Watching.seen.clear()  # of the rounds that a start plays
+    answers = played(server, [GREEDY] * len(PROMPTS))
+    assert all(answer["output_ids"] for answer in answers)
+    width = json.loads((Path(target) / "config.json").read_text())["hidden_size"]
+    assert Watching.seen and all(
+        states == (*tokens, width) and tokens[2] == 4 for tokens, states in Watching.seen
+    )

@@ -3,8 +3,7 @@
 import pytest
 from conformance.checks.registry import CHECKS
 from conformance.run import judge
-from conformance.server import Server as Tested
-from conformance.server import open_server
+from conformance.server import CheckedServer, open_server
 from http_server import Server
 
 CHEAP = (
@@ -24,12 +23,12 @@ CHEAP = (
 
 
 @pytest.fixture(scope="module")
-def tested(server: Server) -> Tested:
+def tested(server: Server) -> CheckedServer:
     return open_server(server.url, server.key, own={"smc": {"mode": "exact"}})
 
 
 @pytest.mark.parametrize("feature", CHEAP)
-def test_a_feature_is_honoured(feature: str, tested: Tested) -> None:
+def test_a_feature_is_honoured(feature: str, tested: CheckedServer) -> None:
     (check,) = [one for one in CHECKS if one.feature == feature]
     found = judge(check, tested)
     assert found.verdict == "ok", found.told

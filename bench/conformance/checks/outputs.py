@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from conformance.checks.registry import check
-from conformance.server import AbsentError, Server, WrongError
+from conformance.server import AbsentError, CheckedServer, WrongError
 
 GROUP = "outputs"
 TOKENS = 20
@@ -16,26 +16,26 @@ HIDDEN = "hidden states"
 EMBEDDINGS = "embeddings"
 
 
-def _near(server: Server, found: float, expected: float, what: str) -> None:
+def _near(server: CheckedServer, found: float, expected: float, what: str) -> None:
     if abs(found - expected) > 2 * server.endpoint.rounding:
         raise WrongError(f"{what}: {found:.4f} in place of {expected:.4f}")
 
 
-def _told(server: Server, **asked: Any) -> dict[str, Any]:
+def _told(server: CheckedServer, **asked: Any) -> dict[str, Any]:
     """Return a sampled answer of SGLang's own route with its log-probabilities."""
     prompt = server.ids(server.prompts[1])
     body = {"input_ids": list(prompt), "return_logprob": True, **asked}
     return server.generate(body, temperature=1.0, max_new_tokens=TOKENS, sampling_seed=7)
 
 
-def _scored(server: Server, told: dict[str, Any]) -> list[Any]:
+def _scored(server: CheckedServer, told: dict[str, Any]) -> list[Any]:
     """Return the distributions behind each prefix of an answer, by a prefill of its whole text."""
     prompt = server.ids(server.prompts[1])
     return server.sglang.score([prompt], [tuple(told["output_ids"])])[0]
 
 
 @check("log-probabilities of sampled tokens", GROUP)
-def own_logprobs(server: Server) -> str:
+def own_logprobs(server: CheckedServer) -> str:
     """Check that each token's own is that of a plain pass over the finished text."""
     told = _told(server)
     entries = told["meta_info"]["output_token_logprobs"]
@@ -47,7 +47,7 @@ def own_logprobs(server: Server) -> str:
 
 
 @check("log-probabilities of the likeliest", GROUP)
-def top_logprobs(server: Server) -> str:
+def top_logprobs(server: CheckedServer) -> str:
     told = _told(server, top_logprobs_num=TOP)
     tops = told["meta_info"]["output_top_logprobs"]
     for top, place in zip(tops, _scored(server, told), strict=True):
@@ -58,7 +58,7 @@ def top_logprobs(server: Server) -> str:
 
 
 @check("log-probabilities of listed tokens", GROUP)
-def listed_logprobs(server: Server) -> str:
+def listed_logprobs(server: CheckedServer) -> str:
     told = _told(server, token_ids_logprob=LISTED)
     lists = told["meta_info"]["output_token_ids_logprobs"]
     for listed, place in zip(lists, _scored(server, told), strict=True):
@@ -70,7 +70,7 @@ def listed_logprobs(server: Server) -> str:
 
 
 @check("log-probabilities of the prompt", GROUP)
-def prompt_logprobs(server: Server) -> str:
+def prompt_logprobs(server: CheckedServer) -> str:
     """Check that those beside an answer are those of scoring the prompt alone."""
     told = _told(server, logprob_start_len=0)["meta_info"]["input_token_logprobs"]
     prompt = server.ids(server.prompts[1])
@@ -83,7 +83,7 @@ def prompt_logprobs(server: Server) -> str:
 
 
 @check("log-probabilities, streamed", GROUP)
-def streamed_logprobs(server: Server) -> str:
+def streamed_logprobs(server: CheckedServer) -> str:
     """Check that a stream's entries join to the whole answer's, and none is lost."""
     asked = server.body(server.prompts[1], TOKENS, temperature=0.0, logprobs=2)
     whole = server.client.post("/v1/completions", asked)["choices"][0]["logprobs"]
@@ -102,7 +102,7 @@ def streamed_logprobs(server: Server) -> str:
 
 
 @check("usage", GROUP)
-def usage(server: Server) -> str:
+def usage(server: CheckedServer) -> str:
     """Check that prompt and answer are counted, in a stream too."""
     asked = server.body(server.prompts[1], TOKENS, temperature=0.0, ignore_eos=True)
     whole = server.client.post("/v1/completions", asked)["usage"]
@@ -119,7 +119,7 @@ def usage(server: Server) -> str:
 
 
 @check("scores of items", GROUP)
-def scores(server: Server) -> str:
+def scores(server: CheckedServer) -> str:
     """Check that `/v1/score` has the probabilities of labels behind query and item."""
     sglang = server.sglang
     query = list(server.ids(server.prompts[1]))
@@ -136,7 +136,7 @@ def scores(server: Server) -> str:
 
 
 @check("input embeddings", GROUP, EMBEDDINGS)
-def input_embeddings(server: Server) -> str:
+def input_embeddings(server: CheckedServer) -> str:
     """Check that a prompt's own embeddings give the text of its token ids."""
     if server.folder is None:
         raise AbsentError("the checkpoint at hand, for its embeddings")
@@ -153,7 +153,7 @@ def input_embeddings(server: Server) -> str:
 
 
 @check("hidden states", GROUP, HIDDEN)
-def hidden_states(server: Server) -> str:
+def hidden_states(server: CheckedServer) -> str:
     """Check that each token has the state that a prefill of the whole text has."""
     ids = list(server.ids(server.prompts[1]))[::-1]  # which no cache has
     asked = {"input_ids": ids, "return_hidden_states": True}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from conformance.server import Server
+from conformance.server import CheckedServer
 
 #: How a ready-made server is started for a check: `run.VARIANTS` has the arguments.
 BASE = "base"
 
 
-class Check(NamedTuple):
+class FeatureCheck(NamedTuple):
     """A feature of requests, and how a server shows that it honours it.
 
     Attributes:
@@ -23,7 +23,7 @@ class Check(NamedTuple):
 
     feature: str
     group: str
-    run: Callable[[Server], str]
+    run: Callable[[CheckedServer], str]
     variant: str = BASE
 
     @property
@@ -31,16 +31,16 @@ class Check(NamedTuple):
         return self.feature.replace(" ", "-").replace("`", "").replace(",", "")
 
 
-CHECKS: list[Check] = []
+CHECKS: list[FeatureCheck] = []
 
 
 def check(
     feature: str, group: str, variant: str = BASE
-) -> Callable[[Callable[[Server], str]], Callable[[Server], str]]:
+) -> Callable[[Callable[[CheckedServer], str]], Callable[[CheckedServer], str]]:
     """Register the function below as the check of a feature."""
 
-    def register(run: Callable[[Server], str]) -> Callable[[Server], str]:
-        CHECKS.append(Check(feature, group, run, variant))
+    def register(run: Callable[[CheckedServer], str]) -> Callable[[CheckedServer], str]:
+        CHECKS.append(FeatureCheck(feature, group, run, variant))
         return run
 
     return register

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 from conformance.checks.registry import check
 from conformance.laws import (
     Asked,
-    Place,
+    ScoredPlace,
     check_law,
     check_positive,
     places_of,
     repetition_gaps,
 )
-from conformance.server import AbsentError, Server, WrongError
+from conformance.server import AbsentError, CheckedServer, WrongError
 
 from sglang_smc_tools.testing.client import RefusedError
 from sglang_smc_tools.testing.endpoint import Sample
@@ -34,26 +34,26 @@ PENALTY = -1.5
 BIAS = 2.0
 
 
-def _counts(place: Place, token: Token) -> float:
+def _counts(place: ScoredPlace, token: Token) -> float:
     return -PENALTY * place.before.count(token)
 
 
-def _presence(place: Place, token: Token) -> float:
+def _presence(place: ScoredPlace, token: Token) -> float:
     return -PENALTY * (token in place.before)
 
 
-def _biased(favoured: Mapping[str, float], place: Place, token: Token) -> float:
+def _biased(favoured: Mapping[str, float], place: ScoredPlace, token: Token) -> float:
     return favoured.get(str(token), 0.0)
 
 
-def _no_pair_twice(place: Place, token: Token) -> float:
+def _no_pair_twice(place: ScoredPlace, token: Token) -> float:
     """Return minus infinity for a token that would repeat two neighbours of prompt and answer."""
     text = (*place.prompt, *place.before)
     is_seen = bool(text) and (text[-1], token) in set(pairwise(text))
     return -math.inf if is_seen else 0.0
 
 
-class Sampled(NamedTuple):
+class SampledSetting(NamedTuple):
     """A setting of requests, and the distribution that it asks for."""
 
     params: Mapping[str, Any]
@@ -61,17 +61,17 @@ class Sampled(NamedTuple):
 
 
 SETTINGS = {
-    "temperature": Sampled({"temperature": 0.5}, Asked(temperature=0.5)),
-    "temperature above 1": Sampled({"temperature": 1.4}, Asked(temperature=1.4)),
-    "top-k": Sampled({"top_k": 3}, Asked(top_k=3)),
-    "top-p": Sampled({"top_p": 0.7}, Asked(top_p=0.7)),
-    "min-p": Sampled({"min_p": 0.2}, Asked(min_p=0.2)),
-    "filters together": Sampled(
+    "temperature": SampledSetting({"temperature": 0.5}, Asked(temperature=0.5)),
+    "temperature above 1": SampledSetting({"temperature": 1.4}, Asked(temperature=1.4)),
+    "top-k": SampledSetting({"top_k": 3}, Asked(top_k=3)),
+    "top-p": SampledSetting({"top_p": 0.7}, Asked(top_p=0.7)),
+    "min-p": SampledSetting({"min_p": 0.2}, Asked(min_p=0.2)),
+    "filters together": SampledSetting(
         {"temperature": 0.8, "top_k": 6, "min_p": 0.05},
         Asked(temperature=0.8, top_k=6, min_p=0.05),
     ),
-    "frequency penalty": Sampled({"frequency_penalty": PENALTY}, Asked(edit=_counts)),
-    "presence penalty": Sampled({"presence_penalty": PENALTY}, Asked(edit=_presence)),
+    "frequency penalty": SampledSetting({"frequency_penalty": PENALTY}, Asked(edit=_counts)),
+    "presence penalty": SampledSetting({"presence_penalty": PENALTY}, Asked(edit=_presence)),
 }
 #: Settings that servers define in their own ways, or that only SGLang has.
 REPETITION = "repetition penalty"
@@ -81,23 +81,23 @@ PROCESSOR = "custom logit processors"
 _CROWDS: WeakKeyDictionary[Any, dict[str, list[Sample | RefusedError]]] = WeakKeyDictionary()
 
 
-def _settings(server: Server) -> dict[str, Sampled]:
+def _settings(server: CheckedServer) -> dict[str, SampledSetting]:
     """Return all settings that can be asked of a server."""
     found = dict(SETTINGS)
-    found[REPETITION] = Sampled({"repetition_penalty": 1.5}, Asked())
+    found[REPETITION] = SampledSetting({"repetition_penalty": 1.5}, Asked())
     if server.model is None:
         return found
     favoured = dict.fromkeys(_likely(server), BIAS)
-    found[BIASED] = Sampled({"logit_bias": favoured}, Asked(edit=partial(_biased, favoured)))
+    found[BIASED] = SampledSetting({"logit_bias": favoured}, Asked(edit=partial(_biased, favoured)))
     processor = {
         "custom_logit_processor": _processor(),
         "custom_params": {"ngram_size": 2, "window_size": 1000},
     }
-    found[PROCESSOR] = Sampled(processor, Asked(edit=_no_pair_twice))
+    found[PROCESSOR] = SampledSetting(processor, Asked(edit=_no_pair_twice))
     return found
 
 
-def _likely(server: Server) -> list[str]:
+def _likely(server: CheckedServer) -> list[str]:
     """Return ids that are neither sure nor rare behind the prompts, as a logit bias has them."""
     tops = server.sglang.following([server.ids(prompt) for prompt in server.prompts])
     ranked = [list(top) for top in tops]
@@ -113,14 +113,14 @@ def _processor() -> str:
     return NoRepeat.to_str()
 
 
-def _crowd(server: Server) -> dict[str, list[Sample | RefusedError]]:
+def _crowd(server: CheckedServer) -> dict[str, list[Sample | RefusedError]]:
     """Return the answers of each setting, sampled once for all checks of a server."""
     if server.endpoint.client not in _CROWDS:
         _CROWDS[server.endpoint.client] = _sampled(server)
     return _CROWDS[server.endpoint.client]
 
 
-def _sampled(server: Server) -> dict[str, list[Sample | RefusedError]]:
+def _sampled(server: CheckedServer) -> dict[str, list[Sample | RefusedError]]:
     settings = _settings(server)
     order = [(name, index) for name in settings for index in range(ANSWERS)]
     random.Random(0).shuffle(order)
@@ -139,7 +139,7 @@ def _sampled(server: Server) -> dict[str, list[Sample | RefusedError]]:
     return found
 
 
-def _places(server: Server, name: str) -> list[Place]:
+def _places(server: CheckedServer, name: str) -> list[ScoredPlace]:
     """Return the positions of a setting's answers; raise its refusal."""
     answers = _crowd(server).get(name)
     if answers is None:
@@ -155,7 +155,7 @@ def _places(server: Server, name: str) -> list[Place]:
     return list(places_of(samples, [ids[sample.prompt] for sample in samples]))
 
 
-def _follows(name: str, server: Server) -> str:
+def _follows(name: str, server: CheckedServer) -> str:
     places = _places(server, name)
     asked = _settings(server)[name].asked
     return check_law(places, asked, is_exact=server.is_exact)
@@ -166,13 +166,13 @@ for _name in (*SETTINGS, BIASED, PROCESSOR):
 
 
 @check(REPETITION, GROUP)
-def repetition_penalty(server: Server) -> str:
+def repetition_penalty(server: CheckedServer) -> str:
     """Check that tokens of the answer come less often; the law needs logits, which none tells."""
     return check_positive(repetition_gaps(_places(server, REPETITION)), "repeats a token less")
 
 
 @check("greedy decoding", GROUP)
-def greedy(server: Server) -> str:
+def greedy(server: CheckedServer) -> str:
     """Check that each token is the likeliest, but for rounding, beside others that are sampled."""
     samples = server.at_once(
         lambda index: server.sample(
@@ -192,7 +192,7 @@ def greedy(server: Server) -> str:
 
 
 @check("seeds", GROUP)
-def seeds(server: Server) -> str:
+def seeds(server: CheckedServer) -> str:
     """Check that a seed gives one text alone and in a crowd, and others give others."""
 
     def ask(seed: int) -> str:
@@ -209,7 +209,7 @@ def seeds(server: Server) -> str:
 
 
 @check("several choices", GROUP)
-def several_choices(server: Server) -> str:
+def several_choices(server: CheckedServer) -> str:
     """Check that `n` samples differ and are counted, and are one text at temperature 0."""
     body = server.body(server.prompts[1], 16, temperature=1.2, n=4, seed=3)
     reply = server.client.post("/v1/completions", body)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from conformance.checks.registry import check
-from conformance.server import AbsentError, Server, WrongError
+from conformance.server import AbsentError, CheckedServer, WrongError
 
 from sglang_smc_tools.testing.client import RefusedError
 
@@ -22,12 +22,12 @@ SPARE = 2  # of these SGLang gives none away
 LORA = "lora"
 
 
-def _greedy(server: Server, ids: list[int], length: int, **fields: Any) -> dict[str, Any]:
+def _greedy(server: CheckedServer, ids: list[int], length: int, **fields: Any) -> dict[str, Any]:
     return server.generate({"input_ids": ids, **fields}, max_new_tokens=length, ignore_eos=True)
 
 
 @check("prefix cache of growing chats", GROUP)
-def prefix_cache(server: Server) -> str:
+def prefix_cache(server: CheckedServer) -> str:
     """Check that a turn reads at most `MOST_READ_AGAIN` tokens of those before it again."""
     ids = [list(server.ids(prompt)) for prompt in server.prompts[:CHATS]]
     worst = 0
@@ -48,7 +48,7 @@ def prefix_cache(server: Server) -> str:
 
 
 @check("sessions", GROUP)
-def sessions(server: Server) -> str:
+def sessions(server: CheckedServer) -> str:
     """Check that turns of a session give the text of the whole prompt."""
     first, second = [list(server.ids(server.prompts[index])) for index in (1, 2)]
     session = server.sglang.client.post("/open_session", {"capacity_of_str_len": 4096})
@@ -62,7 +62,7 @@ def sessions(server: Server) -> str:
 
 
 @check("adapters", GROUP, LORA)
-def adapters(server: Server) -> str:
+def adapters(server: CheckedServer) -> str:
     """Check that an adapter's text is what its own scoring finds likeliest, beside others."""
     if not server.adapter:
         raise AbsentError("an adapter")
@@ -86,7 +86,7 @@ def adapters(server: Server) -> str:
     return f"{len(answers)} answers, half of them adapted"
 
 
-def _running(server: Server, disturb: Any) -> list[dict[str, Any]]:
+def _running(server: CheckedServer, disturb: Any) -> list[dict[str, Any]]:
     """Return four long answers that run while ``disturb`` is called."""
     ids = [list(server.ids(prompt)) for prompt in server.prompts[:4]]
     with ThreadPoolExecutor(4) as pool:
@@ -96,7 +96,7 @@ def _running(server: Server, disturb: Any) -> list[dict[str, Any]]:
         return [answer.result() for answer in answers]
 
 
-def _unchanged(server: Server, disturb: Any) -> str:
+def _unchanged(server: CheckedServer, disturb: Any) -> str:
     expected = _running(server, lambda: None)
     found = _running(server, disturb)
     for one, other in zip(found, expected, strict=True):
@@ -106,7 +106,7 @@ def _unchanged(server: Server, disturb: Any) -> str:
 
 
 @check("pause, retract, continue", GROUP)
-def pause(server: Server) -> str:
+def pause(server: CheckedServer) -> str:
     """Check that requests that a pause retracts go on with the same text."""
     client = server.sglang.client
 
@@ -119,7 +119,7 @@ def pause(server: Server) -> str:
 
 
 @check("new weights", GROUP)
-def new_weights(server: Server) -> str:
+def new_weights(server: CheckedServer) -> str:
     """Check that weights that are loaded again change no text."""
     client = server.sglang.client
     if server.folder is None:
@@ -136,7 +136,7 @@ def new_weights(server: Server) -> str:
 
 
 @check("abort", GROUP)
-def abort(server: Server) -> str:
+def abort(server: CheckedServer) -> str:
     """Check that an aborted request ends early and says so, and others do not notice."""
     client = server.sglang.client
     ids = list(server.ids(server.prompts[5]))
@@ -156,7 +156,7 @@ def abort(server: Server) -> str:
 
 
 @check("priorities", GROUP)
-def priorities(server: Server) -> str:
+def priorities(server: CheckedServer) -> str:
     """Check that requests of all priorities have the text that they have alone."""
     ids = [list(server.ids(prompt)) for prompt in server.prompts]
     alone = [_greedy(server, one, 12)["output_ids"] for one in ids]
@@ -170,7 +170,7 @@ def priorities(server: Server) -> str:
 
 
 @check("the edge of the context", GROUP)
-def context_edge(server: Server) -> str:
+def context_edge(server: CheckedServer) -> str:
     """Check that an answer may fill the context up to its edge, and no more."""
     size = server.client.http.get("/server_info").json()["context_length"]
     if not size:
@@ -189,7 +189,7 @@ def context_edge(server: Server) -> str:
 
 
 @check("batches of mixed settings", GROUP)
-def mixed(server: Server) -> str:
+def mixed(server: CheckedServer) -> str:
     """Check that texts at temperature 0 are those alone, beside samples and grammars."""
     ids = [list(server.ids(prompt)) for prompt in server.prompts]
     alone = [_greedy(server, one, 16)["output_ids"] for one in ids]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from conformance.checks.registry import check
-from conformance.server import AbsentError, Server, WrongError
+from conformance.server import AbsentError, CheckedServer, WrongError
 
 GROUP = "ends"
 LENGTH = 40
@@ -16,11 +16,11 @@ LONGEST_TOKEN = 8  # characters
 PATTERNS = (r"[aeiou]\w", r"[a-z]+ [a-z]+ ", r"\w \w+ \w+ \w+ ")
 
 
-def _whole(server: Server) -> str:
+def _whole(server: CheckedServer) -> str:
     return server.complete(server.prompts[1], LENGTH, ignore_eos=True).text
 
 
-def _cut(server: Server, expected: str, what: str, **params: object) -> None:
+def _cut(server: CheckedServer, expected: str, what: str, **params: object) -> None:
     """Check the text of an answer that ends early, whole and streamed."""
     params = {"ignore_eos": True, **params}
     found = server.complete(server.prompts[1], LENGTH, **params).text
@@ -40,7 +40,7 @@ def _pieces(text: str) -> list[str]:
 
 
 @check("stop strings", GROUP)
-def stop_strings(server: Server) -> str:
+def stop_strings(server: CheckedServer) -> str:
     """Check that a text ends before the first occurrence, wherever in a token it begins."""
     text = _whole(server)
     stops = _pieces(text)
@@ -50,7 +50,7 @@ def stop_strings(server: Server) -> str:
 
 
 @check("several stop strings in one round", GROUP)
-def several_stops(server: Server) -> str:
+def several_stops(server: CheckedServer) -> str:
     """Check that the earliest wins, though a later one is listed first."""
     text = _whole(server)
     pairs = [(text[at : at + 3], text[at + 9 : at + 12]) for at in (6, 15, 24)]
@@ -61,7 +61,7 @@ def several_stops(server: Server) -> str:
 
 
 @check("stop token ids", GROUP)
-def stop_token_ids(server: Server) -> str:
+def stop_token_ids(server: CheckedServer) -> str:
     """Check that an answer ends with the token's first occurrence."""
     tokens = server.complete(server.prompts[1], LENGTH, ignore_eos=True).tokens
     if not tokens:
@@ -76,7 +76,7 @@ def stop_token_ids(server: Server) -> str:
 
 
 @check("stop patterns", GROUP)
-def stop_regex(server: Server) -> str:
+def stop_regex(server: CheckedServer) -> str:
     """Check that a text ends with the token that completes a match of `stop_regex`."""
     text = _whole(server)
     for pattern in PATTERNS:
@@ -91,7 +91,7 @@ def stop_regex(server: Server) -> str:
 
 
 @check("longest length", GROUP)
-def max_tokens(server: Server) -> str:
+def max_tokens(server: CheckedServer) -> str:
     """Check that `max_tokens` is met exactly in each column of a round."""
     whole = server.complete(server.prompts[1], LENGTH, ignore_eos=True)
     for length in LENGTHS:
@@ -103,7 +103,7 @@ def max_tokens(server: Server) -> str:
     return f"{len(LENGTHS)} lengths"
 
 
-def _ended(server: Server) -> int:
+def _ended(server: CheckedServer) -> int:
     """Return how many tokens an answer has that ends by itself."""
     whole = server.complete(server.prompts[0], LONGEST)
     if whole.finish != "stop":
@@ -112,7 +112,7 @@ def _ended(server: Server) -> int:
 
 
 @check("shortest length", GROUP)
-def min_tokens(server: Server) -> str:
+def min_tokens(server: CheckedServer) -> str:
     """Check that `min_tokens` keeps an answer from ending, in each column of a round."""
     end = _ended(server)
     for more in LENGTHS:
@@ -123,7 +123,7 @@ def min_tokens(server: Server) -> str:
 
 
 @check("ignored end", GROUP)
-def ignore_eos(server: Server) -> str:
+def ignore_eos(server: CheckedServer) -> str:
     """Check that `ignore_eos` goes on behind the model's own end."""
     end = _ended(server)
     found = server.complete(server.prompts[0], end + 9, ignore_eos=True)

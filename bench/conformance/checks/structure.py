@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.checks.registry import check
 from conformance.scripted import ARGUMENTS, REASONING, THOUGHT_ENDS, TOOL
-from conformance.server import CHAT, AbsentError, Server, WrongError
+from conformance.server import CHAT, AbsentError, CheckedServer, WrongError
 
 GROUP = "structure"
 SAMPLES = 12
@@ -46,7 +46,7 @@ def _is_person(text: str) -> bool:
     )
 
 
-def _all_match(server: Server, is_legal: Callable[[str], bool], **params: Any) -> str:
+def _all_match(server: CheckedServer, is_legal: Callable[[str], bool], **params: Any) -> str:
     """Check samples at temperature 1, of which an unfinished one is no answer."""
 
     def ask(seed: int) -> str:
@@ -66,17 +66,17 @@ def _schema_format() -> dict[str, Any]:
 
 
 @check("JSON schema", GROUP)
-def json_schema(server: Server) -> str:
+def json_schema(server: CheckedServer) -> str:
     return _all_match(server, _is_person, response_format=_schema_format())
 
 
 @check("regular expressions", GROUP)
-def regex(server: Server) -> str:
+def regex(server: CheckedServer) -> str:
     return _all_match(server, lambda text: bool(re.fullmatch(REGEX, text)), regex=REGEX)
 
 
 @check("EBNF grammars", GROUP)
-def ebnf(server: Server) -> str:
+def ebnf(server: CheckedServer) -> str:
     def is_legal(text: str) -> bool:
         return bool(re.fullmatch("(yes|no)( [x-z])?!", text))
 
@@ -84,7 +84,7 @@ def ebnf(server: Server) -> str:
 
 
 @check("structural tags", GROUP)
-def structural_tags(server: Server) -> str:
+def structural_tags(server: CheckedServer) -> str:
     def is_legal(text: str) -> bool:
         inner = re.fullmatch(r"<call>(.*)</call>", text, re.DOTALL)
         return inner is not None and bool(re.fullmatch(REGEX, inner[1]))
@@ -96,7 +96,7 @@ def structural_tags(server: Server) -> str:
 # --- Chats of a model that thinks, and then calls a tool
 
 
-def _chat(server: Server, **params: Any) -> dict[str, Any]:
+def _chat(server: CheckedServer, **params: Any) -> dict[str, Any]:
     custom = {**server.own, **params.pop("custom_params", {})}
     body: dict[str, Any] = {"model": server.endpoint.model, "temperature": 0.0, "max_tokens": 120}
     if custom:
@@ -105,12 +105,12 @@ def _chat(server: Server, **params: Any) -> dict[str, Any]:
     return {**body, "messages": [message], **params}
 
 
-def _message(server: Server, **params: Any) -> dict[str, Any]:
+def _message(server: CheckedServer, **params: Any) -> dict[str, Any]:
     return server.client.post(CHAT, _chat(server, **params))["choices"][0]["message"]
 
 
 @check("tool calls, streamed", GROUP, THINKING)
-def streamed_calls(server: Server) -> str:
+def streamed_calls(server: CheckedServer) -> str:
     """Check that pieces of a stream join to the whole answer's reasoning and calls."""
     calls: dict[int, list[str]] = {}
     reasoning = ""
@@ -129,7 +129,7 @@ def streamed_calls(server: Server) -> str:
 
 
 @check("grammar from where thinking ends", GROUP, THINKING)
-def grammar_behind_thinking(server: Server) -> str:
+def grammar_behind_thinking(server: CheckedServer) -> str:
     """Check that a thought is free, and what stands behind it is of the schema."""
     found = _message(server, response_format=_schema_format())
     thought = (found.get("reasoning_content") or "").split()
@@ -139,7 +139,7 @@ def grammar_behind_thinking(server: Server) -> str:
 
 
 @check("thinking budgets by a processor", GROUP, THINKING)
-def budget_processor(server: Server) -> str:
+def budget_processor(server: CheckedServer) -> str:
     """Check that SGLang's processor ends a thought behind so many tokens."""
     for budget in (1, 2, 3):
         thought = _thought(server, budget)
@@ -148,7 +148,7 @@ def budget_processor(server: Server) -> str:
     return "3 budgets"
 
 
-def _thought(server: Server, budget: int) -> list[int]:
+def _thought(server: CheckedServer, budget: int) -> list[int]:
     from conformance.scripted import processor
 
     _ = server.sglang
@@ -162,7 +162,7 @@ def _thought(server: Server, budget: int) -> list[int]:
 
 
 @check("max_thinking_tokens", GROUP, STRICT)
-def max_thinking_tokens(server: Server) -> str:
+def max_thinking_tokens(server: CheckedServer) -> str:
     """Check that a thought has no more tokens than the request allows."""
     if server.model is None:
         raise AbsentError("SGLang's own route")
