@@ -151,10 +151,6 @@ class RoundGraphs:
         outcome, replay = record(lambda: self._play(inputs, self.shape))
         self._recorded[size] = Captured(inputs, padding, outcome, replay)
 
-    def replay_padding(self, size: int) -> None:
-        """Replay a round of ``size`` groups of padding, which all are before the first replay."""
-        self._recorded[size].replay()
-
     def replay(self, inputs: RoundInputs) -> Outcome:
         """Return the round's outcome for inputs ``[G]``, in tensors that no later replay changes.
 

@@ -29,7 +29,7 @@ from sglang_smc.round.plain import play_plainly
 from sglang_smc.round.result import Outcome
 from sglang_smc.round.trace import ReturnedTrace
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc import steps, weighing
+from sglang_smc.smc import prefixes, steps, weighing
 from sglang_smc.smc.deciding import Drafts
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import Arenas, KVLocations, Wanted
@@ -332,4 +332,18 @@ class ServedRound:
             counters=counters,
             failure=stages.failure,
             first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in shape.needs else None,
+            num_nodes=_count_nodes(batch, stages) if shape.budget is not None else None,
         )
+
+
+def _count_nodes(batch: Batch, stages: Stages) -> torch.Tensor | None:
+    """Return the distinct nodes of each request's tree, `prefixes.count_nodes`; None for chains."""
+    start = stages.start
+    drafts = stages.drafts
+    if start.texts.shape[1] == 1:
+        return None
+    # A tree's pruned chains, of log q inf, repeat another's tokens.
+    read = drafts.up_to_end & ~drafts.log_q.isposinf()
+    live = torch.cat([~start.ended.unsqueeze(2), read], dim=2)  # [G, N, K + 1]
+    same_text = batch.ops.same_text(start.texts[:, :, 1:], start.lengths, ~start.ended)
+    return prefixes.count_nodes(drafts.tokens, live, same_text)

@@ -82,6 +82,8 @@ class Outcome(NamedTuple):
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
     first_tokens: torch.Tensor | None  # [G] the first token of prefill, -1 while particles differ
+    # [G] int64 distinct texts of the rows that the target read; where N and K adapt, of chains
+    num_nodes: torch.Tensor | None = None
     extras: Mapping[str, Any] = MappingProxyType({})  # what else the round returns, by its name
 
     def first(self, size: int) -> "Outcome":
@@ -154,6 +156,7 @@ class SMCBatchResult(GenerationBatchResult):
         tokens = resolve()
         process.active.ranks.add(tokens)
         kept = outcome.num_correct_drafts.tolist()
+        nodes = None if outcome.num_nodes is None else outcome.num_nodes.tolist()
         failures = outcome.failure.tolist()
         self.num_correct_drafts = sum(kept)
         self.num_correct_drafts_per_req_cpu = kept
@@ -164,6 +167,9 @@ class SMCBatchResult(GenerationBatchResult):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
+                if self.policy is not None:
+                    num_nodes = None if nodes is None else nodes[i]
+                    self.policy.learn(self.budgets[i], kept[i], num_nodes)
                 registry.end_failed(req, failures[i])
                 if self.corpus is not None and self.budgets[i].num_steps:  # else when it matters
                     self.corpus.read(req, tokens[i])
@@ -182,10 +188,16 @@ class SMCBatchResult(GenerationBatchResult):
         gains = gained(state.counters, totals)
         config = state.config
         replayed = self.can_run_cuda_graph
-        played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
+        played = Played(
+            gained=gains,
+            weighs=config.weighs,
+            num_kept=num_kept,
+            num_emitted=len(emitted),
+            replayed=replayed,
+            is_greedy=config.greedy,
+            by_model=not config.ngram_matches,
+        )
         self.monitor.add(played)
-        if self.policy is not None:
-            self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
 
     def _close_tokens(self, reqs: "list[Req]", live: list[bool]) -> None:
