@@ -145,7 +145,12 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.5
     resampling_method: Annotated[
-        str, Setting(one_of(RESAMPLING_METHODS), "How ancestors are drawn", modes=_SMC)
+        str,
+        Setting(
+            one_of(RESAMPLING_METHODS),
+            "How ancestors are drawn. 'chopthin' keeps weights that differ by a factor up to 5.8",
+            modes=_SMC,
+        ),
     ] = "systematic"
     resample_at: Annotated[
         str,

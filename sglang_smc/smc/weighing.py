@@ -46,8 +46,8 @@ import torch
 
 SCHEMES = ("systematic", "stratified", "multinomial", "chopthin")
 HALF_RATIO_INVERSE = 11 / 32
-"""2 / eta of chopthin, which is exact in float32. So eta is 5.82: Gandy and Lau take 3 + sqrt 8, where
-the effective sample size is never below N / 2."""
+"""2 / eta of chopthin, exact in float32. So eta is 5.82, where Gandy and Lau take 3 + sqrt 8: with
+both the effective sample size is never below N / 2."""
 
 
 def ancestors_of(

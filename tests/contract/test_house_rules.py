@@ -154,7 +154,7 @@ MOST = {
     "wide_functions": 21,
     "worker_imports": 13,
     "grammar_files": 10,
-    "page_words": 27_000,
+    "page_words": 27_400,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }

@@ -134,7 +134,7 @@ def test_chopthin_bounds_the_ratio_of_any_weights_and_leaves_others_alone(
     ancestors, after = chopthin(log_weights, torch.full_like(log_weights, u))
     assert float(after.amax() - after.amin()) <= math.log(2 / weighing.HALF_RATIO_INVERSE) + 1e-9
     assert weighing.effective_sample_size(after) >= size / 2
-    shares, bound = weighing.chopped(normalized(log_weights), torch.tensor([size]))
+    shares, _ = weighing.chopped(normalized(log_weights), torch.tensor([size]))
     assert float(shares.sum()) == pytest.approx(size)
     kept = size * normalized(log_weights)
     whole = shares[0] == 1.0
@@ -145,7 +145,6 @@ def test_chopthin_bounds_the_ratio_of_any_weights_and_leaves_others_alone(
 
 
 log_weight = st.one_of(st.floats(-50, 50), st.just(-math.inf), st.sampled_from([0.0, 1.0]))
-
 
 
 @settings(max_examples=80)
