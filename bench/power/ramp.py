@@ -81,7 +81,7 @@ def main() -> None:
             way = f"{ramp.letters} letters" + (", its proposal too" if ramp.proposes else "")
             lines.append(
                 [
-                    f"α = {power:g}, {way if ramp.letters else 'no ramp'}",
+                    f"alpha {power:g}, {way if ramp.letters else 'no ramp'}",
                     f"{squares.mean():.2f} ± {half * squares.std():.2f}",
                     f"{-errors.mean():.2f} ± {half * errors.std():.2f}",
                 ]
