@@ -292,6 +292,18 @@ def _of_copies(weights, bound, size, ancestors, present, particle):
 
 
 @triton.jit
+def _drawn(block, relative, size, sizes, group, particle, present, here):
+    """Return ancestors, and the log-weights of their copies, see `smc.weighing.resample`."""
+    weights = _normalized(relative)
+    shares, bound = _chopped(weights, size)
+    is_chopped = tl.load(block.scheme + group) == _CHOPTHIN
+    shares = tl.where(is_chopped, shares, weights)
+    ancestors = _ancestors_of(block, shares, size, sizes, group, particle, here)
+    of_copies = _of_copies(weights, bound, size, ancestors, present, particle)
+    return ancestors, tl.where(is_chopped, of_copies, 0.0)
+
+
+@triton.jit
 def _normalized(unnormalized):
     mass = tl.sum(unnormalized, 0)
     return unnormalized / tl.where(mass > 0, mass, 1.0)
@@ -331,21 +343,14 @@ def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_column
 
     # resample
     relative = tl.sum(tl.where(at[:, None], relative, 0.0), 0)
-    weights = _normalized(relative)
-    shares, bound = _chopped(weights, size)
-    is_chopped = tl.load(block.scheme + group) == _CHOPTHIN
-    shares = tl.where(is_chopped, shares, weights)
-    ancestors = _ancestors_of(block, shares, size, sizes, group, particle, here)
-    of_copies = _of_copies(weights, bound, size, ancestors, present, particle)
-    ancestors = tl.where(resampled & present, ancestors, particle)
-    drawn = tl.where(is_chopped, of_copies, 0.0)
-    log_weights = tl.where(resampled & present, drawn, weighed)
-    log_evidence = tl.where(resampled, _pick(total, at) - tl.log(size), 0.0)
-    num_left = _num_distinct(ancestors, present, particle)
-    tl.store(found.num_killed + group, size.to(tl.int64) - num_left)
+    drawn = _drawn(block, relative, size, sizes, group, particle, present, here)
+    ancestors = tl.where(resampled & present, drawn[0], particle)
+    log_weights = tl.where(resampled & present, drawn[1], weighed)
+    num_killed = size.to(tl.int64) - _num_distinct(ancestors, present, particle)
+    tl.store(found.num_killed + group, num_killed)
     tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(found.log_weights + own, log_weights, mask=here)
-    tl.store(found.log_evidence + group, log_evidence)
+    tl.store(found.log_evidence + group, tl.where(resampled, _pick(total, at) - tl.log(size), 0.0))
 
 
 @triton.jit
