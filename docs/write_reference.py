@@ -19,6 +19,7 @@ MORE = {
     "tilt": "fidelity.md#one-dial",
     "draft_temperature": "drafts.md#beside-sglangs-trees",
     "ngram_matches": "drafts.md#n-gram-matches",
+    "draft_class": "drafts.md#a-drafter-of-your-own",
     "max_lag": "algorithm.md#the-lag",
     "kernels": "operations.md#the-check-of-kernels",
     "draft_layers": "performance.md#a-drafts-layers",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from sglang_smc.models.gated_delta import Columns, gated_delta
+from sglang_smc.models.gated_delta import RecurrenceInputs, gated_delta
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.smc import fidelity, filters, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
@@ -28,7 +28,7 @@ VOCAB = 1000
 PREFIX = 70
 
 
-class Sizes(NamedTuple):
+class CheckSizes(NamedTuple):
     """Sizes of a server's rounds."""
 
     num_particles: int = 8
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 class Inputs:
     """Random inputs with a fixed seed, in the sizes of the server's rounds."""
 
-    def __init__(self, device: str, sizes: Sizes, seed: int = 0) -> None:
+    def __init__(self, device: str, sizes: CheckSizes, seed: int = 0) -> None:
         self.device = device
         self.sizes = sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
@@ -510,9 +510,9 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
     if not of.sizes.gated_delta:
         return ()
 
-    def columns(num_columns: int) -> Columns:
+    def columns(num_columns: int) -> RecurrenceInputs:
         gates = (-of.uniforms(5, num_columns, 4).float(), of.uniforms(5, num_columns, 4).float())
-        return Columns(of.normal(5, num_columns, 8 * 64), *gates)
+        return RecurrenceInputs(of.normal(5, num_columns, 8 * 64), *gates)
 
     states = of.normal(7, 4, 64, 64)
     source = of.whole(0, 7, 5)

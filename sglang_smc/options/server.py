@@ -219,6 +219,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_key=False,
         ),
     ] = False
+    draft_class: Annotated[
+        str | None,
+        Setting(
+            Range(str, "package.module:Class as a text"),
+            "A drafter of your own, as package.module:Class, of sglang_smc.proposers.base."
+            "DraftProposer",
+            is_key=False,
+        ),
+    ] = None
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
     max_lag: Annotated[
         int | None,

@@ -93,7 +93,7 @@ class RoundInputs(NamedTuple):
     def of(cls, batch: ScheduleBatch, device: str) -> "RoundInputs":
         """Return the inputs of a batch that SGLang has prepared, by one copy to the device."""
         states = [state_of(req) for req in batch.reqs]
-        known = [(state.arena[1], *state.now.round_sizes) for state in states]
+        known = [(state.arena[1], *state.config_now.round_sizes) for state in states]
         columns = list(zip(*known, strict=True))
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
@@ -160,9 +160,9 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     Under the overlap schedule the host's numbers are one round old, and never too small.
     """
     states = [state_of(req) for req in reqs]
-    configs = [state.now for state in states]
-    each = zip(reqs, states, strict=True)
-    tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
+    configs = [state.config_now for state in states]
+    widest = [union(state.config_before, state.config_now) for state in states]
+    tails = map(arena.tail, widest, map(arena.remaining, reqs))
     shape = RoundShape(
         budget=states[0].budget,
         num_particles=max(config.num_particles for config in configs),
@@ -184,7 +184,7 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
 
 def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:
     if state.needs is None:
-        state.needs = frozenset(_find_needs(req, state.now))
+        state.needs = frozenset(_find_needs(req, state.config_now))
     return state.needs
 
 

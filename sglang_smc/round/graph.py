@@ -1,9 +1,9 @@
 """Capture rounds as CUDA graphs when the server starts: one launch instead of about a thousand.
 
-No tensor shape of a round depends on values, and a round does not synchronise with the host. So all
-of `Round.play`, from the first pass of the draft to the commit, can be captured once for each of a
-few batch sizes, and replayed for any batch that is no larger. The rest of the batch size is filled
-with SGLang's padding row, which has only ended particles.
+No tensor shape of a round depends on values, and a round does not synchronise with the host. So
+all of `ServedRound.play`, from the first pass of the draft to the commit, can be captured once for
+each of a few batch sizes, and replayed for any batch that is no larger. The rest of the batch size
+is filled with SGLang's padding row, which has only ended particles.
 
 A server captures several kinds of rounds, and replays the first that supports a batch:
 

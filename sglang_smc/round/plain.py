@@ -1,7 +1,7 @@
 """Play a round of plain decoding: the target adds a token to single particles without drafts.
 
-It leaves out the steps of `play.Round.play` that change nothing there. Texts and tables are those
-after that round.
+It leaves out the steps of `play.ServedRound.play` that change nothing there. Texts and tables are
+those after that round.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def play_plainly(
     """Play a round of a shape without deciders.
 
     Args:
-        routed: `play.Round.routed`; others are as in `play.Round.play`.
+        routed: `play.ServedRound.routed`; others are as in `play.ServedRound.play`.
     """
     rows = inputs.rows
     pair, ended, position = tables.particles.gather_single(rows)

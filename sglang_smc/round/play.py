@@ -1,8 +1,8 @@
 """Play one round of SMC speculative decoding for all particles of all running requests.
 
-`Round.play` lists the steps, which `smc.steps` has; the rest is a server's: tables of requests,
-rules that read text, KV slots, and tokens that are emitted. The host waits for the device only
-where some request's rules read its sequences.
+`ServedRound.play` lists the steps, which `smc.steps` has; the rest is a server's: tables of
+requests, rules that read text, KV slots, and tokens that are emitted. The host waits for the device
+only where some request's rules read its sequences.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.proposers.ngram import Corpus, Matches
+from sglang_smc.proposers.ngram import Corpus, CorpusMatches
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
 from sglang_smc.round.plain import play_plainly
 from sglang_smc.round.result import Outcome, shown_particles
@@ -30,13 +30,13 @@ from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import Arenas, KVLocations, Wanted
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.settings import BatchSettings, Need
 from sglang_smc.smc.steps import Batch
 from sglang_smc.state.request import state_of
 
 
 @dataclass(eq=False)
-class Round:
+class ServedRound:
     """Plays rounds on the tables of a server."""
 
     target: ParticleForward  # the target model, over particles
@@ -88,10 +88,7 @@ class Round:
 
         drafts = steps.propose(batch, start) if batch.num_steps else steps.read_last(batch, start)
         p, log_p = steps.score(batch, drafts, self._run_target(batch, drafts, slots, reqs))
-        revalued = start
-        if batch.rules is not None and Need.POTENTIALS in shape.needs:
-            # Potentials ran in parallel; what is missing is waited for.
-            revalued = start.apply_potentials(batch.rules.scores(reqs, batch.output_lengths))
+        revalued = steps.revalue(batch, start)
         failure = steps.failure_of_round(log_p, drafts, ~revalued.ended)
         decision, next_tokens = steps.decide(batch, revalued, drafts, p, log_p)
         extended = steps.extend(batch, revalued, drafts, decision)
@@ -155,11 +152,12 @@ class Round:
         Returns:
             ``[G, N]`` the ancestor of each particle, with N the larger of old and new; or None.
         """
-        states = map(state_of, reqs)
-        sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
-        if all(before == after for before, after in sizes):
+        states = list(map(state_of, reqs))
+        before = [state.config_before.num_particles for state in states]
+        after = [state.config_now.num_particles for state in states]
+        if before == after:
             return None
-        num_particles = max(map(max, sizes))
+        num_particles = max(before + after)
         wider = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, population = self._load_round(inputs, wider, reqs)
         settings = batch.settings
@@ -220,7 +218,11 @@ class Round:
         return batch, before
 
     def _reserve(
-        self, inputs: RoundInputs, shape: RoundShape, settings: Settings, population: Population
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        settings: BatchSettings,
+        population: Population,
     ) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
         ledger = self._tables.ledger
@@ -253,7 +255,7 @@ class Round:
         return self.target.chain_logits(chains)
 
     def _edits(
-        self, reqs: Sequence[Req], settings: Settings, before: Population, starts: torch.Tensor
+        self, reqs: Sequence[Req], settings: BatchSettings, before: Population, starts: torch.Tensor
     ) -> Edits:
         """Return the logit edits of the sequences before the round, of lengths ``starts``."""
         # The last emitted token is not in the counts: particles may differ in a first token.
@@ -268,10 +270,10 @@ class Round:
         device = before.lengths.device
         return TextRules.of(list(reqs), before, vocab_size, device)
 
-    def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
+    def _matches(self, reqs: Sequence[Req], before: Population) -> CorpusMatches:
         """Return the n-gram matches of the sequences before the round."""
         assert self._corpus is not None, "n-gram matches are of a server that keeps texts"
-        return Matches.of(self._corpus, list(reqs), before)
+        return CorpusMatches.of(self._corpus, list(reqs), before)
 
     def _commit(
         self,

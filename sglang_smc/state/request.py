@@ -171,8 +171,8 @@ class RequestState(msgspec.Struct):
     config: RequestConfig  # its options
     counters: list[float]
     # Options of its last round and of the next: smaller N and K where the server adapts.
-    last: RequestConfig
-    now: RequestConfig
+    config_before: RequestConfig
+    config_now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
     needs: frozenset[Need] | None = None  # on it, once a round has found them
     arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
@@ -200,18 +200,18 @@ class RequestState(msgspec.Struct):
     @property
     def sizes(self) -> Budget:
         """Return N and K of its last round, or of the one that is prepared."""
-        return Budget(self.now.num_particles, self.now.num_steps)
+        return Budget(self.config_now.num_particles, self.config_now.num_steps)
 
     def span(self, budget: Budget | None) -> RequestConfig:
         """Return the sizes for which the next round on ``budget`` needs memory."""
         if budget == self.budget:
-            return self.now
-        return union(self.now, apply_budget(self.config, budget))
+            return self.config_now
+        return union(self.config_now, apply_budget(self.config, budget))
 
     def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
         """Start new particles on ``budget``, after the output that prefill reads."""
         self._set_budget(budget)
-        self.last = self.now
+        self.config_before = self.config_now
         self.is_fresh = True
         self.num_prefilled = len(output_ids)
         self.untraced = self._untraced(output_ids)
@@ -225,15 +225,15 @@ class RequestState(msgspec.Struct):
 
     def step_to(self, budget: Budget | None) -> None:
         """Set the next round's N and K by ``budget``."""
-        self.last = self.now
+        self.config_before = self.config_now
         if budget != self.budget:
             self._set_budget(budget)
 
     def _set_budget(self, budget: Budget | None) -> None:
         self.budget = budget
-        self.now = apply_budget(self.config, budget)
+        self.config_now = apply_budget(self.config, budget)
         self.needs = None
-        self.was_reduced |= self.now.mode != self.config.mode
+        self.was_reduced |= self.config_now.mode != self.config.mode
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
@@ -262,13 +262,13 @@ class RequestState(msgspec.Struct):
         """Return the statistics of all its rounds so far, for a report on the running server."""
         counters = Counters._make(self.counters)
         rounds = counters.rounds_ct
-        weighs = self.now.weighs
+        weighs = self.config_now.weighs
         return {
             "rid": rid,
             "output_tokens": num_tokens,
-            "mode": self.now.mode,
-            "num_particles": self.now.num_particles,
-            "num_steps": self.now.num_steps,
+            "mode": self.config_now.mode,
+            "num_particles": self.config_now.num_particles,
+            "num_steps": self.config_now.num_steps,
             "rounds": int(rounds),
             "tokens_per_pass": num_tokens / rounds if rounds else None,
             "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,

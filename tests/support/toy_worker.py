@@ -24,7 +24,7 @@ from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
 from sglang_smc.smc.ledger import KVLocations
@@ -178,7 +178,7 @@ class ToyWorker:
             model.tails = tables.ledger.tails
         drafts = LanguageModel(models[1], nobody)
         worker._corpus = self.corpus
-        worker._round = Round(models[0], drafts, tables, self.corpus)
+        worker._round = ServedRound(models[0], drafts, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         # Nothing of `Prefill.run` is called here but `begin`.
         of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1

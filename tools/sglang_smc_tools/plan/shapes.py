@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.drafts.formats import BLOCKS, DSPARKS, normalized
+from sglang_smc.drafts.formats import normalized
+from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS
 
 Config = Mapping[str, Any]
 Source = str | Path | Config
@@ -33,12 +34,6 @@ DFLASH = "dflash"
 MTP = "mtp"
 NGRAM = "ngram"
 DEFAULT_STEPS = (4, 8, 16)
-#: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
-#: reads, and columns of a DFlash block, the last token's among them.
-EAGLE3_STATES = 3
-BLOCK_SIZE = 16
-#: Features of newer blocks; each adds a step after the pass; its cost is not modelled.
-NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -450,7 +445,7 @@ def draft_from_config(source: Source, weight_bytes: float | None = None) -> Mode
 
     Raises ValueError for unsupported configurations.
     """
-    return _shape_of(source, DRAFTS, HEADS).in_precision(weight_bytes)
+    return _shape_of(source, DRAFTS, PLANNED).in_precision(weight_bytes)
 
 
 def draft_for(target: ModelShape, source: Source, weight_bytes: float | None = None) -> ModelShape:
@@ -537,7 +532,7 @@ def _parse(config: Config) -> ModelShape:
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
             f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
             f"experts {', '.join(LATENT)}, with states {', '.join(RECURRENT)}, and with images "
-            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {', '.join(HEADS)}, too."
+            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {', '.join(PLANNED)}, too."
         )
     tied = config.get("tie_word_embeddings", False)
     counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
@@ -568,63 +563,27 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") 
     )
 
 
-def _read_eagle3(config: Config) -> ModelShape:
-    hint = (
-        " An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
-        "target, write vocab_size there."
-    )
-    layers = dense(config, "draft_vocab_size", tied=True, hint=hint)
-    target_size = config.get("target_hidden_size") or layers.hidden_size
-    if target_size != layers.hidden_size:
-        raise ValueError(
-            f"The configuration's hidden_size is {layers.hidden_size} and its target_hidden_size "
-            f"{target_size}. Only heads as wide as their target are planned for."
-        )
-    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    states = config.get("num_aux_hidden_states") or (len(ids) if ids else EAGLE3_STATES)
-    return replace(layers, kind=EAGLE3, num_states=states)
-
-
-def _read_block(config: Config) -> ModelShape:
-    is_dspark = architecture(config) in DSPARKS
-    hint = " A DFlash block's sizes are those of its own layers, not of the target's."
-    layers = dense(config, None, tied=True, hint=hint)  # without an LM head
-    options = {**config, **(config.get("dflash_config") or {})}
-    if is_dspark and options.get("projector_type") == "dspark":
-        del options["projector_type"]
-    beyond = [key for key in NOT_PLANNED if options.get(key)]
-    if beyond:
-        raise ValueError(
-            f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
-            "head. Planned for are blocks without."
-        )
+def _read_head(config: Config) -> ModelShape:
+    """Return the shape of a head, by the sizes that its kind has beside its layers'."""
+    of_kind = HEADS[architecture(config)].sizes
+    assert of_kind is not None
+    sizes = of_kind(config)
+    layers = dense(config, sizes.rows_key, tied=sizes.passes != MTP, hint=sizes.hint)
     windowed = (config.get("layer_types") or []).count("sliding_attention")
     if windowed:
         (window,) = numbers_of(config, "sliding_window")
         layers = replace(layers, windowed_layers=windowed, window=window)
-    states = len(options.get("target_layer_ids") or range(layers.num_layers))
-    most = options.get("block_size") or BLOCK_SIZE
-    most -= not options.get("sample_from_anchor", is_dspark)
-    found = replace(layers, kind=DFLASH, num_states=states, max_steps=most)
-    if not is_dspark:
+    found = replace(
+        layers, kind=sizes.passes, num_states=sizes.num_states, max_steps=sizes.max_steps
+    )
+    if not sizes.has_markov:
         return found
     vocab_size, rank = numbers_of(config, "vocab_size", "markov_rank")
     return replace(found, markov_parameters=vocab_size * rank)
 
 
-def _read_eagle(config: Config) -> ModelShape:
-    """Read a layer over an embedding and the last state, which has the costs of an MTP layer."""
-    return replace(dense(config, "vocab_size", tied=False), kind=MTP, num_states=1)
-
-
 #: Parsers of head configurations, by architecture.
-HEADS = {
-    "LlamaForCausalLMEagle": _read_eagle,
-    "LlamaForCausalLMEagle3": _read_eagle3,
-    **dict.fromkeys((*BLOCKS, *DSPARKS), _read_block),
-    "MiMoMTP": _read_eagle,
-    "Qwen2ForCausalLMEagle": _read_eagle,
-}
+PLANNED = {name: _read_head for name, head in HEADS.items() if head.sizes is not None}
 
 
 def quantized_bytes(quantization: Config | None) -> float:
