@@ -13,7 +13,8 @@ END = "<!-- end -->"
 MORE = {
     "mode": "algorithm.md#the-modes-as-one-dial",
     "proposal": "fidelity.md#verified-proposals",
-    "power": "fidelity.md#a-power-of-the-target",
+    "power": "powers.md",
+    "resampling_method": "powers.md#what-lowers-the-variance",
     "evidence_threshold": "algorithm.md#evidence-and-where-a-block-is-cut",
     "tilt": "fidelity.md#one-dial",
     "draft_temperature": "drafts.md#beside-sglangs-trees",
