@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from intervals import Z95
-from power.toy import LENGTH, ORDER, Table, letters
+from power.toy import LENGTH, ORDER, StateModel, letters
 from results import markdown_table
 from study import PUBLISHED
 
@@ -37,7 +37,7 @@ class Ramp(NamedTuple):
 RAMPS = (Ramp(0, False), Ramp(12, True), Ramp(24, True), Ramp(40, True), Ramp(24, False))
 
 
-def log_evidence(model: Table, power: float, num_particles: int, ramp: Ramp) -> torch.Tensor:
+def log_evidence(model: StateModel, power: float, num_particles: int, ramp: Ramp) -> torch.Tensor:
     """Return log Z-hat of all runs, ``[R]``."""
     generator = torch.Generator().manual_seed(1)
     log_probs = model.log_probs.double()

@@ -40,7 +40,7 @@ PROPOSALS: dict[str, Decider] = {"verified": VerifyEach(), "draft": Weigh()}
 BATCH = 2048  # particles that are advanced at once
 
 
-class Table(NamedTuple):
+class StateModel(NamedTuple):
     """A language whose next token depends on a state, and moves it; both protocols of `Round`."""
 
     log_probs: torch.Tensor  # [S, V]
@@ -74,7 +74,7 @@ class Table(NamedTuple):
         return float(rest[self.start])
 
 
-def letters(order: int) -> Table:
+def letters(order: int) -> StateModel:
     """Return the model of letters by the ``order`` letters before, of the target's answers."""
     answers = [problem(seed).answer + "\n" for seed in range(NUM_ANSWERS)]
     alphabet = sorted(set("".join(answers)))
@@ -98,10 +98,10 @@ def letters(order: int) -> Table:
     probs = (1 - SMOOTHING) * np.array([law(name) for name in names]) + SMOOTHING * smooth
     moves = [[state(name + letter) for letter in alphabet] for name in names]
     start = known["\n" * order]
-    return Table(torch.tensor(probs).log().float(), torch.tensor(moves), start, num_prompt=2)
+    return StateModel(torch.tensor(probs).log().float(), torch.tensor(moves), start, num_prompt=2)
 
 
-def texts(difference: float, seed: int = 3) -> Table:
+def texts(difference: float, seed: int = 3) -> StateModel:
     """Return a model of texts whose states are texts; the last token ends one, and seldom comes.
 
     Args:
@@ -114,11 +114,11 @@ def texts(difference: float, seed: int = 3) -> Table:
     logits = drawn[0] + difference * drawn[1]
     first = torch.arange(num_states).unsqueeze(1) * NUM_TEXT_TOKENS + 1
     moves = (first + torch.arange(NUM_TEXT_TOKENS)).clamp_max(num_states - 1)
-    return Table(logits.log_softmax(1), moves, start=0, num_prompt=2)
+    return StateModel(logits.log_softmax(1), moves, start=0, num_prompt=2)
 
 
 @dataclass(frozen=True)
-class Cell:
+class ToyCell:
     """One way to sample."""
 
     model: str  # of `MODELS`
@@ -136,7 +136,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ToyRow:
     """What was measured of a cell, with halves of 95 % intervals."""
 
     cell: str
@@ -153,21 +153,21 @@ class Row:
     noise: float | None  # the same of as many exact samples
 
 
-def cells() -> Iterator[Cell]:
+def cells() -> Iterator[ToyCell]:
     """Return all cells: of schemes and N, of proposals and drafts, and of enumerated texts."""
     ways = (("systematic", 0.5), ("chopthin", 0.5), ("chopthin", 1.0))
     for power, n, (scheme, tau) in product((2.0, 4.0), (4, 8, 16, 32), ways):
-        yield Cell("letters", power, "near", n, "verified", scheme, tau)
+        yield ToyCell("letters", power, "near", n, "verified", scheme, tau)
     for power, proposal, way in product((2.0, 4.0), PROPOSALS, ways[::2]):
-        yield Cell("letters", power, "far", 8, proposal, *way)
+        yield ToyCell("letters", power, "far", 8, proposal, *way)
     for power, way in product((2.0, 4.0), ways[::2]):
-        yield Cell("letters", power, "near", 8, "draft", *way)
+        yield ToyCell("letters", power, "near", 8, "draft", *way)
     for power, n, proposal, way in product((2.0, 4.0), (8, 64), PROPOSALS, ways[::2]):
-        yield Cell("texts", power, "near", n, proposal, *way)
+        yield ToyCell("texts", power, "near", n, proposal, *way)
 
 
 #: Targets and drafts by name, and the length of texts.
-MODELS: dict[str, tuple[Callable[[], Table], dict[str, Callable[[], Table]], int]] = {
+MODELS: dict[str, tuple[Callable[[], StateModel], dict[str, Callable[[], StateModel]], int]] = {
     "letters": (
         lambda: letters(ORDER),
         {"near": lambda: letters(ORDER - 1), "far": lambda: letters(1)},
@@ -177,7 +177,7 @@ MODELS: dict[str, tuple[Callable[[], Table], dict[str, Callable[[], Table]], int
 }
 
 
-class Samples(NamedTuple):
+class ToySamples(NamedTuple):
     """Answers of all runs of a cell."""
 
     log_evidence: np.ndarray  # [R]
@@ -186,7 +186,7 @@ class Samples(NamedTuple):
     num_rounds: int
 
 
-def sample(cell: Cell, num_runs: int) -> Samples:
+def sample(cell: ToyCell, num_runs: int) -> ToySamples:
     """Return answers of ``num_runs`` seeds."""
     of_target, of_drafts, length = MODELS[cell.model]
     is_texts = cell.model == "texts"
@@ -210,13 +210,13 @@ def sample(cell: Cell, num_runs: int) -> Samples:
     ]
     evidence, tokens, num_tokens, num_rounds = zip(*parts, strict=True)
     joined = np.concatenate(evidence), np.concatenate(tokens)
-    return Samples(*joined, sum(num_tokens), sum(num_rounds))
+    return ToySamples(*joined, sum(num_tokens), sum(num_rounds))
 
 
 def batch(
     rounds: Round, seeds: torch.Tensor, num_particles: int
 ) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return `Samples` of some seeds; rounds are counted until each answer has ended."""
+    """Return `ToySamples` of some seeds; rounds are counted until each answer has ended."""
     state = rounds.begin(torch.zeros(len(seeds), 2, dtype=torch.int64), num_particles)
     num_rounds = 0
     while not state.population.ended.all():
@@ -266,7 +266,7 @@ def distances(tokens: np.ndarray, power: float) -> tuple[float, float, float]:
     return float(distance(found)), Z95 * float(again.std()), float(noise)
 
 
-def measure(cell: Cell, num_runs: int) -> Row:
+def measure(cell: ToyCell, num_runs: int) -> ToyRow:
     """Return the row of a cell."""
     found = sample(cell, num_runs)
     of_target, _, length = MODELS[cell.model]
@@ -277,7 +277,7 @@ def measure(cell: Cell, num_runs: int) -> Row:
     is_texts = cell.model == "texts"
     tv = distances(found.tokens, cell.power) if is_texts else (None, None, None)
     half = Z95 / math.sqrt(num_runs)
-    return Row(
+    return ToyRow(
         cell=cell.slug,
         runs=num_runs,
         variance=float(squares.mean()),
@@ -293,7 +293,7 @@ def measure(cell: Cell, num_runs: int) -> Row:
     )
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[ToyRow], str]] = {
     "": lambda row: f"`{row.cell}`",
     "runs": lambda row: str(row.runs),
     "variance of log Ẑ": lambda row: f"{row.variance:.2f} ± {row.variance_half:.2f}",
@@ -311,10 +311,10 @@ NOTE = (
 )
 
 
-def write(folder: Any, rows: Sequence[Row]) -> None:
+def write(folder: Any, rows: Sequence[ToyRow]) -> None:
     """Write the rows as CSV and as a table."""
     with (folder / "toy.csv").open("w", newline="") as file:
-        names = [field.name for field in fields(Row)]
+        names = [field.name for field in fields(ToyRow)]
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
@@ -339,7 +339,7 @@ def run(options: argparse.Namespace) -> None:
         print(*(cell.slug for cell in grid), sep="\n")
         return
     study.prepare_folder(options.output_dir)
-    rows: list[Row] = []
+    rows: list[ToyRow] = []
     for cell in grid:
         identity = study.code_fingerprint() | {"particles": options.particles}
         log = study.Log(options.output_dir / f"{cell.slug}.jsonl", identity)
@@ -347,7 +347,7 @@ def run(options: argparse.Namespace) -> None:
             num_runs = min(2000, max(2, options.particles // cell.num_particles))
             with log.writing() as append:
                 append(asdict(measure(cell, num_runs)))
-        rows.append(Row(**log.read()[0]))
+        rows.append(ToyRow(**log.read()[0]))
         write(options.output_dir, rows)
     print((options.output_dir / "toy.md").read_text())
     if options.publish:

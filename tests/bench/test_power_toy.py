@@ -27,7 +27,7 @@ def test_exact_samples_are_as_far_as_noise_and_others_further() -> None:
 
 def test_a_cell_is_measured() -> None:
     """E of Z-hat is Z, within 4.5 standard errors; a wrong length or start would be far off."""
-    cell = toy.Cell("texts", 2.0, "near", 4, "verified", "chopthin", 1.0)
+    cell = toy.ToyCell("texts", 2.0, "near", 4, "verified", "chopthin", 1.0)
     row = toy.measure(cell, 300)
     assert row.mean_ratio == pytest.approx(1.0, abs=4.5 / 1.96 * row.mean_ratio_half)
     assert row.noise is not None and 1 < row.tokens_a_round < 3
