@@ -21,8 +21,13 @@ LETTERS = [*'{}[]":,0123456789abcdefghijklmnopqrstuvwxyz', "\n"]
 WIDTH = 64
 
 
+def _token(word: str) -> str:
+    """Return a word with its space; marks of a thought stand as SGLang's parsers look them up."""
+    return word if word in (THOUGHT_BEGINS, THOUGHT_ENDS) else f"{word} "
+
+
 def make_model(folder: Path, certainty: float) -> str:
-    """Save a Llama that says `WORDS`, a space behind each; return its folder.
+    """Save a Llama that says `WORDS`; return its folder.
 
     Its layers add nothing, so that the next token follows from the last one alone. Letters, which
     nothing makes likely, are what a grammar can still choose.
@@ -34,7 +39,7 @@ def make_model(folder: Path, certainty: float) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    vocabulary = [PAD, EOS, START, *(word + " " for word in WORDS), *LETTERS]
+    vocabulary = [PAD, EOS, START, *map(_token, WORDS), *LETTERS]
     size = len(vocabulary)
     hidden = WIDTH * -(-size // WIDTH)
     config = LlamaConfig(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance.checks.registry import check
-from conformance.scripted import ARGUMENTS, REASONING, THOUGHT_ENDS, TOOL
+from conformance.scripted import ARGUMENTS, REASONING, THOUGHT_BEGINS, THOUGHT_ENDS, TOOL
 from conformance.server import CHAT, AbsentError, CheckedServer, WrongError
 
 GROUP = "structure"
@@ -168,10 +168,10 @@ def max_thinking_tokens(server: CheckedServer) -> str:
         raise AbsentError("SGLang's own route")
     prompt = {"text": "about the weather <start>", "max_thinking_tokens": 3}
     told = server.generate({**prompt, "require_reasoning": True}, max_new_tokens=60)
-    words = told["text"].split()
-    if THOUGHT_ENDS not in words:
+    thought, ended, _ = told["text"].partition(THOUGHT_ENDS)
+    if not ended:
         raise WrongError(f"the thought does not end: {told['text']!r:.120}")
-    count = words.index(THOUGHT_ENDS) - 1
+    count = len(thought.replace(THOUGHT_BEGINS, "").split())
     if count > 3:
         raise WrongError(f"{count} thought tokens in place of 3: {told['text']!r:.120}")
     return "1 budget"
