@@ -31,6 +31,8 @@ _OTHER_HEADS = {
     "DSpark": "a DSpark head of a class that is not supported",
     "NextN": "an MTP layer of a kind that is not supported",
     "MTP": "an MTP layer of a kind that is not supported",
+    "Draft": "a draft of a kind that is not supported",
+    "Assistant": "a draft of a kind that is not supported",
 }
 # Unsupported heads by the type that `speculators` gives them.
 _OTHER_TYPES = {

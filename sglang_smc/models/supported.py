@@ -50,6 +50,9 @@ _FAMILIES = (
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+# Compressed and indexed attention, by no key that others have.
+_SPARSE = {"DeepseekV4ForCausalLM"}
+
 # Latent attention (MLA): models with SGLang's DeepSeek layers, or equivalent ones.
 _LATENT = {
     "DeepseekV2ForCausalLM",
@@ -243,7 +246,8 @@ def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:
     kinds = {
         "layers whose heads differ in width": model.is_hybrid_swa_compress,
         "sparse attention": is_minimax_sparse(model.hf_config)
-        or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
+        or getattr(model.hf_config, "has_minicpm_sparse_attention", False)
+        or bool(_SPARSE.intersection(model.hf_config.architectures or ())),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
         _UNSERVED: mambaish_config(model) is not None and (as_draft or not _has_states(model)),
         "an encoder and a decoder": model.is_encoder_decoder,

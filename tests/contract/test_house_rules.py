@@ -33,6 +33,7 @@ APART = (
         "tools.distill",
         "tools.pair",
         "tools.plan",
+        "tools.published",
         "tools.real",
     ),
     *("tools.testing", "tools.view", "tools.watch"),

@@ -141,6 +141,14 @@ def test_the_tables_of_settings_are_what_these_give() -> None:
     assert all(f"| `{name}` |" in REFERENCE for name in request.KEYS)
 
 
+@pytest.mark.parametrize("name", ["drafts.md", "support.md"])
+def test_what_is_said_of_published_drafts_is_their_table(name: str) -> None:
+    """Red where the table has changed and `python docs/write_drafts.py` was not run."""
+    writer = runpy.run_path(str(ROOT / "docs" / "write_drafts.py"))
+    page = (ROOT / "docs" / name).read_text()
+    assert writer["MARK"] in page and writer["written"](name) == page
+
+
 def test_all_are_named_in_their_places() -> None:
     """Refused fields, metrics, and kernels that have a reference."""
     kernels = {

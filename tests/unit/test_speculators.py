@@ -106,3 +106,54 @@ def test_its_eagle3_class_has_our_logits(tmp_path: Path) -> None:
     found = torch.stack([step[:, :7] for step in shown], 2)
     assert found.shape == expected.shape and expected.abs().max() > 5
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_its_block_classes_have_our_logits(
+    kind: str, from_anchor: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All anchors of a random text, to 1e-4 in float32; of DSpark behind the text's own tokens."""
+    config, _ = read(PAIR / kind)
+    told = as_speculators(config)["speculators_config"]
+    told["verifier"] |= {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
+    folder = rewrite(
+        PAIR / kind,
+        tmp_path,
+        speculators_config=told,
+        dtype="float32",
+        sample_from_anchor=from_anchor,
+    )
+    of_theirs, model = MODELS[kind]
+    settings = of_theirs.from_pretrained(folder)
+    settings.transformer_layer_config._attn_implementation = "eager"
+    theirs = model.from_pretrained(folder, config=settings).float().eval()
+    theirs.load_verifier_weights()
+    shown: list[torch.Tensor] = []
+
+    def show(logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        shown.append(logits)
+        return logits.sum(), {}
+
+    monkeypatch.setattr(f"{model.__module__}.compute_metrics", show)
+    ours: Any = load_head(folder, TARGET)
+    target: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    ids = torch.randint(2, 512, (1, 24))
+    anchors = torch.arange(1, 24 - ours.block_size).unsqueeze(0)  # [1, A]
+    mask = torch.zeros_like(ids)
+    mask[0, anchors] = 1
+    with torch.no_grad():
+        states = target(ids, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer + 1] for layer in ours.layer_ids], -1)
+        given = features, ids, mask, states[-1], torch.zeros_like(ids)
+        theirs(*given, max_anchors=anchors.shape[1])
+        embed = target.get_input_embeddings()
+        masked = embed.weight[ours.mask_token_id]
+        expected = target.lm_head(ours(embed(ids[0, anchors]), masked, features, anchors))
+        if kind == "dspark":
+            behind = anchors.unsqueeze(2) + torch.arange(expected.shape[2])
+            expected = expected + ours.bias(ids[0, behind])
+    found = shown[0].unflatten(1, (anchors.shape[1], -1))[:, :, ours.first :]
+    assert found.shape == expected.shape and expected.abs().max() > 5
+    assert torch.allclose(found, expected, atol=1e-4)

@@ -14,6 +14,7 @@ from sglang_smc.kv.arena import arena
 from sglang_smc.kv.rounds import Room as Graphs
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
+from sglang_smc_tools import published
 from sglang_smc_tools.plan import memory, shapes
 from sglang_smc_tools.plan.devices import Device, measure, named
 from sglang_smc_tools.plan.report import si
@@ -32,7 +33,9 @@ SETTINGS = ("num_particles", "num_steps", "max_lag")
 def check(options: argparse.Namespace) -> None:
     """Raise ValueError unless target and draft are known; without a draft it is the MTP layer."""
     options.draft = options.draft or MTP
-    both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, MTP: ()})
+    both = [(options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, MTP: ()})]
+    if _has_rows_alone(options):
+        return
     for name, known in both:
         is_known = name.lower() in known
         if name is options.draft:
@@ -50,6 +53,9 @@ def findings(
         device: that of the options for None.
         most_slots: bounds SGLang's KV pool regardless of the memory.
     """
+    yield from _published(options.target)
+    if _has_rows_alone(options):
+        return
     if options.draft == MTP and _has_no_layer(options.target):
         yield _recommended(options, device)
         return
@@ -91,6 +97,30 @@ def findings(
     yield pair.speed()
     if pair.fitting(pair.settings(VERIFYING)) > 0:
         yield pair.advice()
+
+
+def _has_rows_alone(options: argparse.Namespace) -> bool:
+    """Return whether the target is a name of which nothing but published drafts is known."""
+    target = options.target
+    is_known = target.lower() in shapes.BUILT_IN or Path(target).exists()
+    return options.draft == MTP and not is_known and any(published.drafts_of(target))
+
+
+def _published(target: str) -> Iterator[Finding]:
+    """Yield what the table of published drafts has for a target."""
+    try:
+        name = shapes.architecture(shapes.contents(target)) if Path(target).is_dir() else None
+    except ValueError:  # reported by other findings
+        return
+    for one in published.drafts_of(target, name):
+        found = f"for {one.target}: {one.draft}" + (f" ({one.format})" if one.format else "")
+        if one.refused:
+            yield warning("published draft", found, f"It does not run: {one.refused}.")
+            continue
+        flags = {"mode": published.MODE, "num_particles": one.num_particles}
+        found += "".join(f", {flag_of(flag)} {value}" for flag, value in flags.items())
+        found += f", K = {one.steps}; {published.UNTRIED}"
+        yield ok("published draft", found)
 
 
 def _is_class(draft: str) -> bool:

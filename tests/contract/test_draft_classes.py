@@ -1,0 +1,69 @@
+"""SGLang's classes of drafts are run, or refused by their names: none is taken for a model."""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig
+
+from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.models.head_kinds import head_problems
+from sglang_smc.upstream import IS_NEWEST
+
+MODELS = Path(str((find_spec("sglang") or SimpleNamespace(origin="")).origin)).parent / "srt/models"
+#: Assignments of the names by which SGLang finds a module's models.
+ENTRIES = re.compile(r"^EntryClass\b[^=\n]*= *(\[[^]]*\]|\w+)", re.M)
+#: What a draft's module or class is called by, its beginning aside.
+PARTS = re.compile(
+    r"nextn|mtp|eagle|dflash|dspark|lilicorr|domino|draft|assistant|specul|medusa", re.I
+)
+#: Ends of the names of language models, and of models without a next-token head.
+MODEL = re.compile(r"For[A-Z]\w+$")
+#: Models of other names, none of them a draft's.
+OTHERS = {
+    *("BertModel", "CLIPModel", "ChatGLMModel", "Contriever", "EmbeddingGemma2Model"),
+    *("EmbeddingGemmaModel", "GPT2LMHeadModel", "InternVLChatModel", "LLaDA2MoeModelLM"),
+    *("Lfm2BidirectionalModel", "LlamaEmbeddingModel", "MiDashengLMModel", "MiniCPMO"),
+    *("MiniCPMV", "MistralModel", "MultiModalityCausalLM"),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"),
+    *("NemotronH_Omni_Reasoning_V3", "POINTSV15ChatModel", "PixtralVisionModel"),
+    *("QWenLMHeadModel", "Qwen3Model", "TransformersEmbeddingModel", "XLMRobertaModel"),
+    *("TransformersMoEEmbeddingModel", "TransformersMultiModalEmbeddingModel"),
+    "TransformersMultiModalMoEEmbeddingModel",
+}
+
+
+def entries() -> Iterator[tuple[str, str]]:
+    """Yield the module and the class of each of SGLang's models, by its source alone."""
+    for path in MODELS.rglob("*.py"):
+        for value in ENTRIES.findall(path.read_text()):
+            for name in re.findall(r"\w+", re.sub(r"#.*", "", value)):
+                yield path.stem, name
+
+
+def refusal(name: str) -> str:
+    config = SimpleNamespace(hf_config=LlamaConfig(architectures=[name]))
+    return "".join(head_problems(*(config, config), num_steps=4))  # pyright: ignore
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older releases have fewer classes")
+def test_no_draft_class_is_taken_for_a_language_model() -> None:
+    """Red for a class of a new kind, whatever its name, until it is run, refused or listed."""
+    found = {name: module for module, name in entries()}
+    drafts = {
+        name
+        for name, module in found.items()
+        if PARTS.search(module) or PARTS.search(name) or not MODEL.search(name)
+    } - OTHERS
+    assert len(found) > 250 and set(HEADS) <= drafts and len(drafts) > 40
+    silent = [name for name in sorted(drafts - set(HEADS)) if f"({name})" not in refusal(name)]
+    assert silent == []
+
+
+def test_a_draft_of_the_future_is_one() -> None:
+    for name in ("FooDraftModel", "BarAssistantForCausalLM", "K3DSparkModel"):
+        assert f"({name})" in refusal(name)
+    assert refusal("LlamaForCausalLM") == ""
