@@ -30,7 +30,7 @@ GROUP = "sampling"
 ANSWERS = 64  # of a feature
 TOKENS = 12  # of an answer
 #: Below 0 it rewards: what follows a token at once then shows a penalty that comes a token late.
-PENALTY = -1.5
+PENALTY = -2.0
 BIAS = 2.0
 
 
