@@ -31,6 +31,8 @@ def scatter(
     styles: Mapping[str, tuple[str, str]],
     names: tuple[str, str],
     plain: float,
+    *,
+    logarithmic: bool = False,
 ) -> None:
     """Write points as a PNG to ``path``.
 
@@ -39,6 +41,7 @@ def scatter(
         styles: the colour and marker of each series.
         names: of the axes.
         plain: where plain decoding is on the first axis.
+        logarithmic: whether the first axis is.
     """
     shape = {"figsize": (0.6 + 5.0 * len(panels), 5.0), "sharex": True, "sharey": True}
     figure, all_axes = plt.subplots(
@@ -62,6 +65,7 @@ def scatter(
                 style["ha"] = "right" if is_name else "left"
                 axes.annotate(point.label, (point.x, point.y.mean), offset, **style)
         axes.set_yticks([tick for tick in axes.get_yticks() if tick >= 0])  # lanes are below
+        axes.set_xscale("log" if logarithmic else "linear")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(names[0])
         axes.margins(x=0.18, y=0.1)

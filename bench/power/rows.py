@@ -1,0 +1,335 @@
+"""Compute the rows of powers: choices among texts, intervals, and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import numpy as np
+from charts import COLOURS, Point, scatter
+from gpu import expected
+from gsm8k.run import Graded
+from intervals import Interval, paired_difference, paired_ratio_of_ratios, ratio, wilson
+from power.cells import CODER, GREEDY, MCMC, VERIFIED, WEIGHED, Cell
+from results import interval_cell, number_cell, table
+from speed import grid
+
+# --- Answers, and choices among them
+
+
+@dataclass(frozen=True)
+class Answer(Graded):
+    """An answer: its likelihood and cost, and what its particles answer."""
+
+    log_p: float = 0.0  # nats, at temperature 1, EOS included
+    cpu_seconds: float = 0.0  # of the engine, an equal share of those of all that ran beside it
+    numbers: list[float | None] = field(default_factory=list)  # of its particles, or its own
+    weights: list[float] = field(default_factory=list)  # of these
+
+    @property
+    def passes(self) -> int:
+        """Return the target's passes after the prompt."""
+        return self.info.get("spec_verify_ct") or max(self.info["completion_tokens"] - 1, 1)
+
+
+class Outcome(NamedTuple):
+    """The result of one way to answer a problem."""
+
+    index: int  # of the problem
+    right: bool
+    log_p: float | None  # None where no text is chosen
+    tokens: int  # of the text that is chosen, or of a sample, without the first
+    passes: int  # samples run in parallel, so the longest counts
+    cpu_seconds: float
+
+
+class Way(NamedTuple):
+    """One way to answer: a setting, or a choice among its texts."""
+
+    label: str
+    series: str
+    cell: Cell
+    outcomes: list[Outcome]
+
+
+#: Returns the number that a problem asks for, by the cell's pair and the problem.
+Truth = Callable[[Cell, int], float]
+PLAIN, POWER, DRAFTED = "plain", "power, verified", "power, weighed drafts"
+VOTE, OF_SAMPLES, RIVAL = "vote over particles", "of 8 plain samples", f"power, {MCMC}"
+SERIES = {VERIFIED: POWER, WEIGHED: DRAFTED, MCMC: RIVAL, "": PLAIN}
+
+
+def voted(numbers: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the number with the largest total weight; the first of equal ones."""
+    total: dict[float, float] = {}
+    for number, weight in zip(numbers, weights, strict=True):
+        if number is not None:
+            total[number] = total.get(number, 0.0) + weight
+    return max(total, key=total.__getitem__, default=None)
+
+
+def ways(cell: Cell, answers: Sequence[Answer], truth: Truth) -> Iterator[Way]:
+    """Yield the ways that a cell's answers give."""
+    if cell.samples > 1:
+        grouped = groupby(sorted(answers, key=_place), key=lambda one: one.index)
+        every = [found for _, some in grouped if len(found := list(some)) == cell.samples]
+        best = [_outcome(max(some, key=lambda one: one.log_p), some) for some in every]
+        yield Way(f"{cell.label}, best log p", OF_SAMPLES, cell, best)
+        yield Way(
+            f"{cell.label}, majority",
+            OF_SAMPLES,
+            cell,
+            [_vote(some, cell, truth) for some in every],
+        )
+        return
+    own = [_outcome(one, [one]) for one in answers]
+    yield Way(cell.label, SERIES[cell.proposal], cell, own)
+    if cell.proposal == VERIFIED:
+        yield Way(f"{cell.label}, vote", VOTE, cell, [_vote([one], cell, truth) for one in answers])
+
+
+def _place(one: Answer) -> tuple[int, int]:
+    return one.index, one.sample
+
+
+def _outcome(chosen: Answer, some: Sequence[Answer]) -> Outcome:
+    return Outcome(
+        index=chosen.index,
+        right=chosen.right,
+        log_p=chosen.log_p,
+        tokens=chosen.info["completion_tokens"] - 1,
+        passes=max(one.passes for one in some),
+        cpu_seconds=sum(one.cpu_seconds for one in some),
+    )
+
+
+def _vote(some: Sequence[Answer], cell: Cell, truth: Truth) -> Outcome:
+    numbers = [number for one in some for number in one.numbers]
+    weights = [weight for one in some for weight in one.weights]
+    found = voted(numbers, weights)
+    right = found == truth(cell, some[0].index)
+    return _outcome(some[0], some)._replace(right=right, log_p=None)
+
+
+# --- Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table; None where a number does not apply."""
+
+    pair: str
+    label: str
+    series: str
+    accuracy: Interval
+    to_greedy: Interval | None  # on the same problems, as are all that compare
+    log_p: Interval | None  # nats an answer, at temperature 1
+    log_p_to_greedy: Interval | None
+    log_z_variance: float | None  # nats squared, over seeds, mean of a few problems
+    tokens_per_pass: Interval
+    passes: float  # of the target, an answer
+    cpu_seconds: float  # an answer, of ten problems at once
+    cpu_to_greedy: Interval | None
+    cpu_alone: float | None  # an answer, of one problem at a time
+    cpu_alone_to_greedy: Interval | None
+    ancestors: float | None  # distinct ones of the particles at the end
+    h200_seconds: float | None  # an answer, to expect of one request, 8B + 1B
+    plugin: str  # fingerprint of the code that answered
+
+
+def rows_of(
+    found: Mapping[Cell, Sequence[Answer]], truth: Truth, plugin: Callable[[Cell], str]
+) -> list[Row]:
+    """Return a row for each way of each cell that has two answers, but for those alone."""
+    own = {cell: some for cell, some in found.items() if not cell.is_again}
+    every = [way for cell, some in own.items() for way in ways(cell, some, truth)]
+    alone = [way for way in every if way.cell.at_once == 1]
+    again = {(cell.pair, cell.label): some for cell, some in found.items() if cell.is_again}
+    return [
+        _row(way, (every, alone), found[way.cell], again, plugin(way.cell))
+        for way in every
+        if way not in alone and len(way.outcomes) > 1
+    ]
+
+
+def _row(
+    way: Way,
+    every: tuple[Sequence[Way], Sequence[Way]],
+    answers: Sequence[Answer],
+    again: Mapping[tuple[str, str], Sequence[Answer]],
+    plugin: str,
+) -> Row:
+    cell, outcomes = way.cell, way.outcomes
+    at_once, alone = every
+    greedy = _like(at_once, cell, GREEDY)
+    here = _like(alone, cell, f"{way.label} alone")
+    greedy_alone = _like(alone, cell, f"{GREEDY} alone")
+    tokens = np.array([one.tokens for one in outcomes], dtype=float)
+    passes = np.array([one.passes for one in outcomes], dtype=float)
+    log_ps = [one.log_p for one in outcomes if one.log_p is not None]
+    return Row(
+        pair=cell.pair,
+        label=way.label,
+        series=way.series,
+        accuracy=wilson(sum(one.right for one in outcomes), len(outcomes)),
+        to_greedy=_difference(outcomes, greedy),
+        log_p=ratio(np.array(log_ps)) if log_ps else None,
+        log_p_to_greedy=_log_p_difference(outcomes, greedy),
+        log_z_variance=log_z_variance(
+            [*answers, *again.get((cell.pair, f"{cell.label} again"), ())]
+        ),
+        tokens_per_pass=ratio(tokens if cell.samples == 1 else passes, passes),
+        passes=float(passes.mean()),
+        cpu_seconds=fmean(one.cpu_seconds for one in outcomes),
+        cpu_to_greedy=_cpu_ratio(outcomes, greedy),
+        cpu_alone=fmean(one.cpu_seconds for one in here) if here else None,
+        cpu_alone_to_greedy=_cpu_ratio(here, greedy_alone),
+        ancestors=_mean_of(answers, "spec_smc_distinct_ancestors"),
+        h200_seconds=h200_seconds(cell, float(passes.mean())),
+        plugin=plugin,
+    )
+
+
+def _like(ways: Sequence[Way], cell: Cell, label: str) -> list[Outcome]:
+    """Return the outcomes of the way with a label of the same pair."""
+    found = (way.outcomes for way in ways if (way.cell.pair, way.label) == (cell.pair, label))
+    return next(found, [])
+
+
+def _paired(
+    ours: Sequence[Outcome], theirs: Sequence[Outcome]
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Return the outcomes of problems that both have, by problem; empty where they are the same."""
+    if ours == theirs:
+        return [], []
+    one, other = ({each.index: each for each in some} for some in (ours, theirs))
+    common = sorted(one.keys() & other.keys())
+    return [one[index] for index in common], [other[index] for index in common]
+
+
+def _difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+    pairs = _paired(ours, theirs)
+    one, other = ({each.index: each.right for each in some} for some in pairs)
+    return paired_difference(one, other)
+
+
+def _log_p_difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+    each = [
+        one.log_p - other.log_p
+        for one, other in zip(*_paired(ours, theirs), strict=True)
+        if one.log_p is not None and other.log_p is not None
+    ]
+    return ratio(np.array(each)) if len(each) > 1 else None
+
+
+def _cpu_ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+    one, other = (np.array([x.cpu_seconds for x in some]) for some in _paired(ours, theirs))
+    if len(one) < 2:
+        return None
+    ones = np.ones(len(one))
+    return paired_ratio_of_ratios((one, ones), (other, ones))
+
+
+def _mean_of(answers: Sequence[Answer], key: str) -> float | None:
+    values = [one.info[key] for one in answers if key in one.info]
+    return fmean(values) if values else None
+
+
+def log_z_variance(answers: Sequence[Answer]) -> float | None:
+    """Return the variance of log Z over seeds, the mean over problems with several seeds."""
+    each: dict[int, list[float]] = {}
+    for one in answers:
+        if (value := one.info.get("spec_smc_log_evidence")) is not None:
+            each.setdefault(one.index, []).append(value)
+    found = [variance(values) for values in each.values() if len(values) > 1]
+    return fmean(found) if found else None
+
+
+# --- Seconds to expect
+
+
+@lru_cache
+def _measured() -> expected.Results:
+    return expected.published()
+
+
+def h200_seconds(cell: Cell, passes: float) -> float | None:
+    """Return the seconds of so many passes on an H200, of a request alone, 8B with a 1B draft."""
+    if cell.pair != CODER:
+        return None
+    if cell.smc:
+        shape, batch = expected.ours(grid.BLOCK, cell.num_particles, cell.smc["num_steps"]), 1
+    else:
+        shape, batch = expected.SHAPES["AR"], cell.samples
+    return passes * expected.milliseconds(_measured(), shape, batch)[0] / 1000
+
+
+# --- Tables and chart
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.label,
+    "problems": lambda row: f"{row.accuracy.n}",
+    "right, %": lambda row: interval_cell(row.accuracy, ".0f", scale=100),
+    "points from T = 0": lambda row: interval_cell(row.to_greedy, "+.0f", scale=100),
+    "log p, nats": lambda row: interval_cell(row.log_p, ".1f"),
+    "from T = 0": lambda row: interval_cell(row.log_p_to_greedy, "+.1f"),
+    "variance of log Z": lambda row: number_cell(row.log_z_variance, ".2g"),
+    "ancestors": lambda row: number_cell(row.ancestors, ".1f"),
+    "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
+    "passes": lambda row: f"{row.passes:.1f}",
+    "CPU s": lambda row: f"{row.cpu_seconds:.1f}",
+    "times T = 0": lambda row: interval_cell(row.cpu_to_greedy, ".2f"),
+    "CPU s, alone": lambda row: number_cell(row.cpu_alone, ".1f"),
+    "times T = 0, alone": lambda row: interval_cell(row.cpu_alone_to_greedy, ".2f"),
+    "s on an H200, to expect": lambda row: number_cell(row.h200_seconds, ".2f"),
+}
+#: Of the page, without intervals.
+SHORT: dict[str, Callable[[Row], str]] = {
+    "": COLUMNS[""],
+    "problems": COLUMNS["problems"],
+    "right, %": lambda row: f"{100 * row.accuracy.mean:.0f}",
+    "points from T = 0": COLUMNS["points from T = 0"],
+    "log p from T = 0, nats": COLUMNS["from T = 0"],
+    "tokens / target pass": lambda row: f"{row.tokens_per_pass.mean:.1f}",
+    "passes": COLUMNS["passes"],
+    "CPU s, times T = 0": lambda row: number_cell(
+        row.cpu_to_greedy and row.cpu_to_greedy.mean, ".1f"
+    ),
+    "s on an H200": COLUMNS["s on an H200, to expect"],
+}
+
+
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """Return a table for each pair."""
+    parts = [note]
+    for pair in dict.fromkeys(row.pair for row in rows):
+        here = [row for row in rows if row.pair == pair]
+        parts.append(f"**{pair}**\n\n{table(COLUMNS, here)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the table of the page."""
+    return table(SHORT, [row for row in rows if row.pair == CODER])
+
+
+MARKERS = {PLAIN: "o", POWER: "s", DRAFTED: "D", VOTE: "^", OF_SAMPLES: "v", RIVAL: "P"}
+STYLES = dict(zip(MARKERS, zip(COLOURS, MARKERS.values(), strict=False), strict=True))
+
+
+def chart(rows: Sequence[Row], path: Path) -> None:
+    """Write accuracy against target passes as a PNG to ``path``."""
+    here = [row for row in rows if row.pair == CODER]
+    points = [Point(row.passes, _percent(row.accuracy), row.series, row.label) for row in here]
+    names = "target passes an answer", "right, %"
+    plain = next((row.passes for row in here if row.series == PLAIN), 1.0)
+    scatter(path, {CODER: points}, STYLES, names, plain, logarithmic=True)
+
+
+def _percent(of: Interval) -> Interval:
+    return Interval(100 * of.mean, 100 * of.low, 100 * of.high, of.n)
