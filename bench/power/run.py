@@ -175,8 +175,11 @@ class Power(RealStudy):
             read |= {*unread}
             self._read_prompts(engine, cell, unread)
             began = cpu_seconds()
-            with ThreadPoolExecutor(len(pairs)) as pool:
+            pool = ThreadPoolExecutor(len(pairs))
+            try:
                 found = list(pool.map(partial(self._ask_one, engine, cell), pairs))
+            finally:  # an interruption does not wait for answers
+                pool.shutdown(wait=False, cancel_futures=True)
             each = (cpu_seconds() - began) / len(pairs)
             with self.answers[cell].writing() as write:
                 for one in found:
