@@ -30,7 +30,7 @@ def scatter(
     panels: Mapping[str, Sequence[Point]],
     styles: Mapping[str, tuple[str, str]],
     names: tuple[str, str],
-    plain: float,
+    plain: float | None,
     *,
     logarithmic: bool = False,
 ) -> None:
@@ -40,7 +40,7 @@ def scatter(
         panels: the points of each panel, by its title.
         styles: the colour and marker of each series.
         names: of the axes.
-        plain: where plain decoding is on the first axis.
+        plain: where plain decoding is on the first axis; None where it is a series.
         logarithmic: whether the first axis is.
     """
     shape = {"figsize": (0.6 + 5.0 * len(panels), 5.0), "sharex": True, "sharey": True}
@@ -49,7 +49,8 @@ def scatter(
     )
     for axes, (title, points) in zip(all_axes.flat, panels.items(), strict=True):
         axes.axhline(0, color="black", lw=1, zorder=1)
-        axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
+        if plain is not None:
+            axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
         drawn = {point.series for point in points}
         for name in (name for name in styles if name in drawn):
             here = sorted(point for point in points if point.series == name)
@@ -73,6 +74,8 @@ def scatter(
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0, 0].set_ylabel(names[1])
     entries = all_axes[0, 0].get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        *entries, loc="outside lower center", ncols=min(4, 2 * len(panels)), frameon=False
+    )
     figure.savefig(path)
     plt.close(figure)

@@ -61,6 +61,8 @@ class Way(NamedTuple):
 Truth = Callable[[Cell, int], float]
 PLAIN, POWER, DRAFTED = "plain", "power, verified", "power, weighed drafts"
 VOTE, OF_SAMPLES, RIVAL = "vote over particles", "of 8 plain samples", f"power, {MCMC}"
+#: Of series, in the order of rows.
+MARKERS = {PLAIN: "o", POWER: "s", DRAFTED: "D", VOTE: "^", OF_SAMPLES: "v", RIVAL: "P"}
 SERIES = {VERIFIED: POWER, WEIGHED: DRAFTED, MCMC: RIVAL, "": PLAIN}
 
 
@@ -134,7 +136,7 @@ class Row:
     tokens_per_pass: Interval
     passes: float  # of the target, an answer
     cpu_seconds: float  # an answer, of ten problems at once
-    cpu_to_greedy: Interval | None
+    cpu_to_greedy: float | None
     cpu_alone: float | None  # an answer, of one problem at a time
     cpu_alone_to_greedy: Interval | None
     ancestors: float | None  # distinct ones of the particles at the end
@@ -145,14 +147,18 @@ class Row:
 def rows_of(
     found: Mapping[Cell, Sequence[Answer]], truth: Truth, plugin: Callable[[Cell], str]
 ) -> list[Row]:
-    """Return a row for each way of each cell that has two answers, but for those alone."""
+    """Return a row for each way of each cell that has two answers, but for those alone.
+
+    Rows of a pair are in the order of `MARKERS`.
+    """
     own = {cell: some for cell, some in found.items() if not cell.is_again}
     every = [way for cell, some in own.items() for way in ways(cell, some, truth)]
     alone = [way for way in every if way.cell.at_once == 1]
     again = {(cell.pair, cell.label): some for cell, some in found.items() if cell.is_again}
+    ordered = sorted(every, key=lambda way: (way.cell.pair, list(MARKERS).index(way.series)))
     return [
         _row(way, (every, alone), found[way.cell], again, plugin(way.cell))
-        for way in every
+        for way in ordered
         if way not in alone and len(way.outcomes) > 1
     ]
 
@@ -168,6 +174,7 @@ def _row(
     at_once, alone = every
     greedy = _like(at_once, cell, GREEDY)
     here = _like(alone, cell, f"{way.label} alone")
+    ratio_at_once = _cpu_ratio(outcomes, greedy)  # ten share a figure, so that it has no interval
     greedy_alone = _like(alone, cell, f"{GREEDY} alone")
     tokens = np.array([one.tokens for one in outcomes], dtype=float)
     passes = np.array([one.passes for one in outcomes], dtype=float)
@@ -186,7 +193,7 @@ def _row(
         tokens_per_pass=ratio(tokens if cell.samples == 1 else passes, passes),
         passes=float(passes.mean()),
         cpu_seconds=fmean(one.cpu_seconds for one in outcomes),
-        cpu_to_greedy=_cpu_ratio(outcomes, greedy),
+        cpu_to_greedy=ratio_at_once and ratio_at_once.mean,
         cpu_alone=fmean(one.cpu_seconds for one in here) if here else None,
         cpu_alone_to_greedy=_cpu_ratio(here, greedy_alone),
         ancestors=_mean_of(answers, "spec_smc_distinct_ancestors"),
@@ -283,7 +290,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
     "passes": lambda row: f"{row.passes:.1f}",
     "CPU s": lambda row: f"{row.cpu_seconds:.1f}",
-    "times T = 0": lambda row: interval_cell(row.cpu_to_greedy, ".2f"),
+    "times T = 0": lambda row: number_cell(row.cpu_to_greedy, ".1f"),
     "CPU s, alone": lambda row: number_cell(row.cpu_alone, ".1f"),
     "times T = 0, alone": lambda row: interval_cell(row.cpu_alone_to_greedy, ".2f"),
     "s on an H200, to expect": lambda row: number_cell(row.h200_seconds, ".2f"),
@@ -297,9 +304,7 @@ SHORT: dict[str, Callable[[Row], str]] = {
     "log p from T = 0, nats": COLUMNS["from T = 0"],
     "tokens / target pass": lambda row: f"{row.tokens_per_pass.mean:.1f}",
     "passes": COLUMNS["passes"],
-    "CPU s, times T = 0": lambda row: number_cell(
-        row.cpu_to_greedy and row.cpu_to_greedy.mean, ".1f"
-    ),
+    "CPU s, times T = 0": COLUMNS["times T = 0"],
     "s on an H200": COLUMNS["s on an H200, to expect"],
 }
 
@@ -318,17 +323,20 @@ def summary(rows: Sequence[Row]) -> str:
     return table(SHORT, [row for row in rows if row.pair == CODER])
 
 
-MARKERS = {PLAIN: "o", POWER: "s", DRAFTED: "D", VOTE: "^", OF_SAMPLES: "v", RIVAL: "P"}
 STYLES = dict(zip(MARKERS, zip(COLOURS, MARKERS.values(), strict=False), strict=True))
 
 
 def chart(rows: Sequence[Row], path: Path) -> None:
-    """Write accuracy against target passes as a PNG to ``path``."""
-    here = [row for row in rows if row.pair == CODER]
-    points = [Point(row.passes, _percent(row.accuracy), row.series, row.label) for row in here]
+    """Write accuracy against target passes as a PNG to ``path``, a panel for each pair."""
     names = "target passes an answer", "right, %"
-    plain = next((row.passes for row in here if row.series == PLAIN), 1.0)
-    scatter(path, {CODER: points}, STYLES, names, plain, logarithmic=True)
+    pairs = dict.fromkeys(row.pair for row in rows)
+    panels = {pair: [_point(row) for row in rows if row.pair == pair] for pair in pairs}
+    scatter(path, panels, STYLES, names, plain=None, logarithmic=True)
+
+
+def _point(row: Row) -> Point:
+    label = "" if row.series == VOTE else row.label  # beside the setting's own
+    return Point(row.passes, _percent(row.accuracy), row.series, label)
 
 
 def _percent(of: Interval) -> Interval:
