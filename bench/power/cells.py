@@ -137,7 +137,9 @@ def settings(engine: str) -> dict[str, Any]:
         "speculative_smc_num_particles": MOST_PARTICLES,
         "max_running_requests": AT_ONCE,
     }
-    return found | ({"speculative_smc_ngram_matches": True} if name == MATCHES else {})
+    if name == MATCHES:
+        found |= {"speculative_smc_ngram_matches": True, "speculative_smc_proposal": VERIFIED}
+    return found
 
 
 # --- Problems that the small model can do

@@ -15,15 +15,14 @@ from answers import MAX_PROBLEMS
 from gsm8k.run import GSM8K
 from power import metropolis, rows
 from power import run as frame
-from power.cells import AT_ONCE, MOST_PARTICLES, SAMPLES, VERIFIED, cells, settings, sum_of
+from power.cells import AT_ONCE, SAMPLES, VERIFIED, cells, settings, sum_of
 from power.metropolis import Chain
 from power.run import Power
 from speed_stand_ins import ORIGIN
 
 from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
 
-SERVER = SMCConfig(num_particles=MOST_PARTICLES)
 PROBLEM = {"question": "How much?", "answer": "Add.\n#### 8"}
 
 
@@ -34,7 +33,11 @@ def test_a_server_takes_every_setting() -> None:
         at_once = len({index for _, index in cell.pairs(100)} & {*range(cell.at_once)})
         assert settings(cell.engine)["max_running_requests"] >= at_once * cell.samples
         if cell.smc:
-            config = request_config(SERVER, {"smc": cell.smc})
+            flags = settings(cell.engine)
+            own = {name: flags[flag] for name, flag in SERVER_ARGS_FIELDS.items() if flag in flags}
+            server = SMCConfig(**own)
+            server.validate()
+            config = request_config(server, {"smc": cell.smc})
             assert (config.power, config.extends) == (cell.power, cell.proposal == VERIFIED)
 
 
