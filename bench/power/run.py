@@ -48,6 +48,8 @@ PAGE = REPOSITORY / "docs" / "powers.md"
 MARKS = "<!-- power:begin -->", "<!-- power:end -->"
 #: Log-probabilities of all answers are those of the target at temperature 1.
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+#: CPU seconds are those of one thread.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: What is stored of `answers.kept_of`; the files are published.
 KEPT = (
     "completion_tokens",
@@ -112,7 +114,7 @@ class Power(RealStudy):
 
     def launch(self, name: str) -> Launch:
         launch = super().launch(name)
-        return replace(launch, environment={**launch.environment, **ENVIRONMENT})
+        return replace(launch, environment={**launch.environment, **ENVIRONMENT, **ONE_THREAD})
 
     def identity(self, cell: Cell) -> dict[str, Any]:
         chain = {"block": BLOCK, "steps": STEPS} if cell.proposal == MCMC else {}
