@@ -37,7 +37,7 @@ from power.metropolis import BLOCK, STEPS, Chain
 from power.rows import Answer, Row, chart, markdown, rows_of, summary
 from real.run import PAIRS, RealStudy, tokenizer
 from results import Report
-from speed.remote import RemoteEngine, running
+from speed.remote import FLUSH, RemoteEngine, running
 from study import REPOSITORY, bar, write_between
 from tqdm import tqdm
 
@@ -173,6 +173,9 @@ class Power(RealStudy):
         read: set[int] = set()
         for cell, pairs in batches:
             progress.set_description_str(cell.slug)
+            if self.flushes(cell):  # matches would find the answers of other cells
+                engine.post(FLUSH)
+                read.clear()
             unread = list({index: None for _, index in pairs if index not in read})
             read |= {*unread}
             self._read_prompts(engine, cell, unread)

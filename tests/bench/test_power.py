@@ -108,8 +108,12 @@ def test_a_long_chain_samples_from_the_power(monkeypatch: pytest.MonkeyPatch) ->
 class Engine:
     """Greedy is right at even problems; powers and one of eight samples always are."""
 
-    def __init__(self, asked: list[dict[str, Any]]) -> None:
-        self.asked = asked
+    def __init__(self, asked: list[dict[str, Any]], flushed: list[int]) -> None:
+        self.asked, self.flushed = asked, flushed
+
+    def post(self, route: str) -> None:
+        assert route.startswith("/flush_cache")
+        self.flushed.append(len(self.asked))
 
     def generate(self, **question: Any) -> Any:
         params = question["sampling_params"]
@@ -145,6 +149,7 @@ class Bench:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.asked: list[dict[str, Any]] = []
+        self.flushed: list[int] = []  # after so many requests
         self.started: list[str] = []
         self.problems = folder / "test.jsonl"
         self.problems.write_text("".join(json.dumps(PROBLEM) + "\n" for _ in range(20)))
@@ -166,7 +171,7 @@ class Bench:
         assert launch.environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "1"
         is_smc = "speculative_algorithm" in launch.arguments
         self.started.append("SMC" if is_smc else "plain")
-        yield Engine(self.asked)
+        yield Engine(self.asked, self.flushed)
 
     def __call__(self, *words: str) -> dict[str, rows.Row]:
         self.asked.clear()
@@ -202,6 +207,14 @@ def test_rows_compare_the_same_problems(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "published" / "power" / "power.png").exists()
     bench("--only", *only)
     assert bench.asked == [] and bench.started == []
+
+
+def test_matches_find_no_answer_of_another_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch)
+    bench("--only", "smollm2-p4-n8", "smollm2-p2-n8", "smollm2-plain-t0")
+    assert bench.flushed == [0, 10, 40, 50]  # plain decoding answers 20 problems in between
 
 
 def test_what_an_h200_takes_is_by_rows_and_passes() -> None:
