@@ -7,6 +7,7 @@
 # make power       powers of a real model beside plain decoding and other samplers of powers, resumable, hours
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
+# make conformance what speculation must not change: features by server, each checked, resumable, half an hour
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, 80 seconds
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tools tests bench docs examples setup.py conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts real real-models gsm8k power speed soak support upstream quick test test-core test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models gsm8k power speed soak support conformance upstream quick test test-core test-oldest test-all lint check
 .PHONY: catalogue docs dist clean
 
 help:
@@ -79,6 +80,10 @@ support: venv
 # SOAK_ARGS='--minutes 600' for a night.
 soak: venv
 	$(BIN)/python bench/soak $(SOAK_ARGS)
+
+# CONFORMANCE_ARGS=--publish writes the table of docs/coming-from-sglang.md.
+conformance: venv
+	$(BIN)/python bench/conformance $(CONFORMANCE_ARGS)
 
 # All that are supported, or VERSION alone. What the environment holds is read there, where there is
 # one; else any Python with pip will do. Wheels go to ~/.cache/sglang-smc.

@@ -29,7 +29,9 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     tile, num_tiles = tiles(vocab_size, _TILE)
     rows = _Rows(
         logits,
-        *logits.stride()[:3],
+        logits.stride(0),
+        logits.stride(1),
+        logits.stride(2),
         vocab_size,
         edits.columns,
         *contiguous((edits.rows, edits.min_new_tokens, edits.stop_mask, edits.starts)),

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 from sglang_smc.smc.verification import Kept, Verified
-from sglang_smc.smc.weighing import SCHEMES, Block, Decision, Resampled
+from sglang_smc.smc.weighing import HALF_RATIO_INVERSE, SCHEMES, Block, Decision, Resampled
 
 _SYSTEMATIC = tl.constexpr(SCHEMES.index("systematic"))
 _MULTINOMIAL = tl.constexpr(SCHEMES.index("multinomial"))
+_CHOPTHIN = tl.constexpr(SCHEMES.index("chopthin"))
+_HALF_RATIO_INVERSE = tl.constexpr(HALF_RATIO_INVERSE)
 
 
 class _Sizes(NamedTuple):
@@ -243,9 +245,62 @@ def _ancestors_of(block, weights, size, sizes, group, particle, here):
     uniforms = block.uniforms + group * sizes.num_particles
     scheme = tl.load(block.scheme + group)
     points = tl.load(uniforms + particle, mask=here, other=0.0)
-    in_place = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points) + particle
+    has_one = (scheme == _SYSTEMATIC) | (scheme == _CHOPTHIN)
+    in_place = tl.where(has_one, tl.load(uniforms), points) + particle
     points = tl.where(scheme == _MULTINOMIAL, points, in_place / size)
     return _ancestors(weights, points, particle)
+
+
+@triton.jit
+def _chopped(weights, size):
+    """Return each particle's mean number of offspring and the bound, see `smc.weighing.chopped`."""
+    scaled = weights * _HALF_RATIO_INVERSE
+    below = tl.maximum(_last_place(weights, weights, size), _last_place(weights, scaled, size))
+    is_light = weights <= below
+    is_heavy = scaled > below
+    light = tl.sum(tl.where(is_light, weights, 0.0), 0)
+    heavy = tl.sum(tl.where(is_heavy, weights, 0.0), 0)
+    num_whole = tl.sum((~is_light & ~is_heavy).to(tl.int32), 0)
+    bound = (light + heavy * _HALF_RATIO_INVERSE) / (size - num_whole)
+    bound = tl.where(bound > 0, bound, 1.0)
+    return _num_offspring(weights, bound), bound
+
+
+@triton.jit
+def _last_place(weights, places, size):
+    """Return the largest of the places where the numbers of offspring sum to N or more, or 0."""
+    bounds = tl.where(places > 0, places, 1.0)
+    sums = tl.sum(_num_offspring(weights[None, :], bounds[:, None]), 1)
+    return tl.max(tl.where(sums >= size, places, 0.0), 0)
+
+
+@triton.jit
+def _num_offspring(weights, bound):
+    ratio = weights / bound
+    return tl.minimum(ratio, tl.maximum(ratio * _HALF_RATIO_INVERSE, 1.0))
+
+
+@triton.jit
+def _of_copies(weights, bound, size, ancestors, present, particle):
+    """Return the log-weights of chopthin's offspring, see `smc.weighing.resample`."""
+    same = (ancestors[:, None] == ancestors[None, :]) & present[None, :]
+    num_alike = tl.sum(same.to(tl.int32), 1).to(tl.float64)
+    is_own = ancestors[:, None] == particle[None, :]
+    own = tl.sum(tl.where(is_own, weights[None, :], 0.0), 1)
+    heavy = tl.maximum(own, bound) * size
+    return tl.log(heavy) - tl.log(tl.maximum(num_alike, 1.0))
+
+
+@triton.jit
+def _drawn(block, relative, size, sizes, group, particle, present, here):
+    """Return ancestors, and the log-weights of their copies, see `smc.weighing.resample`."""
+    weights = _normalized(relative)
+    shares, bound = _chopped(weights, size)
+    is_chopped = tl.load(block.scheme + group) == _CHOPTHIN
+    shares = tl.where(is_chopped, shares, weights)
+    ancestors = _ancestors_of(block, shares, size, sizes, group, particle, here)
+    of_copies = _of_copies(weights, bound, size, ancestors, present, particle)
+    return ancestors, tl.where(is_chopped, of_copies, 0.0)
 
 
 @triton.jit
@@ -288,15 +343,14 @@ def _reweight(block, found, sizes, padded_particles: tl.constexpr, padded_column
 
     # resample
     relative = tl.sum(tl.where(at[:, None], relative, 0.0), 0)
-    ancestors = _ancestors_of(block, _normalized(relative), size, sizes, group, particle, here)
-    ancestors = tl.where(resampled & present, ancestors, particle)
-    log_weights = tl.where(resampled & present, 0.0, weighed)
-    log_evidence = tl.where(resampled, _pick(total, at) - tl.log(size), 0.0)
-    num_left = _num_distinct(ancestors, present, particle)
-    tl.store(found.num_killed + group, size.to(tl.int64) - num_left)
+    drawn = _drawn(block, relative, size, sizes, group, particle, present, here)
+    ancestors = tl.where(resampled & present, drawn[0], particle)
+    log_weights = tl.where(resampled & present, drawn[1], weighed)
+    num_killed = size.to(tl.int64) - _num_distinct(ancestors, present, particle)
+    tl.store(found.num_killed + group, num_killed)
     tl.store(found.ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(found.log_weights + own, log_weights, mask=here)
-    tl.store(found.log_evidence + group, log_evidence)
+    tl.store(found.log_evidence + group, tl.where(resampled, _pick(total, at) - tl.log(size), 0.0))
 
 
 @triton.jit

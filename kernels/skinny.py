@@ -24,7 +24,7 @@ from sglang_smc.kernels.attention import work
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused
 
 
-class Blocks(NamedTuple):
+class Tiles(NamedTuple):
     """The tile sizes of one program, and the stages of its pipeline."""
 
     rows: Any
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 @lru_cache
 def blocks_of(
     num_rows: int, shape: tuple[int, int], element_size: int, gated: bool, chip: work.Chip
-) -> Blocks:
+) -> Tiles:
     """Return the tiles for ``[outputs, inputs]`` of ``element_size`` bytes, to fit on the chip.
 
     Raises ValueError for sizes that no tile divides.
@@ -56,7 +56,7 @@ def blocks_of(
         most = 512 if inputs > 4096 else 256
         stages = 3 if most * element_size > 512 else 4
     at_once = math.gcd(outputs, 32 if gated or is_wide else 16)
-    return Blocks(rows, at_once, math.gcd(inputs, most), stages)
+    return Tiles(rows, at_once, math.gcd(inputs, most), stages)
 
 
 def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
@@ -85,7 +85,7 @@ def skinny(x: torch.Tensor, weight: torch.Tensor, fused: Fused) -> torch.Tensor:
         num_rows,
         fused._replace(gated=tl.constexpr(fused.gated), dtype=None),
         sizes=_Sizes(*map(tl.constexpr, (inputs, width, outputs))),
-        blocks=Blocks(*map(tl.constexpr, blocks)),
+        blocks=Tiles(*map(tl.constexpr, blocks)),
         overlaps=chip.overlaps,
         num_warps=4,
         **launch,

@@ -106,7 +106,7 @@ class Columns(NamedTuple):
     def of(cls, p: TokenDistribution, q: Sequence[TokenDistribution], num_chains: int) -> "Columns":
         """Return the columns' distributions; p and q are of `verify`, for N chains."""
         of_p, p_sums, _ = summed(p)
-        of_q = [summed(law)[:2] for law in q]
+        of_q = [(of, sums) for of, sums, _ in map(summed, q)]
         given = [_tensors_of(*law) for law in of_q]
         kinds = {(of.draws_each, of.vocab_size, sums.num_tiles) for of, sums in of_q}
         assert len(kinds) == 1, "all columns have distributions of the same sizes"
@@ -154,6 +154,13 @@ class _Column(NamedTuple):
     unit: Any  # of `_Sizes`
 
 
+class _Uniforms(NamedTuple):
+    """Hold a uniform of each group."""
+
+    tensor: torch.Tensor  # [G] float64
+    stride: int
+
+
 class _Read(NamedTuple):
     """Hold what tiles of nodes hand to `_share_out`."""
 
@@ -191,8 +198,8 @@ def verify(
         residuals=of_groups(torch.float32, p.scores.shape[1]),
     )
     sizes = columns.sizes
-    each = uniforms, uniforms.stride(0)
-    _leave[(size,)](tree, layers, each, found, num_chains, num_steps, sizes, num_warps=1)
+    of_group = _Uniforms(uniforms, uniforms.stride(0))
+    _leave[(size,)](tree, layers, of_group, found, num_chains, num_steps, sizes, num_warps=1)
     grid = size, layers.residual.shape[3]
     _store_residual[grid](
         layers, columns.laws, found, num_chains, num_steps, sizes, num_warps=8, **_EXACT
@@ -386,20 +393,27 @@ def _read_nodes(tree, laws, read, num_chains, sizes):
             log_p, log_q, _ = _read_tokens(at, own, node, p_row, q_row, tokens)
             tl.store(read.log_p + to, log_p, mask=goes)
             tl.store(read.log_q + to, log_q, mask=goes)
-        numbers = tl.arange(0, NUM_BINS)
-        tile: tl.constexpr = sizes.tile
-        chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
-        in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-        in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
-        for start in range(0, tile, chunk):
-            columns = part * tile + start + tl.arange(0, chunk)
-            log_p, log_q, bins = _read_tokens(at, own, node, p_row, q_row, columns)
-            in_bin = bins[None, :] == numbers[:, None]
-            in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
-            in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
-        masses = read.masses + ((first + node) * sizes.num_tiles + part) * (2 * NUM_BINS) + numbers
-        tl.store(masses, tl.sum(in_p, 1))
-        tl.store(masses + NUM_BINS, tl.sum(in_q, 1))
+        in_p, in_q = _masses_of_tile(at, own, node, p_row, q_row, part, sizes.tile)
+        of_tile = ((first + node) * sizes.num_tiles + part) * (2 * NUM_BINS)
+        masses = read.masses + of_tile + tl.arange(0, NUM_BINS)
+        tl.store(masses, in_p)
+        tl.store(masses + NUM_BINS, in_q)
+
+
+@triton.jit
+def _masses_of_tile(at, own, node, p_row, q_row, part, tile: tl.constexpr):
+    """Return the masses of p and of q that a tile of a node's tokens has in each bin, ``[B]``."""
+    numbers = tl.arange(0, NUM_BINS)
+    chunk: tl.constexpr = _CHUNK if tile > _CHUNK else tile
+    in_p = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+    in_q = tl.zeros([NUM_BINS, chunk], dtype=tl.float32)
+    for start in range(0, tile, chunk):
+        columns = part * tile + start + tl.arange(0, chunk)
+        log_p, log_q, bins = _read_tokens(at, own, node, p_row, q_row, columns)
+        in_bin = bins[None, :] == numbers[:, None]
+        in_p += tl.where(in_bin, tl.exp(log_p)[None, :], 0.0)
+        in_q += tl.where(in_bin, tl.exp(log_q)[None, :], 0.0)
+    return tl.sum(in_p, 1), tl.sum(in_q, 1)
 
 
 @triton.jit
@@ -482,41 +496,59 @@ def _at(table, nodes, bins):
     return tl.sum(tl.where(numbers == bins[:, None], rows, 0.0), 1)
 
 
+@triton.jit
+def _claims(rates, density, parent, live, w_parent, log_p, log_q):
+    """Return what each chain claims for its child: c g(S), trimmed to F_v(x) <= w_v p(x | v)."""
+    bins = _bin_of(log_p, log_q)
+    rate = tl.where(live, _at(rates, parent, bins), 0.0)
+    flow = _at(density, parent, bins) * tl.exp(log_q)
+    target = tl.where(live, w_parent * tl.exp(log_p), 0.0)
+    trim = tl.minimum(target / tl.maximum(flow, _TINY), 1.0)
+    return tl.where(live, rate * _per_rate(tl.sum(rate, 0)) * trim, 0.0)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _share_out(tree, layers, read, num_chains, num_steps, sizes):
-    """Have a group's chains race in each layer, and store densities of nodes and shares."""
+    """Share out each layer of a group in turn, and store the shares w_v and densities F_v / q.
+
+    A turn is that of `smc.verification.share_out`. Chains that go on from a node v race for its
+    share; a race gives each token a rate c, by its bin of p / q. A chain claims c g(S), where S is
+    the sum of all chains' rates, and a child's share w_vx is the sum of what its chains claim.
+    """
     num_nodes = tl.num_programs(0) * num_chains
-    group, chain = tl.program_id(0), tl.arange(0, sizes.padded_chains)
+    group = tl.program_id(0)
+    chain = tl.arange(0, sizes.padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
     lengths = tl.load(tree.lengths + place, mask=here, other=0)
-    shares, parent = tl.where(chain == 0, 1.0, 0.0), chain * 0
-    tl.store(layers.shares + place, shares, mask=here)
+    w_v = tl.where(chain == 0, 1.0, 0.0)
+    parent = chain * 0
+    tl.store(layers.shares + place, w_v, mask=here)
     for column in range(num_steps):
-        at = column * num_nodes + place
+        # `forked`: which chains go on, and from how many a node gets children.
         child = tl.load(tree.nodes + place * (num_steps + 1) + column + 1, mask=here, other=-1)
         child = child.to(tl.int32) - group * num_chains
-        of_parent = tl.gather(shares, parent, 0)
-        live = here & (column < lengths) & (of_parent > _LEAST_SHARE)
-        is_child = (chain[:, None] == child[None, :]) & live[None, :]
+        w_parent = tl.gather(w_v, parent, 0)
+        live = here & (column < lengths) & (w_parent > _LEAST_SHARE)
         is_parent = (chain[:, None] == parent[None, :]) & live[None, :]
         splits = tl.max(is_parent.to(tl.int32), 1) != 0
-        log_p = tl.load(read.log_p + at, mask=live, other=-float("inf"))
-        log_q = tl.load(read.log_q + at, mask=live, other=-float("inf"))
-        target = tl.where(live, of_parent * tl.exp(log_p), 0.0)
         counts = tl.sum(tl.where(is_parent, 1.0, 0.0), 1)
+
+        # `race`: rates, and the density F_v / q of each bin.
+        at = column * num_nodes + place
         in_p, in_q = _all_masses(read, at, splits, sizes)
-        rates, density = _race(shares, counts, in_p, in_q)
+        rates, density = _race(w_v, counts, in_p, in_q)
         table = layers.density + (at * NUM_BINS)[:, None] + tl.arange(0, NUM_BINS)[None, :]
         tl.store(table, density, mask=splits[:, None])
-        bins = _bin_of(log_p, log_q)
-        rate = tl.where(live, _at(rates, parent, bins), 0.0)
-        flow = _at(density, parent, bins) * tl.exp(log_q)
-        trim = tl.minimum(target / tl.maximum(flow, _TINY), 1.0)
-        claim = tl.where(live, rate * _per_rate(tl.sum(rate, 0)) * trim, 0.0)
-        shares = tl.sum(tl.where(is_child, claim[None, :], 0.0), 1)
+
+        # Claims, and the shares of the next layer.
+        log_p = tl.load(read.log_p + at, mask=live, other=-float("inf"))
+        log_q = tl.load(read.log_q + at, mask=live, other=-float("inf"))
+        claim = _claims(rates, density, parent, live, w_parent, log_p, log_q)
+        is_child = (chain[:, None] == child[None, :]) & live[None, :]
+        w_v = tl.sum(tl.where(is_child, claim[None, :], 0.0), 1)
         parent = tl.where(here, child, chain)
-        tl.store(layers.shares + at + num_nodes, shares, mask=here)
+        tl.store(layers.shares + at + num_nodes, w_v, mask=here)
 
 
 @triton.jit
@@ -546,49 +578,81 @@ def _add_up_residual(tree, layers, laws, num_chains, sizes):
     tl.store(layers.residual + of_layer * sizes.num_tiles + part, left)
 
 
+@triton.jit
+def _shares_and_residuals(layers, layer, place, here, num_nodes, num_steps, sizes):
+    """Return w_v and r_v, the sum over x of R_v(x), of a group's nodes in a layer: [N] float64.
+
+    In the last layer no node has children, and r_v is w_v.
+    """
+    of_layer = layer * num_nodes + place
+    w_v = tl.load(layers.shares + of_layer, mask=here, other=0.0).to(tl.float64)
+    r_v = w_v
+    if layer < num_steps:
+        part = tl.arange(0, sizes.padded_tiles)[None, :]
+        parts = layers.residual + (of_layer * sizes.num_tiles)[:, None] + part
+        inside = here[:, None] & (part < sizes.num_tiles)
+        r_v = tl.sum(tl.load(parts, mask=inside, other=0.0).to(tl.float64), 1)
+    return w_v, r_v
+
+
+@triton.jit
+def _stops(w_v, r_v, reach):
+    """Return the probabilities to stop at each node of a layer, and to come to the one above.
+
+    A turn of `smc.verification.exits`. The decision comes to layer j with probability ``reach``,
+    and stops there with r_j / (r_j + f_j), where r_j is the sum of r_v, and f_j = 1 - sum w_v.
+    """
+    f_j = 1.0 - tl.sum(w_v, 0)
+    f_j = tl.where(f_j < _ROUNDING, 0.0, f_j)
+    total = tl.sum(r_v, 0) + f_j
+    scale = tl.where(total > 0, reach / tl.where(total > 0, total, 1.0), 0.0)
+    return r_v * scale, tl.where(total > 0, f_j * scale, reach)
+
+
+@triton.jit
+def _has_children(tree, node, place, here, column, num_steps):
+    """Return whether some chain of a group goes on from a node."""
+    lengths = tl.load(tree.lengths + place, mask=here, other=0)
+    nodes = tl.load(tree.nodes + place * (num_steps + 1) + column, mask=here, other=-1)
+    goes = (nodes == node) & (column < lengths)
+    return tl.max(goes.to(tl.int32), 0) != 0
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def _leave(tree, layers, uniforms, found, num_chains, num_steps, sizes):
-    """Draw where a group stops, from the deepest layer up."""
-    num_nodes, num_tiles = tl.num_programs(0) * num_chains, sizes.num_tiles
-    padded_chains: tl.constexpr = sizes.padded_chains
+    """Draw where a group stops, from the deepest layer up: `smc.verification.leave`.
+
+    The first node at which the probabilities to stop exceed the uniform; by rounding they may all
+    stay below it, and then the last node at which there is one.
+    """
+    num_nodes = tl.num_programs(0) * num_chains
     group = tl.program_id(0)
-    chain = tl.arange(0, padded_chains)
+    chain = tl.arange(0, sizes.padded_chains)
     here = chain < num_chains
     place = group * num_chains + chain
-    part = tl.arange(0, sizes.padded_tiles)[None, :]
-    uniform = tl.load(uniforms[0] + group * uniforms[1])
-    reach, passed = uniform * 0.0 + 1.0, uniform * 0.0
-    column, winner = num_steps * 0, num_steps * 0
+    uniform = tl.load(uniforms.tensor + group * uniforms.stride)
+    reach = tl.full([], 1.0, tl.float64)
+    passed = tl.full([], 0.0, tl.float64)  # sum of the probabilities so far
+    column = tl.full([], 0, tl.int32)
+    winner = tl.full([], 0, tl.int32)
     searches = column == 0
     for up in range(num_steps + 1):
         layer = num_steps - up
-        of_layer = layer * num_nodes + place
-        shares = tl.load(layers.shares + of_layer, mask=here, other=0.0).to(tl.float64)
-        residual = shares
-        if layer < num_steps:
-            parts = layers.residual + (of_layer * num_tiles)[:, None] + part
-            inside = here[:, None] & (part < num_tiles)
-            residual = tl.sum(tl.load(parts, mask=inside, other=0.0).to(tl.float64), 1)
-        missing = 1.0 - tl.sum(shares, 0)
-        missing = tl.where(missing < _ROUNDING, 0.0, missing)
-        total = tl.sum(residual, 0) + missing
-        scale = tl.where(total > 0, reach / tl.where(total > 0, total, 1.0), 0.0)
-        reach = tl.where(total > 0, missing * scale, reach)
-        chance = residual * scale + tl.where((layer == 0) & (chain == 0), reach, 0.0)
+        w_v, r_v = _shares_and_residuals(layers, layer, place, here, num_nodes, num_steps, sizes)
+        chance, reach = _stops(w_v, r_v, reach)
+        chance += tl.where((layer == 0) & (chain == 0), reach, 0.0)  # zero, but for rounding
         through = passed + tl.cumsum(chance, 0)
-        first = tl.min(tl.where(here & (through > uniform), chain, padded_chains), 0)
+        first = tl.min(tl.where(here & (through > uniform), chain, sizes.padded_chains), 0)
         last = tl.max(tl.where(chance > 0, chain, -1), 0)
-        stop = tl.where(first < padded_chains, first, last)
-        is_here = searches & (stop >= 0)  # the last of all, to rounding
-        column, winner = tl.where(is_here, layer, column), tl.where(is_here, stop, winner)
-        searches = searches & (first == padded_chains)
+        stop = tl.where(first < sizes.padded_chains, first, last)
+        may_stop = searches & (stop >= 0)
+        column = tl.where(may_stop, layer, column)
+        winner = tl.where(may_stop, stop, winner)
+        searches = searches & (first == sizes.padded_chains)
         passed += tl.sum(chance, 0)
-    lengths = tl.load(tree.lengths + place, mask=here, other=0)
-    nodes = tl.load(tree.nodes + place * (num_steps + 1) + column, mask=here, other=-1)
     node = group * num_chains + winner
-    goes = (nodes == node) & (column < lengths)
     share = tl.load(layers.shares + column * num_nodes + node)
-    rejects = (tl.max(goes.to(tl.int32), 0) != 0) & (share > _LEAST_SHARE)
+    rejects = _has_children(tree, node, place, here, column, num_steps) & (share > _LEAST_SHARE)
     tl.store(found.num_columns + group, column.to(tl.int64))
     tl.store(found.winner + group, winner.to(tl.int64))
     tl.store(found.rejects + group, rejects)

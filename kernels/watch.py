@@ -57,8 +57,16 @@ def watch(
     Reference: `sglang_smc.smc.fidelity.watch`, same arguments, to rounding (1e-4 of each term).
     """
     size, num_particles, _ = sums.shape
+    own = path._replace(
+        coins=path.coins.contiguous(),
+        num_steps=path.num_steps.contiguous(),
+        measured=path.measured.contiguous(),
+        ancestors=path.ancestors.contiguous(),
+        starts=path.starts.contiguous(),
+        lengths=path.lengths.contiguous(),
+    )
     at = _At(
-        Path._make((*contiguous(path[:-1]), path.tails)),
+        own,
         path.tails.stride(),
         num_particles,
         len(p.scores) // len(q.scores),

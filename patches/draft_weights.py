@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import head_parts
-from sglang_smc.models.head_kinds import HEADS
 from sglang_smc.server.hooks import Hooks
 
 PATCHES = Hooks()

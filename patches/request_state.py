@@ -18,14 +18,9 @@ from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Hooks
 from sglang_smc.state.failures import take_mark
 from sglang_smc.state.metrics import Monitor
-from sglang_smc.state.request import (
-    RequestState,
-    drop_sampled_logprobs,
-    find_state,
-    has_open_token,
-    publish,
-    rewind_stream,
-)
+from sglang_smc.state.request import RequestState, find_state
+from sglang_smc.state.stream import drop_sampled_logprobs, publish, rewind_stream
+from sglang_smc.state.texts import has_open_token
 from sglang_smc.upstream import NEWER
 
 PATCHES = Hooks()

@@ -10,11 +10,12 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
 from sglang_smc.kv.report import Table
+from sglang_smc.operator_code import describe
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig, is_smc
 from sglang_smc.potentials.runner import PotentialRunner
-from sglang_smc.potentials.spec import FLAG, describe, load
+from sglang_smc.potentials.spec import FLAG, load
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
@@ -62,8 +63,11 @@ def config_of(server_args: Arguments) -> SMCConfig:
 
 def drafts_all(resolved: Arguments) -> bool:
     """Return whether the draft of these resolved arguments may draft any token."""
-    from sglang_smc.models.head_kinds import knows_all
+    from sglang_smc.models.head_kinds import drafter_named, knows_all
 
+    own = resolved.speculative_smc_draft_class
+    if own is not None and not drafter_named(own).drafts_all:
+        return False
     if resolved.speculative_draft_model_path is None:
         return True
     return resolved.speculative_token_map is None and knows_all(resolved)

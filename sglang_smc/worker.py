@@ -1,6 +1,6 @@
 """Run SMC speculative decoding as a worker of SGLang's scheduler.
 
-The algorithm is `round.play.Round.play`. Its state is on the device, in tables keyed by
+The algorithm is `round.play.ServedRound.play`. Its state is on the device, in tables keyed by
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
@@ -51,9 +51,7 @@ class SMCWorker(WeightUpdates):
         assert resolved.device is not None, "SGLang finds one as it reads its arguments"
         self.device = resolved.device
         self._target_worker = target_worker
-        self._draft_worker = None
-        if not self.config.ngram_matches:
-            self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
+        self._draft_worker = drafts.build(target_worker, server_args, placement, self.config)
         self.read_shapes()
         group = get_parallel().tp_group
         self._ops = operations(
@@ -205,6 +203,7 @@ class SMCWorker(WeightUpdates):
             outcome = self._round.play_in_slices(inputs, shape, batch.reqs, resized, launched)
         return SMCBatchResult.of(
             outcome,
+            self._round.extras,
             can_run_cuda_graph=recorded is not None,
             monitor=self.monitor,
             budgets=[state_of(req).sizes for req in batch.reqs],

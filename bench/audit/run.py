@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -27,7 +26,7 @@ from pair.task import held_out
 from results import markdown_table, provenance
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
-from sglang_smc_tools.demo.serving import Launch, ServerError, running
+from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in, running
 from sglang_smc_tools.real.models import CACHE, MODELS, checkpoint
 from sglang_smc_tools.testing import audit, audit_texts
 from sglang_smc_tools.testing.audit_pressure import sweep
@@ -42,7 +41,7 @@ _CPU = {"device": "cpu", "dtype": "float32", "context_length": 1024, "log_level"
 _CPU |= {"max_running_requests": 32, "model_path": str(study.PAIR / "target")}
 
 
-class Server(NamedTuple):
+class AuditedServer(NamedTuple):
     """A server under audit."""
 
     name: str
@@ -82,10 +81,12 @@ def _shape(num_particles: int, num_steps: int) -> dict[str, int]:
     return {"speculative_smc_num_particles": num_particles, "speculative_num_steps": num_steps}
 
 
-def _copying(name: str, fault: str = "") -> Server:
+def _copying(name: str, fault: str = "") -> AuditedServer:
     """Return a server that is asked for copies alone, by its name in `COPYING`."""
     more = {"copies": True, "environment": _RETRACTING if fault == "retracted" else {}}
-    return Server(f"{name} copying{fault and f' with {fault}'}", COPYING[name], fault, **more)
+    return AuditedServer(
+        f"{name} copying{fault and f' with {fault}'}", COPYING[name], fault, **more
+    )
 
 
 CHAIN = _own("STANDALONE", "draft", 1)
@@ -99,7 +100,7 @@ _NO_RADIX, _PAGES = {"disable_radix_cache": True}, {"page_size": 16}
 _HOST = {"max_total_tokens": 4096, "enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 COPYING = {"STANDALONE": CHAIN, "EAGLE-3": EAGLE_TREE, "SMC exact": _smc("exact")}
 COPYING = {name: arguments | _FEW_SLOTS for name, arguments in COPYING.items()}
-SIMULATED = Server("simulated")
+SIMULATED = AuditedServer("simulated")
 COARSE = ("bfloat16", "float16")
 _HEADS = "eagle3", "mtp", "dflash", "dspark"  # of the shipped pair
 _REAL = {"model_path": "smollm2", "max_total_tokens": 16_384}
@@ -140,28 +141,36 @@ LOSSLESS: dict[str, dict[str, Any]] = {
 }
 SERVERS = (
     SIMULATED,
-    *(Server(name, arguments) for name, arguments in LOSSLESS.items()),
-    Server("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
-    Server("SMC exact of all depths", _smc("exact"), is_swept=True),
-    Server("AR with adapters", adapters="abc"),
-    Server("SMC exact with adapters", _smc("exact") | _shape(2, 4), adapters="abc"),
-    *(Server(f"SmolLM2 {name}", {**more, **_REAL}, prompts=2) for name, more in REAL.items()),
-    Server("SMC auto", _smc("auto")),
-    Server("SMC default", _smc("smc")),
-    *(Server(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
-    *(Server(f"SMC exact in {dtype}", {**_smc("exact"), "dtype": dtype}) for dtype in COARSE),
-    *(Server(f"STANDALONE with {fault}", CHAIN, fault) for fault in STOCK),
-    Server("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus"),
-    *(Server(f"SMC of one chain with {fault}", _ONE_CHAIN, fault) for fault in OWN),
+    *(AuditedServer(name, arguments) for name, arguments in LOSSLESS.items()),
+    AuditedServer("SMC exact overlapped", _smc("exact"), environment={CPU_OVERLAP_ENV: "1"}),
+    AuditedServer("SMC exact of all depths", _smc("exact"), is_swept=True),
+    AuditedServer("AR with adapters", adapters="abc"),
+    AuditedServer("SMC exact with adapters", _smc("exact") | _shape(2, 4), adapters="abc"),
+    *(
+        AuditedServer(f"SmolLM2 {name}", {**more, **_REAL}, prompts=2)
+        for name, more in REAL.items()
+    ),
+    AuditedServer("SMC auto", _smc("auto")),
+    AuditedServer("SMC default", _smc("smc")),
+    *(AuditedServer(f"AR in {dtype}", {"dtype": dtype}) for dtype in COARSE),
+    *(
+        AuditedServer(f"SMC exact in {dtype}", {**_smc("exact"), "dtype": dtype})
+        for dtype in COARSE
+    ),
+    *(AuditedServer(f"STANDALONE with {fault}", CHAIN, fault) for fault in STOCK),
+    AuditedServer("STANDALONE of one step with bonus", {**CHAIN, **_ONE_STEP}, "bonus"),
+    *(AuditedServer(f"SMC of one chain with {fault}", _ONE_CHAIN, fault) for fault in OWN),
     *map(_copying, COPYING),
-    Server("STANDALONE retracting", COPYING["STANDALONE"], copies=True, environment=_RETRACTING),
+    AuditedServer(
+        "STANDALONE retracting", COPYING["STANDALONE"], copies=True, environment=_RETRACTING
+    ),
     *(_copying("STANDALONE", fault) for fault in KV[:-1]),
     *(_copying("SMC exact", fault) for fault in KV[:-2]),
     _copying("EAGLE-3", KV[-1]),
 )
 
 
-def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
+def measure(server: AuditedServer, options: argparse.Namespace) -> dict[str, Any]:
     """Audit a server so often; return the first audit and those that failed, or what went wrong."""
     begin = time.monotonic()
     facts = {"name": server.name, "fault": server.fault, "is_lossless": server.is_lossless}
@@ -180,13 +189,7 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     return {**facts, "audits": [audits[0], *(one for one in audits[1:] if not one["passed"])]}
 
 
-def reason_in(log: str, otherwise: str) -> str:
-    """Return the last error that a log names, in SGLang's words; else what was seen here."""
-    found = re.findall(r"^(?:- )?(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
-    return found[-1] if found else otherwise.partition("\n")[0]
-
-
-def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def audited(server: AuditedServer, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start a server, and audit it."""
     from audit.adapters import make_adapter  # imports torch
 
@@ -219,7 +222,7 @@ def audited(server: Server, options: argparse.Namespace) -> Iterator[dict[str, A
             yield as_dict(audit.audit(endpoint, prompts, copies, **how).results)
 
 
-def most(server: Server, options: argparse.Namespace) -> int:
+def most(server: AuditedServer, options: argparse.Namespace) -> int:
     """Return the most answers of one audit."""
     if server.copies:
         return audit_texts.num_copies(options.copies)
@@ -321,7 +324,7 @@ def _corrupted(told: dict[str, Any]) -> str:
     return f"{wrong} of {sum(one['num_answers'] for one in some)}" if some else ""
 
 
-def told_of(server: Server, folder: Path) -> dict[str, Any]:
+def told_of(server: AuditedServer, folder: Path) -> dict[str, Any]:
     """Return what a folder has of a server, empty for nothing."""
     path = folder / f"{server.slug}.json"
     return json.loads(path.read_text()) if path.exists() else {}

@@ -20,8 +20,17 @@ from typing import Any, Literal, NamedTuple
 
 from answers import COMMON, about
 from charts import COLOURS, Point, scatter
-from fidelity.run import AR_TARGET, AUTO, EXACT, SMC_ENGINE, Cell, CellRow, Quality, make_rows
-from fidelity.scoring import Scored, ScoredStudy
+from fidelity.run import (
+    AR_TARGET,
+    AUTO,
+    EXACT,
+    SMC_ENGINE,
+    FidelityCell,
+    FidelityRow,
+    Quality,
+    make_rows,
+)
+from fidelity.scoring import ScoredAnswer, ScoredStudy
 from intervals import Interval
 from results import Report, by_temperature, interval_cell, number_cell, table, tokens_a_pass
 from study import PAIR, digest
@@ -84,30 +93,32 @@ def settings(engine: str) -> dict[str, Any]:
     return COMMON | ({} if proposal is None else SMC_ENGINE | dict(proposal.settings))
 
 
-def rule_of(cell: Cell) -> str:
+def rule_of(cell: FidelityCell) -> str:
     """Return a cell's acceptance rule: a mode of SMC, STANDALONE, or AR for the target alone."""
     if cell.smc is not None:
         return cell.smc["mode"]
     return cell.family or STANDALONE
 
 
-def cells(temperatures: Iterable[float]) -> list[Cell]:
+def cells(temperatures: Iterable[float]) -> list[FidelityCell]:
     """Return all cells, engine by engine."""
     every = list(temperatures)
-    found = [Cell(AR_TARGET, TARGET, t, family=AR_TARGET) for t in every]
+    found = [FidelityCell(AR_TARGET, TARGET, t, family=AR_TARGET) for t in every]
     for name in _BY_NAME:
         found += [
             _smc(name, mode, n, t) for t in every for mode in (EXACT, AUTO) for n in PARTICLES
         ]
     models = [one.name for one in PROPOSALS if one.kind == "model"]
     return found + [
-        Cell(f"{name} {STANDALONE}", f"{STANDALONE} {name}", t) for name in models for t in every
+        FidelityCell(f"{name} {STANDALONE}", f"{STANDALONE} {name}", t)
+        for name in models
+        for t in every
     ]
 
 
-def _smc(proposal: str, mode: str, num_particles: int, temperature: float) -> Cell:
+def _smc(proposal: str, mode: str, num_particles: int, temperature: float) -> FidelityCell:
     asked = {"mode": mode, "num_particles": num_particles, "num_steps": NUM_STEPS}
-    return Cell(f"{proposal} {mode} N={num_particles}", proposal, temperature, asked)
+    return FidelityCell(f"{proposal} {mode} N={num_particles}", proposal, temperature, asked)
 
 
 # --- Rows, with the speed to expect by the planner
@@ -154,7 +165,7 @@ class DraftRow(Quality):
 
 
 def rows_of(
-    answers: Mapping[Cell, Sequence[Scored]], plugin: Callable[[Cell], str]
+    answers: Mapping[FidelityCell, Sequence[ScoredAnswer]], plugin: Callable[[FidelityCell], str]
 ) -> list[DraftRow]:
     """Return a row for each complete cell; ``plugin`` names the code that measured it."""
     pairs = zip(answers.items(), make_rows(answers), strict=True)
@@ -162,7 +173,9 @@ def rows_of(
     return sorted(_compared(found), key=_place)
 
 
-def _row(cell: Cell, row: CellRow, found: Sequence[Scored], plugin: str) -> DraftRow:
+def _row(
+    cell: FidelityCell, row: FidelityRow, found: Sequence[ScoredAnswer], plugin: str
+) -> DraftRow:
     proposal, num_particles = proposal_of(cell.engine), row.num_particles or 1
     seconds = round_seconds(proposal.planned, num_particles) if proposal else plain_seconds()
     yielded = tokens_a_pass([one.info for one in found])
@@ -297,7 +310,7 @@ def note(origin: Mapping[str, Any]) -> str:
     )
 
 
-class Drafts(ScoredStudy[Cell]):
+class DraftStudy(ScoredStudy[FidelityCell]):
     """The study, with an engine for each proposal.
 
     The selected cells are measured with the current code. For the others existing answers are
@@ -313,7 +326,7 @@ class Drafts(ScoredStudy[Cell]):
     report = Report("drafts", DraftRow, markdown, plot_rows)
     note = staticmethod(note)
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[FidelityCell]:
         return cells(self.options.temperatures)
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -323,7 +336,7 @@ class Drafts(ScoredStudy[Cell]):
         proposal = proposal_of(name)
         return TARGET, proposal and proposal.folder
 
-    def identity(self, cell: Cell) -> dict[str, Any]:
+    def identity(self, cell: FidelityCell) -> dict[str, Any]:
         _, folder = self.models(cell.engine)
         draft = None if folder is None else digest((PAIR / folder).glob("*"))
         return super().identity(cell) | {"plugin": self.plugin(cell), "draft": draft}
@@ -332,4 +345,4 @@ class Drafts(ScoredStudy[Cell]):
         return rows_of(self.complete(), self.plugin)
 
 
-main = Drafts.main
+main = DraftStudy.main

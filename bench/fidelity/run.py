@@ -21,7 +21,7 @@ import answers
 import numpy as np
 from answers import COMMON
 from charts import COLOURS, Point, scatter
-from fidelity.scoring import Scored, ScoredStudy
+from fidelity.scoring import ScoredAnswer, ScoredStudy
 from intervals import (
     Interval,
     kl_at_least,
@@ -66,34 +66,34 @@ SMC_ENGINE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Cell(answers.Cell):
+class FidelityCell(answers.Cell):
     """A setting at a temperature; the engine is "target", "draft" or "smc"."""
 
     family: str = ""
     evidence_threshold: float | None = None  # in force, set or default
 
 
-def cells(temperatures: Iterable[float]) -> list[Cell]:
+def cells(temperatures: Iterable[float]) -> list[FidelityCell]:
     """Return all settings at each temperature, grouped by engine."""
     found = [cell for temperature in temperatures for cell in _cells(temperature)]
     return sorted(found, key=lambda cell: ("target", "draft", "smc").index(cell.engine))
 
 
-def _cells(temperature: float) -> list[Cell]:
-    def smc(family: str, c: float | None = None, **asked: Any) -> Cell:
+def _cells(temperature: float) -> list[FidelityCell]:
+    def smc(family: str, c: float | None = None, **asked: Any) -> FidelityCell:
         label = family
         if "evidence_threshold" in asked:
             c = asked["evidence_threshold"]
             label = f"{family} c={c:g}"
-        return Cell(label, "smc", temperature, {**SIZES, **asked}, 1, family, c)
+        return FidelityCell(label, "smc", temperature, {**SIZES, **asked}, 1, family, c)
 
     # `auto` and the default have thresholds too, and are measured under these names.
     verified = [c for c in AUTO_THRESHOLDS if c != AUTO_EVIDENCE_THRESHOLD]
     weighed = [c for c in SMC_THRESHOLDS if c != EVIDENCE_THRESHOLD]
     block = {"mode": "smc", "resample_at": "block"}
     return [
-        Cell(AR_TARGET, "target", temperature, family=AR_TARGET),
-        Cell(AR_DRAFT, "draft", temperature, family=AR_DRAFT),
+        FidelityCell(AR_TARGET, "target", temperature, family=AR_TARGET),
+        FidelityCell(AR_DRAFT, "draft", temperature, family=AR_DRAFT),
         smc(EXACT, mode="exact"),
         *(smc(AUTO, mode="auto", evidence_threshold=c) for c in verified),
         *(smc(SMC, **block, evidence_threshold=c) for c in weighed),
@@ -120,7 +120,7 @@ class Quality:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellRow(Quality):
+class FidelityRow(Quality):
     """A cell's numbers; ``None`` where a number does not apply."""
 
     slug: str
@@ -135,10 +135,10 @@ class CellRow(Quality):
     kl_at_most: Interval | None  # only for the paper's algorithm: -E[log Z]
 
 
-Answered = Sequence[Scored]
+Answered = Sequence[ScoredAnswer]
 
 
-def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
+def make_rows(answers: Mapping[FidelityCell, Answered]) -> list[FidelityRow]:
     """Return a row for each complete cell, compared with AR at the same temperature."""
     references = {cell.temperature: a for cell, a in answers.items() if cell.family == AR_TARGET}
     return [
@@ -147,7 +147,7 @@ def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
     ]
 
 
-def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
+def _row(cell: FidelityCell, found: Answered, reference: Answered | None) -> FidelityRow:
     infos, smc = [one.info for one in found], cell.smc or {}
     tokens = _column(found, "tokens")
     # The other modes keep no population.
@@ -160,7 +160,7 @@ def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
     if (cell.family, cell.evidence_threshold) == (SMC, 0):
         # -E[log Z] bounds KL(SMC || target) from above, for E[Z] = 1: cut columns bias Z.
         kl_at_most = ratio(-np.array([info["spec_smc_log_evidence"] for info in infos]))
-    return CellRow(
+    return FidelityRow(
         slug=cell.slug,
         family=cell.family,
         temperature=cell.temperature,
@@ -186,7 +186,7 @@ def _column(found: Answered, name: str) -> np.ndarray:
     return np.array([getattr(one, name) for one in found], dtype=float)
 
 
-COLUMNS: dict[str, Callable[[CellRow], str]] = {
+COLUMNS: dict[str, Callable[[FidelityRow], str]] = {
     "": lambda row: row.label,
     "tokens / target pass": lambda row: number_cell(row.tokens_per_pass, ".2f"),
     "tilt to the draft": lambda row: interval_cell(row.tilt, "+.3f"),
@@ -199,7 +199,7 @@ COLUMNS: dict[str, Callable[[CellRow], str]] = {
 }
 
 
-def markdown(rows: Sequence[CellRow], note: str) -> str:
+def markdown(rows: Sequence[FidelityRow], note: str) -> str:
     """Return a table for each temperature, with the upper bound of the paper's algorithm below."""
     parts = [note]
     for title, here in by_temperature(rows).items():
@@ -218,14 +218,14 @@ SERIES = dict.fromkeys((EXACT, AUTO), VERIFIED) | dict.fromkeys((SMC, DEFAULT), 
 STYLES = {VERIFIED: (COLOURS[0], "o"), WEIGHED: (COLOURS[1], "D")}
 
 
-def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
+def plot_rows(rows: Sequence[FidelityRow], path: Path) -> None:
     """Write KL against tokens per pass as a PNG to ``path``, with the accuracy of each point."""
     panels = {title: list(map(_point, here)) for title, here in by_temperature(rows).items()}
     names = "tokens per target pass", "KL to the target, nats an answer, at least"
     scatter(path, panels, STYLES, names, plain=1.0)
 
 
-def _point(row: CellRow) -> Point:
+def _point(row: FidelityRow) -> Point:
     label = f"{row.label}, {row.accuracy.mean:.1%} right"
     return Point(row.tokens_per_pass or 0.0, row.kl_at_least, SERIES.get(row.family, ""), label)
 
@@ -242,16 +242,16 @@ def note(origin: Mapping[str, Any]) -> str:
     )
 
 
-class Fidelity(ScoredStudy[Cell]):
+class Fidelity(ScoredStudy[FidelityCell]):
     """The study, with one engine for all modes."""
 
     name = "fidelity"
     about = "Tokens per target pass, accuracy, and distance from the target's law, of all modes."
     problems = 2000
-    report = Report("fidelity", CellRow, markdown, plot_rows)
+    report = Report("fidelity", FidelityRow, markdown, plot_rows)
     note = staticmethod(note)
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[FidelityCell]:
         return cells(self.options.temperatures)
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Fidelity(ScoredStudy[Cell]):
     def models(self, name: str) -> tuple[str, str | None]:
         return ("target", "draft") if name == "smc" else (name, None)
 
-    def rows(self) -> list[CellRow]:
+    def rows(self) -> list[FidelityRow]:
         return make_rows(self.complete())
 
 

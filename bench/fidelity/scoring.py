@@ -25,7 +25,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Scores:
+class AnswerScores:
     """Sums over an answer's tokens by the plain models, in nats; l is log q/p.
 
     Under the target the tokens' terms of innovation and tilt have mean 0, given the tokens before.
@@ -39,7 +39,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Scored(Scores, Record):
+class ScoredAnswer(AnswerScores, Record):
     """A graded answer with its scores."""
 
     @property
@@ -49,7 +49,7 @@ class Scored(Scores, Record):
 
 def score(
     prompt: Sequence[int], tokens: Sequence[int], temperature: float, models: Sequence[Any]
-) -> Scores:
+) -> AnswerScores:
     """Return the scores of an answer by the ``models`` target and draft."""
     import torch
 
@@ -60,7 +60,7 @@ def score(
     log_p, log_q = ((one / temperature).log_softmax(-1).numpy() for one in logits)  # [T, V]
     at, p, ratio = (np.arange(len(tokens)), np.asarray(tokens)), np.exp(log_p), log_q - log_p
     mean = (p * ratio).sum(-1)
-    return Scores(
+    return AnswerScores(
         log_p=float(log_p[at].sum()),
         innovation=float((log_p[at] - (p * log_p).sum(-1)).sum()),
         tilt=float((ratio[at] - mean).sum()),
@@ -89,10 +89,10 @@ def scorer() -> dict[str, str]:
 C = TypeVar("C", bound=Cell)
 
 
-class ScoredStudy(Study[C, Scored]):
+class ScoredStudy(Study[C, ScoredAnswer]):
     """A study of answers that plain models score as they come."""
 
-    kind = Scored
+    kind = ScoredAnswer
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -104,8 +104,8 @@ class ScoredStudy(Study[C, Scored]):
     def identity(self, cell: C) -> dict[str, Any]:
         return super().identity(cell) | scorer()
 
-    def stored(self, cell: C, reply: Reply, sample: int) -> Scored:
+    def stored(self, cell: C, reply: Reply, sample: int) -> ScoredAnswer:
         record = grade(reply)
         prompt, pair = prompt_ids(held_out(record.index)), load(PAIR / "target", PAIR / "draft")
         scores = score(prompt, record.output_ids, cell.temperature, pair)
-        return Scored(**asdict(record), **asdict(scores))
+        return ScoredAnswer(**asdict(record), **asdict(scores))

@@ -100,7 +100,7 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
 FUSED_KERNEL = "_skinny"
 
 
-def profile(engine: RemoteEngine, cell: grid.Cell, preset: grid.Preset) -> Entry:
+def profile(engine: RemoteEngine, cell: grid.SpeedCell, preset: grid.Preset) -> Entry:
     """Return the kernels of a cell's rounds, and what is wrong with them; none on a CPU."""
     if preset.device == "cpu":
         return {}

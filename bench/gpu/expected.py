@@ -94,7 +94,7 @@ LIKE = {
 
 def measured(results: Results, shape: Shape, batch: int) -> float | None:
     """Return the ms of a round, None where it was not measured."""
-    cell = shape.system and grid.Cell(shape.system, batch, SHORT[0][1])
+    cell = shape.system and grid.SpeedCell(shape.system, batch, SHORT[0][1])
     return results.get(cell.slug, {}).get("round_ms") if cell else None
 
 

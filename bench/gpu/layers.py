@@ -34,13 +34,13 @@ TOLERANCE = 0.1  # of bfloat16, over layers: relative to the largest output
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 Attend = Callable[[torch.Tensor], torch.Tensor]
-Kinds = dict[str, "Captured"]
+Kinds = dict[str, "CapturedPass"]
 LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS, DIM = 16, 2048, 8192, 32, 8, 64
 if DEVICE == "cpu":
     LAYERS, HIDDEN, MLP, Q_HEADS, KV_HEADS = 2, 256, 512, 4, 1
 
 
-class Layer(NamedTuple):
+class LayerWeights(NamedTuple):
     """Weights: matrices ``[outputs, inputs]``, of factors by output where they are in 8 bits."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
@@ -48,27 +48,27 @@ class Layer(NamedTuple):
     scales: tuple[torch.Tensor | None, ...] = (None,) * 4
 
 
-def make_layer() -> Layer:
+def make_layer() -> LayerWeights:
     """Make a layer of random weights, under which rows keep their size."""
     shapes = [((Q_HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, Q_HEADS * DIM)]
     shapes += [(2 * MLP, HIDDEN), (HIDDEN, MLP)]
     matrices = [torch.randn(s, device=DEVICE, dtype=DTYPE) / s[1] ** 0.5 for s in shapes]
     one, other = (torch.ones(HIDDEN, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    return Layer((one, other), tuple(matrices))
+    return LayerWeights((one, other), tuple(matrices))
 
 
-def in_8_bits(layer: Layer) -> Layer:
+def in_8_bits(layer: LayerWeights) -> LayerWeights:
     scales = [one.abs().amax(1).float() / 127 for one in layer.matrices]
     pairs = zip(layer.matrices, scales, strict=True)
     whole = [(one / scale.unsqueeze(1)).round().to(torch.int8) for one, scale in pairs]
     return layer._replace(matrices=tuple(whole), scales=tuple(scales))
 
 
-def dequantized(layer: Layer) -> Layer:
+def dequantized(layer: LayerWeights) -> LayerWeights:
     """Return a layer with the 16-bit weights that 8 bits stand for."""
     pairs = zip(layer.matrices, layer.scales, strict=True)
     whole = [one if by is None else (one * by.unsqueeze(1)).to(DTYPE) for one, by in pairs]
-    return Layer(layer.norms, tuple(whole))
+    return LayerWeights(layer.norms, tuple(whole))
 
 
 class Cache(NamedTuple):
@@ -144,7 +144,7 @@ def attention_over(num_rows: int) -> Attend:
     return partial(attend_by_torch, cache) if DEVICE == "cpu" else attend_by_kernel(cache)
 
 
-def stock(layers: list[Layer], attend: Attend, x: torch.Tensor) -> torch.Tensor:
+def stock(layers: list[LayerWeights], attend: Attend, x: torch.Tensor) -> torch.Tensor:
     """Run layers as SGLang does."""
     hidden, residual = x, torch.zeros_like(x)
     for (first, second), (qkv, o, gate_up, down), _ in layers:
@@ -177,7 +177,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def fused(
-    skinny: Callable[..., torch.Tensor], layers: list[Layer], attend: Attend, x: torch.Tensor
+    skinny: Callable[..., torch.Tensor], layers: list[LayerWeights], attend: Attend, x: torch.Tensor
 ) -> torch.Tensor:
     """Run layers in four products each, and attention."""
     for (first, second), (qkv, o, gate_up, down), scales in layers:
@@ -188,7 +188,7 @@ def fused(
     return x
 
 
-class Captured(NamedTuple):
+class CapturedPass(NamedTuple):
     """A pass over rows in place, and its result in place."""
 
     x: torch.Tensor  # [R, hidden]
@@ -202,16 +202,16 @@ class Captured(NamedTuple):
         return self.result.clone()
 
 
-def captured(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Captured:
+def captured(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> CapturedPass:
     """Capture a pass over rows like ``x``; on a CPU, replaying runs it."""
     x = x.clone()
     result = run(x.clone())  # compiles
     if DEVICE == "cpu":
-        return Captured(x, lambda: result.copy_(run(x.clone())), result)
+        return CapturedPass(x, lambda: result.copy_(run(x.clone())), result)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run(x.clone())
-    return Captured(x, graph.replay, result)
+    return CapturedPass(x, graph.replay, result)
 
 
 def milliseconds(replay: Callable[[], Any]) -> float:
@@ -226,7 +226,7 @@ def milliseconds(replay: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - began) / (REPLAYS if DEVICE == "cuda" else 1)
 
 
-def capture_kinds(layers: list[Layer], attend: Attend, x: torch.Tensor) -> Kinds:
+def capture_kinds(layers: list[LayerWeights], attend: Attend, x: torch.Tensor) -> Kinds:
     """Capture a pass of each kind."""
     small = list(map(in_8_bits, layers))
     kinds = {

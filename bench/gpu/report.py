@@ -166,7 +166,7 @@ def _rounds_of(
 ) -> Iterator[tuple[str, Sequence[tuple[int, float]], str]]:
     """Yield N and K, (requests, seconds), and ms for 1,000 tokens, of `RoundCosts.as_dict`."""
     reading = measured.get("reading", {})
-    for sizes in (one for one in measured if one != "reading"):
+    for sizes in (one for one in measured if one not in ("reading", "nodes")):
         more = f"{1e6 * reading[sizes]:.3g}" if sizes in reading else ""
         yield sizes, measured[sizes], more
 

@@ -18,9 +18,9 @@ from dummies import FIRST_TOKEN
 from gpu.engines import SPEED_8B
 from pair.task import check, held_out, messages
 from results import gpu
-from speed.conditions import Start, conditions
+from speed.conditions import EngineStart, conditions
 from speed.grid import DRAFT, TARGET, settings_of, write_models
-from speed.remote import RefusedError, RemoteEngine, Work, running
+from speed.remote import InvalidRequestError, RemoteEngine, Work, running
 from speed.runner import Attempt, Case, Entry
 from study import PAIR, REPOSITORY, BenchError, code_fingerprint, digest
 
@@ -266,7 +266,7 @@ def run_default(launch: Launch, work: Path, device: str, attempt: Attempt) -> No
         memory = engine.internal_state()["smc"]["memory"]
         engine.ask(CHAT)
         sample = engine.ask(CHAT)
-        found = {"conditions": conditions(engine, Start(time.time() - seconds, seconds))}
+        found = {"conditions": conditions(engine, EngineStart(time.time() - seconds, seconds))}
     (info,) = sample.infos
     free = gpu("memory.free")
     found |= {
@@ -350,7 +350,7 @@ def run_engine(name: str, launch: Launch, work: Path, attempt: Attempt) -> None:
     prompts = [prompt_ids(held_out(FIRST_PROBLEM + place)) for place in range(NUM_PROBLEMS)]
     began = time.time()
     with running(launch, work / "logs" / f"smoke-{name}.log") as engine:
-        attempt.started, start = True, Start(began, time.time() - began)
+        attempt.started, start = True, EngineStart(began, time.time() - began)
         for one in attempt.missing:
             found = run_part(engine, name, one.removeprefix(f"{name} "), prompts)
             if "lines" in found:
@@ -419,7 +419,7 @@ def alone(engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool) -
     """Send one request of a kind; a rejection counts as a fault."""
     try:
         (answer,) = ask(engine, [kind], prompts)
-    except RefusedError as error:
+    except InvalidRequestError as error:
         return {"tokens": 0, "wrong": [str(error)]}
     return judged(kind, answer, graphs=graphs)
 

@@ -18,11 +18,22 @@ from typing import Any, TypeAlias
 
 from answers import Reply
 from intervals import Interval, paired_difference, watched_tilt, wilson
-from real.prompts import Source
-from real.run import COMMON, PAIRS, PLAIN, SMC, USUAL, Cell, RealStudy, Yielded, infos, tokenizer
+from real.prompts import PromptSource
+from real.run import (
+    COMMON,
+    PAIRS,
+    PLAIN,
+    SMC,
+    USUAL,
+    RealCell,
+    RealStudy,
+    Yielded,
+    infos,
+    tokenizer,
+)
 from results import Report, interval_cell, table, tokens_a_pass
 
-GSM8K = Source(
+GSM8K = PromptSource(
     name="gsm8k_test.jsonl",
     sha256="3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
     where="grade_school_math/data/test.jsonl of github.com/openai/grade-school-math",
@@ -82,13 +93,13 @@ def problem_ids(target: str, question: str) -> list[int]:
 # --- Cells and rows
 
 
-def cells() -> list[Cell]:
+def cells() -> list[RealCell]:
     """Return plain decoding, and each mode at N = K = 8."""
     n, k = USUAL
 
-    def cell(label: str, engine: str, **asked: Any) -> Cell:
+    def cell(label: str, engine: str, **asked: Any) -> RealCell:
         smc = {"num_particles": n, "num_steps": k, **asked} if engine == SMC else None
-        return Cell(label, f"{PAIR} {engine}", TEMPERATURE, smc, pair=PAIR)
+        return RealCell(label, f"{PAIR} {engine}", TEMPERATURE, smc, pair=PAIR)
 
     return [
         cell("plain decoding", PLAIN),
@@ -110,7 +121,7 @@ Answered: TypeAlias = Sequence[Graded]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Gsm8kRow:
     """A line of the table; None where a number does not apply."""
 
     label: str
@@ -121,9 +132,9 @@ class Row:
     plugin: str  # fingerprint of the code that answered
 
 
-def _row(cell: Cell, found: Answered, plain: Answered | None, plugin: str) -> Row:
+def _row(cell: RealCell, found: Answered, plain: Answered | None, plugin: str) -> Gsm8kRow:
     compared = cell.smc and plain
-    return Row(
+    return Gsm8kRow(
         label=cell.label,
         accuracy=wilson(sum(one.right for one in found), len(found)),
         difference=paired_difference(_right(found), _right(plain)) if compared else None,
@@ -137,7 +148,7 @@ def _right(found: Answered) -> dict[int, bool]:
     return {one.index: one.right for one in found}
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[Gsm8kRow], str]] = {
     "": lambda row: row.label,
     "accuracy, %": lambda row: interval_cell(row.accuracy, ".1f", scale=100),
     "points from plain decoding": lambda row: interval_cell(row.difference, "+.1f", scale=100),
@@ -146,7 +157,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[Gsm8kRow], note: str) -> str:
     """Return a table for each temperature."""
     return f"{note}\n\n**Temperature {TEMPERATURE:g}**\n\n{table(COLUMNS, rows)}\n"
 
@@ -176,11 +187,11 @@ class Gsm8k(RealStudy):
     problems = 150
     max_tokens = MAX_TOKENS
     kind = Graded
-    report = Report("gsm8k", Row, markdown)
+    report = Report("gsm8k", Gsm8kRow, markdown)
     note = staticmethod(note)
     source = GSM8K
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[RealCell]:
         return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -190,15 +201,15 @@ class Gsm8k(RealStudy):
     def _problems(self) -> list[dict[str, str]]:
         return self.source.rows(self.options.prompts)
 
-    def prompt(self, cell: Cell, index: int) -> list[int]:
+    def prompt(self, cell: RealCell, index: int) -> list[int]:
         return problem_ids(PAIRS[PAIR].target, self._problems[index]["question"])
 
-    def stored(self, cell: Cell, reply: Reply, sample: int) -> Graded:
+    def stored(self, cell: RealCell, reply: Reply, sample: int) -> Graded:
         done = reply.meta_info["finish_reason"]["type"] == "stop"
         right = done and is_right(reply.text, self._problems[reply.index])
         return Graded(**asdict(super().stored(cell, reply, sample)), right=right)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Gsm8kRow]:
         complete = self.complete()
         plain = complete.get(self.cells[0])
         return [_row(cell, some, plain, self.plugin(cell)) for cell, some in complete.items()]

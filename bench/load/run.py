@@ -46,7 +46,7 @@ LEAST, MOST = 1e-6, 1 - 1e-6  # chances
 # --- A server: seconds and kept tokens of a round
 
 
-class Shape(NamedTuple):
+class RoundKind(NamedTuple):
     """A kind of round."""
 
     seconds: Curve  # by running requests
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
         return np.maximum(1.0 - (1.0 - chances) * self.loss, 0.0)
 
 
-class Prefill(NamedTuple):
+class PrefillTimes(NamedTuple):
     """Seconds of prefills with their first tokens."""
 
     seconds: Curve  # in which nothing else runs, by requests
@@ -78,7 +78,7 @@ Decoder = Callable[[np.ndarray], tuple[float, np.ndarray]]
 class Fixed:
     """Rounds of one shape."""
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: RoundKind, seed: int = 0) -> None:
         self._shape, self._draw = shape, np.random.default_rng(seed)
 
     def __call__(self, chances: np.ndarray) -> tuple[float, np.ndarray]:
@@ -89,7 +89,7 @@ class Fixed:
 class Adaptive:
     """Rounds of the package's policy, which learns a round late, as under the overlap schedule."""
 
-    def __init__(self, shapes: Mapping[Budget, Shape], seed: int = 0) -> None:
+    def __init__(self, shapes: Mapping[Budget, RoundKind], seed: int = 0) -> None:
         self._shapes, self._draw = shapes, np.random.default_rng(seed)
         top = next(iter(shapes))
         costs = RoundCosts({budget: shape.seconds for budget, shape in shapes.items()})
@@ -115,7 +115,7 @@ class ByRequest:
     second; a pass costs what the cheapest one of as many rows and as deep a draft does.
     """
 
-    def __init__(self, shapes: Mapping[Budget, Shape], seed: int = 0) -> None:
+    def __init__(self, shapes: Mapping[Budget, RoundKind], seed: int = 0) -> None:
         self._shapes, self._draw = shapes, np.random.default_rng(seed)
         self._plan = lru_cache(self._find)
 
@@ -123,7 +123,7 @@ class ByRequest:
         shape = self._plan(tuple(chances.tolist()))
         return shape.seconds.at(1), shape.keep(chances, self._draw)
 
-    def _find(self, chances: tuple[float, ...]) -> Shape:  # of steps and losses [B]
+    def _find(self, chances: tuple[float, ...]) -> RoundKind:  # of steps and losses [B]
         size, own, found = len(chances), np.array(chances), []
         for depth in {k for _, k in self._shapes}:
             deep = {of: shape for of, shape in self._shapes.items() if of.num_steps == depth}
@@ -137,7 +137,9 @@ class ByRequest:
                 best = (kept - price * rows[:, None]).argmax(0)
                 total, tokens = rows[best].sum(), size + kept[best, np.arange(size)].sum()
                 time = min(of.seconds.at(total / n / (depth + 1)) for (n, _), of in deep.items())
-                found.append((tokens / time, Shape(Curve(((1, time),)), steps[best], losses[best])))
+                found.append(
+                    (tokens / time, RoundKind(Curve(((1, time),)), steps[best], losses[best]))
+                )
         return max(found, key=lambda one: one[0])[1]
 
 
@@ -145,7 +147,7 @@ class ByRequest:
 
 
 @dataclass
-class Request:
+class LoadRequest:
     """A request and its progress; times are seconds since the trace began."""
 
     arrives: float  # AT_ONCE: when fewer run than are users
@@ -156,7 +158,7 @@ class Request:
     ends: float = 0.0
 
 
-class Trace(NamedTuple):
+class ArrivalTrace(NamedTuple):
     """Requests as they come: those of so many users, and how many run at a time."""
 
     about: str
@@ -181,16 +183,18 @@ def _bursts(users: int, alone: float, draw: random.Random) -> Iterator[float]:
 
 
 TRACES = {
-    "steady": Trace("each user asks again at once, 8 times", _all(8, AT_ONCE), 0.5, True),
-    "poisson": Trace("as many users on average, with plain decoding", _poisson, 0.5, False),
-    "bursts": Trace("all users ask at once, four times", _bursts, 0.5, False),
-    "rollouts": Trace("four answers a user, of long-tailed lengths", _all(4, 0.0), 1.0, True),
+    "steady": ArrivalTrace("each user asks again at once, 8 times", _all(8, AT_ONCE), 0.5, True),
+    "poisson": ArrivalTrace("as many users on average, with plain decoding", _poisson, 0.5, False),
+    "bursts": ArrivalTrace("all users ask at once, four times", _bursts, 0.5, False),
+    "rollouts": ArrivalTrace(
+        "four answers a user, of long-tailed lengths", _all(4, 0.0), 1.0, True
+    ),
 }
 
 
 def requests_of(
-    trace: Trace, users: int, chances: Sequence[float], plain: Curve, seed: int = 0
-) -> list[Request]:
+    trace: ArrivalTrace, users: int, chances: Sequence[float], plain: Curve, seed: int = 0
+) -> list[LoadRequest]:
     """Return the requests of a trace: the same for all that decode them."""
     draw = random.Random(f"{trace.about} {users} {seed}")
     arrivals = trace.arrivals(users, TOKENS * plain.at(users), draw)
@@ -199,10 +203,12 @@ def requests_of(
         drawn = draw.lognormvariate(math.log(TOKENS) - trace.spread**2 / 2, trace.spread)
         return min(max(round(drawn), 2), 8 * TOKENS)
 
-    return [Request(at, length(), draw.choice(chances)) for at in arrivals]
+    return [LoadRequest(at, length(), draw.choice(chances)) for at in arrivals]
 
 
-def play(decoder: Decoder, prefill: Prefill, requests: Iterable[Request], most: int) -> None:
+def play(
+    decoder: Decoder, prefill: PrefillTimes, requests: Iterable[LoadRequest], most: int
+) -> None:
     """Answer all requests, at most ``most`` at a time; those that wait are prefilled first."""
     waiting, running, now = deque(sorted(requests, key=lambda one: one.arrives)), [], 0.0
     while waiting or running:
@@ -292,27 +298,27 @@ class Measured:
     def _curve(self, shape: Timed, batches: Iterable[int]) -> Curve:
         return Curve.of((b, milliseconds(self._times, shape, b)[0] / 1000) for b in batches)
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> dict[str, RoundKind]:
         """Return the shapes of fixed settings."""
         # Beyond the last batch that was measured, seconds go on linearly.
-        found = {PLAIN: Shape(self._curve(SHAPES[PLAIN], (1, 8, 32, 64)))}
+        found = {PLAIN: RoundKind(self._curve(SHAPES[PLAIN], (1, 8, 32, 64)))}
         for name, depth in TREES.items():
             curve = self._curve(SHAPES[name], (1, 8, 32))
-            found[name] = Shape(curve, depth, self._loss(name, depth))
+            found[name] = RoundKind(curve, depth, self._loss(name, depth))
         return found | {HEAD.format(*budget): self._ours(budget) for budget in EXACT}
 
-    def budgets(self) -> dict[Budget, Shape]:
+    def budgets(self) -> dict[Budget, RoundKind]:
         """Return the shapes of all budgets of an adaptive server."""
         plain = self._curve(SHAPES[PLAIN], (1, 8, 32, 64))
         more = self._times[OFF_CELL]["round_ms"] / 1000 / plain.at(32)
-        off = Shape(Curve(tuple((size, more * of) for size, of in plain.points)))
+        off = RoundKind(Curve(tuple((size, more * of) for size, of in plain.points)))
         return {of: self._ours(of) if of.num_steps else off for of in budgets(TOP)}
 
-    def _ours(self, budget: Budget) -> Shape:
+    def _ours(self, budget: Budget) -> RoundKind:
         curve = self._curve(ours(grid.EXACT_HEAD, *budget), USERS)
-        return Shape(curve, budget.num_steps, self._losses[budget.num_particles])
+        return RoundKind(curve, budget.num_steps, self._losses[budget.num_particles])
 
-    def prefill(self, system: str) -> Prefill:
+    def prefill(self, system: str) -> PrefillTimes:
         """Return the prefills of a system: a request alone takes what one of eight adds."""
         cell = next((of for start, of in PREFILLS.items() if system.startswith(start)), OURS)
         batches = (self._times[f"{cell}-b{b}-p256"]["samples"] for b in (1, 8, 32))
@@ -320,14 +326,14 @@ class Measured:
         added = (eight - one) / 7
         latency = one - added
         points = ((1, added), (8, eight - latency), (32, more - latency))
-        return Prefill(Curve.of(points), latency)
+        return PrefillTimes(Curve.of(points), latency)
 
 
 # --- The study
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LoadRow:
     """A system under a trace; every number is simulated."""
 
     trace: str
@@ -339,7 +345,7 @@ class Row:
     simulated_slowest_s: float  # from arrival to end, of the slowest request
 
 
-def rows_of(measured: Measured, chances: Sequence[float], users: Iterable[int]) -> list[Row]:
+def rows_of(measured: Measured, chances: Sequence[float], users: Iterable[int]) -> list[LoadRow]:
     """Return a row for each trace, number of users and system, plain decoding first."""
     fixed, adapted = measured.shapes(), measured.budgets()
     decoders: dict[str, Callable[[int], Decoder]] = {
@@ -359,11 +365,11 @@ def rows_of(measured: Measured, chances: Sequence[float], users: Iterable[int]) 
         speed = mean["simulated_tokens_per_second"]
         plain = speed if system == PLAIN else plain
         row = {"trace": name, "system": system, "users": count, "simulated_to_plain": speed / plain}
-        found.append(Row(**row, **mean))
+        found.append(LoadRow(**row, **mean))
     return found
 
 
-def numbers_of(requests: Sequence[Request]) -> dict[str, float]:
+def numbers_of(requests: Sequence[LoadRequest]) -> dict[str, float]:
     """Return what a trace that has been played adds to a `Row`."""
     span = max(one.ends for one in requests) - min(one.arrives for one in requests)
     return {
@@ -373,7 +379,7 @@ def numbers_of(requests: Sequence[Request]) -> dict[str, float]:
     }
 
 
-CELLS: dict[str, Callable[[Row], str]] = {
+CELLS: dict[str, Callable[[LoadRow], str]] = {
     "simulated tokens / s (times AR)": lambda row: (
         f"{row.simulated_tokens_per_second:,.0f} ({row.simulated_to_plain:.2f})"
     ),
@@ -382,7 +388,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[LoadRow], note: str) -> str:
     """Return a page with tables for each trace: a line for a system, a column for users."""
     parts = ["# Simulated servers under load", note]
     for name, trace in TRACES.items():
@@ -410,7 +416,7 @@ def note(origin: Mapping[str, Any]) -> str:
     )
 
 
-REPORT = Report("load", Row, markdown)
+REPORT = Report("load", LoadRow, markdown)
 
 
 def run(options: argparse.Namespace) -> None:

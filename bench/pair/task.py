@@ -47,7 +47,7 @@ DRAFT_STYLE = Style(-0.9)
 QUESTION_STYLE = Style(0.0)
 
 
-class Step(NamedTuple):
+class TaskStep(NamedTuple):
     """One line of arithmetic: ``a op b``, where ``unit`` is the unit of the result."""
 
     op: str
@@ -65,7 +65,7 @@ class Story(NamedTuple):
     """A problem before its answer is worded."""
 
     sentences: list[str]
-    steps: list[Step]
+    steps: list[TaskStep]
     who: dict[str, str]
 
 
@@ -143,7 +143,7 @@ def _collection(rng: random.Random) -> Story:
     who, unit = _person(rng), rng.choice(_ITEMS)
     have = rng.randint(10, 60)
     sentences = [_ask("{name} has {n} {unit}.", rng, **who, n=have, unit=unit)]
-    steps: list[Step] = []
+    steps: list[TaskStep] = []
     wanted = rng.randint(2, 4)
     while len(steps) < wanted:
         event = rng.choice(_events_that_fit(have, wanted - len(steps), bool(steps)))
@@ -175,17 +175,17 @@ def _divisors(have: int) -> list[int]:
 
 def _happen(
     event: str, have: int, unit: str, who: dict[str, str], rng: random.Random
-) -> tuple[str, list[Step]]:
+) -> tuple[str, list[TaskStep]]:
     """Return the sentence of an event, and its steps of arithmetic."""
     if event == PACKS:
         packs, size, kind = rng.randint(2, 9), rng.randint(2, 12), rng.choice(_PACKS)
         fields: dict[str, object] = {"packs": packs, "size": size, "kind": kind}
         text = _ask("{Pronoun} [buys|gets] {packs} {kind} of {size}.", rng, **who, **fields)
-        bought = Step("x", packs, size, unit)
-        return text, [bought, Step("+", have, bought.result, unit)]
+        bought = TaskStep("x", packs, size, unit)
+        return text, [bought, TaskStep("+", have, bought.result, unit)]
     template, draw = _EVENTS[event]
     count = draw(have, rng)
-    return _ask(template, rng, **who, n=count), [Step(event, have, count, unit)]
+    return _ask(template, rng, **who, n=count), [TaskStep(event, have, count, unit)]
 
 
 PACKS = "packs"
@@ -209,13 +209,13 @@ def _compare(rng: random.Random) -> Story:
     op = rng.choice("+-x")
     by = {"+": rng.randint(3, 40), "-": rng.randint(2, have - 5), "x": rng.randint(2, 4)}[op]
     relation = {"+": "more than", "-": "fewer than", "x": "times as many as"}[op]
-    steps = [Step(op, have, by, unit)]
-    steps.append(Step("+", have, steps[0].result, unit))
+    steps = [TaskStep(op, have, by, unit)]
+    steps.append(TaskStep("+", have, steps[0].result, unit))
     sentences = [f"{who['name']} has {have} {unit}.", f"{other} has {by} {relation} {who['name']}."]
     if rng.random() < 0.5:
         gone = rng.randint(3, min(60, steps[-1].result - 2))
         sentences.append(_ask("They [lose|sell|give away] {n}.", rng, n=gone))
-        steps.append(Step("-", steps[-1].result, gone, unit))
+        steps.append(TaskStep("-", steps[-1].result, gone, unit))
     sentences.append(f"How many {unit} do they have in all?")
     return Story(sentences, steps, who)
 
@@ -229,12 +229,12 @@ def _wages(rng: random.Random) -> Story:
         _ask("{Pronoun} works {a} hours [today|on one day]", rng, **who, a=first)
         + f" and {second} hours the next day.",
     ]
-    hours = Step("+", first, second, "hours")
-    steps = [hours, Step("x", hours.result, pay, unit)]
+    hours = TaskStep("+", first, second, "hours")
+    steps = [hours, TaskStep("x", hours.result, pay, unit)]
     if rng.random() < 0.6:
         spent = rng.randint(2, min(60, steps[-1].result - 2))
         sentences.append(_ask("{Pronoun} [spends|pays] {n}.", rng, **who, n=spent))
-        steps.append(Step("-", steps[-1].result, spent, unit))
+        steps.append(TaskStep("-", steps[-1].result, spent, unit))
     sentences.append(_ask("How many dollars does {name} have?", rng, **who))
     return Story(sentences, steps, who)
 
@@ -245,15 +245,15 @@ def _pages(rng: random.Random) -> Story:
     rate, days = rng.randint(4, 15), rng.randint(2, 7)
     extra = rng.randint(3, 30) if rng.random() < 0.5 else 0
     length = rate * days + extra + rng.randint(5, 60)
-    read = Step("x", rate, days, unit)
-    steps = [read, Step("-", length, read.result, unit)]
+    read = TaskStep("x", rate, days, unit)
+    steps = [read, TaskStep("-", length, read.result, unit)]
     sentences = [
         f"A book has {length} pages.",
         _ask("{name} reads {r} pages a day for {d} days.", rng, **who, r=rate, d=days),
     ]
     if extra:
         sentences.append(_ask("Then {pronoun} reads {n} more.", rng, **who, n=extra))
-        steps.append(Step("-", steps[-1].result, extra, unit))
+        steps.append(TaskStep("-", steps[-1].result, extra, unit))
     sentences.append("How many pages are left?")
     return Story(sentences, steps, who)
 
@@ -264,15 +264,15 @@ def _shop(rng: random.Random) -> Story:
     one, two = rng.sample(_ITEMS, 2)
     counts = [rng.randint(2, 9) for _ in range(2)]
     prices = [rng.randint(2, 9) for _ in range(2)]
-    steps = [Step("x", n, price, unit) for n, price in zip(counts, prices, strict=True)]
-    steps.append(Step("+", steps[0].result, steps[1].result, unit))
+    steps = [TaskStep("x", n, price, unit) for n, price in zip(counts, prices, strict=True)]
+    steps.append(TaskStep("+", steps[0].result, steps[1].result, unit))
     sentences = [
         f"{who['name']} buys {counts[0]} {one} at {prices[0]} dollars each"
         f" and {counts[1]} {two} at {prices[1]} dollars each."
     ]
     if rng.random() < 0.4:
         note = steps[-1].result + rng.randint(2, 50)
-        steps.append(Step("-", note, steps[-1].result, unit))
+        steps.append(TaskStep("-", note, steps[-1].result, unit))
         sentences.append(_ask("{Pronoun} pays with {n}. How much is left?", rng, **who, n=note))
     else:
         sentences.append(_ask("How much does {pronoun} pay?", rng, **who))

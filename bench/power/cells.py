@@ -26,7 +26,7 @@ VERIFIED, WEIGHED, MCMC = "verified", "draft", "Metropolis-Hastings"
 
 
 @dataclass(frozen=True)
-class Cell(real.Cell):
+class Cell(real.RealCell):
     """A setting.
 
     Args:

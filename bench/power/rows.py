@@ -122,7 +122,7 @@ def _vote(some: Sequence[Answer], cell: Cell, truth: Truth) -> Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PowerRow:
     """A line of the table; None where a number does not apply."""
 
     pair: str
@@ -146,7 +146,7 @@ class Row:
 
 def rows_of(
     found: Mapping[Cell, Sequence[Answer]], truth: Truth, plugin: Callable[[Cell], str]
-) -> list[Row]:
+) -> list[PowerRow]:
     """Return a row for each way of each cell that has two answers, but for those alone.
 
     Rows of a pair are in the order of `MARKERS`.
@@ -169,7 +169,7 @@ def _row(
     answers: Sequence[Answer],
     again: Mapping[tuple[str, str], Sequence[Answer]],
     plugin: str,
-) -> Row:
+) -> PowerRow:
     cell, outcomes = way.cell, way.outcomes
     at_once, alone = every
     greedy = _like(at_once, cell, GREEDY)
@@ -179,7 +179,7 @@ def _row(
     tokens = np.array([one.tokens for one in outcomes], dtype=float)
     passes = np.array([one.passes for one in outcomes], dtype=float)
     log_ps = [one.log_p for one in outcomes if one.log_p is not None]
-    return Row(
+    return PowerRow(
         pair=cell.pair,
         label=way.label,
         series=way.series,
@@ -278,7 +278,7 @@ def h200_seconds(cell: Cell, passes: float) -> float | None:
 
 # --- Tables and chart
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[PowerRow], str]] = {
     "": lambda row: row.label,
     "problems": lambda row: f"{row.accuracy.n}",
     "right, %": lambda row: interval_cell(row.accuracy, ".0f", scale=100),
@@ -296,7 +296,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "s on an H200, to expect": lambda row: number_cell(row.h200_seconds, ".2f"),
 }
 #: Of the page, without intervals.
-SHORT: dict[str, Callable[[Row], str]] = {
+SHORT: dict[str, Callable[[PowerRow], str]] = {
     "": COLUMNS[""],
     "problems": COLUMNS["problems"],
     "right, %": lambda row: f"{100 * row.accuracy.mean:.0f}",
@@ -309,7 +309,7 @@ SHORT: dict[str, Callable[[Row], str]] = {
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[PowerRow], note: str) -> str:
     """Return a table for each pair."""
     parts = [note]
     for pair in dict.fromkeys(row.pair for row in rows):
@@ -318,15 +318,20 @@ def markdown(rows: Sequence[Row], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Return the table of the page."""
-    return table(SHORT, [row for row in rows if row.pair == CODER])
+ABOUT = """Qwen2.5-Coder 1.5B, drafted for by 0.5B, on GSM8K's first problems, K = 8 (`make power`; [all rows,
+and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the same
+problems. CPU seconds are of ten problems at once; seconds on an H200 are expected, for one."""
+
+
+def summary(rows: Sequence[PowerRow]) -> str:
+    """Return what the page says of the larger pair."""
+    return f"{ABOUT}\n\n{table(SHORT, [row for row in rows if row.pair == CODER])}"
 
 
 STYLES = dict(zip(MARKERS, zip(COLOURS, MARKERS.values(), strict=False), strict=True))
 
 
-def chart(rows: Sequence[Row], path: Path) -> None:
+def chart(rows: Sequence[PowerRow], path: Path) -> None:
     """Write accuracy against target passes as a PNG to ``path``, a panel for each pair."""
     names = "target passes an answer", "right, %"
     pairs = dict.fromkeys(row.pair for row in rows)
@@ -334,7 +339,7 @@ def chart(rows: Sequence[Row], path: Path) -> None:
     scatter(path, panels, STYLES, names, plain=None, logarithmic=True)
 
 
-def _point(row: Row) -> Point:
+def _point(row: PowerRow) -> Point:
     label = "" if row.series == VOTE else row.label  # beside the setting's own
     return Point(row.passes, _percent(row.accuracy), row.series, label)
 

@@ -34,7 +34,7 @@ from power.cells import (
     sum_of,
 )
 from power.metropolis import BLOCK, STEPS, Chain
-from power.rows import Answer, Row, chart, markdown, rows_of, summary
+from power.rows import Answer, PowerRow, chart, markdown, rows_of, summary
 from real.run import PAIRS, RealStudy, tokenizer
 from results import Report
 from speed.remote import FLUSH, RemoteEngine, running
@@ -102,7 +102,7 @@ class Power(RealStudy):
     problems = 100
     max_tokens = MAX_TOKENS
     kind = Answer
-    report = Report("power", Row, markdown, chart)
+    report = Report("power", PowerRow, markdown, chart)
     note = staticmethod(note)
     source = GSM8K
 
@@ -247,7 +247,7 @@ class Power(RealStudy):
 
     # Results
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PowerRow]:
         fitting = [cell for cell in self.cells if self.answers[cell].fits]
         found = {cell: some for cell in fitting if (some := self.read(cell))}
         return rows_of(found, self.truth, self.plugin)

@@ -30,7 +30,7 @@ LONGEST = 800
 Row: TypeAlias = dict[str, Any]
 
 
-class Source(NamedTuple):
+class PromptSource(NamedTuple):
     """Name a published file of JSON lines."""
 
     name: str  # of the file in the cache of models
@@ -48,7 +48,7 @@ class Source(NamedTuple):
         return [json.loads(line) for line in content.splitlines()]
 
 
-SPEC_BENCH = Source(
+SPEC_BENCH = PromptSource(
     name="question.jsonl",
     sha256="4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
     where="data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 import answers
 import numpy as np
 from answers import Reply, Study, kept_of
-from fidelity.scoring import Scores, load, score, scorer
+from fidelity.scoring import AnswerScores, load, score, scorer
 from intervals import Interval, kl_at_least, paired_ratio_of_ratios, ratio, watched_tilt
-from real.prompts import NAMES, SPEC_BENCH, Source, kind_of, others, prompts
+from real.prompts import NAMES, SPEC_BENCH, PromptSource, kind_of, others, prompts
 from results import (
     Report,
     by_temperature,
@@ -43,7 +43,7 @@ from sglang_smc_tools.real.models import CACHE, checkpoint, origin
 # --- Cells
 
 
-class Pair(NamedTuple):
+class RealPair(NamedTuple):
     """A target and its draft, by their names in `sglang_smc_tools.real.models`."""
 
     target: str
@@ -54,9 +54,9 @@ class Pair(NamedTuple):
 #: their passes in a round of K = 5: a block's one; heads also read what was accepted.
 HEADS = {"smollm2-eagle3": 6, "smollm2-mtp": 6, "smollm2-dspark": 1}
 PAIRS = {
-    "coder": Pair("coder-1.5b", "coder-0.5b"),
-    "smollm2": Pair("smollm2"),
-    **{name: Pair("smollm2", name) for name in HEADS},
+    "coder": RealPair("coder-1.5b", "coder-0.5b"),
+    "smollm2": RealPair("smollm2"),
+    **{name: RealPair("smollm2", name) for name in HEADS},
 }
 HEAD = "model.safetensors"
 KINDS = "answers", "scores"  # folders of results that are published
@@ -92,7 +92,7 @@ USUAL = (8, 8)
 
 
 @dataclass(frozen=True)
-class Cell(answers.Cell):
+class RealCell(answers.Cell):
     """A setting at a temperature.
 
     Args:
@@ -109,21 +109,21 @@ class Cell(answers.Cell):
         return f"{self.pair}-{super().slug.replace('/', '').replace('--', '-')}"
 
 
-def cells() -> list[Cell]:
+def cells() -> list[RealCell]:
     """Return all settings at each temperature, grouped by engine."""
     found = [one for t in TEMPERATURES for name in PAIRS for one in _cells(name, t)]
     return sorted(found, key=lambda cell: (list(PAIRS).index(cell.pair), cell.engine))
 
 
-def _cells(pair: str, temperature: float) -> Iterator[Cell]:
-    def stock(label: str, rows: int, draft_passes: int) -> Cell:
+def _cells(pair: str, temperature: float) -> Iterator[RealCell]:
+    def stock(label: str, rows: int, draft_passes: int) -> RealCell:
         engine = f"{pair} {label}"
         sizes = {"rows": rows, "draft_passes": draft_passes}
-        return Cell(label, engine, temperature, pair=pair, **sizes)
+        return RealCell(label, engine, temperature, pair=pair, **sizes)
 
-    def smc(label: str, size: tuple[int, int], engine: str = SMC, **asked: Any) -> Cell:
+    def smc(label: str, size: tuple[int, int], engine: str = SMC, **asked: Any) -> RealCell:
         n, k = size
-        return Cell(
+        return RealCell(
             label=f"{label} N={n} K={k}",
             engine=f"{pair} {engine}",
             temperature=temperature,
@@ -193,7 +193,7 @@ class Yielded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainScores(Scores):
+class PlainScores(AnswerScores):
     """The scores of the answer to a prompt by its pair's plain models."""
 
     index: int
@@ -204,7 +204,7 @@ KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_tilt", "spec_smc_tilt_i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RealRow:
     """A line of the table; None where a number does not apply."""
 
     pair: str
@@ -229,10 +229,10 @@ class Row:
 
 
 def rows_of(
-    found: Mapping[Cell, Sequence[Yielded]],
-    plugin: Callable[[Cell], str],
-    scores: Callable[[Cell], Sequence[PlainScores]],
-) -> list[Row]:
+    found: Mapping[RealCell, Sequence[Yielded]],
+    plugin: Callable[[RealCell], str],
+    scores: Callable[[RealCell], Sequence[PlainScores]],
+) -> list[RealRow]:
     """Return a row for each cell that has answers."""
     return [
         _row(cell, some, best_tree(cell, found), scores(cell), plugin(cell))
@@ -240,7 +240,9 @@ def rows_of(
     ]
 
 
-def best_tree(cell: Cell, found: Mapping[Cell, Sequence[Yielded]]) -> Sequence[Yielded] | None:
+def best_tree(
+    cell: RealCell, found: Mapping[RealCell, Sequence[Yielded]]
+) -> Sequence[Yielded] | None:
     """Return the answers of SGLang's own draft-model setting with the most tokens a pass."""
     like = (cell.pair, cell.temperature)
     trees = [
@@ -257,16 +259,16 @@ def infos(found: Sequence[Yielded]) -> list[dict[str, Any]]:
 
 
 def _row(
-    cell: Cell,
+    cell: RealCell,
     found: Sequence[Yielded],
     tree: Sequence[Yielded] | None,
     scores: Sequence[PlainScores],
     plugin: str,
-) -> Row:
+) -> RealRow:
     kinds = {kind: [one for one in found if kind_of(one.index) == kind] for kind in NAMES}
     sums = np.array([(one.tilt, one.information, one.innovation) for one in scores]).T  # [3, n]
     sizes = np.array([len(one.log_ratios) for one in scores])
-    return Row(
+    return RealRow(
         pair=cell.pair,
         label=cell.label,
         temperature=cell.temperature,
@@ -291,7 +293,7 @@ def _sums(found: Sequence[Yielded]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, passes
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[RealRow], str]] = {
     "": lambda row: row.label,
     "rows": lambda row: f"{row.rows}",
     "draft passes": lambda row: f"{row.draft_passes}",
@@ -305,7 +307,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[RealRow], note: str) -> str:
     """Return a table for each pair, and for each of its temperatures."""
     parts = [note]
     for pair in dict.fromkeys(row.pair for row in rows):
@@ -316,7 +318,7 @@ def markdown(rows: Sequence[Row], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(at: Mapping[str, Sequence[Row]]) -> str:
+def _summary(at: Mapping[str, Sequence[RealRow]]) -> str:
     """Return a table with a line for each setting, and a column for each temperature."""
     labels = dict.fromkeys(row.label for here in at.values() for row in here)
     tokens = [{row.label: row.tokens_per_pass.mean for row in here} for here in at.values()]
@@ -345,14 +347,14 @@ def note(origin: Mapping[str, Any]) -> str:
 # --- The study
 
 
-class RealStudy(Study[Cell, Yielded]):
+class RealStudy(Study[RealCell, Yielded]):
     """A study of real models; results of cells that are not selected are those of the code named.
 
     Attributes:
         source: of the prompts.
     """
 
-    source: ClassVar[Source] = SPEC_BENCH
+    source: ClassVar[PromptSource] = SPEC_BENCH
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -371,11 +373,11 @@ class RealStudy(Study[Cell, Yielded]):
     def engine(self, name: str) -> dict[str, Any]:
         return settings(name)
 
-    def pair(self, engine: str) -> Pair:
+    def pair(self, engine: str) -> RealPair:
         """Return the models of an engine, the draft where it has one."""
         name, _, kind = engine.partition(" ")
         target, draft = PAIRS[name]
-        return Pair(target, None if kind in (PLAIN, NGRAM, MATCHES) else draft)
+        return RealPair(target, None if kind in (PLAIN, NGRAM, MATCHES) else draft)
 
     def models(self, name: str) -> tuple[str, str | None]:
         target, draft = self.pair(name)
@@ -384,19 +386,19 @@ class RealStudy(Study[Cell, Yielded]):
     def fingerprint(self) -> dict[str, Any]:
         return code_fingerprint() | {"prompts": self.source.sha256}
 
-    def identity(self, cell: Cell) -> dict[str, Any]:
+    def identity(self, cell: RealCell) -> dict[str, Any]:
         models = [_origin(name) for name in self.pair(cell.engine) if name]
         return super().identity(cell) | {"plugin": self.plugin(cell), "models": models}
 
-    def prompt(self, cell: Cell, index: int) -> list[int]:
+    def prompt(self, cell: RealCell, index: int) -> list[int]:
         target = PAIRS[cell.pair].target
         return _prompts(target, self.options.prompts, self.options.problems)[index]
 
-    def flushes(self, cell: Cell) -> bool:
+    def flushes(self, cell: RealCell) -> bool:
         """Keep the prompts' KV from cell to cell, but no text for n-gram matches."""
         return "n-grams" in cell.engine
 
-    def stored(self, cell: Cell, reply: Reply, sample: int) -> Yielded:
+    def stored(self, cell: RealCell, reply: Reply, sample: int) -> Yielded:
         info = kept_of(reply.meta_info)
         counters = {key: info[key] for key in KEPT if key in info}
         return Yielded(reply.index, counters, reply.output_ids, sample)
@@ -422,7 +424,7 @@ class Real(RealStudy):
     problems = 28
     max_tokens = MAX_TOKENS
     kind = Yielded
-    report = Report("real", Row, markdown)
+    report = Report("real", RealRow, markdown)
     note = staticmethod(note)
 
     @classmethod
@@ -442,10 +444,10 @@ class Real(RealStudy):
         lines = [{"messages": [{"role": "user", "content": text}]} for text in left]
         options.training_prompts.write_text("".join(json.dumps(one) + "\n" for one in lines))
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[RealCell]:
         return cells()
 
-    def plugin(self, cell: Cell) -> str:
+    def plugin(self, cell: RealCell) -> str:
         score = self.options.score  # of answers of any code
         there = Log(self.path(cell), {}).header() if score else {}
         return there.get("plugin") or super().plugin(cell)
@@ -453,16 +455,16 @@ class Real(RealStudy):
     def _answer(self) -> None:
         return self._score() if self.options.score else super()._answer()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RealRow]:
         return rows_of(self.complete(), self.plugin, self.scores)
 
-    def scores(self, cell: Cell) -> list[PlainScores]:
+    def scores(self, cell: RealCell) -> list[PlainScores]:
         """Return the stored scores of a cell's answers, if all of these have some."""
         log, indices = self._scores_of(cell), [one.index for one in self.read(cell)]
         found = {one["index"]: PlainScores(**one) for one in log.read()} if log.fits else {}
         return [found[index] for index in indices] if found.keys() >= set(indices) else []
 
-    def _scores_of(self, cell: Cell) -> Log:
+    def _scores_of(self, cell: RealCell) -> Log:
         identity = self.answers[cell].header() | scorer()
         return Log(self.options.output_dir / "scores" / f"{cell.slug}.jsonl", identity)
 

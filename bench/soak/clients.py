@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-from soak.traffic import Request
+from soak.traffic import SoakRequest
 
 PATIENCE = 600.0  # timeout of an answer in seconds, including the queue
 # Of an abort before SGLang has split a request into n, or while its grammar compiles.
@@ -26,7 +26,7 @@ LEFT = ("left", "abort")  # finish reasons of incomplete answers
 class Ending:
     """The end of one answer for its client; a request for n answers has n."""
 
-    request: Request
+    request: SoakRequest
     index: int  # of n
     reason: str  # SGLang's finish reason, or "left" without one
     output_ids: list[int] = field(default_factory=list)
@@ -56,17 +56,19 @@ class Ending:
         return bool(self.seeded) and not self.problem
 
 
-def failed(request: Request, problem: str) -> list[Ending]:
+def failed(request: SoakRequest, problem: str) -> list[Ending]:
     """Return the ending of a request without a readable answer."""
     return [Ending(request, 0, "failed", problem=problem)]
 
 
-def unheard(request: Request) -> list[Ending]:
+def unheard(request: SoakRequest) -> list[Ending]:
     """Return the endings of a request of which nothing came."""
     return [Ending(request, index, "left") for index in range(request.n)]
 
 
-def ending(request: Request, index: int, answer: dict[str, Any], *, left: bool = False) -> Ending:
+def ending(
+    request: SoakRequest, index: int, answer: dict[str, Any], *, left: bool = False
+) -> Ending:
     """Return the ending of a complete answer or, with ``left``, of a stream's last chunk."""
     info, ids = answer["meta_info"], answer["output_ids"]
     finish = info["finish_reason"] or {"type": "left" if left else "no finish reason"}
@@ -87,7 +89,7 @@ def was_queued(answer: dict[str, Any]) -> bool:
     return "num_retractions" not in answer["meta_info"]
 
 
-def _complaint(request: Request, answer: dict[str, Any], reason: str) -> str:
+def _complaint(request: SoakRequest, answer: dict[str, Any], reason: str) -> str:
     """Return the fault of an answer that needs no second request to find, or ""."""
     ids, params = answer["output_ids"], request.params
     allowed = {"stop", "length", "left"} | ({"abort"} if request.leaves == "abort" else set())
@@ -103,7 +105,7 @@ def _complaint(request: Request, answer: dict[str, Any], reason: str) -> str:
     return "" if was_queued(answer) else _bad_logprobs(request, answer)
 
 
-def _bad_logprobs(request: Request, answer: dict[str, Any]) -> str:
+def _bad_logprobs(request: SoakRequest, answer: dict[str, Any]) -> str:
     """Return the fault of log-probabilities: each token has its own, and a row of each kind."""
     ids, info, options = answer["output_ids"], answer["meta_info"], request.options
     if not options.get("return_logprob"):
@@ -131,13 +133,13 @@ class Clients:
         self._is_gone = False  # the server
 
     async def run(
-        self, requests: Iterable[Request], seconds: float, sent: Callable[[], object]
+        self, requests: Iterable[SoakRequest], seconds: float, sent: Callable[[], object]
     ) -> None:
         """Send requests for at most ``seconds``, call ``sent`` at the end, and await the rest."""
         async with self._client() as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
 
-            async def one(request: Request) -> None:
+            async def one(request: SoakRequest) -> None:
                 try:
                     endings = await self._tried(client, request)
                 finally:
@@ -172,7 +174,7 @@ class Clients:
         options: dict[str, Any] = {"timeout": PATIENCE, "trust_env": False, "limits": limits}
         return httpx.AsyncClient(base_url=self._url, **options)
 
-    async def _tried(self, client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    async def _tried(self, client: httpx.AsyncClient, request: SoakRequest) -> list[Ending]:
         try:
             return await serve(client, request)
         except httpx.HTTPError as error:
@@ -180,7 +182,7 @@ class Clients:
             return failed(request, f"{type(error).__name__}: {error}")
 
 
-async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+async def serve(client: httpx.AsyncClient, request: SoakRequest) -> list[Ending]:
     """Send a request, leave early if it is set to, and return its endings.
 
     Raises:
@@ -204,7 +206,7 @@ async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
             aborting.cancel()
 
 
-async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+async def _break_off(client: httpx.AsyncClient, request: SoakRequest) -> list[Ending]:
     """Disconnect in the middle of the request."""
     body = json.dumps(request.body).encode()
 
@@ -219,7 +221,7 @@ async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending
     return unheard(request)
 
 
-async def _answers(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+async def _answers(client: httpx.AsyncClient, request: SoakRequest) -> list[Ending]:
     """Return the endings of a request, of a stream those at the chunk where its client leaves."""
     last: dict[int, dict[str, Any]] = {}
     undisturbed: dict[int, list[int]] = {}
@@ -258,7 +260,7 @@ def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
 
 
 async def _chunks(
-    client: httpx.AsyncClient, request: Request
+    client: httpx.AsyncClient, request: SoakRequest
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of a stream, or each answer of a request that does not stream."""
     async with client.stream("POST", "/generate", json=request.body) as lines:
@@ -279,6 +281,6 @@ async def _chunks(
                     yield json.loads(line.removeprefix("data: "))
 
 
-async def _abort(client: httpx.AsyncClient, request: Request, after: float = 0.0) -> None:
+async def _abort(client: httpx.AsyncClient, request: SoakRequest, after: float = 0.0) -> None:
     await asyncio.sleep(after)
     await client.post("/abort_request", json={"rid": request.rid})

@@ -58,15 +58,15 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
 # --- Grammars that xgrammar compiles at once for the shipped pair, and checks of their texts
 
 
-class Grammar(NamedTuple):
+class GrammarParams(NamedTuple):
     """Request parameters of a grammar, and the check of a complete text."""
 
     params: dict[str, Any]
     is_legal: Callable[[str], bool]
 
 
-def _regex(pattern: str) -> Grammar:
-    return Grammar({"regex": pattern}, lambda text: re.fullmatch(pattern, text) is not None)
+def _regex(pattern: str) -> GrammarParams:
+    return GrammarParams({"regex": pattern}, lambda text: re.fullmatch(pattern, text) is not None)
 
 
 _SCHEMA = {
@@ -88,19 +88,19 @@ def _obeys_schema(text: str) -> bool:
 GRAMMARS = (
     _regex(r"#### [0-9]{1,4}"),
     _regex(r"(yes|no|maybe)(, (yes|no|maybe)){2,9}\."),
-    Grammar({"json_schema": json.dumps(_SCHEMA)}, _obeys_schema),
+    GrammarParams({"json_schema": json.dumps(_SCHEMA)}, _obeys_schema),
 )
 
 
 @dataclass(frozen=True)
-class Request:
+class SoakRequest:
     """One request, and its client's behaviour."""
 
     rid: str
     prompt: list[int]
     params: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)  # of /generate, besides the params
-    grammar: Grammar | None = None
+    grammar: GrammarParams | None = None
     n: int = 1
     stream: bool = False
     leaves: str | None = None  # one of `WAYS`, or None to wait for the answer
@@ -115,13 +115,13 @@ class Request:
         given = {"rid": self.rid, "input_ids": self.prompt, "sampling_params": params}
         return {**given, **self.options, "stream": self.stream}
 
-    def alone(self, index: int) -> Request:
+    def alone(self, index: int) -> SoakRequest:
         """Return a request for only the ``index``-th of its n answers, which waits for it."""
         params = {**self.params, "sampling_seed": self.params["sampling_seed"] + index}
         return replace(self, params=params, n=1, stream=False, leaves=None)
 
 
-def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[Request]:
+def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[SoakRequest]:
     """Yield endless requests; the i-th is the same in every run."""
     index = 0
     while True:
@@ -129,10 +129,12 @@ def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[Req
         index += 1
 
 
-def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: float) -> Request:
+def _request(
+    draw: random.Random, index: int, share_leaving: float, mean_pause: float
+) -> SoakRequest:
     leaves = draw.random() < share_leaving
     grammar = draw.choice(GRAMMARS) if draw.random() < 0.15 else None
-    return Request(
+    return SoakRequest(
         rid=f"soak-{index:06}",  # no id is a prefix of another: SGLang aborts by prefix
         prompt=[draw.randrange(4, VOCAB) for _ in range(draw.choice([1, 4, 12, 40, 150]))],
         params=_params(draw, index, grammar),
@@ -147,7 +149,7 @@ def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: 
     )
 
 
-def _params(draw: random.Random, index: int, grammar: Grammar | None) -> dict[str, Any]:
+def _params(draw: random.Random, index: int, grammar: GrammarParams | None) -> dict[str, Any]:
     # A stop string would cut a grammar's text, and a minimum length would forbid its end.
     ends = draw.choice(STOPS) if grammar is None else grammar.params
     params = {

@@ -100,7 +100,7 @@ def _role(process: psutil.Process) -> str:
 
 
 @dataclass
-class Verdict:
+class SoakVerdict:
     """The numbers of a soak, and its problems."""
 
     requests: int
@@ -134,7 +134,7 @@ def judge(
     usage: list[float],
     rests: list[dict[str, Held]],
     lost: list[str],
-) -> Verdict:
+) -> SoakVerdict:
     """Check the requirements.
 
     Args:
@@ -167,7 +167,7 @@ def judge(
         ),
         *_unsoaked(endings, alone, len(retracted), full_share),
     ]
-    return Verdict(
+    return SoakVerdict(
         requests=len({e.request.rid for e in endings}),
         tokens=sum(len(e.output_ids) for e in endings),
         left=len({e.request.rid for e in endings if e.reason in LEFT}),

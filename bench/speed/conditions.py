@@ -16,14 +16,14 @@ from sglang_smc.command.machine import installed
 CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
-class Start(NamedTuple):
+class EngineStart(NamedTuple):
     """An engine's start."""
 
     began: float  # seconds since the epoch
     seconds: float
 
 
-def conditions(engine: RemoteEngine, start: Start) -> Entry:
+def conditions(engine: RemoteEngine, start: EngineStart) -> Entry:
     """Return the conditions of a result, None for what this SGLang or machine does not tell.
 
     ``capture_seconds`` include compiling what a captured round launches first.

@@ -195,7 +195,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedCell:
     """One system with ``batch`` requests at a time, of ``prompt`` tokens each."""
 
     system: System
@@ -219,10 +219,10 @@ def systems(preset: Preset) -> list[System]:
     ]
 
 
-def cells(preset: Preset, batches: Iterable[int], prompts: Iterable[int]) -> list[Cell]:
+def cells(preset: Preset, batches: Iterable[int], prompts: Iterable[int]) -> list[SpeedCell]:
     """Return the cells of these batches and prompts, grouped by engine."""
     sizes = [(batch, prompt) for batch in batches for prompt in prompts]
-    return [Cell(system, *size) for system in systems(preset) for size in sizes]
+    return [SpeedCell(system, *size) for system in systems(preset) for size in sizes]
 
 
 # --- Engines

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
-from speed.conditions import Start, conditions
-from speed.grid import PLAIN, Cell, Preset, System, launch_of, settings_of, write_models
-from speed.remote import EngineError, RemoteEngine, Sample, Work, running
+from speed.conditions import EngineStart, conditions
+from speed.grid import PLAIN, Preset, SpeedCell, System, launch_of, settings_of, write_models
+from speed.remote import EngineError, RemoteEngine, TimedBatch, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
 
@@ -25,7 +25,7 @@ WARM_UP, WARM_UP_TOKENS = "warm-up", 16
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
 
 
-def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
+def work(cell: SpeedCell, repeat: int | str, preset: Preset) -> Work:
     """Return the requests of a repeat: the same for every system, different in every repeat."""
     tokens = WARM_UP_TOKENS if repeat == WARM_UP else preset.new_tokens
     limit = preset.pair.target.vocab_size
@@ -47,8 +47,8 @@ class EngineCase(NamedTuple):
     engine: Mapping[str, Any] = {}
 
     @property
-    def cells(self) -> list[Cell]:
-        return [Cell(self.system, batch, prompt) for batch, prompt in self.sizes]
+    def cells(self) -> list[SpeedCell]:
+        return [SpeedCell(self.system, batch, prompt) for batch, prompt in self.sizes]
 
     @property
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class EngineCase(NamedTuple):
 
 
 #: Measures more of a cell once it is sampled.
-More = Callable[[RemoteEngine, Cell, Preset], Entry]
+More = Callable[[RemoteEngine, SpeedCell, Preset], Entry]
 
 
 def engine_cases(
@@ -125,7 +125,7 @@ def measure(
                 plain = start(PLAIN, "-beside")
         began = time.time()
         engine = start(case.system)
-        attempt.started, took = True, Start(began, time.time() - began)
+        attempt.started, took = True, EngineStart(began, time.time() - began)
         for cell in (cell for cell in case.cells if cell.slug in attempt.missing):
             found = sampled(engine, cell, preset, plain)
             if launch_of(case.system, preset, folder).arguments.get("speculative_smc_adaptive"):
@@ -144,15 +144,15 @@ def error_of_the_call(what: str) -> Iterator[None]:
 
 
 def sampled(
-    engine: RemoteEngine, cell: Cell, preset: Preset, plain: RemoteEngine | None = None
+    engine: RemoteEngine, cell: SpeedCell, preset: Preset, plain: RemoteEngine | None = None
 ) -> Entry:
     """Run a warm-up and all repeats of a cell; return its samples, and medians of them.
 
     Args:
         plain: an engine of plain decoding, which gets each repeat just before.
     """
-    samples: list[Sample] = []
-    beside: list[Sample] = []
+    samples: list[TimedBatch] = []
+    beside: list[TimedBatch] = []
     for repeat in (WARM_UP, *range(preset.repeats)):
         asked = work(cell, repeat, preset)
         if plain is not None:
@@ -174,7 +174,7 @@ def sampled(
     return found
 
 
-def _reduced(sample: Sample) -> Entry:
+def _reduced(sample: TimedBatch) -> Entry:
     """Return the sample with only the counters that the numbers use."""
     infos = [{key: info[key] for key in KEPT if key in info} for info in sample.infos]
     return asdict(sample) | {"infos": infos}

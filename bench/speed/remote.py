@@ -33,7 +33,7 @@ class EngineError(BenchError):
     """The engine did not start or respond; the message is its own error, in a sentence."""
 
 
-class RefusedError(EngineError):
+class InvalidRequestError(EngineError):
     """A request is invalid; the engine keeps running."""
 
 
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedBatch:
     """Measurements of a batch of requests; times in seconds since they were sent."""
 
     first: list[float]
@@ -95,13 +95,13 @@ class RemoteEngine:
         self.url, self._log = url, log
         self._client = client_of(url, None, timeout=None)
 
-    def ask(self, work: Work) -> Sample:
+    def ask(self, work: Work) -> TimedBatch:
         """Send the work at once and wait for all answers."""
         self.post(FLUSH)
         start = time.perf_counter()
         found = [answer for _, answer in sorted(self._all(work, self._timed))]
         first, end, infos = map(list, zip(*found, strict=True))
-        return Sample([at - start for at in first], [at - start for at in end], infos)
+        return TimedBatch([at - start for at in first], [at - start for at in end], infos)
 
     def each(self, work: Work) -> Iterator[dict[str, Any]]:
         """Yield answers as they complete, each with its ``place``; the others go on meanwhile."""
@@ -124,7 +124,7 @@ class RemoteEngine:
         with self._gone():
             reply = self._client.post(route, json=body)
         if not reply.is_success:
-            raise RefusedError(f"refused: {reply.text}"[:LONGEST_REASON])
+            raise InvalidRequestError(f"refused: {reply.text}"[:LONGEST_REASON])
         return reply
 
     def _all(self, work: Work, answer: Callable[..., T]) -> Iterator[tuple[int, T]]:
@@ -159,7 +159,7 @@ class RemoteEngine:
         except httpx.HTTPError as error:
             raise EngineError(reason(self._log.read_text(errors="replace"))) from error
         except ServerError as error:
-            raise RefusedError(f"refused: {error}") from error
+            raise InvalidRequestError(f"refused: {error}") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from intervals import Interval, mean_of, speed_ratio
 from results import interval_cell, number_cell, table
 from speed import grid
-from speed.remote import Sample
+from speed.remote import TimedBatch
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -38,7 +38,9 @@ class CellRow:
     replayed_share: float | None = None  # of rounds, from CUDA graphs
 
 
-def make_rows(cells: Iterable[grid.Cell], results: Results, preset: grid.Preset) -> list[CellRow]:
+def make_rows(
+    cells: Iterable[grid.SpeedCell], results: Results, preset: grid.Preset
+) -> list[CellRow]:
     """Return a row for each cell with a result or a failure."""
     return [
         CellRow(
@@ -58,12 +60,12 @@ def make_rows(cells: Iterable[grid.Cell], results: Results, preset: grid.Preset)
     ]
 
 
-def _numbers(cell: grid.Cell, results: Results) -> dict[str, Any]:
+def _numbers(cell: grid.SpeedCell, results: Results) -> dict[str, Any]:
     samples = samples_of(cell, results)
     if not samples:
         return {}
 
-    def over(value: Callable[[Sample], float]) -> Interval:
+    def over(value: Callable[[TimedBatch], float]) -> Interval:
         return mean_of([value(sample) for sample in samples])
 
     return {
@@ -77,18 +79,18 @@ def _numbers(cell: grid.Cell, results: Results) -> dict[str, Any]:
     }
 
 
-def samples_of(cell: grid.Cell, results: Results, key: str = "samples") -> list[Sample]:
+def samples_of(cell: grid.SpeedCell, results: Results, key: str = "samples") -> list[TimedBatch]:
     """Return the samples of a cell; none of a failure."""
-    return [Sample(**sample) for sample in results.get(cell.slug, {}).get(key, ())]
+    return [TimedBatch(**sample) for sample in results.get(cell.slug, {}).get(key, ())]
 
 
-def to_ar(cell: grid.Cell, results: Results) -> list[float]:
+def to_ar(cell: grid.SpeedCell, results: Results) -> list[float]:
     """Return the logs of a cell's decoding speeds over those of AR beside it."""
     pairs = zip(samples_of(cell, results), samples_of(cell, results, "beside"), strict=False)
     return [math.log(ours.decode_speed / plain.decode_speed) for ours, plain in pairs]
 
 
-def _ratios(cell: grid.Cell, results: Results) -> dict[str, Interval]:
+def _ratios(cell: grid.SpeedCell, results: Results) -> dict[str, Interval]:
     """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree.
 
     Without AR beside it, the ratio is to the samples of AR's own cell.

@@ -50,7 +50,7 @@ DELIMITER = "\n"
 
 
 @dataclass(frozen=True)
-class Cell(answers.Cell):
+class SteeringCell(answers.Cell):
     """Answers of one model, plain or steered by a potential."""
 
     model: str = ""
@@ -63,13 +63,13 @@ class Cell(answers.Cell):
         return slug_of(self.label)
 
 
-def plain(model: str) -> Cell:
+def plain(model: str) -> SteeringCell:
     """Return the cell of a model's plain samples."""
     name = f"plain {model}"
-    return Cell(name, name, TEMPERATURE, samples=SAMPLES, model=model)
+    return SteeringCell(name, name, TEMPERATURE, samples=SAMPLES, model=model)
 
 
-def steered(model: str, potential: str, num_particles: int) -> Cell:
+def steered(model: str, potential: str, num_particles: int) -> SteeringCell:
     """Return a cell of particles; all are returned, for every kind of choice."""
     asked = {"name": potential, "args": POTENTIALS[potential], "when": {"delimiter": DELIMITER}}
     smc = {
@@ -82,10 +82,10 @@ def steered(model: str, potential: str, num_particles: int) -> Cell:
     }
     label = f"smc {model} {potential} N={num_particles}"
     engine = f"smc {TARGET if model == VERIFIED else model}"
-    return Cell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
+    return SteeringCell(label, engine, TEMPERATURE, smc, 1, model, potential, num_particles)
 
 
-def cells() -> list[Cell]:
+def cells() -> list[SteeringCell]:
     """Return all cells, grouped by engine to start each once."""
     found = []
     for model in MODELS:
@@ -157,7 +157,7 @@ def drawn(numbers: Sequence[int | None], weights: Sequence[float], right: int) -
 
 
 @dataclass(frozen=True)
-class Row:
+class SteeringRow:
     """One way to answer, over all problems."""
 
     label: str
@@ -172,9 +172,9 @@ class Row:
     resampled: Interval | None  # share of their rounds
 
 
-def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
+def rows_of(answers: Mapping[SteeringCell, Sequence[Drawn]]) -> list[SteeringRow]:
     """Return the rows of all complete cells."""
-    found: list[Row] = []
+    found: list[SteeringRow] = []
     counts = sorted({cell.num_particles for cell in answers if cell.potential})
     for cell, every in answers.items():
         if cell.potential:
@@ -203,7 +203,7 @@ def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
 
 def _row(
     model: str, potential: str, method: str, count: int, every: Sequence[Drawn], choice: Choice
-) -> Row:
+) -> SteeringRow:
     taken = [list(some)[:count] for _, some in groupby(every, key=lambda one: one.index)]
     right = []
     for some in taken:
@@ -211,7 +211,7 @@ def _row(
         weights = [weight for one in some for weight in one.weights]
         right.append(choice(numbers, weights, held_out(some[0].index).number))
     asked = f" by {potential}" if potential else ""
-    return Row(
+    return SteeringRow(
         label=f"{model}: {method}{asked}, N={count}",
         model=model,
         potential=potential,
@@ -229,7 +229,7 @@ def _mean(values: Sequence[float | None]) -> Interval | None:
     return None if None in values else ratio(np.array(values, dtype=float))
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[SteeringRow], str]] = {
     "": lambda row: row.label,
     "accuracy, %": lambda row: _percent(row),
     "tokens a problem": lambda row: f"{row.tokens:.0f}",
@@ -239,18 +239,18 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[SteeringRow], note: str) -> str:
     """Return a table for each model, and all rows."""
     return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{table(COLUMNS, rows)}\n"
 
 
-def shown(rows: Sequence[Row]) -> list[Row]:
+def shown(rows: Sequence[SteeringRow]) -> list[SteeringRow]:
     """Return the rows of the page."""
     left_out = {"judge", BEST, SMC_ARGMAX}
     return [row for row in rows if not {row.model, row.potential, row.method} & left_out]
 
 
-def summaries(rows: Sequence[Row]) -> str:
+def summaries(rows: Sequence[SteeringRow]) -> str:
     """Return a table for each model."""
     models = dict.fromkeys(row.model for row in rows)
     return "\n\n".join(f"**{TITLES[model]}**\n\n{summary(rows, model)}" for model in models)
@@ -263,7 +263,7 @@ TITLES = {
 }
 
 
-def summary(rows: Sequence[Row], model: str) -> str:
+def summary(rows: Sequence[SteeringRow], model: str) -> str:
     """Return one model's accuracies: a line per method and potential, a column per N."""
     here = [row for row in rows if row.model == model]
     counts = sorted({row.num_particles for row in here} - {1})
@@ -277,7 +277,7 @@ def summary(rows: Sequence[Row], model: str) -> str:
     return markdown_table(("accuracy, %", *(f"N = {count}" for count in counts)), lines)
 
 
-def _percent(row: Row) -> str:
+def _percent(row: SteeringRow) -> str:
     return interval_cell(row.accuracy, ".1f", scale=100)
 
 
@@ -325,16 +325,16 @@ def code_of(potential: str) -> str:
     return digest(paths)
 
 
-class Steering(Study[Cell, Drawn]):
+class Steering(Study[SteeringCell, Drawn]):
     """The study: plain samples get their values by the potentials as they come."""
 
     name = "steering"
     about = "Accuracy with potentials, beside votes and choices among as many plain samples."
     kind = Drawn
-    report = Report("steering", Row, markdown)
+    report = Report("steering", SteeringRow, markdown)
     note = staticmethod(note)
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[SteeringCell]:
         return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class Steering(Study[Cell, Drawn]):
         models = (TARGET, TARGET) if model == ITSELF else (model, DRAFT)
         return models if kind == "smc" else (models[0], None)
 
-    def identity(self, cell: Cell) -> dict[str, Any]:
+    def identity(self, cell: SteeringCell) -> dict[str, Any]:
         """Return what a cell's answers depend on; plain samples are stock SGLang's."""
         found = super().identity(cell)
         if cell.potential:
@@ -354,7 +354,7 @@ class Steering(Study[Cell, Drawn]):
         found["potentials"] = {name: code_of(name) for name in POTENTIALS}
         return {name: value for name, value in found.items() if name != "plugin"}
 
-    def stored(self, cell: Cell, reply: Reply, sample: int) -> Drawn:
+    def stored(self, cell: SteeringCell, reply: Reply, sample: int) -> Drawn:
         """Return the particles of SMC, or a plain sample with its value by each potential."""
         index, info = reply.index, reply.meta_info
         if not cell.smc:
@@ -378,7 +378,7 @@ class Steering(Study[Cell, Drawn]):
             resampled=info["spec_smc_resample_ct"] / info["spec_smc_rounds_ct"],
         )
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SteeringRow]:
         return rows_of(self.complete())
 
     def publish(self) -> None:

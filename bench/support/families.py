@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 VOCAB, EOS = 64, 1
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """A model family: a row of the table."""
 
     name: str  # display name
@@ -117,10 +117,10 @@ FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
 )
 
 
-def _rows(attention: str, *rows: tuple[Any, ...], **more: Any) -> list[Family]:
+def _rows(attention: str, *rows: tuple[Any, ...], **more: Any) -> list[ModelFamily]:
     """Return a family for each (name, model type, config), with an architecture if refused."""
     return [
-        Family(name, kind, attention, config, *arch, bare=bool(arch), **more)
+        ModelFamily(name, kind, attention, config, *arch, bare=bool(arch), **more)
         for name, kind, config, *arch in rows
     ]
 
@@ -161,7 +161,7 @@ _FULL = _rows(
     ("GPT-2", "gpt2", _GPT),
     ("OPT", "opt", _OPT),
 )
-_PHI = Family("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
+_PHI = ModelFamily("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
 _WINDOWS = _rows(
     WINDOW,
     ("Gemma 2", "gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
@@ -260,8 +260,8 @@ _IMAGES = [
 ]
 
 _OTHERS = [
-    Family("Llama 4", "llama4_text", OTHER, EXPERTS, "Llama4ForCausalLM", bare=True),
-    Family("MiniMax M3", "llama", OTHER, SIZES, "MiniMaxM3SparseForCausalLM", bare=True),
-    Family("Gemma 4", "llama", OTHER, HEADS, "Gemma4ForCausalLM", bare=True),
+    ModelFamily("Llama 4", "llama4_text", OTHER, EXPERTS, "Llama4ForCausalLM", bare=True),
+    ModelFamily("MiniMax M3", "llama", OTHER, SIZES, "MiniMaxM3SparseForCausalLM", bare=True),
+    ModelFamily("Gemma 4", "llama", OTHER, HEADS, "Gemma4ForCausalLM", bare=True),
 ]
 FAMILIES = [*_FULL, _PHI, *_WINDOWS, *_LATENTS, *_STATES, *_IMAGES, *_OTHERS]

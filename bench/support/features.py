@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from results import provenance
-from speed.remote import EngineError, RefusedError, running
+from speed.remote import EngineError, InvalidRequestError, running
 from speed.runner import Clock, TimeUpError
 from study import PUBLISHED, REPOSITORY, write_between
 from support.run import ENGINE, NEW_TOKENS, PATIENCE, prompts
@@ -101,7 +101,7 @@ def _fields(algorithm: str, folder: Path) -> dict[str, Any]:
         for field, asked in FIELDS.items():
             try:
                 found[field] = _ask(engine, asked)
-            except RefusedError:
+            except InvalidRequestError:
                 found[field] = f"{REFUSED}, HTTP 400"
     return found
 

@@ -26,7 +26,7 @@ from results import provenance
 from speed.remote import EngineError, running
 from speed.runner import Clock, TimeUpError
 from study import GOES_ON, PUBLISHED, REPOSITORY, main_of, parser, write_between
-from support.families import EOS, FAMILIES, VOCAB, Family
+from support.families import EOS, FAMILIES, VOCAB, ModelFamily
 
 from sglang_smc_tools.demo.serving import Launch
 
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
     note: str = ""
 
 
-def save(family: Family, folder: Path) -> str:
+def save(family: ModelFamily, folder: Path) -> str:
     """Save a random checkpoint of the family, or only its config if transformers has no class."""
     folder.mkdir(parents=True, exist_ok=True)
     if family.bare:
@@ -78,7 +78,7 @@ def save(family: Family, folder: Path) -> str:
     return str(folder)
 
 
-def _save_weights(family: Family, folder: Path) -> None:
+def _save_weights(family: ModelFamily, folder: Path) -> None:
     """Save what transformers makes of the configuration, spelled as published checkpoints are."""
     import torch
     import transformers
@@ -110,7 +110,7 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(2, VOCAB - 8) for _ in range(length)] for length in LENGTHS]
 
 
-def try_family(family: Family, folder: Path) -> Trial:
+def try_family(family: ModelFamily, folder: Path) -> Trial:
     """Try a family; where it fails with SMC, the outcome is also of SGLang without."""
     log = folder / "engine.log"
     try:
@@ -124,7 +124,7 @@ def try_family(family: Family, folder: Path) -> Trial:
         return Trial(family.name, "failed", "failed", str(error)[:LONGEST_NOTE])
 
 
-def _with_smc(family: Family, path: str, folder: Path, log: Path) -> Trial:
+def _with_smc(family: ModelFamily, path: str, folder: Path, log: Path) -> Trial:
     """Start a server in which the family drafts for itself, and compare greedy texts in all modes.
 
     The texts must equal those of transformers, or else those of SGLang without SMC: the two differ
@@ -183,7 +183,7 @@ def _answers(
     return found
 
 
-def _transformers(family: Family, path: str) -> list[list[int]]:
+def _transformers(family: ModelFamily, path: str) -> list[list[int]]:
     """Return greedy continuations with eager attention: faster kernels leave out logit caps."""
     import torch
     import transformers
@@ -262,7 +262,7 @@ def tables(found: dict[str, Trial]) -> str:
     return "\n".join(parts).rstrip()
 
 
-def items_of(families: Sequence[Family], found: dict[str, Trial]) -> Iterator[str]:
+def items_of(families: Sequence[ModelFamily], found: dict[str, Trial]) -> Iterator[str]:
     """Yield an item for all families with the same result, in the order of the first ones."""
     named: dict[tuple[str, str, str], list[str]] = {}
     for trial in (found[family.name] for family in families if family.name in found):

@@ -27,7 +27,7 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 
 @dataclass(frozen=True)
-class Cell:
+class VerifierCell:
     """Chains of one shape and draft."""
 
     pair: str
@@ -42,10 +42,10 @@ class Cell:
         return f"{shape}-q{self.draft_temperature:g}"
 
 
-def cells() -> list[Cell]:
+def cells() -> list[VerifierCell]:
     """Return all cells, those of one pair together."""
     return [
-        Cell(pair, n, k, t, draft_t)
+        VerifierCell(pair, n, k, t, draft_t)
         for pair in PAIRS
         for t in TEMPERATURES
         for n, k in SIZES
@@ -54,7 +54,7 @@ def cells() -> list[Cell]:
     ]
 
 
-def measure(cell: Cell, log: Log, count: int) -> list[dict[str, float]]:
+def measure(cell: VerifierCell, log: Log, count: int) -> list[dict[str, float]]:
     """Return each context's numbers, of which the file may have some."""
     found = log.read()
     if len(found) < count:
@@ -76,7 +76,7 @@ NOTE = (
 )
 
 
-def markdown(measured: dict[Cell, list[dict[str, float]]]) -> str:
+def markdown(measured: dict[VerifierCell, list[dict[str, float]]]) -> str:
     """Return a table with a line for each cell."""
     first = next(iter(measured.values()))
     names = list(first[0])
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         print(*(cell.slug for cell in grid), sep="\n")
         return
     study.prepare_folder(options.output_dir)
-    measured: dict[Cell, list[dict[str, float]]] = {}
+    measured: dict[VerifierCell, list[dict[str, float]]] = {}
     for cell in grid:
         path = options.output_dir / f"{cell.slug}.jsonl"
         if options.fresh:

@@ -15,7 +15,7 @@ from pair import task
 from real.prompts import prompts
 from study import PAIR, bar
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verifier.run import PAIRS, Cell
+from verifier.run import PAIRS, VerifierCell
 
 from sglang_smc.smc import verification
 from sglang_smc.smc.distribution import TokenDistribution
@@ -104,7 +104,7 @@ class Texts:
         every = found.new_full((*found.shape[:2], len(target.lm_head.weight)), -torch.inf)
         return every.index_copy(2, head.hot, found)
 
-    def drawn(self, name: str, count: int, cell: Cell, temperature: float) -> torch.Tensor:
+    def drawn(self, name: str, count: int, cell: VerifierCell, temperature: float) -> torch.Tensor:
         """Return texts of K tokens that a model draws, ``[count, K]``."""
         texts = self.context.new_empty(count, 0)
         for _ in range(cell.num_steps):
@@ -119,7 +119,7 @@ def log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits / temperature).log_softmax(-1)
 
 
-def expected(texts: Texts, cell: Cell) -> dict[str, float]:
+def expected(texts: Texts, cell: VerifierCell) -> dict[str, float]:
     """Return the expected tokens of a round by each rule, for one drawn tree, and its nodes."""
     n, k = cell.num_particles, cell.num_steps
     chains = texts.drawn("draft", n, cell, cell.draft_temperature)  # [N, K]
@@ -142,7 +142,7 @@ def expected(texts: Texts, cell: Cell) -> dict[str, float]:
     return found | {"bound": bound(texts, cell), "nodes": 1.0 + len(nodes)}
 
 
-def bound(texts: Texts, cell: Cell) -> float:
+def bound(texts: Texts, cell: VerifierCell) -> float:
     """Estimate what no lossless rule exceeds, of N chains that are drawn.
 
     A text y of j tokens is accepted at most as often as the target writes it, and as it is drafted:
@@ -172,7 +172,7 @@ def contexts_of(pair: str, count: int, temperature: float) -> list[torch.Tensor]
     return list(bar(iterable=contexts, total=count, desc="contexts"))
 
 
-def expected_of(cell: Cell, context: torch.Tensor, seed: int) -> dict[str, float]:
+def expected_of(cell: VerifierCell, context: torch.Tensor, seed: int) -> dict[str, float]:
     """Return what `expected` does behind a context ``[L]``, of a tree drawn with this seed."""
     torch.manual_seed(seed)
     return expected(Texts(models_of(cell.pair), context), cell)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from answers import Reply
 from intervals import Interval, mean_of
-from real.run import MATCHES, PLAIN, USUAL, Cell, RealStudy, Yielded, settings, tokenizer
+from real.run import MATCHES, PLAIN, USUAL, RealCell, RealStudy, Yielded, settings, tokenizer
 from results import Report, interval_cell, table
 
 PAIR, TEMPERATURE, MAX_TOKENS = "smollm2", 1.0, 64
@@ -27,12 +27,12 @@ DECLARED = f"words=sglang_smc.potentials.library:RegexCount(pattern={PATTERN!r})
 POTENTIAL = {"name": "words", "args": {"weight": WEIGHT}}
 
 
-def cells() -> list[Cell]:
+def cells() -> list[RealCell]:
     """Return plain samples, and particles with the potential."""
 
-    def cell(label: str, engine: str, samples: int, smc: dict[str, Any] | None = None) -> Cell:
+    def cell(label: str, engine: str, samples: int, smc: dict[str, Any] | None = None) -> RealCell:
         name = f"{PAIR} {engine}"
-        return Cell(label, name, TEMPERATURE, smc, samples, pair=PAIR)
+        return RealCell(label, name, TEMPERATURE, smc, samples, pair=PAIR)
 
     verified = {"proposal": "verified", "mode": "smc"}
     steered = {"num_particles": N, "num_steps": K, **verified, "potentials": [POTENTIAL]}
@@ -47,7 +47,7 @@ class Counted(Yielded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class WordsRow:
     """A line of the table, over prompts."""
 
     label: str
@@ -55,14 +55,14 @@ class Row:
     from_steered: Interval | None  # minus those of the steered distribution, on the same prompts
 
 
-def rows_of(plain: Sequence[Counted], steered: Sequence[Counted]) -> list[Row]:
+def rows_of(plain: Sequence[Counted], steered: Sequence[Counted]) -> list[WordsRow]:
     """Return a row for each way to choose an answer."""
     samples, particles = _by_prompt(plain), _by_prompt(steered)  # [prompts, samples]
     truth = _weighted(samples)
 
-    def row(label: str, words: np.ndarray) -> Row:
+    def row(label: str, words: np.ndarray) -> WordsRow:
         difference = None if words is truth else mean_of(words - truth)
-        return Row(label=label, words=mean_of(words), from_steered=difference)
+        return WordsRow(label=label, words=mean_of(words), from_steered=difference)
 
     of_n = _weighted(samples.reshape(len(samples), -1, N)).mean(1)
     return [
@@ -85,14 +85,14 @@ def _weighted(words: np.ndarray) -> np.ndarray:
     return (weights * words).sum(-1) / weights.sum(-1)
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[WordsRow], str]] = {
     "": lambda row: row.label,
     "words an answer": lambda row: interval_cell(row.words, ".2f"),
     "from the steered distribution": lambda row: interval_cell(row.from_steered, "+.2f"),
 }
 
 
-def markdown(rows: Sequence[Row], note: str) -> str:
+def markdown(rows: Sequence[WordsRow], note: str) -> str:
     """Return the table."""
     return f"{note}\n\n{table(COLUMNS, rows)}\n"
 
@@ -118,26 +118,26 @@ class Words(RealStudy):
     problems = 14
     max_tokens = MAX_TOKENS
     kind = Counted
-    report = Report("words", Row, markdown)
+    report = Report("words", WordsRow, markdown)
     note = staticmethod(note)
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[RealCell]:
         return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
         declared = {"speculative_smc_potential": [DECLARED]} if name.endswith(MATCHES) else {}
         return settings(name) | declared
 
-    def flushes(self, cell: Cell) -> bool:
+    def flushes(self, cell: RealCell) -> bool:
         """Keep the prompts' KV."""
         return False
 
-    def stored(self, cell: Cell, reply: Reply, sample: int) -> Counted:
+    def stored(self, cell: RealCell, reply: Reply, sample: int) -> Counted:
         text = tokenizer(PAIR).decode(reply.output_ids, skip_special_tokens=True)
         stored = asdict(super().stored(cell, reply, sample))
         return Counted(**stored, words=len(re.findall(PATTERN, text)))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WordsRow]:
         found = list(self.complete().values())
         return rows_of(*found) if len(found) == len(self.cells) else []
 

@@ -15,8 +15,8 @@ from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.spans import (
     LOG2_E,
     Grid,
+    KeySlots,
     Layer,
-    Slots,
     add_scores,
     attend,
     no_softmax,
@@ -64,7 +64,7 @@ def latent_attention(
         _attend_latents,
         query,
         (latents, latents.stride(0)),
-        Slots.of(context),
+        KeySlots.of(context),
         (scaling * LOG2_E, context.first_key),
         split,
         Layer.of(query, 1, rank, split, rope=rope, block_rope=block_rope),

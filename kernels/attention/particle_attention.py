@@ -11,8 +11,8 @@ from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.spans import (
     LOG2_E,
     Grid,
+    KeySlots,
     Layer,
-    Slots,
     add_scores,
     attend,
     join_last,
@@ -113,8 +113,16 @@ def particle_attention(
     return attend(
         _attend_spans,
         query,
-        _Cache(keys, *keys.stride()[:2], values, *values.stride()[:2], new),
-        Slots.of(context),
+        _Cache(
+            key=keys,
+            key_stride=keys.stride(0),
+            key_head_stride=keys.stride(1),
+            value=values,
+            value_stride=values.stride(0),
+            value_head_stride=values.stride(1),
+            new=new,
+        ),
+        KeySlots.of(context),
         (scaling / cap if cap else scaling * LOG2_E, cap * LOG2_E, window or 0, context.first_key),
         split,
         Layer.of(query, kv_heads, head_dim, split, **flags),

@@ -28,7 +28,7 @@ LOG2_E = 1.4426950408889634
 NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
 
 
-class Slots(NamedTuple):
+class KeySlots(NamedTuple):
     """The slots of prefixes and tails, and the positions of queries."""
 
     table: torch.Tensor
@@ -41,7 +41,7 @@ class Slots(NamedTuple):
     starts: torch.Tensor
 
     @classmethod
-    def of(cls, context: AttentionContext) -> "Slots":
+    def of(cls, context: AttentionContext) -> "KeySlots":
         """Return the slots of a context, with the tensors of G requests made contiguous."""
         table = context.req_to_token
         tails = context.tails
@@ -165,7 +165,7 @@ def attend(
     kernel: Any,
     query: torch.Tensor,
     keys: Any,
-    slots: Slots,
+    slots: KeySlots,
     scores: tuple[float, ...],
     split: WorkSplit,
     layer: Layer,
@@ -212,7 +212,7 @@ def attend(
         partial = partial._replace(arrivals=arrivals)
     queries = query.flatten(0, 2)
     kernel[(num_prefix + num_tail,)](
-        Queries(queries, *queries.stride()[:2]),
+        Queries(queries, queries.stride(0), queries.stride(1)),
         keys,
         slots,
         partial,

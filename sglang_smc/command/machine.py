@@ -196,7 +196,7 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
 
     from sglang_smc.models.softmax import Heads
     from sglang_smc.ops import check, ops_of
-    from sglang_smc.ops.check_cases import Sizes
+    from sglang_smc.ops.check_cases import CheckSizes
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -216,7 +216,7 @@ def kernel_findings(num_particles: int, num_steps: int) -> Iterator[Finding]:
     heads = Heads(32, 8, 128, torch.bfloat16), Heads(16, 1, 576, torch.bfloat16, 512)
     if device == "cpu":
         heads = Heads(4, 2, 32, torch.float32), Heads(3, 1, 40, torch.float32, 32)
-    sizes = Sizes(num_particles, num_steps, heads, gated_delta=True)
+    sizes = CheckSizes(num_particles, num_steps, heads, gated_delta=True)
     for found in check.findings(kernels, device, sizes):
         if found.problem:
             yield fail(found.name, found.problem, _OF_KERNEL)

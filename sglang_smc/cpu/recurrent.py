@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.attention import columns, row_lengths
-from sglang_smc.models.gated_delta import Columns, columns_of, scan
+from sglang_smc.models.gated_delta import RecurrenceInputs, columns_of, scan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -86,7 +86,7 @@ class CpuRecurrentBackend(AttentionBackend):
         before = windows[slots].masked_fill(fresh, 0).transpose(1, 2)  # [rows, W - 1, D]
         inputs = torch.cat([before.to(mixed_qkv.dtype), mixed_qkv[index]], dim=1)
         new = columns_of(inputs, layer, a[index], b[index])
-        new = Columns(new.qkv, new.decay * real, new.beta * real)
+        new = RecurrenceInputs(new.qkv, new.decay * real, new.beta * real)
         first = states[slots].float().masked_fill(fresh.unsqueeze(3), 0)
         last, outputs = scan(first, new)
         states[slots] = last.to(states.dtype)

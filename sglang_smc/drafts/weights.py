@@ -41,7 +41,7 @@ _FUSED = {
 LEFT_OUT = ("t2d", "rotary_emb.inv_freq", "verifier_norm.", "verifier_lm_head.", "confidence_head.")
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """Sizes of a head's layers, by its configuration."""
 
     hidden: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     head: int
 
     @classmethod
-    def of(cls, config: Config) -> "Sizes":
+    def of(cls, config: Config) -> "LayerSizes":
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
@@ -134,7 +134,7 @@ def renamed(name: str) -> str:
 
 
 def _of_eagle3(config: Config) -> Shapes:
-    sizes, aux = Sizes.of(config), _num_states(config)
+    sizes, aux = LayerSizes.of(config), _num_states(config)
     width = config.get("target_hidden_size") or sizes.hidden
     found: Shapes = {"fc.weight": (sizes.hidden, aux * width), "norm.weight": (sizes.hidden,)}
     for layer in range(config["num_hidden_layers"]):
@@ -157,7 +157,7 @@ def _of_eagle3(config: Config) -> Shapes:
 
 
 def _of_block(config: Config) -> Shapes:
-    sizes = Sizes.of(config)
+    sizes = LayerSizes.of(config)
     block = config.get("dflash_config") or {}
     layers = block.get("target_layer_ids", config.get("target_layer_ids"))
     aux = len(layers) if layers else config["num_hidden_layers"]
@@ -180,7 +180,7 @@ def _of_block(config: Config) -> Shapes:
     return found
 
 
-def _layer(part: str, sizes: Sizes, inputs: int) -> Shapes:
+def _layer(part: str, sizes: LayerSizes, inputs: int) -> Shapes:
     hidden = sizes.hidden
     return {
         f"{part}input_layernorm.weight": (hidden,),
@@ -195,7 +195,7 @@ def _layer(part: str, sizes: Sizes, inputs: int) -> Shapes:
     }
 
 
-def _head_norms(part: str, sizes: Sizes) -> Shapes:
+def _head_norms(part: str, sizes: LayerSizes) -> Shapes:
     return {f"{part}self_attn.{name}.weight": (sizes.head,) for name in ("q_norm", "k_norm")}
 
 

@@ -141,6 +141,47 @@ def quantize_layers(model: torch.nn.Module) -> int:
     return len(layers)
 
 
+def fuse_draft(
+    model: Any, attention: ParticleAttention, skinny: Callable[..., torch.Tensor]
+) -> None:
+    """Fuse the layers of a draft, and its LM head if that is in 8 bits.
+
+    Raises ValueError, naming the flag, for layers that do not fit.
+    """
+    if not fuse_layers(model, attention, skinny):
+        raise _not_fused(model, "fused")
+    if (head := vars(model).get("int8_head")) is not None:
+        head.skinny = skinny
+
+
+def quantize_draft(model: Any, head: Any) -> None:
+    """Keep the layers of a draft in 8 bits, and its LM head if it is its own.
+
+    Raises ValueError, naming the flag, for layers or an LM head that do not fit.
+    """
+    if not quantize_layers(model):
+        raise _not_fused(model, "fused-int8")
+    if head is None:
+        return
+    rows, width = head.weight.shape
+    if rows % 16 or width % 64:
+        raise ValueError(
+            "--speculative-smc-draft-layers is 'fused-int8', and the draft's LM head has "
+            f"{rows} rows of {width} numbers; allowed: multiples of 16 and of 64. Shorten "
+            "--speculative-token-map, or pass fused."
+        )
+    model.int8_head = Int8Rows(head)
+    model.int8_head.result = torch.float32
+
+
+def _not_fused(model: Any, given: str) -> ValueError:
+    return ValueError(
+        f"--speculative-smc-draft-layers is {given!r}, and the draft is a "
+        f"{type(model).__name__}; allowed: layers of Llama, Qwen 2, Qwen 3 and EAGLE-3, not "
+        "quantized, in sizes that 128 divides. Leave it out."
+    )
+
+
 def _layers_of(model: torch.nn.Module) -> list[Any]:
     """Return all decoder layers of a model, or none where one cannot be fused."""
     layers = [one for one in model.modules() if type(one) in _PARTS]

@@ -20,7 +20,7 @@ from torch.nn.functional import silu, softplus
 EPSILON = 1e-6  # of the L2 norm, as in the published models
 
 
-class Columns(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """Consecutive tokens of each of P sequences, as inputs of the recurrence."""
 
     qkv: torch.Tensor  # [P, J, 2 * k_heads * K + v_heads * V] after the convolution
@@ -44,7 +44,7 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def columns_of(
     inputs: torch.Tensor, layer: RadixLinearAttention, a: torch.Tensor, b: torch.Tensor
-) -> Columns:
+) -> RecurrenceInputs:
     """Return the recurrence's inputs from those of a layer of SGLang.
 
     Args:
@@ -55,11 +55,15 @@ def columns_of(
     assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
     assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
     decay = -layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())
-    return Columns(causal_conv(inputs, weight), decay, b.float().sigmoid())
+    return RecurrenceInputs(causal_conv(inputs, weight), decay, b.float().sigmoid())
 
 
 def gated_delta(
-    states: torch.Tensor, source: torch.Tensor, past: Columns, num_past: torch.Tensor, new: Columns
+    states: torch.Tensor,
+    source: torch.Tensor,
+    past: RecurrenceInputs,
+    num_past: torch.Tensor,
+    new: RecurrenceInputs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance states over the first of their past columns, then run new columns from there.
 
@@ -76,13 +80,13 @@ def gated_delta(
     """
     before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
     # Without decay and step a column changes nothing; an earlier request may have left NaN there.
-    masked = Columns._make(part.masked_fill(~before.unsqueeze(2), 0) for part in past)
+    masked = RecurrenceInputs._make(part.masked_fill(~before.unsqueeze(2), 0) for part in past)
     rolled, _ = scan(states[source].float(), masked)
     _, output = scan(rolled, new)
     return output, rolled.to(states.dtype)
 
 
-def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(states: torch.Tensor, columns: RecurrenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the recurrence over all columns, from states ``[P, v_heads, V, K]`` float32.
 
     Returns:

@@ -22,6 +22,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_context_length
 
+from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
@@ -138,7 +139,7 @@ def model_problems(server_args: Arguments, widest_heads: int | None) -> list[str
     )
     if kinds.kind_of(config) == "model":
         allowed = (
-            f"allowed: a language model, a head of {', '.join(kinds.HEADS)}, or an MTP layer of "
+            f"allowed: a language model, a head of {', '.join(HEADS)}, or an MTP layer of "
             "this target. Choose another draft."
         )
     found += [

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.ops import TORCH
-from sglang_smc.ops.check_cases import CHECKS, Inputs, Sizes
+from sglang_smc.ops.check_cases import CHECKS, CheckSizes, Inputs
 from sglang_smc.smc.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ class Found(NamedTuple):
     is_fatal: bool = False  # the device no longer works
 
 
-def findings(ops: Ops, device: str, sizes: Sizes) -> Iterator[Found]:
+def findings(ops: Ops, device: str, sizes: CheckSizes) -> Iterator[Found]:
     """Run every check with the kernels and with their references, and yield the results."""
     for name in CHECKS:
         yield _examined(name, ops, device, sizes)
 
 
-def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops:
+def settle(ops: Ops, kernels: str, device: str, sizes: CheckSizes, group: Any) -> Ops:
     """Return the kernels that equal their references, and the references of the others.
 
     Every rank of ``group`` must call it; all ranks return the same operations.
@@ -79,7 +79,7 @@ def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops
     return ops._replace(**{field: getattr(TORCH, field) for field in fields})
 
 
-def _examined(name: str, ops: Ops, device: str, sizes: Sizes) -> Found:
+def _examined(name: str, ops: Ops, device: str, sizes: CheckSizes) -> Found:
     results: list[list[torch.Tensor]] = []
     try:
         for each in (TORCH, ops):

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from sglang_smc.models.gated_delta import Columns, gated_delta
+from sglang_smc.models.gated_delta import RecurrenceInputs, gated_delta
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.smc import fidelity, filters, verification, weighing
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.ledger import Arenas, AttentionContext, KVLocations, Wanted
 from sglang_smc.smc.ops import MOST_SKINNY_ROWS, Fused, Ops
+from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.weighing import SCHEMES, Block
 
@@ -28,7 +29,7 @@ VOCAB = 1000
 PREFIX = 70
 
 
-class Sizes(NamedTuple):
+class CheckSizes(NamedTuple):
     """Sizes of a server's rounds."""
 
     num_particles: int = 8
@@ -41,7 +42,7 @@ class Sizes(NamedTuple):
 class Inputs:
     """Random inputs with a fixed seed, in the sizes of the server's rounds."""
 
-    def __init__(self, device: str, sizes: Sizes, seed: int = 0) -> None:
+    def __init__(self, device: str, sizes: CheckSizes, seed: int = 0) -> None:
         self.device = device
         self.sizes = sizes
         self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
@@ -272,9 +273,18 @@ def _population(ops: Ops, of: Inputs) -> Any:
     flags = (of.flags(0.7, size), of.flags(0.3, size))
     narrowed = continued.narrow(of.seeds(), lag, *flags)
     last = narrowed.population.store(table, rows, narrowed.num_common)
-    # The last place of texts is never part of a tail.
-    each = [begun, extended, continued, narrowed.population, table]
-    return more, [(one.texts[:, :, :-1], *one[1:-2]) for one in each], narrowed[1:], last
+    beside = narrowed._asdict()
+    each = [begun, extended, continued, beside.pop("population"), table]
+    return more, list(map(_population_columns, each)), beside, last
+
+
+def _population_columns(population: Population) -> dict[str, torch.Tensor]:
+    """Return what is defined of the columns that kernels write."""
+    found = population._asdict()
+    found["texts"] = population.texts[:, :, :-1]  # the last place is never part of a tail
+    for carried in ("logprobs", "scores"):
+        del found[carried]
+    return found
 
 
 def _tally(ops: Ops, of: Inputs) -> Any:
@@ -510,9 +520,9 @@ def _gated_delta(ops: Ops, of: Inputs) -> Any:
     if not of.sizes.gated_delta:
         return ()
 
-    def columns(num_columns: int) -> Columns:
+    def columns(num_columns: int) -> RecurrenceInputs:
         gates = (-of.uniforms(5, num_columns, 4).float(), of.uniforms(5, num_columns, 4).float())
-        return Columns(of.normal(5, num_columns, 8 * 64), *gates)
+        return RecurrenceInputs(of.normal(5, num_columns, 8 * 64), *gates)
 
     states = of.normal(7, 4, 64, 64)
     source = of.whole(0, 7, 5)

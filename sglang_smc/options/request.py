@@ -62,6 +62,12 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     threshold_in_force: float | None = None  # of evidence, for its tilt; set when it starts
 
     @property
+    def extras(self) -> frozenset[str]:
+        """Return the keys that ask a round to return more than tokens; see `round.extras`."""
+        asked = {"return_particles": self.return_particles, "trace": self.trace}
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+    @property
     def is_normalized(self) -> bool:
         """Return whether its target's next-token probabilities sum to 1, as those of p do.
 

@@ -22,7 +22,7 @@ CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 MAX_PARTICLES = 1024
 MAX_FLOAT = sys.float_info.max
 MODES = ("smc", "exact", "auto")
-RESAMPLING_METHODS = ("systematic", "stratified", "multinomial")
+RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "chopthin")
 PROPOSALS = ("draft", "verified")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
@@ -145,7 +145,12 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.5
     resampling_method: Annotated[
-        str, Setting(one_of(RESAMPLING_METHODS), "How ancestors are drawn", modes=_SMC)
+        str,
+        Setting(
+            one_of(RESAMPLING_METHODS),
+            "How ancestors are drawn. 'chopthin' keeps weights that differ by a factor up to 5.8",
+            modes=_SMC,
+        ),
     ] = "systematic"
     resample_at: Annotated[
         str,
@@ -214,6 +219,15 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_key=False,
         ),
     ] = False
+    draft_class: Annotated[
+        str | None,
+        Setting(
+            Range(str, "package.module:Class as a text"),
+            "A drafter of your own, as package.module:Class, of sglang_smc.proposers.base."
+            "DraftProposer",
+            is_key=False,
+        ),
+    ] = None
     # None: `LAG`, but `LONG_LAG` for a target that is not normalized.
     max_lag: Annotated[
         int | None,

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TimedOut
 from typing import NamedTuple
 
+from sglang_smc.operator_code import describe
 from sglang_smc.potentials.base import Potential, Text
-from sglang_smc.potentials.spec import describe
 
 logger = logging.getLogger(__name__)
 

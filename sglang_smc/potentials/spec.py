@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
 
+from sglang_smc.operator_code import at, describe, not_loaded
 from sglang_smc.potentials.base import Potential
 
 MOST = 8
@@ -186,13 +186,10 @@ class Declaration(NamedTuple):
         """Import the module and make the potential; raise ValueError for an unusable one."""
         shown = f"{FLAG} {self.name}={self.module}:{self.factory}"
         try:
-            potential = getattr(import_module(self.module), self.factory)(**self.arguments)
+            potential = at(f"{self.module}:{self.factory}")(**self.arguments)
         except BaseException as error:  # the operator's code
-            raise ValueError(
-                f"{shown} cannot be had: {describe(error)}. The package must be installed where "
-                "the server runs, and the name be a Potential's class or a function that returns "
-                "one."
-            ) from error
+            what = "a Potential's class or a function that returns one"
+            raise not_loaded(shown, error, what) from error
         if not isinstance(potential, Potential):
             raise ValueError(
                 f"{shown} gives a {type(potential).__name__}; allowed: an object of a subclass of "
@@ -245,14 +242,6 @@ def load(given: tuple[str, ...]) -> Mapping[str, Potential]:
     Raises ValueError where one cannot be loaded.
     """
     return {one.name: one.load() for one in map(Declaration.parse, given)}
-
-
-def describe(error: BaseException) -> str:
-    """Return the type and the message of what an operator's code raised."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:  # its __str__ is the operator's code, too
-        return type(error).__name__
 
 
 def _fields(schema: type[msgspec.Struct]) -> str:

@@ -7,19 +7,27 @@ on as particles are resampled. So resampling, cuts and emission need no calls to
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_smc.models.attention import ParticleAttention
+from sglang_smc import upstream
+from sglang_smc.models import vocabulary
+from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.chains import Chains
+from sglang_smc.models.draft_layers import fuse_draft
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording
-from sglang_smc.smc.ledger import Slots
+from sglang_smc.models.rotary import leave_rotations
+from sglang_smc.proposers.hot_tokens import cut_head, lm_head_of, read_map
+from sglang_smc.smc.ledger import Ledger, Slots
 
 
 class DraftSlots(Slots):
@@ -31,14 +39,63 @@ class DraftSlots(Slots):
         return Chains(tokens, self.positions[first], slots, self.locations)
 
 
+class DraftContext(NamedTuple):
+    """What a drafter is built from, once the server's pools exist."""
+
+    target: TpModelWorker
+    draft: TpModelWorker | None  # of --speculative-draft-model-path
+    passes: ParticleForward  # of the target over particles; a `ReadTarget` where states are wanted
+    ledger: Ledger
+    kernels: Implementation
+    num_particles: int  # N of the server
+    num_columns: int  # K + 1
+    skinny: Callable[..., torch.Tensor] | None  # of a draft's layers; None: SGLang's run
+
+    @property
+    def vocab_size(self) -> int:
+        """Return V, the width of the target's logits."""
+        return self.target.model_runner.model_config.vocab_size
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Return SGLang's runner of the draft's model."""
+        assert self.draft is not None, "a drafter with `runs_model` has one"
+        return self.draft.model_runner
+
+    def fuse(self, forward: ParticleForward) -> None:
+        """Fuse the layers of the draft's model where this is asked; ValueError if it cannot be."""
+        if self.skinny is not None:
+            fuse_draft(self.runner.model, forward.attn_backend, self.skinny)
+
+
 class DraftProposer(ABC):
-    """A draft: a language model, a head over the target's hidden states, or uniform logits."""
+    """A draft: a language model, a head over the target's hidden states, or a class of a user's.
+
+    A server builds it in this order: `problems` as it starts, `connect` once the models are loaded,
+    `build` once the KV pools exist.
+    """
+
+    runs_model = False
+    """Whether it runs the model of --speculative-draft-model-path; else none may be given."""
+
+    drafts_all = True
+    """Whether it gives every token a probability above 0, so that weights alone reach all texts."""
+
+    needs: tuple[str, ...] = ()
+    """Names that SGLang's class of the target must have for `connect` and `build`."""
+
+    captures_by = ""
+    """The method of the target's class by which it gives out states of several layers, if any."""
+
+    is_block = False
+    """Whether the attention of its model sees a block in both directions."""
 
     has_stock_passes = False
     """Whether SGLang may capture its own passes, over prompts."""
 
     wants_states = False
-    """Whether `read_prompts` takes the target's hidden states."""
+    """Whether it takes the target's hidden states: in `read_prompts`, and after each pass of the
+    target in `read_chains`, as `hidden_states.StatesReader` has it."""
 
     defers_reading = False
     """Whether it reads the tokens of rounds of single chains without drafts in `catch_up`."""
@@ -50,6 +107,39 @@ class DraftProposer(ABC):
     """
 
     attn_backend: ParticleAttention
+    """What its passes attend with; that of `DraftContext.passes` where it has no passes."""
+
+    @classmethod
+    def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterable[str]:
+        """Yield what of a checkpoint it cannot run, as phrases that follow its path."""
+        return ()
+
+    @classmethod
+    def captured_layers(cls, config: Any, num_layers: int) -> list[int] | None:
+        """Return which of the target's layers give out states; None: SGLang's default.
+
+        They are counted as by SGLang.
+
+        Args:
+            config: SGLang's `ModelConfig` of the draft's model; None where none is run.
+            num_layers: of the target.
+        """
+        return None
+
+    @classmethod
+    def connect(cls, target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | None:
+        """Share the target's tables with the draft's model, before pools and graphs are built.
+
+        Returns the LM head that is the draft's own; None where it is the target's, or unknown.
+
+        Raises ValueError for models that do not fit together.
+        """
+        return None
+
+    @classmethod
+    @abstractmethod
+    def build(cls, context: DraftContext) -> "DraftProposer":
+        """Build the drafter; raise ValueError for a model that it cannot run."""
 
     @property
     def state_bytes(self) -> int:
@@ -120,8 +210,30 @@ class LanguageModel(DraftProposer):
         hot: ``[H]`` int64 the only tokens that its LM head has rows of; None for all.
     """
 
-    has_stock_passes = defers_reading = True
+    runs_model = has_stock_passes = defers_reading = True
     least_temperature = 1.14
+
+    @classmethod
+    def connect(cls, target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | None:
+        """Cut the LM head to the tokens of a map, if one is given."""
+        model: Any = draft.model_runner.model
+        path = upstream.resolved(draft.server_args).speculative_token_map
+        if path is None:
+            return lm_head_of(model)
+        both = (draft, target)
+        hot = read_map(path, min(one.model_runner.model_config.vocab_size for one in both))
+        return cut_head(model, hot.to(draft.model_runner.device))
+
+    @classmethod
+    def build(cls, context: DraftContext) -> "LanguageModel":
+        runner = context.runner
+        assert context.draft is not None
+        num_missing = vocabulary.num_missing(context.target, context.draft)
+        tails = context.ledger.tails
+        forward = ParticleForward(runner, tails, context.kernels, context.num_columns)
+        leave_rotations(runner.model, forward.attn_backend)
+        context.fuse(forward)
+        return cls(forward, runner, num_missing, vars(runner.model).get("hot_token_id"))
 
     def __init__(
         self,

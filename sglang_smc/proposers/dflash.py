@@ -9,18 +9,37 @@ head's keys and values are computed from the target's hidden states, and written
 their tokens right after the target's pass.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
+from sglang_smc.drafts import checkpoint, formats
+from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
+from sglang_smc.models.head_kinds import architecture_of
+from sglang_smc.models.head_parts import for_class, require_set
+from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
+
+# What SGLang's classes of blocks have no part for, by the setting that says so.
+_EXTRAS = {
+    "projector_type": "a projector (Domino)",
+    "selector_rank": "a selector of candidates",
+    "conv_kernel_size": "convolutions over the block",
+    "output_multiplier": "a multiplier of its output",
+    "final_logit_softcapping": "a cap of its own on logits",
+    "attention_sink_bias": "attention sinks",
+    "is_causal": "windows that see the block in both directions",
+}
 
 
 class BlockForward(ParticleForward):
@@ -101,7 +120,9 @@ class BlockHead(DraftProposer):
         hot, vocab_size: as in `to_full_vocabulary`.
     """
 
-    wants_states = True
+    runs_model = wants_states = is_block = True
+    needs = ("get_input_embeddings", "logits_processor", "lm_head")
+    captures_by = "set_dflash_layers_to_capture"
 
     def __init__(
         self,
@@ -121,6 +142,79 @@ class BlockHead(DraftProposer):
         self._hot = hot
         self._vocab_size = vocab_size
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
+
+    @classmethod
+    def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+        """Yield what SGLang's class has no part for, and blocks that are too short."""
+        parsed = _parsed(config)
+        whole = config.hf_config.to_dict()
+        given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
+        extras = {name: given.get(name) or vars(parsed).get(name) for name in _EXTRAS}
+        extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
+        if is_dspark(config):
+            extras["projector_type"] = extras["projector_type"] not in (None, "dspark")
+            markov = whole.get("markov_head_type", "vanilla")
+            if markov != "vanilla":
+                yield f"has a Markov head of type {markov!r}, and 'vanilla' alone is supported"
+        windowed = "sliding_attention" in (whole.get("layer_types") or ())
+        extras["is_causal"] = windowed and whole.get("is_causal") is False
+        for name in (name for name, value in extras.items() if value):
+            yield f"is a block head with {_EXTRAS[name]} ({name})"
+        if parsed.mask_token_id is None:
+            yield "has no mask_token_id in dflash_config"
+        elif parsed.mask_token_id >= target.vocab_size:
+            yield (
+                f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for "
+                f"ids below {target.vocab_size}"
+            )
+        most = parsed.resolve_block_size(default=16) - (not drafts_from_anchor(config))
+        if num_steps > most:
+            yield (
+                f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
+                f"--speculative-num-steps {most} or less"
+            )
+
+    @classmethod
+    def captured_layers(cls, config: ModelConfig, num_layers: int) -> list[int]:
+        return _parsed(config).resolve_target_layer_ids(
+            target_num_layers=num_layers, draft_num_layers=config.num_hidden_layers
+        )
+
+    @classmethod
+    def connect(cls, target: TpModelWorker, draft: TpModelWorker) -> None:
+        """Read the target's ids of the tokens that a head drafts, into its `hot_token_id`."""
+        runner = draft.model_runner
+        config = runner.model_config
+        head: Any = runner.model
+        head.hot_token_id = _hot_tokens(config, runner.device)
+        load = head.load_weights
+        hot = head.hot_token_id
+        head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
+        require_set(head)
+
+    @classmethod
+    def build(cls, context: DraftContext) -> "BlockHead":
+        runner = context.runner
+        config = runner.model_config
+        model: Any = runner.model
+        has_own = bool(config.hf_config.to_dict().get(formats.OWN_LM_HEAD))
+        forward = BlockForward(
+            runner,
+            context.ledger.tails,
+            context.kernels,
+            context.num_columns,
+            context.target.model_runner.model,
+            model.own_lm_head if has_own else None,
+        )
+        context.fuse(forward)
+        return cls(
+            forward,
+            mask_token(config),
+            first=1 - drafts_from_anchor(config),
+            markov=model.markov_head if is_dspark(config) else None,
+            hot=model.hot_token_id,
+            vocab_size=context.vocab_size,
+        )
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the one pass of a round; see `DraftProposer.first_logits`."""
@@ -152,3 +246,66 @@ class BlockHead(DraftProposer):
         """Write keys and values, without a pass; see `DraftProposer.read_prompts`."""
         assert states is not None
         self._forward.write(states, target.positions, target.out_cache_loc)
+
+
+def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:
+    """Return the target's ids ``[H]`` of the tokens that a head drafts; None for all.
+
+    Raises ValueError for a checkpoint that would change the target, or lacks the ids.
+    """
+    folder = None
+    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
+        folder = checkpoint.folder_of(config.model_path, config.revision)
+    if folder is not None and (folder / "mask_embedding.pt").exists():
+        raise ValueError(
+            "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
+            "the target's own embedding; allowed: block heads whose mask is a token of the "
+            "target's. Choose another head."
+        )
+    if not is_reduced(config.hf_config.to_dict()):
+        return None
+    shifts = None if folder is None else checkpoint.tensor_in(folder, "d2t")
+    if shifts is None:
+        raise ValueError(
+            f"--speculative-draft-model-path {config.model_path} drafts a part of the "
+            "vocabulary, and its d2t cannot be read; allowed: a folder, or a name of Hugging "
+            "Face. Download the checkpoint."
+        )
+    return (shifts.long() + torch.arange(len(shifts))).to(device)
+
+
+def load_hot(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
+    hot: torch.Tensor | None,
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Load new weights into a running block head, its ``hot`` token ids ``[H]`` in place."""
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            if hot is not None and name.endswith("d2t"):
+                hot.copy_(weight.long() + torch.arange(len(weight), device=weight.device))
+            else:
+                yield name, weight
+
+    load(others())
+
+
+def mask_token(config: ModelConfig) -> int:
+    return _parsed(config).mask_token_id
+
+
+def is_dspark(config: ModelConfig) -> bool:
+    """Return whether a block head has a Markov head (DSpark)."""
+    return architecture_of(config) in formats.DSPARKS
+
+
+def drafts_from_anchor(config: ModelConfig) -> bool:
+    """Return whether a block's first row, that of the last token, drafts, as most of DSpark do."""
+    return bool(config.hf_config.to_dict().get("sample_from_anchor", is_dspark(config)))
+
+
+def _parsed(config: ModelConfig) -> Any:
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    return parse_dflash_draft_config(draft_hf_config=config.hf_config)

@@ -14,13 +14,17 @@ have different slots there, and a cached prefix is valid for any continuation. T
 sequence has no hidden state before it and therefore no key, and attention skips its position.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -28,15 +32,37 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_smc.drafts import kinds
+from sglang_smc.drafts.formats import EAGLE3_LAYERS
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.models.attention import KeysWritten
 from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftProposer, DraftSlots, to_full_vocabulary
+from sglang_smc.models.head_kinds import architecture_of, is_tied, num_mtp
+from sglang_smc.models.head_parts import is_set, require_set
+from sglang_smc.models.rotary import leave_rotations
+from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
 from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 from sglang_smc.proposers.prompt_attention import PromptAttention
 from sglang_smc.smc.ledger import KVLocations, Ledger
+
+logger = logging.getLogger(__name__)
+
+# What SGLang's class of EAGLE-3 heads has no part for, by the setting that says so.
+_EAGLE3_EXTRAS = {
+    "attention_bias": "biases of attention",
+    "mlp_bias": "biases of the MLP",
+    "bias": "biases",
+    "parallel_drafting": "masks, for several tokens a pass",
+    "parallel_draft_step": "further heads, for several tokens a pass",
+    "next_layer_regular": "ordinary later layers",
+    "layer_types": "windows",
+    "norm_before_fc": "a norm of all states before fc",
+    "norm_before_residual": "a norm before the residual",
+}
+_EMBEDDING = "embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
 
 
 class EagleForward(ParticleForward):
@@ -125,8 +151,12 @@ class EagleHead(DraftProposer):
     ``hot`` and ``vocab_size`` are as in `to_full_vocabulary`.
     """
 
-    wants_states = defers_reading = True
+    runs_model = wants_states = defers_reading = True
     least_temperature = 0.8
+    needs = ("get_embed_and_head",)
+
+    may_embed = True
+    """Whether an embedding of its checkpoint stays that is not the target's."""
 
     def __init__(
         self,
@@ -148,6 +178,99 @@ class EagleHead(DraftProposer):
         self._num_particles = num_particles
         self.attn_backend = forward.attn_backend
         self._own: torch.Tensor  # [G, N, H] states of the running round
+
+    @classmethod
+    def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+        """Yield settings that SGLang's class would read otherwise."""
+        told = config.hf_config.to_dict()
+        if architecture_of(config) == kinds.EAGLE[0] and told.get("bias"):
+            yield (
+                "has bias in its config.json, of which SGLang makes biases of attention: remove it"
+            )
+        elif is_tied(config) and not is_tied(target):
+            yield "ties its LM head to its embedding (tie_word_embeddings), and the target has two"
+
+    @classmethod
+    def connect(cls, target: TpModelWorker, draft: TpModelWorker) -> torch.nn.Module | None:
+        """Share the target's embedding, if it fits, and the LM head that the head lacks."""
+        head: Any = draft.model_runner.model
+        config = draft.model_runner.model_config
+        cls._share(target, head, config)
+        if cls._unset_bias(config):
+            torch.nn.init.zeros_(head.model.fc.bias)
+        require_set(head)
+        has_own = not cls._lacks_lm_head(head) and head.lm_head is not head.model.embed_tokens
+        return head.lm_head if has_own else None
+
+    @classmethod
+    def _share(cls, target: TpModelWorker, head: Any, config: ModelConfig) -> None:
+        model: Any = target.model_runner.model
+        of_target = dict(zip((_EMBEDDING, _LM_HEAD), model.get_embed_and_head(), strict=True))
+        known = of_target[_EMBEDDING]
+        own = head.model.embed_tokens.weight
+        fits = config.hidden_size == target.model_runner.model_config.hidden_size
+        shares = {_EMBEDDING: fits, _LM_HEAD: cls._lacks_lm_head(head)}
+        if cls.may_embed and fits and is_set(own):
+            shares[_EMBEDDING] = torch.equal(own, known)
+            if not shares[_EMBEDDING]:
+                logger.info("The head keeps its own embedding, which is not the target's.")
+        # The classes' own `set_embed_and_head` wait for a CUDA device.
+        if shares[_EMBEDDING]:
+            head.model.embed_tokens.weight = known
+        if shares[_LM_HEAD]:
+            head.lm_head.weight = of_target[_LM_HEAD]
+        kept = cls._replaced_tensors(head, known.device)
+        shared = tuple(name for name, is_shared in shares.items() if is_shared)
+        head.load_weights = partial(load_own, head.load_weights, shared, kept)
+
+    @classmethod
+    def _lacks_lm_head(cls, head: Any) -> bool:
+        """Return whether a head's LM head is the target's."""
+        return True
+
+    @classmethod
+    def _unset_bias(cls, config: ModelConfig) -> bool:
+        """Return whether the bias of fc is random in SGLang's class, where none is loaded."""
+        return config.hf_config.to_dict().get("bias") is False
+
+    @classmethod
+    def _replaced_tensors(cls, head: Any, device: torch.device) -> list[tuple[Any, str]]:
+        """Return owners and names of tensors that the class replaces as it loads new weights."""
+        if not hasattr(head.model, "midlayer"):
+            return []
+        # Over latents: parts of a projection, split as it loads.
+        return [(head.model.midlayer.self_attn, name) for name in ("w_kc", "w_vc")]
+
+    @classmethod
+    def num_states(cls, config: ModelConfig) -> int:
+        """Return of how many of the target's layers it reads states."""
+        return 1
+
+    @classmethod
+    def hot_tokens(cls, head: Any) -> torch.Tensor | None:
+        """Return the ids ``[H]`` of the only tokens that a head drafts; None for all."""
+        return None
+
+    @classmethod
+    def build(cls, context: DraftContext) -> "EagleHead":
+        runner = context.runner
+        of_target = context.target.model_runner
+        tails = context.ledger.tails
+        passes: Any = context.passes
+        forward = EagleForward(runner, tails, context.kernels, context.num_columns + 2)
+        leave_rotations(runner.model, forward.attn_backend)
+        context.fuse(forward)
+        width = cls.num_states(runner.model_config) * of_target.model_config.hidden_size
+        sizes = {"num_columns": context.num_columns, "width": width}
+        return cls(
+            forward,
+            StateTable.of(context.ledger, dtype=of_target.dtype, **sizes),
+            cls.hot_tokens(runner.model),
+            context.vocab_size,
+            target=passes,
+            ledger=context.ledger,
+            num_particles=context.num_particles,
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -179,14 +302,16 @@ class EagleHead(DraftProposer):
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Run the head over chains but their first pair; see `StatesReader.read_chains`."""
-        tokens, starts, slots, locations = chains[:4]
+        tokens = chains.tokens
         if tokens[0].numel() == 1:  # read later
             self._table.keep_single(chains, states.flatten(0, 2))
             return
         if tokens.shape[2] > 1:
-            later = Chains(tokens[:, :, 1:], starts + 1, slots[:, :, 1:], locations)
+            later = Chains(
+                tokens[:, :, 1:], chains.starts + 1, chains.slots[:, :, 1:], chains.locations
+            )
             self._forward.read(later, states[:, :, :-1])
-        self._table.keep(slots, locations.particle_rows, states)
+        self._table.keep(chains.slots, chains.locations.particle_rows, states)
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
@@ -245,6 +370,111 @@ class EagleHead(DraftProposer):
             found = self._table.before(lengths.unsqueeze(1), particles).squeeze(1)
         first = torch.nn.functional.pad(ends, (1, 0))[which]
         return before.index_copy(0, first, found)
+
+
+class Eagle3Head(EagleHead):
+    """An EAGLE-3 head, which reads states of several layers, and may draft some tokens alone."""
+
+    captures_by = "set_eagle3_layers_to_capture"
+
+    @classmethod
+    def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+        """Yield what SGLang's class has no part for."""
+        told = config.hf_config.to_dict() | _eagle_config(config)
+        extras = {name: told.get(name) for name in _EAGLE3_EXTRAS}
+        extras["parallel_draft_step"] = (told.get("parallel_draft_step") or 1) > 1
+        extras["next_layer_regular"] = extras["next_layer_regular"] and config.num_hidden_layers > 1
+        extras["layer_types"] = "sliding_attention" in (told.get("layer_types") or ())
+        latent = architecture_of(config) == kinds.LATENT_EAGLE3
+        extras["norm_before_fc"] = latent and told.get("norm_before_fc")
+        extras["norm_before_residual"] = latent and told.get("norm_before_residual")
+        for name in (name for name, value in extras.items() if value):
+            yield f"is an EAGLE-3 head with {_EAGLE3_EXTRAS[name]} ({name})"
+        reads = cls.num_states(config)
+        width = config.hidden_size
+        if told.get("use_aux_hidden_state") is False:
+            what = "reads the last layer alone (use_aux_hidden_state is False)"
+            yield f"is an EAGLE-3 head that {what}"
+        elif EAGLE3_LAYERS in told and EAGLE3_LAYERS not in _eagle_config(config):
+            yield f"has {EAGLE3_LAYERS} outside of eagle_config, where SGLang does not look for it"
+        elif told.get("num_aux_hidden_states") not in (None, reads):
+            count = told["num_aux_hidden_states"]
+            yield f"has num_aux_hidden_states {count} and reads the states of {reads} layers"
+        elif reads * target.hidden_size == width:
+            yield f"reads states of its own width, {width}, to which SGLang's class applies no fc"
+        if "draft_vocab_size" not in told and not latent:
+            yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
+        elif told.get("draft_vocab_size") is None and width != target.hidden_size:
+            yield f"has width {width} without an LM head, and the target's has {target.hidden_size}"
+
+    @classmethod
+    def captured_layers(cls, config: ModelConfig, num_layers: int) -> list[int] | None:
+        return _eagle_config(config).get(EAGLE3_LAYERS)
+
+    @classmethod
+    def num_states(cls, config: ModelConfig) -> int:
+        return len(cls.captured_layers(config, 0) or ()) or kinds.EAGLE3_STATES
+
+    @classmethod
+    def hot_tokens(cls, head: Any) -> torch.Tensor | None:
+        return head.hot_token_id
+
+    @classmethod
+    def _lacks_lm_head(cls, head: Any) -> bool:
+        return head.load_lm_head_from_target
+
+    @classmethod
+    def _unset_bias(cls, config: ModelConfig) -> bool:
+        return False
+
+    @classmethod
+    def _replaced_tensors(cls, head: Any, device: torch.device) -> list[tuple[Any, str]]:
+        found = super()._replaced_tensors(head, device)
+        if head.hot_token_id is None:
+            return found
+        head.hot_token_id = head.hot_token_id.to(device)
+        return [(head, "hot_token_id"), *found]
+
+
+class MTPHead(EagleHead):
+    """An MTP layer, whose embedding and LM head are the target's."""
+
+    may_embed = False
+
+    @classmethod
+    def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
+        """Yield numbers of layers other than one."""
+        if 1 not in (counts := num_mtp(config.hf_config)):
+            count = next((count for count in counts if count is not None), "no number of")
+            yield f"has {count} MTP layers (num_nextn_predict_layers), and one alone drafts"
+
+    @classmethod
+    def _unset_bias(cls, config: ModelConfig) -> bool:
+        return False
+
+
+def _eagle_config(config: ModelConfig) -> dict[str, Any]:
+    return config.hf_config.to_dict().get("eagle_config") or {}
+
+
+def load_own(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], None],
+    shared: tuple[str, ...],
+    kept: Iterable[tuple[Any, str]],
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Load new weights into a running head in place, except those that it shares with the target.
+
+    Args:
+        load: the class's own method.
+        shared: suffixes of the names of shared weights.
+        kept: objects and names of tensors that the class replaces, and captured rounds read.
+    """
+    before = [getattr(owner, name) for owner, name in kept]
+    load((name, weight) for name, weight in weights if not name.endswith(shared))
+    for (owner, name), tensor in zip(kept, before, strict=True):
+        tensor.copy_(getattr(owner, name))
+        setattr(owner, name, tensor)
 
 
 def _token_of(req: Req, position: int) -> int:

@@ -74,8 +74,9 @@ def cut_head(model: Any, hot: torch.Tensor) -> torch.nn.Module:
     cut = CutHead(model, head, hot)
 
     def put_in_place(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert given[2] is head, "the model passes another LM head than the one of that name"
-        return (*given[:2], cut, *given[3:])
+        input_ids, states, passed, *others = given
+        assert passed is head, "the model passes another LM head than the one of that name"
+        return input_ids, states, cut, *others
 
     for each in model.modules():
         if isinstance(each, LogitsProcessor):

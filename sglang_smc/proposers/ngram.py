@@ -7,7 +7,7 @@ all mass on one token. All of that is fixed before a token is sampled, so q is k
 verification corrects for it as for any draft.
 
 A round takes uniform logits in place of a model's. Rules apply to them as usual, so that a token
-that a request's rules forbid gets no mass; filters do not (`Matches.distribution`).
+that a request's rules forbid gets no mass; filters do not (`CorpusMatches.distribution`).
 
 The corpus is SGLang's trie, on the host, of all runs of up to `--speculative-ngram-max-trie-depth`
 tokens of prompts and outputs; the oldest are evicted. SGLang keeps the progress of a match under a
@@ -26,10 +26,11 @@ import torch
 from sglang_smc.kv.transfer import to_device
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.options.server import SMCConfig, flag_of
-from sglang_smc.proposers.base import DraftProposer, DraftSlots
+from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots
 from sglang_smc.smc.distribution import TokenDistribution, of_each_draw
 from sglang_smc.smc.population import Population
-from sglang_smc.state.request import shared_ids, state_of, tails_of
+from sglang_smc.state.request import state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 from sglang_smc.upstream import Arguments, release
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Corpus:
         contexts: dict[tuple[int, ...], int] = {}
         places: list[int] = []
         for group, req in enumerate(reqs):
-            if not state_of(req).now.uses_matches:
+            if not state_of(req).config_now.uses_matches:
                 places += [-1] * tails.tokens.shape[1]
                 continue
             shared = self._end_of(req)
@@ -189,7 +190,7 @@ def as_trees(tokens: np.ndarray, mask: np.ndarray, num_nodes: int) -> tuple[np.n
 _OUTSIDE = -1  # the sampled token is not in the tree; no node has this parent
 
 
-class Matches(NamedTuple):
+class CorpusMatches(NamedTuple):
     """The trees after the sequences of a batch, and each particle's node in its tree.
 
     D = G * N particles, T nodes of a tree.
@@ -200,7 +201,7 @@ class Matches(NamedTuple):
     node: torch.Tensor  # [D] int64 current node; `_OUTSIDE` once the particle has left the tree
 
     @classmethod
-    def of(cls, corpus: Corpus, reqs: "list[Req]", population: Population) -> "Matches":
+    def of(cls, corpus: Corpus, reqs: "list[Req]", population: Population) -> "CorpusMatches":
         """Match the sequences that a round starts from; this waits for the device."""
         size, num_particles, _ = population.texts.shape
         device = population.texts.device
@@ -211,7 +212,7 @@ class Matches(NamedTuple):
             torch.zeros(size * num_particles, dtype=torch.int64, device=device),
         )
 
-    def follow(self, drawn: torch.Tensor) -> "Matches":
+    def follow(self, drawn: torch.Tensor) -> "CorpusMatches":
         """Return the matches after ``drawn`` ``[G, N]``, one sampled token for each particle."""
         found = self._children() & (self.tokens == drawn.flatten().unsqueeze(1))  # one at most
         node = torch.where(found.any(1), found.long().argmax(1), _OUTSIDE)
@@ -277,11 +278,15 @@ def likeliest(log_q: torch.Tensor) -> torch.Tensor:
 
 
 class UniformDraft(DraftProposer):
-    """Return uniform logits, of which `Matches` take what the rules allow."""
+    """Return uniform logits, of which `CorpusMatches` take what the rules allow."""
 
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
         self.attn_backend = of_target
         self._vocab_size = vocab_size
+
+    @classmethod
+    def build(cls, context: DraftContext) -> "UniformDraft":
+        return cls(context.passes.attn_backend, context.vocab_size)
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         return self._flat(last_two[:, :, 0])

@@ -42,6 +42,7 @@ class RoundShape(NamedTuple):
     # Of these, the first for the groups of no other; none for `plain.play_plainly`.
     deciders: tuple[Decider, ...] = ()
     logprobs: LogprobWidths = NO_LOGPROBS  # of the log-probabilities that requests return
+    extras: frozenset[str] = frozenset()  # names of `round.extras` that requests ask for
 
     def needing(self, needs: Iterable[Need]) -> "RoundShape":
         """Return the shape with other needs, and their deciders."""
@@ -54,9 +55,14 @@ class RoundShape(NamedTuple):
         if Need.WEIGHS in needs:
             deciders += (Weigh(),)
         if self.num_steps == 0:  # the target draws the next token, in every mode
-            is_plain = self.skips_draft and self.max_tail <= 1 and not self.logprobs.own
-            deciders = () if is_plain and needs <= _OF_PLAIN else (Plain(),)
+            is_single = self.skips_draft and self.max_tail <= 1
+            is_plain = is_single and not self.extras and needs <= _OF_PLAIN
+            deciders = () if is_plain else (Plain(),)
         return self._replace(needs=needs, deciders=deciders)
+
+    def scoring(self, logprobs: LogprobWidths) -> "RoundShape":
+        """Return the shape of requests that ask for log-probabilities, too."""
+        return self._replace(logprobs=logprobs, extras=self.extras | {"return_logprob"})
 
     @property
     def skips_draft(self) -> bool:
@@ -67,7 +73,8 @@ class RoundShape(NamedTuple):
         """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._sizes().items(), other._sizes().values(), strict=True)
         lacking = [name for (name, size), needed in pairs if size < needed]
-        return lacking + sorted(need.value for need in other.needs - self.needs)
+        lacking += sorted(need.value for need in other.needs - self.needs)
+        return lacking + sorted(other.extras - self.extras)
 
     def _sizes(self) -> dict[str, int]:
         """Return sizes: a shape with no smaller one supports those of another."""
@@ -76,7 +83,6 @@ class RoundShape(NamedTuple):
             "more drafted tokens": self.num_steps,
             "longer tails": self.max_tail,
             "larger arenas": self.max_arena,
-            "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
             f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
         }
@@ -93,7 +99,7 @@ class RoundInputs(NamedTuple):
     def of(cls, batch: ScheduleBatch, device: str) -> "RoundInputs":
         """Return the inputs of a batch that SGLang has prepared, by one copy to the device."""
         states = [state_of(req) for req in batch.reqs]
-        known = [(state.arena[1], *state.now.round_sizes) for state in states]
+        known = [(state.arena[1], *state.config_now.round_sizes) for state in states]
         columns = list(zip(*known, strict=True))
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
@@ -147,10 +153,13 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
     """Return the shape of batches of requests that set any options that need no host."""
     shape = shape_of_server(config, budget)._replace(
-        max_tail=arena.max_tail(config), max_arena=arena.max_arena(config), logprobs=logprobs
+        max_tail=arena.max_tail(config),
+        max_arena=arena.max_arena(config),
+        extras=frozenset({"return_particles"}),
     )
+    shape = shape.scoring(logprobs)
     modes = {Need.WEIGHS, Need.VERIFIES, Need.TREES}
-    others = {Need.FILTERS, Need.EDITS, Need.POWER, Need.PARTICLES, Need.OPEN_TOKEN}
+    others = {Need.FILTERS, Need.EDITS, Need.POWER, Need.OPEN_TOKEN}
     return shape.needing(shape.needs | modes | others)
 
 
@@ -160,17 +169,20 @@ def shape_of(reqs: list[Req], returns_logprobs: bool = False) -> RoundShape:
     Under the overlap schedule the host's numbers are one round old, and never too small.
     """
     states = [state_of(req) for req in reqs]
-    configs = [state.now for state in states]
-    each = zip(reqs, states, strict=True)
-    tails = (arena.tail(union(own.last, own.now), arena.remaining(req)) for req, own in each)
+    configs = [state.config_now for state in states]
+    widest = [union(state.config_before, state.config_now) for state in states]
+    tails = map(arena.tail, widest, map(arena.remaining, reqs))
     shape = RoundShape(
         budget=states[0].budget,
         num_particles=max(config.num_particles for config in configs),
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(tails),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        logprobs=LogprobWidths.of(reqs, returns_logprobs),
+        extras=frozenset().union(*(config.extras for config in configs)),
     )
+    logprobs = LogprobWidths.of(reqs, returns_logprobs)
+    if logprobs.own:
+        shape = shape.scoring(logprobs)
     return shape.needing(chain.from_iterable(set(map(_needs_of, reqs, states))))
 
 
@@ -184,7 +196,7 @@ def _needs_of_mode(config: SMCConfig) -> list[Need]:
 
 def _needs_of(req: Req, state: RequestState) -> frozenset[Need]:
     if state.needs is None:
-        state.needs = frozenset(_find_needs(req, state.now))
+        state.needs = frozenset(_find_needs(req, state.config_now))
     return state.needs
 
 
@@ -194,8 +206,6 @@ def _find_needs(req: Req, config: RequestConfig) -> list[Need]:
         Need.GREEDY: is_greedy(req),
         Need.EDITS: has_edits(req),
         Need.POWER: config.power != 1.0,
-        Need.PARTICLES: config.return_particles,
-        Need.TRACE: config.trace,
         Need.OPEN_TOKEN: not config.is_normalized,
         Need.RULES: has_rules(req),
         Need.POTENTIALS: has_scorers(req),

@@ -9,7 +9,7 @@ from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import Tables
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 from sglang_smc.upstream import Arguments
 
 
@@ -25,7 +25,7 @@ class Captures(NamedTuple):
 class Server(NamedTuple):
     """Hold what rounds are captured of."""
 
-    round: Round
+    round: ServedRound
     tables: Tables
     config: SMCConfig
     sizes: list[int]  # batch sizes to capture, ascending

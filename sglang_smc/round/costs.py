@@ -17,7 +17,9 @@ from sglang_smc.options.request import OFF, Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_server
-from sglang_smc.round.graph import Recordings, RoundGraphs
+from sglang_smc.round.graph import Recordings
+from sglang_smc.round.result import Outcome
+from sglang_smc.round.stand_ins import Branches, StandIns
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.ledger import KVLocations, Ledger
 from sglang_smc.smc.ops import Ops
@@ -31,6 +33,7 @@ T = TypeVar("T")
 _MOST_ROWS = 2048
 _MOST_ROWS_OF_CPU = 512
 _REPEATS = 3
+_APART = 0.5  # distinct nodes by which trees differ at least to be measured apart
 # Requests and tokens of each, by which the cost of reading is measured.
 _READ = 16
 _LENGTH = 1024
@@ -96,76 +99,108 @@ def _cure(error: Exception) -> str:
 
 
 def costs_of_launched(
-    play: Callable[[RoundInputs, RoundShape], object],
+    play: Callable[[RoundInputs, RoundShape], Outcome],
     config: SMCConfig,
     most_requests: int,
     tables: Tables,
 ) -> RoundCosts:
-    """Measure rounds that are launched from the host, before any request comes in.
-
-    Particles with equal texts, which plain torch computes once, count as different ones.
-    """
-    device = str(tables.ledger.device)
-    top = Budget(config.num_particles, config.num_steps)
-    most_rows = _MOST_ROWS_OF_CPU if device == "cpu" else _MOST_ROWS
+    """Measure rounds that are launched from the host, before any request comes in."""
+    on_cpu = tables.ledger.device.type == "cpu"
+    every = budgets(Budget(config.num_particles, config.num_steps))
+    most_rows = _MOST_ROWS_OF_CPU if on_cpu else _MOST_ROWS
+    stand_ins = StandIns.of(tables, config)
 
     def sizes(budget: Budget) -> Iterator[int]:
         rows = budget.num_particles * (budget.num_steps + 1)
         most = min(max(most_rows // rows, 2), most_requests)  # two, to know what one more costs
+        most = min(most, stand_ins.room(budget))
         yield from itertools.takewhile(lambda size: size < most, (4**i for i in itertools.count()))
         yield most
 
-    def of_padding(budget: Budget, size: int) -> RoundInputs:
-        return RoundInputs.of_padding(config, budget, size, device)
-
-    def launch(budget: Budget, inputs: RoundInputs) -> object:
+    def launch(budget: Budget, inputs: RoundInputs) -> Outcome:
         return play(inputs, shape_of_server(config, budget))
 
-    points = [(budget, size) for budget in budgets(top) for size in sizes(budget)]
-    runs = {(of, size): partial(launch, of, of_padding(of, size)) for of, size in points}
-    with torch.no_grad():
-        found = _seconds_of(runs, device)
-        reading = _reading_of(launch, budgets(top), config, tables, most_requests)
-
-    def least(budget: Budget, size: int) -> float:
-        """Return the seconds without the noise, which no larger round goes without."""
-        return min(
-            seconds
-            for (other, its_size), seconds in found.items()
-            if other.within(budget) == budget and its_size >= size
-        )
-
-    curves = {of: Curve.of((size, least(of, size)) for size in sizes(of)) for of in budgets(top)}
-    return RoundCosts(curves, reading)
+    every_size = {of: list(sizes(of)) for of in every}
+    return _measured(launch, every_size, stand_ins, most_requests, is_noisy=True)
 
 
 def costs_of_recordings(
     recordings: Recordings, config: SMCConfig, most_requests: int, tables: Tables
 ) -> RoundCosts:
-    """Measure captured rounds by replays in which all groups are padding.
+    """Measure captured rounds, before any request comes in.
 
     For each budget the kind of round that most requests use is measured.
     """
-    device = str(tables.ledger.device)
-
-    def curve(of_budget: RoundGraphs) -> Curve:
-        runs = {size: partial(of_budget.replay_padding, size) for size in of_budget.sizes}
-        return Curve.of(_seconds_of(runs, device).items())
-
     measured = {of: found[0] for of, found in recordings.of_budget.items() if of is not None}
-    curves = {budget: curve(graphs) for budget, graphs in measured.items()}
+    stand_ins = StandIns.of(tables, config)
 
-    def replay(budget: Budget, inputs: RoundInputs) -> object:
+    def replay(budget: Budget, inputs: RoundInputs) -> Outcome:
         return measured[budget].replay(inputs)
 
-    return RoundCosts(curves, _reading_of(replay, measured, config, tables, most_requests))
+    most = stand_ins.most
+    sizes = {of: [s for s in graphs.sizes if s <= most] for of, graphs in measured.items()}
+    return _measured(replay, sizes, stand_ins, most_requests, is_noisy=False)
+
+
+def _measured(
+    play: Callable[[Budget, RoundInputs], Outcome],
+    sizes: Mapping[Budget, list[int]],
+    stand_ins: StandIns,
+    most_requests: int,
+    *,
+    is_noisy: bool,
+) -> RoundCosts:
+    """Measure rounds of each budget and number of requests, of trees of few and of many nodes."""
+    device = str(stand_ins.tables.ledger.device)
+    # Without kernels rows of one text run once, and time is linear in the others.
+    ways = [Branches.NONE, Branches.OWN, Branches.MOST]
+    if stand_ins.tables.ops.kind == "torch":
+        ways.remove(Branches.OWN)
+    keys = [
+        (budget, size, way)
+        for budget, of_budget in sizes.items()
+        for size in of_budget
+        for way in (ways if budget.num_particles > 1 and budget.num_steps else [Branches.MOST])
+    ]
+
+    def prepared(budget: Budget, size: int, way: Branches) -> Callable[[], Outcome]:
+        return partial(play, budget, stand_ins.begin(budget, size, way))
+
+    counted: dict[tuple[Budget, Branches], float] = {}
+    with torch.no_grad():
+        found = _seconds_of({key: partial(prepared, *key) for key in keys}, device)
+        for budget, size, way in keys:
+            if size == sizes[budget][-1]:
+                of_each = prepared(budget, size, way)().num_nodes
+                counted[budget, way] = 0.0 if of_each is None else float(of_each.double().mean())
+        stand_ins.end()
+        reading = _reading_of(play, list(sizes), stand_ins, most_requests)
+
+    def least(budget: Budget, size: int, way: Branches) -> float:
+        """Return the seconds, of launched rounds less the noise, which larger ones have, too."""
+        if not is_noisy:
+            return found[budget, size, way]
+        return min(
+            seconds
+            for (other, its_size, its), seconds in found.items()
+            if other.within(budget) == budget and its_size >= size and its in (way, Branches.MOST)
+        )
+
+    def curve(budget: Budget, way: Branches) -> Curve:
+        return Curve.of((size, least(budget, size, way)) for size in sizes[budget])
+
+    nodes: dict[Budget, tuple[tuple[float, Curve], ...]] = {}
+    for budget, way in counted:
+        before = nodes.get(budget, ())
+        if counted[budget, way] > (before[-1][0] + _APART if before else 0.0):
+            nodes[budget] = (*before, (counted[budget, way], curve(budget, way)))
+    return RoundCosts({of: curve(of, Branches.MOST) for of in sizes}, reading, nodes)
 
 
 def _reading_of(
-    play: Callable[[Budget, RoundInputs], object],
+    play: Callable[[Budget, RoundInputs], Outcome],
     every: Collection[Budget],
-    config: SMCConfig,
-    tables: Tables,
+    stand_ins: StandIns,
     most_requests: int,
 ) -> dict[Budget, float]:
     """Return the seconds that a round takes longer for each token of its sequences.
@@ -173,6 +208,8 @@ def _reading_of(
     They are those of the target's pass, and of K draft passes, whatever N is. The first rows of the
     tables, which no request has yet, get long sequences of slots apart.
     """
+    tables = stand_ins.tables
+    config = stand_ins.config
     ledger = tables.ledger
     device = str(tables.ledger.device)
     rows = torch.arange(min(_READ, most_requests), device=device)
@@ -185,7 +222,7 @@ def _reading_of(
 
     deepest = max(every, key=lambda budget: (-budget.num_particles, budget.num_steps))
     keys = [(budget, tokens) for budget in (OFF, deepest) for tokens in (1, length)]
-    runs = {key: partial(play, key[0], inputs(*key)) for key in keys}
+    runs = {key: partial(partial, play, key[0], inputs(*key)) for key in keys}
     tables.begin_padding(config, len(rows))
     before = ledger.table[rows]
     ledger.table[rows, :length] = slots.view(len(rows), -1).to(ledger.table.dtype)
@@ -196,20 +233,31 @@ def _reading_of(
     return {of: (target + of.num_steps * draft) / len(slots) for of in every}
 
 
-def _seconds_of(runs: Mapping[T, Callable[[], object]], device: str) -> dict[T, float]:
+def _seconds_of(
+    runs: Mapping[T, Callable[[], Callable[[], object]]], device: str
+) -> dict[T, float]:
     """Return the seconds of the fastest of each but the first, run in turns.
 
     The first may compile and allocate; what else the machine does may slow down others, but for
     a model that runs in one thread of a CPU, whose own seconds count.
+
+    Args:
+        runs: each prepares a run, in time that does not count, and returns it.
     """
     alone = device == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     times: dict[T, list[float]] = {key: [] for key in runs}
     for _ in range(1 + _REPEATS):
-        for key, run in runs.items():
+        for key, prepare in runs.items():
+            run = prepare()
+            _wait(device)
             start = clock()
             run()
-            if device != "cpu":
-                torch.get_device_module(device).synchronize()
+            _wait(device)
             times[key].append(clock() - start)
     return {key: min(of[1:]) for key, of in times.items()}
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()

@@ -1,9 +1,9 @@
 """Capture rounds as CUDA graphs when the server starts: one launch instead of about a thousand.
 
-No tensor shape of a round depends on values, and a round does not synchronise with the host. So all
-of `Round.play`, from the first pass of the draft to the commit, can be captured once for each of a
-few batch sizes, and replayed for any batch that is no larger. The rest of the batch size is filled
-with SGLang's padding row, which has only ended particles.
+No tensor shape of a round depends on values, and a round does not synchronise with the host. So
+all of `ServedRound.play`, from the first pass of the draft to the commit, can be captured once for
+each of a few batch sizes, and replayed for any batch that is no larger. The rest of the batch size
+is filled with SGLang's padding row, which has only ended particles.
 
 A server captures several kinds of rounds, and replays the first that supports a batch:
 
@@ -151,10 +151,6 @@ class RoundGraphs:
         outcome, replay = record(lambda: self._play(inputs, self.shape))
         self._recorded[size] = Captured(inputs, padding, outcome, replay)
 
-    def replay_padding(self, size: int) -> None:
-        """Replay a round of ``size`` groups of padding, which all are before the first replay."""
-        self._recorded[size].replay()
-
     def replay(self, inputs: RoundInputs) -> Outcome:
         """Return the round's outcome for inputs ``[G]``, in tensors that no later replay changes.
 
@@ -249,10 +245,7 @@ class Kinds(NamedTuple):
         chats = [shape.needing({*shape.needs, Need.FILTERS}) for shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
         largest = [shape for shape in most_used if shape.budget == rungs[0]]
-        edited = [
-            shape.needing({*shape.needs, Need.EDITS})._replace(logprobs=logprobs)
-            for shape in largest
-        ]
+        edited = [shape.needing({*shape.needs, Need.EDITS}).scoring(logprobs) for shape in largest]
         # Trees of the most steps, at temperature 0.
         of_n = [one for one in rungs[::-1] if not one or (one[0] > 1 and one[1] == bounds[0][1])]
         trees = [shape_of_server(verified_as_tree(config), rung) for rung in of_n]

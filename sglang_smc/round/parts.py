@@ -9,7 +9,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.kv.report import MemorySizes, Table
 from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
-from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops import TORCH, ops_of
 from sglang_smc.ops import kind_of as kind_of_ops
@@ -18,7 +17,7 @@ from sglang_smc.proposers import assembly as drafts
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.request import RequestStates
@@ -48,7 +47,7 @@ def operations(
     heads = tuple(dict.fromkeys(map(heads_of, runners)))
     linear = is_gated_delta(target.model_runner.model_config)
     fused = config.draft_layers != "sglang"
-    sizes = check_cases.Sizes(config.num_particles, config.num_steps, heads, linear, fused)
+    sizes = check_cases.CheckSizes(config.num_particles, config.num_steps, heads, linear, fused)
     found = check.settle(ops, config.kernels, device, sizes, group)
     if found.kind == "torch" and config.round_graph == "on":
         raise ValueError(
@@ -67,7 +66,7 @@ def assemble(
     states: RequestStates,
     tables: Tables,
     corpus: Corpus | None = None,
-) -> tuple[Prefill, Round]:
+) -> tuple[Prefill, ServedRound]:
     """Build the parts of a server, and run each model once over a particle.
 
     Args:
@@ -78,25 +77,23 @@ def assemble(
     Raises ValueError for a model that cannot run in rounds.
     """
     num_columns = config.num_steps + 1
-    sizes = {"num_particles": config.num_particles, "num_columns": num_columns}
     passes, proposer = drafts.assemble(
         target,
         draft,
         tables.ledger,
         tables.ops.kind,
-        **sizes,
+        config=config,
         skinny=skinny_for(config, tables.ops, draft),
     )
     num_rows = len(target.model_runner.req_to_token_pool.req_to_token)  # pyright: ignore[reportOptionalMemberAccess] -- built before
     routed = experts_of_passes(num_rows * config.num_particles * num_columns)
     check_layers(target.model_runner)
     if draft is not None:
-        runner = draft.model_runner
-        check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
+        check_layers(draft.model_runner, blocks=proposer.is_block)
     rehearse(passes, proposer, tables.ledger, tables.ops)
     begin = passes.init_from_prompt
     prefill = Prefill(target, proposer, states, tables, num_columns, begin)
-    return prefill, Round(passes, proposer, tables, corpus, routed)
+    return prefill, ServedRound(passes, proposer, tables, corpus, routed)
 
 
 def skinny_for(

@@ -1,7 +1,7 @@
 """Play a round of plain decoding: the target adds a token to single particles without drafts.
 
-It leaves out the steps of `play.Round.play` that change nothing there. Texts and tables are those
-after that round.
+It leaves out the steps of `play.ServedRound.play` that change nothing there. Texts and tables are
+those after that round.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
+from sglang_smc.round.extras import Extra
 from sglang_smc.round.result import Outcome
 from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
@@ -21,16 +22,16 @@ from sglang_smc.state.failures import Failure
 
 def play_plainly(
     target: ParticleForward,
-    routed: torch.Tensor | None,
     tables: Tables,
     inputs: RoundInputs,
     shape: RoundShape,
     reqs: Sequence[Req],
+    extras: Sequence[Extra],
 ) -> Outcome:
     """Play a round of a shape without deciders.
 
     Args:
-        routed: `play.Round.routed`; others are as in `play.Round.play`.
+        extras: of the shape; others are as in `play.ServedRound.play`.
     """
     rows = inputs.rows
     pair, ended, position = tables.particles.gather_single(rows)
@@ -68,9 +69,7 @@ def play_plainly(
         counters=tables.counters.add_plain_round(rows, failed, ~weighs),
         failure=failed * int(Failure.TARGET_LOGITS),
         first_tokens=None,
-        particles=None,
-        logprobs=None,
-        experts=None if routed is None else (chains.slots, target.of_tokens(routed, chains.slots)),
+        extras={extra.name: extra.emit(rows, chains, None) for extra in extras},
     )
 
 

@@ -1,12 +1,13 @@
 """Play one round of SMC speculative decoding for all particles of all running requests.
 
-`Round.play` lists the steps, which `smc.steps` has; the rest is a server's: tables of requests,
-rules that read text, KV slots, and tokens that are emitted. The host waits for the device only
-where some request's rules read its sequences.
+`ServedRound.play` lists the steps, which `smc.steps` has; the rest is a server's: tables of
+requests, rules that read text, KV slots, and tokens that are emitted. The host waits for the device
+only where some request's rules read its sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -18,32 +19,46 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.recorder import PassRecording, Record
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import DraftProposer, DraftSlots
-from sglang_smc.proposers.ngram import Corpus, Matches
+from sglang_smc.proposers.ngram import Corpus, CorpusMatches
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
+from sglang_smc.round.experts import ReturnedExperts
+from sglang_smc.round.extras import Extra, Stages
+from sglang_smc.round.logprobs import ReturnedLogprobs
+from sglang_smc.round.particles import ReturnedParticles
 from sglang_smc.round.plain import play_plainly
-from sglang_smc.round.result import Outcome, shown_particles
-from sglang_smc.round.trace import Stages
+from sglang_smc.round.result import Outcome
+from sglang_smc.round.trace import ReturnedTrace
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc import steps, weighing
+from sglang_smc.smc import prefixes, steps, weighing
 from sglang_smc.smc.deciding import Drafts
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import Arenas, KVLocations, Wanted
 from sglang_smc.smc.population import Population
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.settings import BatchSettings, Need
 from sglang_smc.smc.steps import Batch
 from sglang_smc.state.request import state_of
 
 
 @dataclass(eq=False)
-class Round:
+class ServedRound:
     """Plays rounds on the tables of a server."""
 
     target: ParticleForward  # the target model, over particles
     draft: DraftProposer
     _tables: Tables  # state of requests between rounds
     _corpus: Corpus | None = None  # texts of n-gram matches; None where a model drafts
-    routed: torch.Tensor | None = None  # `upstream.experts_of_passes`
+    routed: InitVar[torch.Tensor | None] = None  # `upstream.experts_of_passes`
+
+    def __post_init__(self, routed: torch.Tensor | None) -> None:
+        """List what rounds may return beside tokens."""
+        self.extras: tuple[Extra, ...] = (
+            ReturnedLogprobs(self._tables.particles.logprobs),
+            ReturnedParticles(),
+            ReturnedTrace(),
+        )
+        if routed is not None:
+            self.extras += (ReturnedExperts(self.target, routed),)
 
     def record_passes(
         self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
@@ -54,7 +69,7 @@ class Round:
         """
         max_tail = arena.max_tail(config) + 1
         recording = PassRecording(record, config.num_particles, sizes, max_tail, device)
-        if self.routed is None:  # a replay leaves experts in the order of its own, larger shape
+        if not any(extra.reads_pass for extra in self.extras):
             self.target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
         self.draft = self.draft.recorded(recording)
 
@@ -73,38 +88,30 @@ class Round:
             resized_from: return value of `resize` before this round.
             loaded: the batch and its particles, if they have already been read from the tables.
         """
+        extras = [extra for extra in self.extras if extra.always or extra.name in shape.extras]
         if not shape.deciders:
             return play_plainly(
                 self.target,
-                routed=self.routed,
                 tables=self._tables,
                 inputs=inputs,
                 shape=shape,
                 reqs=reqs,
+                extras=extras,
             )
         batch, start = loaded or self._load_round(inputs, shape, reqs)
         slots = self._reserve(inputs, shape, batch.settings, start)
         batch = batch._replace(slots=slots)
 
         drafts = steps.propose(batch, start) if batch.num_steps else steps.read_last(batch, start)
-        p, log_p = steps.score(batch, drafts, self._run_target(batch, drafts, slots, reqs))
-        revalued = start
-        if batch.rules is not None and Need.POTENTIALS in shape.needs:
-            # Potentials ran in parallel; what is missing is waited for.
-            revalued = start.apply_potentials(batch.rules.scores(reqs, batch.output_lengths))
+        chains = self._chains(batch, drafts, slots, reqs)
+        p, log_p = steps.score(batch, drafts, self.target.chain_logits(chains))
+        revalued = steps.revalue(batch, start)
         failure = steps.failure_of_round(log_p, drafts, ~revalued.ended)
         decision, next_tokens = steps.decide(batch, revalued, drafts, p, log_p)
         extended = steps.extend(batch, revalued, drafts, decision)
         continued = steps.add_bonus(batch, extended, next_tokens, failure)
-        if shape.logprobs.own:
-            continued = self._tables.particles.logprobs.score_tails(
-                inputs.rows,
-                before=revalued,
-                population=continued,
-                ancestors=decision.ancestors,
-                p=p,
-                temperature=batch.settings.temperature,
-            )
+        for extra in extras:
+            continued = extra.score(batch, revalued, continued, decision.ancestors, p)
         continued = steps.measure(batch, revalued, continued, decision.ancestors, p, drafts)
         stages = Stages(
             resized_from=resized_from,
@@ -117,14 +124,11 @@ class Round:
             continued=continued,
             end=steps.narrow(batch, continued),
         )
-        outcome = self._commit(inputs, shape, reqs, batch, stages)
-        return outcome if self.routed is None else outcome._replace(experts=self._experts(slots))
-
-    def _experts(self, slots: DraftSlots) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the KV slots that the target has written, and the experts of these tokens."""
-        assert self.routed is not None, "asked where SGLang keeps experts"
-        written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
-        return written, self.target.of_tokens(self.routed, written)
+        outcome = self._commit(inputs, shape, batch, stages)
+        returned: dict[str, Any] = {}
+        for extra in extras:
+            returned[extra.name] = extra.emit(inputs.rows, chains, stages)
+        return outcome._replace(extras=returned)
 
     def play_in_slices(
         self,
@@ -155,11 +159,12 @@ class Round:
         Returns:
             ``[G, N]`` the ancestor of each particle, with N the larger of old and new; or None.
         """
-        states = map(state_of, reqs)
-        sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
-        if all(before == after for before, after in sizes):
+        states = list(map(state_of, reqs))
+        before = [state.config_before.num_particles for state in states]
+        after = [state.config_now.num_particles for state in states]
+        if before == after:
             return None
-        num_particles = max(map(max, sizes))
+        num_particles = max(before + after)
         wider = shape._replace(num_particles=num_particles, needs=shape.needs & {Need.POTENTIALS})
         batch, population = self._load_round(inputs, wider, reqs)
         settings = batch.settings
@@ -195,8 +200,9 @@ class Round:
         before, starts, last_two, position = tables.particles.gather(
             rows, shape.num_particles, shape.max_tail, scored=Need.POTENTIALS in needs
         )
-        if shape.logprobs.own:
-            before = tables.particles.logprobs.gather(rows, before, shape.logprobs)
+        for extra in self.extras:
+            if extra.always or extra.name in shape.extras:
+                before = extra.load(rows, shape, before)
         seeds = tables.ops.round_seeds(settings.seeds, position.squeeze(1))
         # Sampled chains that are verified as one multi-draft must be independent.
         dependent = settings.weighs | settings.greedy if Need.TREES in needs else settings.weighs
@@ -220,7 +226,11 @@ class Round:
         return batch, before
 
     def _reserve(
-        self, inputs: RoundInputs, shape: RoundShape, settings: Settings, population: Population
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        settings: BatchSettings,
+        population: Population,
     ) -> DraftSlots:
         """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
         ledger = self._tables.ledger
@@ -240,20 +250,19 @@ class Round:
         locations = KVLocations(rows, committed, particle_rows, shape.max_tail + 1)
         return DraftSlots(slots, positions, locations, ledger, self.target.merges)
 
-    def _run_target(
+    def _chains(
         self, batch: Batch, drafts: Drafts, slots: DraftSlots, reqs: Sequence[Req]
-    ) -> torch.Tensor:
-        """Run one target pass over [last, x_1..x_K] of each particle: ``[G, N, K + 1, V]``."""
+    ) -> Chains:
+        """Return [last, x_1..x_K] of each particle, which the target reads in one pass."""
         last = batch.last_two[:, :, 1:]
         # Tokens after an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
         read = torch.where(drafts.up_to_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         written = slots.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
-        chains = Chains(chain, slots.positions[1], written, slots.locations, reqs)
-        return self.target.chain_logits(chains)
+        return Chains(chain, slots.positions[1], written, slots.locations, reqs)
 
     def _edits(
-        self, reqs: Sequence[Req], settings: Settings, before: Population, starts: torch.Tensor
+        self, reqs: Sequence[Req], settings: BatchSettings, before: Population, starts: torch.Tensor
     ) -> Edits:
         """Return the logit edits of the sequences before the round, of lengths ``starts``."""
         # The last emitted token is not in the counts: particles may differ in a first token.
@@ -268,26 +277,22 @@ class Round:
         device = before.lengths.device
         return TextRules.of(list(reqs), before, vocab_size, device)
 
-    def _matches(self, reqs: Sequence[Req], before: Population) -> Matches:
+    def _matches(self, reqs: Sequence[Req], before: Population) -> CorpusMatches:
         """Return the n-gram matches of the sequences before the round."""
         assert self._corpus is not None, "n-gram matches are of a server that keeps texts"
-        return Matches.of(self._corpus, list(reqs), before)
+        return CorpusMatches.of(self._corpus, list(reqs), before)
 
     def _commit(
         self,
         inputs: RoundInputs,
         shape: RoundShape,
-        reqs: Sequence[Req],
         batch: Batch,
         stages: Stages,
     ) -> Outcome:
         """Emit the tokens that all particles share, and store the rest for the next round."""
         tables = self._tables
         rows = inputs.rows
-        needs = shape.needs
-        logprobs = tables.particles.logprobs
         decision = stages.decision
-        continued = stages.continued
         end = stages.end
         narrowed = end.population
         texts = end.population.texts[:, 0]
@@ -326,8 +331,19 @@ class Round:
             num_correct_drafts=decision.num_columns,
             counters=counters,
             failure=stages.failure,
-            first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in needs else None,
-            particles=shown_particles(continued, narrowed) if Need.PARTICLES in needs else None,
-            logprobs=logprobs.emitted(rows, narrowed) if shape.logprobs.own else None,
-            trace=stages.traced(reqs) if Need.TRACE in needs else None,
+            first_tokens=narrowed.first_token() if Need.OPEN_TOKEN in shape.needs else None,
+            num_nodes=_count_nodes(batch, stages) if shape.budget is not None else None,
         )
+
+
+def _count_nodes(batch: Batch, stages: Stages) -> torch.Tensor | None:
+    """Return the distinct nodes of each request's tree, `prefixes.count_nodes`; None for chains."""
+    start = stages.start
+    drafts = stages.drafts
+    if start.texts.shape[1] == 1:
+        return None
+    # A tree's pruned chains, of log q inf, repeat another's tokens.
+    read = drafts.up_to_end & ~drafts.log_q.isposinf()
+    live = torch.cat([~start.ended.unsqueeze(2), read], dim=2)  # [G, N, K + 1]
+    same_text = batch.ops.same_text(start.texts[:, :, 1:], start.lengths, ~start.ended)
+    return prefixes.count_nodes(drafts.tokens, live, same_text)

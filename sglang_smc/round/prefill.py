@@ -28,19 +28,14 @@ from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.settings import Settings
+from sglang_smc.smc.settings import BatchSettings
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution, reported_temperature
 from sglang_smc.state.metrics import fidelity_of
-from sglang_smc.state.request import (
-    RequestStates,
-    has_open_token,
-    skip_draft,
-    state_of,
-    take_unread,
-)
+from sglang_smc.state.request import RequestStates, state_of
 from sglang_smc.state.settings import is_greedy, uses_filters
+from sglang_smc.state.texts import has_open_token, skip_draft, take_unread
 from sglang_smc.upstream import holds_kv, kv_of
 
 _LONGEST_CHUNK = 8192  # tokens of transferred texts that the draft reads in one pass
@@ -263,7 +258,7 @@ class Prefill:
 
     def _start(
         self, reqs: list[Req], rows: torch.Tensor, budget: Budget | None
-    ) -> tuple[Settings, torch.Tensor, torch.Tensor]:
+    ) -> tuple[BatchSettings, torch.Tensor, torch.Tensor]:
         """Start requests on the host and in the tables.
 
         Returns:
@@ -280,7 +275,7 @@ class Prefill:
         carried = on_device(device, [start.counters for start in starts], torch.float64)
         settings = tables.requests.gather(rows)
         if budget is not None:
-            sizes = [state_of(req).now.round_sizes for req in reqs]
+            sizes = [state_of(req).config_now.round_sizes for req in reqs]
             num_particles, num_steps, is_exact = on_device(device, sizes).unbind(1)
             settings = settings.bounded(num_particles, num_steps, is_exact)
         return settings, num_emitted, carried
@@ -291,7 +286,7 @@ class Prefill:
         tokens: torch.Tensor,
         num_emitted: torch.Tensor,
         carried: torch.Tensor,
-        settings: Settings,
+        settings: BatchSettings,
         ended: torch.Tensor,
     ) -> None:
         """Write the particles after their first tokens ``[G, 1]`` or ``[G, N]``."""
@@ -310,7 +305,7 @@ class Prefill:
         self,
         reqs: list[Req],
         rules: TextRules,
-        settings: Settings,
+        settings: BatchSettings,
         log_p: torch.Tensor,
         num_emitted: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,7 +340,7 @@ class Prefill:
         return tokens, ends & is_open  # SGLang itself checks a shared token for an end
 
     def _edits(
-        self, reqs: list[Req], settings: Settings, num_emitted: torch.Tensor
+        self, reqs: list[Req], settings: BatchSettings, num_emitted: torch.Tensor
     ) -> Edits | None:
         """Return the logit edits of first tokens; None where no request has any."""
         if not any(map(has_edits, reqs)):

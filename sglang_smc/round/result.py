@@ -5,28 +5,26 @@ device, in tables keyed by `req_pool_idx`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_smc import process, upstream
+from sglang_smc import process
 from sglang_smc.kv.transfer import each_tensor, on_host
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import Budget
 from sglang_smc.proposers.ngram import Corpus
-from sglang_smc.round.trace import Stages
+from sglang_smc.round.extras import Extra, ReadRound
 from sglang_smc.rules import registry
-from sglang_smc.smc.population import Population
-from sglang_smc.smc.weighing import choose
-from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.metrics import Monitor, Played, gained
-from sglang_smc.state.request import deliver, has_open_token, particles_of, state_of
+from sglang_smc.state.request import state_of
+from sglang_smc.state.texts import has_open_token
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -73,22 +71,6 @@ def as_eagle(draft_input: SMCDraftInput) -> "EagleDraftInput":
     return cast("EagleDraftInput", draft_input)
 
 
-def shown_particles(continued: Population, narrowed: Population) -> Population:
-    """Return each group's particles before narrowing if all had ended there, else after it.
-
-    A short lag may draw the sequence of a particle that has ended while others have not. Then
-    all remaining particles are copies of it, and SGLang ends the request when it finds the end
-    in the emitted tokens: no final draw follows.
-    """
-    finished = continued.ended.all(1)
-    fields = {
-        name: choose(finished, getattr(continued, name), getattr(narrowed, name))
-        for name in Population._fields
-        if name not in ("logprobs", "scores")
-    }
-    return Population(**fields)
-
-
 class Outcome(NamedTuple):
     """Result of a round for the host, on the device; tables hold the rest."""
 
@@ -100,11 +82,9 @@ class Outcome(NamedTuple):
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
     first_tokens: torch.Tensor | None  # [G] the first token of prefill, -1 while particles differ
-    particles: Population | None  # before the final draw, where some request sets return_particles
-    logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
-    trace: Stages | None = None  # where some request sets trace
-    # KV slots [G, N, K + 1] and experts [G, N, K + 1, layers, experts a token], where kept
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None
+    # [G] int64 distinct texts of the rows that the target read; where N and K adapt, of chains
+    num_nodes: torch.Tensor | None = None
+    extras: Mapping[str, Any] = MappingProxyType({})  # what else the round returns, by its name
 
     def first(self, size: int) -> "Outcome":
         """Return copies of the first ``size`` groups."""
@@ -118,26 +98,31 @@ class SMCBatchResult(GenerationBatchResult):
     outcome: Outcome
     monitor: Monitor  # counts the round
     budgets: list[Budget]  # N and K of each request in this round
+    extras: Sequence[Extra] = ()  # which have returned `Outcome.extras`
     policy: Policy | None = None  # updated by them
     corpus: Corpus | None = None  # to which emitted tokens are added
 
     @classmethod
-    def of(cls, outcome: Outcome, **others: Any) -> "SMCBatchResult":
-        """Return a round's outcome in the scheduler's form; others are fields."""
+    def of(cls, outcome: Outcome, extras: Sequence[Extra] = (), **others: Any) -> "SMCBatchResult":
+        """Return a round's outcome in the scheduler's form.
+
+        Args:
+            extras: of the server.
+            others: fields.
+        """
         tokens = outcome.tokens.flatten()
-        has_logprobs = outcome.logprobs is not None
-        if outcome.experts is not None:
-            slots, experts = outcome.experts
-            by_slot = upstream.experts_by_slot(slots.flatten(), experts.flatten(0, 2))
-            others["routed_experts_output"] = by_slot
+        returned = dict(outcome.extras)
+        for extra in extras:
+            if extra.name in returned:
+                others |= extra.fields(returned)
         return cls(
-            outcome=outcome._replace(experts=None),
+            outcome=outcome._replace(extras=returned),
+            extras=[extra for extra in extras if extra.name in returned],
             next_token_ids=tokens,
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
             next_draft_input=as_eagle(SMCDraftInput(outcome.last_emitted)),
             speculative_num_draft_tokens=outcome.tokens.shape[1],
-            logits_output=LogitsProcessorOutput(next_token_logits=None) if has_logprobs else None,
             # SGLang drops these two batches later, after it has waited for the copies: until then
             # the next round, on the stream that allocated the memory, must not reuse it.
             extra_keep_alive_refs=[outcome, tokens],
@@ -164,22 +149,27 @@ class SMCBatchResult(GenerationBatchResult):
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
         before = [_set_aside(req) for req in batch.reqs]
         totals = outcome.counters.tolist()
-        self._keep_particles(batch.reqs, live)
+        for extra in self.extras:
+            extra.keep(outcome.extras[extra.name], batch.reqs, live)
         self._close_tokens(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
         process.active.ranks.add(tokens)
         kept = outcome.num_correct_drafts.tolist()
+        nodes = None if outcome.num_nodes is None else outcome.num_nodes.tolist()
         failures = outcome.failure.tolist()
         self.num_correct_drafts = sum(kept)
         self.num_correct_drafts_per_req_cpu = kept
-        if outcome.logprobs is not None:
-            assert self.logits_output is not None
-            deliver(self.logits_output, outcome.logprobs.tails, list(map(len, tokens)), batch.reqs)
+        read = ReadRound(batch.reqs, live, tokens, totals, self.logits_output)
+        for extra in self.extras:
+            extra.deliver(outcome.extras[extra.name], read)
         for i, req in enumerate(batch.reqs):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], tokens[i], totals[i])
+                if self.policy is not None:
+                    num_nodes = None if nodes is None else nodes[i]
+                    self.policy.learn(self.budgets[i], kept[i], num_nodes)
                 registry.end_failed(req, failures[i])
                 if self.corpus is not None and self.budgets[i].num_steps:  # else when it matters
                     self.corpus.read(req, tokens[i])
@@ -193,40 +183,31 @@ class SMCBatchResult(GenerationBatchResult):
     ) -> None:
         """Add one request's round to its state and to the server's statistics."""
         state = state_of(req)
-        outcome = self.outcome
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
         config = state.config
         replayed = self.can_run_cuda_graph
-        played = Played(gains, config.weighs, num_kept, len(emitted), replayed, config.greedy)
+        played = Played(
+            gained=gains,
+            weighs=config.weighs,
+            num_kept=num_kept,
+            num_emitted=len(emitted),
+            replayed=replayed,
+            is_greedy=config.greedy,
+            by_model=not config.ngram_matches,
+        )
         self.monitor.add(played)
-        if self.policy is not None:
-            self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
-        if outcome.trace is not None and config.trace:
-            state.rounds.append(outcome.trace.traced_round(group, state, emitted, totals[-1]))
-
-    def _keep_particles(self, reqs: "list[Req]", live: list[bool]) -> None:
-        """Store the particles of requests that set ``return_particles``, with own first tokens."""
-        if self.outcome.particles is None:
-            return
-        for group, req in enumerate(reqs):
-            state = state_of(req)
-            if live[group] and state.config.return_particles:
-                state.particles = particles_of(req, self.outcome.particles, group)
 
     def _close_tokens(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Close open first tokens, before rules read the tokens after them."""
         if self.outcome.first_tokens is None:
             return
         each = zip(reqs, self.outcome.first_tokens.tolist(), live, strict=True)
-        for i, (req, token, lives) in enumerate(each):
+        for req, token, lives in each:
             if lives and token >= 0 and has_open_token(req):
-                logprobs = self.outcome.logprobs if req.return_logprob else None
-                registry.close_token(
-                    req, token, None if logprobs is None else float(logprobs.first[i])
-                )
+                registry.close_token(req, token)
 
     def _end_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
         """End requests with only particles of weight zero: their rules allow no sequence."""

@@ -8,35 +8,42 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from sglang.srt.managers.schedule_batch import Req
 
+from sglang_smc.models.chains import Chains
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.deciding import Drafts
-from sglang_smc.smc.population import Narrowed, Population
-from sglang_smc.smc.weighing import Decision
+from sglang_smc.round.extras import Extra, ReadRound, Stages
 from sglang_smc.state.metrics import finite
 from sglang_smc.state.request import RequestState, state_of
 from sglang_smc.state.trace import TracedRound
 
 
-class Stages(NamedTuple):
-    """Hold what the steps of a round return; places beyond a request's own N are undefined."""
+class ReturnedTrace(Extra):
+    """The steps of a round, of which the host writes a `TracedRound` per request."""
 
-    resized_from: torch.Tensor | None  # [G, N] ancestors, where N has changed for some request
-    start: Population  # at the start
-    revalued: Population  # at the start, with the latest potential values
-    drafts: Drafts
-    decision: Decision
-    failure: torch.Tensor  # [G] int64 `Failure`
-    extended: Population  # with the kept draft tokens, after resampling
-    continued: Population  # after the bonus token
-    end: Narrowed
-    begins: Sequence[bool] = ()  # of a trace: whether it is each request's first after a prefill
+    name = "trace"
 
-    def traced(self, reqs: Sequence[Req]) -> "Stages":
-        """Return the round for a trace, without distributions."""
-        drafts = self.drafts._replace(q=None, measured_q=None)
-        return self._replace(drafts=drafts, begins=[state_of(req).take_start() for req in reqs])
+    def emit(self, rows: torch.Tensor, chains: Chains, stages: Stages | None) -> "TracedStages":
+        """Return the round without distributions."""
+        assert stages is not None, "asked for by a request"
+        drafts = stages.drafts._replace(q=None, measured_q=None)
+        begins = [state_of(req).take_start() for req in chains.reqs]
+        return TracedStages(stages._replace(drafts=drafts), begins)
+
+    def deliver(self, found: "TracedStages", read: ReadRound) -> None:
+        """Add the round to the traces of requests that ask for one."""
+        for group, req in enumerate(read.reqs):
+            state = state_of(req)
+            if read.live[group] and state.config.trace:
+                log_evidence = read.totals[group][-1]
+                traced = found.traced_round(group, state, read.emitted[group], log_evidence)
+                state.rounds.append(traced)
+
+
+class TracedStages(NamedTuple):
+    """Hold a round for its traces."""
+
+    stages: Stages
+    begins: Sequence[bool]  # whether it is each request's first after a prefill
 
     def traced_round(
         self, group: int, state: RequestState, emitted: list[int], log_evidence: float
@@ -48,28 +55,29 @@ class Stages(NamedTuple):
             emitted: tokens of the round in SGLang's lists.
             log_evidence: log Z-hat at the end of the round.
         """
-        size = int(self.revalued.present[group].sum())
+        stages = self.stages
+        size = int(stages.revalued.present[group].sum())
 
         def of(values: torch.Tensor) -> torch.Tensor:
             return values[group, :size]
 
-        begins = of(self.revalued.last_emitted).tolist() if self.begins[group] else None
-        ancestors = of(self.decision.ancestors).tolist()
-        weighed = of(self.decision.weighed)
-        narrowed_to = of(self.end.ancestors).tolist()
+        begins = of(stages.revalued.last_emitted).tolist() if self.begins[group] else None
+        ancestors = of(stages.decision.ancestors).tolist()
+        weighed = of(stages.decision.weighed)
+        narrowed_to = of(stages.end.ancestors).tolist()
         potentials = None
-        before = base = of(self.start.log_weights)
-        if self.revalued.scores is not None and state.potentials:
-            base = of(self.revalued.log_weights)
+        before = base = of(stages.start.log_weights)
+        if stages.revalued.scores is not None and state.potentials:
+            base = of(stages.revalued.log_weights)
             potentials = torch.where(before > -torch.inf, base - before, 0.0)
             base = before + potentials
         gain = float(weighed.logsumexp(0) - base.logsumexp(0))
         # A stopped group has no tails, and no bonus tokens.
-        length = of(self.extended.lengths) + 1
-        took_bonus = ~of(self.extended.ended) & (of(self.continued.lengths) == length)
-        bonus = zip(took_bonus.tolist(), of(self.continued.last_tokens).tolist(), strict=True)
-        counts = of(self.drafts.up_to_end).sum(1).tolist()
-        drafted = zip(self.drafts.tokens[group].tolist(), counts, strict=False)
+        length = of(stages.extended.lengths) + 1
+        took_bonus = ~of(stages.extended.ended) & (of(stages.continued.lengths) == length)
+        bonus = zip(took_bonus.tolist(), of(stages.continued.last_tokens).tolist(), strict=True)
+        counts = of(stages.drafts.up_to_end).sum(1).tolist()
+        drafted = zip(stages.drafts.tokens[group].tolist(), counts, strict=False)
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return TracedRound(
@@ -78,18 +86,18 @@ class Stages(NamedTuple):
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),
             drafted=[tokens[:count] for tokens, count in drafted],
-            kept=of(self.decision.num_kept).tolist(),
+            kept=of(stages.decision.num_kept).tolist(),
             log_weights=_finite(weighed),
             log_potentials=None if potentials is None else _finite(potentials),
-            ess=float(self.decision.ess[group].nan_to_num(0.0)),
+            ess=float(stages.decision.ess[group].nan_to_num(0.0)),
             log_block_evidence=finite(gain),
             cut=self._cut(group, config, ancestors),
-            resampled=bool(self.decision.resampled[group]),
+            resampled=bool(stages.decision.resampled[group]),
             ancestors=ancestors,
             bonus=[token if took else None for took, token in bonus],
-            ended=of(self.continued.ended).tolist(),
+            ended=of(stages.continued.ended).tolist(),
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
-            log_weights_after=_finite(of(self.end.population.log_weights)),
+            log_weights_after=_finite(of(stages.end.population.log_weights)),
             log_evidence=finite(log_evidence) if knows_evidence else None,
             emitted=[*self._closed_token(state, begins), *emitted],
         )
@@ -98,8 +106,8 @@ class Stages(NamedTuple):
         """Return the earlier particle of each, if the round before has another number of them."""
         if self.begins[group] or not state.rounds or len(state.rounds[-1].ancestors) == size:
             return None
-        assert self.resized_from is not None, "N changes by a resizing step alone"
-        return self.resized_from[group, :size].tolist()
+        assert self.stages.resized_from is not None, "N changes by a resizing step alone"
+        return self.stages.resized_from[group, :size].tolist()
 
     def _closed_token(self, state: RequestState, begins: list[int] | None) -> list[int]:
         """Return the first token, if particles differed in it and share it since this round.
@@ -115,10 +123,10 @@ class Stages(NamedTuple):
 
     def _cut(self, group: int, config: RequestConfig, ancestors: list[int]) -> str:
         """Return why the round kept no more columns."""
-        if self.failure[group] > 0:
+        if self.stages.failure[group] > 0:
             return "failure"
-        decision = self.decision
-        drafted = self.drafts.up_to_end[group].sum(1)
+        decision = self.stages.decision
+        drafted = self.stages.drafts.up_to_end[group].sum(1)
         kept = decision.num_kept[group]
         if not config.weighs:
             winner = ancestors[0]

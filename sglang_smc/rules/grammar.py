@@ -27,7 +27,8 @@ from sglang_smc.smc.edits import unpack
 from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.ranks import tp_group
-from sglang_smc.state.request import shared_ids, state_of, tails_of
+from sglang_smc.state.request import state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 
 WORD = 32  # bits of a mask's words
 

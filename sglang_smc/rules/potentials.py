@@ -23,7 +23,8 @@ from sglang_smc.rules.base import BatchTexts, GroupScores, Scorer, decoder_of
 from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.ranks import tp_group
-from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
+from sglang_smc.state.request import find_state, state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 
 
 @dataclass(eq=False, slots=True)

@@ -18,7 +18,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.smc.population import Population
 from sglang_smc.state.failures import end_request
-from sglang_smc.state.request import shared_ids, state_of, tails_of
+from sglang_smc.state.request import state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 
 _NO_TOKEN = (
     "The custom logit processor {name} leaves no token to draw: of a row of logits that it "

@@ -42,10 +42,12 @@ class TextRules:
     """The rules of one batch; empty where no request has one.
 
     Args:
+        reqs: the batch.
         rules: made for this round, in the order of `RULES`.
     """
 
-    def __init__(self, rules: tuple[Rule, ...] = ()) -> None:
+    def __init__(self, reqs: Sequence[Req], rules: tuple[Rule, ...]) -> None:
+        self._reqs = reqs
         self._logits_rules = [rule for rule in rules if isinstance(rule, LogitsRule)]
         self._scorers = [rule for rule in rules if isinstance(rule, Scorer)]
 
@@ -60,7 +62,7 @@ class TextRules:
         """Return the rules of a round or a prefill; arguments as in `BatchTexts`."""
         texts = BatchTexts(reqs, population, vocab_size, device)
         present = (rule for rule in RULES if any(map(rule.applies, reqs)))
-        return cls(tuple(rule(texts) for rule in present))
+        return cls(reqs, tuple(rule(texts) for rule in present))
 
     @property
     def is_empty(self) -> bool:
@@ -95,19 +97,19 @@ class TextRules:
             ends = rule.ends(ends, tokens, population)
         return ends
 
-    def scores(self, reqs: Sequence[Req], like: torch.Tensor) -> Scores:
+    def scores(self, like: torch.Tensor) -> Scores:
         """Return the joint values of the sequences that a round starts from; see `Scores`.
 
         Args:
             like: ``[G, N]``, on the device of the result.
         """
-        size = (len(reqs), like.shape[1])
+        size = (len(self._reqs), like.shape[1])
         nothing = GroupScores.none(like.shape[1])
         log_values = torch.full(size, math.nan, dtype=torch.float64, device="cpu")
         complete = torch.ones(size, dtype=torch.bool, device="cpu")
         for scorer in self._scorers:
             found = scorer.result()
-            for group in (group for group, req in enumerate(reqs) if scorer.applies(req)):
+            for group in (group for group, req in enumerate(self._reqs) if scorer.applies(req)):
                 own = found.get(group, nothing)
                 for particle, value in enumerate(own.log_values):
                     if value is not None:
@@ -135,9 +137,9 @@ def end_failed(req: Req, code: int) -> bool:
     return failures.end_failed(req, code)
 
 
-def close_token(req: Req, token: int, logprob: float | None) -> None:
+def close_token(req: Req, token: int) -> None:
     """Replace the open token, in SGLang's request fields and in the grammar's state."""
-    state_of(req).open_token.close(req, token, logprob)
+    state_of(req).open_token.close(req, token)
     Grammar.reread(req, 1, [token])
 
 

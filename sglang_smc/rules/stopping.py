@@ -17,7 +17,8 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATC
 from sglang_smc.guard.pattern import START, PatternState, pattern_of
 from sglang_smc.rules.base import BatchTexts, LogitsRule, decoder_of
 from sglang_smc.smc.population import Population
-from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
+from sglang_smc.state.request import find_state, state_of
+from sglang_smc.state.texts import shared_ids, tails_of
 
 CONTEXT = 8
 """Tokens of context with which new ones are decoded: a token's text depends on the last few, and a

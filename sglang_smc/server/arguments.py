@@ -9,9 +9,16 @@ from msgspec.structs import asdict
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
+from sglang_smc.drafts.kinds import MTP
 from sglang_smc.kv import arena
 from sglang_smc.models import supported
-from sglang_smc.models.head_kinds import MTP, Place, has_mtp, proposed_tokens, reads_states
+from sglang_smc.models.head_kinds import (
+    Place,
+    drafter_named,
+    has_mtp,
+    proposed_tokens,
+    reads_states,
+)
 from sglang_smc.ops import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
@@ -53,11 +60,16 @@ def check_arguments(server_args: Arguments) -> None:
 def _draft_from_target(server_args: Arguments) -> None:
     """Name the target as its own draft where no other is given and it has an MTP layer."""
     view = resolved_view(server_args)
-    if view.speculative_draft_model_path is not None or view.speculative_smc_ngram_matches:
+    if view.speculative_draft_model_path is not None or _drafts_alone(view):
         return
     if has_mtp(Place.of_target(view)):
         server_args.speculative_draft_model_path = view.model_path
         server_args.speculative_draft_model_revision = view.revision
+
+
+def _drafts_alone(view: Arguments) -> bool:
+    """Return whether these arguments name what may draft without a model."""
+    return view.speculative_smc_ngram_matches or view.speculative_smc_draft_class is not None
 
 
 def _steps_from_draft(server_args: Arguments) -> None:
@@ -91,11 +103,11 @@ def resolve(server_args: Arguments) -> None:
     if _has_lora(server_args):
         logger.info("Rounds are not captured as CUDA graphs, which hold no LoRA adapters.")
     graphs.decode.backend = Backend.DISABLED
-    if graphs.prefill.backend != Backend.DISABLED and reads_states(resolved_view(server_args)):
+    if graphs.prefill.backend != Backend.DISABLED and _wants_states(server_args):
         graphs.prefill.backend = Backend.DISABLED
         logger.info(
-            "SGLang's prefill graphs are disabled: --speculative-draft-model-path is a head, which "
-            "needs the target's states at all tokens of a prompt, and these graphs store none."
+            "SGLang's prefill graphs are disabled: the draft is a head, which needs the target's "
+            "states at all tokens of a prompt, and these graphs store none."
         )
     if IS_NEWER and server_args.device == "cuda" and not server_args.enable_fp32_lm_head:
         # Before 0.5.20 the flag converts the whole LM head in each pass.
@@ -123,6 +135,13 @@ def resolve(server_args: Arguments) -> None:
             _DEFAULT_MAX_RUNNING_REQUESTS,
         )
     logger.info("SMC speculative decoding: %s", config)
+
+
+def _wants_states(server_args: Arguments) -> bool:
+    """Return whether the target's hidden states are handed to the draft."""
+    view = resolved_view(server_args)
+    own = view.speculative_smc_draft_class
+    return reads_states(view) if own is None else drafter_named(own).wants_states
 
 
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:
@@ -207,13 +226,15 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
             f"{flag} is True and --speculative-draft-model-path is {path!r}; allowed: one of both, "
             "since n-gram matches draft alone. Leave one of them out."
         )
-    if not server_args.speculative_smc_ngram_matches and path is None:
+    if not _drafts_alone(server_args) and path is None:
         yield (
             "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
             f"smaller model with the target's vocabulary; without one, {flag} drafts from n-gram "
             "matches, where drafts are verified. A target with an MTP layer needs none: "
             f"{' or '.join(MTP)}."
         )
+    if server_args.speculative_smc_draft_class is not None:
+        yield from _class_problems(server_args)
     tokens = server_args.speculative_token_map
     view = resolved_view(server_args)
     if tokens is not None and (path is None or reads_states(view)):
@@ -221,4 +242,33 @@ def _draft_problems(server_args: Arguments) -> Iterator[str]:
             f"--speculative-token-map is {tokens!r}; allowed: with a language model as the draft, "
             "whose LM head it cuts. Heads have tokens of their own or the target's LM head, n-gram "
             "matches no LM head. Leave it out."
+        )
+
+
+def _class_problems(server_args: Arguments) -> Iterator[str]:
+    """Yield why a drafter of the operator's own cannot draft with these arguments."""
+    path = server_args.speculative_draft_model_path
+    given = f"{flag_of('draft_class')} is {server_args.speculative_smc_draft_class!r}"
+    if server_args.speculative_smc_ngram_matches:
+        other = flag_of("ngram_matches")
+        yield f"{given} and {other} is True; allowed: one of both. Leave one of them out."
+    try:
+        drafter = drafter_named(server_args.speculative_smc_draft_class)
+    except ValueError:  # told of the settings
+        return
+    if drafter.runs_model and path is None:
+        yield (
+            f"{given}, whose runs_model is True, without --speculative-draft-model-path; allowed: "
+            "both. Pass the model that it runs."
+        )
+    elif path is not None and not drafter.runs_model:
+        yield (
+            f"{given}, whose runs_model is False, and --speculative-draft-model-path is {path!r}; "
+            "allowed: one of both. Leave the model out, or set runs_model = True in the class."
+        )
+    if drafter.wants_states and server_args.disaggregation_mode != "null":
+        yield (
+            f"{given}, whose wants_states is True, and --disaggregation-mode is "
+            f"{server_args.disaggregation_mode!r}; allowed: 'null', since no hidden states are "
+            "sent. Leave one of them out."
         )

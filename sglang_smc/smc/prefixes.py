@@ -28,6 +28,22 @@ def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tenso
     return torch.minimum(agree.cumprod(1).sum(1) - 1, shortest).clamp_min(0)
 
 
+def count_nodes(tokens: torch.Tensor, live: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
+    """Return the number of distinct texts that rows of chains end with, int64 ``[G]``.
+
+    Args:
+        tokens: ``[G, N, K]`` int64 draft tokens.
+        live: ``[G, N, K + 1]`` bool: which of the last token and these are read by the target.
+        same_text: ``[G, N, N]`` bool, an equivalence: whose texts before them are equal.
+    """
+    equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)  # [G, N, N, K]
+    alike = torch.cat([same_text.unsqueeze(3), equal], dim=3).cumprod(3)
+    num_chains = tokens.shape[1]
+    earlier = alike.new_ones(num_chains, num_chains).tril(-1).unsqueeze(2)
+    is_copy = (alike * earlier).amax(2)  # [G, N, K + 1]
+    return (live & (is_copy == 0)).sum((1, 2))
+
+
 def narrow(
     log_weights: torch.Tensor,
     texts: torch.Tensor,

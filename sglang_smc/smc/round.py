@@ -26,7 +26,7 @@ from sglang_smc.smc.deciding import Decider, Plain, Weigh
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import NO_TAIL, Narrowed, Population
-from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.settings import BatchSettings, Need
 from sglang_smc.smc.steps import Batch
 from sglang_smc.smc.weighing import SCHEMES, Decision, normalized
 
@@ -275,8 +275,8 @@ class Round:
         after = steps.measure(batch, before, after, decision.ancestors, p, drafts)
         return after, steps.narrow(batch, after), decision
 
-    def _settings(self, seeds: torch.Tensor) -> Settings:
-        return Settings.alike(
+    def _settings(self, seeds: torch.Tensor) -> BatchSettings:
+        return BatchSettings.alike(
             seeds,
             temperature=self.temperature,
             draft_temperature=self.draft_temperature or self.temperature,

@@ -26,15 +26,13 @@ class Need(str, Enum):
     GREEDY = "temperature 0"
     EDITS = "penalties, biases or min_new_tokens"
     POWER = "a power of p"
-    PARTICLES = "return_particles"
-    TRACE = "trace"
     OPEN_TOKEN = "particles that differ in the first token"
     RULES = "structured output, stop texts or a custom logit processor"  # read on the host
     POTENTIALS = "potentials"  # on the host
     MATCHES = "n-gram matches"
 
 
-class Settings(NamedTuple):
+class BatchSettings(NamedTuple):
     """Settings of the G requests in a batch, each ``[G]`` but the last."""
 
     seeds: _Int
@@ -67,7 +65,7 @@ class Settings(NamedTuple):
     stop_table: Tensor  # [R, V] bool: stop tokens of all requests
 
     @classmethod
-    def alike(cls, seeds: Tensor, **values: float) -> "Settings":
+    def alike(cls, seeds: Tensor, **values: float) -> "BatchSettings":
         """Return the same settings for all ``seeds`` ``[G]``; those without a value are 0."""
         zeros = {name: torch.zeros_like(seeds, dtype=dtype) for name, dtype in DTYPES.items()}
         found = {name: torch.full_like(zeros[name], value) for name, value in values.items()}
@@ -79,7 +77,9 @@ class Settings(NamedTuple):
         """Return the stop tokens, ``[G, V]`` bool; to test a few tokens, index `stop_table`."""
         return self.stop_table[self.rows]
 
-    def bounded(self, num_particles: Tensor, num_steps: Tensor, is_exact: Tensor) -> "Settings":
+    def bounded(
+        self, num_particles: Tensor, num_steps: Tensor, is_exact: Tensor
+    ) -> "BatchSettings":
         """Return the settings with N and K of `options.request.apply_budget`, each ``[G]`` int64.
 
         Args:
@@ -98,7 +98,7 @@ class Settings(NamedTuple):
             ),
         )
 
-    def without_steps(self, where: Tensor) -> "Settings":
+    def without_steps(self, where: Tensor) -> "BatchSettings":
         """Return the settings with K = 0 and no resampling in the groups ``where`` ``[G]`` bool.
 
         They have drafted nothing, since they only wait for values of potentials.
@@ -141,7 +141,7 @@ class Settings(NamedTuple):
 
 DTYPES: dict[str, torch.dtype] = {
     name: hint[1]
-    for name, one in get_type_hints(Settings, include_extras=True).items()
+    for name, one in get_type_hints(BatchSettings, include_extras=True).items()
     if (hint := get_args(one))
 }
 """The type of each setting that is ``[G]``, but of rows."""

@@ -33,7 +33,7 @@ from sglang_smc.smc.ledger import Slots
 from sglang_smc.smc.ops import Ops
 from sglang_smc.smc.population import Narrowed, Population, Scores
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.settings import Need, Settings
+from sglang_smc.smc.settings import BatchSettings, Need
 from sglang_smc.smc.trees import Trees, begin_trees
 from sglang_smc.smc.weighing import Block, Decision
 
@@ -62,11 +62,11 @@ class Rules(Protocol):
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population
     ) -> torch.Tensor: ...
-    def scores(self, reqs: Any, like: torch.Tensor) -> Scores: ...
+    def scores(self, like: torch.Tensor) -> Scores: ...
 
 
 class Matches(Protocol):
-    """Draft from matches in earlier texts; see `proposers.ngram.Matches`."""
+    """Draft from matches in earlier texts; see `proposers.ngram.CorpusMatches`."""
 
     def follow(self, drawn: torch.Tensor) -> "Matches": ...
     def distribution(self, allowed: TokenDistribution) -> TokenDistribution: ...
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 
     ops: Ops
     draft: Draft
-    settings: Settings  # with the seeds of this round
+    settings: BatchSettings  # with the seeds of this round
     needs: frozenset[Need]  # of some request
     deciders: Sequence[Decider]
     num_steps: int  # K: the most tokens that a request drafts
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: may share uniforms; chains of one multi-draft may not
     extends: torch.Tensor | None  # [G] bool: whose particles are verified each; None: no group's
-    # Where a sequence ends, of tokens [G, N, C] at positions in the output; `Settings.ends`.
+    # Where a sequence ends, of tokens [G, N, C] at positions in the output; `BatchSettings.ends`.
     ends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     slots: Slots | None = None  # of the models' KV; None where they read whole texts
     rules: Rules | None = None  # where some request has one, as all that follow
@@ -256,6 +256,16 @@ def score(
         written = batch.slots.slots[1:].permute(1, 2, 0)
     p = distribution(logits, allowed=allowed, slots=written)
     return p, p.score(torch.nn.functional.pad(drafts.tokens, (0, 1)))
+
+
+def revalue(batch: Batch, population: Population) -> Population:
+    """Weigh by the latest potential values of the texts before the round.
+
+    Potentials ran beside the models' passes; what is missing is waited for.
+    """
+    if batch.rules is None or Need.POTENTIALS not in batch.needs:
+        return population
+    return population.apply_potentials(batch.rules.scores(batch.output_lengths))
 
 
 def failure_of_round(log_p: torch.Tensor, drafts: Drafts, live: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ a group keeps, and whether it is resampled there; `smc.steps` has the glossary. 
 in N and in K: *present* are the particles that a group has.
 
 *Log-weights* are unnormalised. They start at zero, gain ``alpha log p - log q`` with each draft
-token (alpha is the request's power, mostly 1), and are reset to zero when the group is resampled;
+token (alpha is the request's power, mostly 1), and have mean weight 1 when the group is resampled;
 the mean weight before is a factor of Z-hat. A NaN makes a particle dead: its weight is zero
 (`accumulate`). A particle that is not present has weight zero, too, and is left as it is.
 
@@ -19,14 +19,21 @@ but none in which every particle dies; with c = 0 no other column is cut. With c
 population, no sequence has a higher probability as the output of a whole uncut block than under p:
 for N chains of one prefix, of which one is drawn by weight, ``p(x) E[1 / max(c, evidence)]``.
 
-*Resampling schemes* invert the cumulative weights at N points (`ancestors_of`). All are unbiased,
-E[offspring of n] = N w_n, and none ever selects a particle of weight zero. They differ in the
-points, and so in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to
-Sequential Monte Carlo, 2020, chapter 9):
+*Resampling schemes* invert cumulative shares at N points (`ancestors_of`). All are unbiased,
+E[weight of the offspring of n] = N w_n, and none ever selects a particle of weight zero. They
+differ in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to Sequential
+Monte Carlo, 2020, chapter 9). Three have shares w_n, offspring of equal weights, and the points
 
     systematic    (u + i) / N with one u; offspring floor or ceil of N w_n; the default
     stratified    (u_i + i) / N; lower variance than multinomial, and proven
     multinomial   u_i: independent draws; the textbook's, with the highest variance
+
+    chopthin      systematic, of shares `chopped`: most particles stay, with their weights
+
+*Chopthin* (Gandy and Lau 2016, arXiv 1502.07532) draws only where weights differ by more than a
+factor eta: below a bound particles are thinned, and those left get the bound as their weight; above
+eta / 2 times the bound they are chopped into copies, which divide the weight. Then none weighs more
+than eta times another.
 
 *Resizing* is a resampling step to another number of particles: M equally weighted particles, each
 drawn from the weights, represent the same distribution as N do. The mean weight is multiplied into
@@ -37,7 +44,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-SCHEMES = ("systematic", "stratified", "multinomial")
+SCHEMES = ("systematic", "stratified", "multinomial", "chopthin")
+HALF_RATIO_INVERSE = 11 / 32
+"""2 / eta of chopthin, exact in float32. So eta is 5.82, where Gandy and Lau take 3 + sqrt 8: with
+both the effective sample size is never below N / 2."""
 
 
 def ancestors_of(
@@ -46,14 +56,15 @@ def ancestors_of(
     """Return the particle that each of N becomes a copy of, ``[G, S]`` int64.
 
     Args:
-        weights: ``[G, S]`` float64, normalised, at least one positive.
-        uniforms: ``[G, S]`` float64 in [0, 1); systematic resampling uses the first.
+        weights: ``[G, S]`` float64 shares of any sum, at least one positive.
+        uniforms: ``[G, S]`` float64 in [0, 1); systematic resampling and chopthin use the first.
         scheme: ``[G]`` int64, an index in `SCHEMES`.
         num_particles: ``[G]`` int64, N <= S: entries beyond N are undefined.
     """
     scheme = scheme.unsqueeze(1)
     place = torch.arange(weights.shape[1], device=weights.device)
-    in_place = uniforms[:, :1].where(scheme == SCHEMES.index("systematic"), uniforms) + place
+    has_one = (scheme == SCHEMES.index("systematic")) | (scheme == SCHEMES.index("chopthin"))
+    in_place = uniforms[:, :1].where(has_one, uniforms) + place
     is_free = scheme == SCHEMES.index("multinomial")
     return _inverse_cdf(weights, uniforms.where(is_free, in_place / num_particles.unsqueeze(1)))
 
@@ -65,6 +76,42 @@ def _inverse_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     found = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may move a point to the total: the last particle of positive weight has it.
     return torch.minimum(found, (cumulative < total).sum(-1, keepdim=True))
+
+
+def chopped(
+    weights: torch.Tensor, num_particles: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean number of each particle's offspring by chopthin, and the bound.
+
+    A particle of weight w has w / a if it is below the bound a, one up to eta a / 2, and 2 w /
+    (eta a) above. The numbers are to sum to N, and their sum falls with a; so a solves what is
+    linear in 1 / a between the places where some number begins or ceases to be one.
+
+    Args:
+        weights: ``[G, S]`` float64, normalised; all zero if all are dead.
+        num_particles: ``[G]`` int64 N.
+
+    Returns:
+        ``[G, S]`` and ``[G, 1]`` float64.
+    """
+    size = num_particles.unsqueeze(1).to(weights)
+    below = torch.zeros_like(size)  # [G, 1]: the last such place where the sum is N or more
+    for places in (weights, weights * HALF_RATIO_INVERSE):
+        sums = _num_offspring(weights.unsqueeze(1), places.unsqueeze(2)).sum(2)  # [G, S]
+        below = below.maximum(torch.where(sums >= size, places, 0.0).amax(1, True))
+    is_light = weights <= below
+    is_heavy = weights * HALF_RATIO_INVERSE > below
+    light = torch.where(is_light, weights, 0.0).sum(1, True)
+    heavy = torch.where(is_heavy, weights, 0.0).sum(1, True)
+    num_whole = (~is_light & ~is_heavy).sum(1, True)
+    bound = (light + heavy * HALF_RATIO_INVERSE) / (size - num_whole)
+    bound = torch.where(bound > 0, bound, 1.0)  # 0 or NaN if all are dead
+    return _num_offspring(weights, bound), bound
+
+
+def _num_offspring(weights: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    ratio = weights / bound
+    return torch.minimum(ratio, (ratio * HALF_RATIO_INVERSE).clamp_min(1.0))
 
 
 def covered_columns(
@@ -293,15 +340,27 @@ def resample(
         Ancestors ``[G, N]``, log-weights ``[G, N]``, and what is added to log Z-hat ``[G]``.
     """
     after = present if after is None else after
-    chosen = ancestors_of(normalized(log_weights), uniforms, scheme, after.sum(1))
+    size = after.sum(1)
+    weights = normalized(log_weights)
+    shares, bound = chopped(weights, size)
+    is_chopped = (scheme == SCHEMES.index("chopthin")).unsqueeze(1)
+    chosen = ancestors_of(torch.where(is_chopped, shares, weights), uniforms, scheme, size)
+    heavy = weights.gather(1, chosen).maximum(bound) * size.unsqueeze(1)  # of mean 1
+    of_copies = heavy.log() - num_alike(chosen, after).double().log()
+    drawn = torch.where(is_chopped, of_copies, 0.0).masked_fill(~after, -torch.inf)
     stay = torch.arange(chosen.shape[1], device=chosen.device)
-    equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
     redrawn = where.unsqueeze(1)
     return (
         torch.where(redrawn & after, chosen, stay),
-        torch.where(redrawn, equal, log_weights),
+        torch.where(redrawn, drawn, log_weights),
         torch.where(where, log_mean_exp(log_weights, present.sum(1)), 0.0),
     )
+
+
+def num_alike(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Count the present particles of each one's place: ``[G, N]``, ``[G, N]`` to ``[G, N]``."""
+    same = (places.unsqueeze(2) == places.unsqueeze(1)) & present.unsqueeze(1)  # [G, N, N]
+    return same.sum(2)
 
 
 def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:

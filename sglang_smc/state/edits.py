@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.smc.edits import EditColumns, Edits
-from sglang_smc.smc.settings import Settings
+from sglang_smc.smc.settings import BatchSettings
 
 _NEUTRAL = (0.0, 0.0, 1.0)
 
@@ -74,7 +74,7 @@ class EditTable:
         self,
         reqs: Sequence[Req],
         rows: torch.Tensor,
-        settings: Settings,
+        settings: BatchSettings,
         *,
         starts: torch.Tensor,
         texts: torch.Tensor,

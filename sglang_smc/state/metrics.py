@@ -23,6 +23,7 @@ from sglang_smc.options.policy import Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.ops import Ops
+from sglang_smc.state.alarm import UselessDrafts
 from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,12 @@ class Played(NamedTuple):
     num_emitted: int  # tokens
     replayed: bool  # by a captured CUDA graph
     is_greedy: bool  # temperature 0: one chain
+    by_model: bool = True  # drafts are a model's, not n-gram matches
+
+    @property
+    def is_drafted(self) -> bool:
+        """Return whether a model has drafted, from logits that were no failure."""
+        return self.by_model and bool(self.gained.steps_sum) and not self.gained.nan_ct
 
     @property
     def is_weighed(self) -> bool:
@@ -264,6 +271,10 @@ COUNTERS = (
 )
 """Sums over all rounds of all requests since the server's start."""
 
+USELESS_DRAFTS = Metric(
+    "useless_drafts",
+    "1 where the last rounds that drafted kept below a tenth of a token each, 0 else.",
+)
 GAUGES = (
     Metric(
         "tilt",
@@ -325,6 +336,7 @@ class Monitor:
         self._interval = interval
         self.dial = Dial()
         self._watched = FidelityWindows(now)
+        self._alarm = UselessDrafts(now)
         self._sums: defaultdict[str, float] = defaultdict(float)
         # At the last log line; at the last test of the ESS.
         self._logged = self._sums.copy()
@@ -344,6 +356,8 @@ class Monitor:
     def add(self, played: Played) -> None:
         """Count one request's part of a round."""
         self._round.append(played)
+        if played.is_drafted:
+            self._alarm.add(played.num_kept)
 
     def count_failed_prefill(self) -> None:
         """Count a request without any round, since its prefill gave unusable logits."""
@@ -364,8 +378,12 @@ class Monitor:
         for gains in weighed:
             self._prometheus.observe(ESS_RATIO, gains.ess_sum / gains.particles_sum)
         self._num_batches += 1
+        warning = self._alarm.check()
+        self._prometheus.set(USELESS_DRAFTS, self._alarm.is_on)
         if self._is_silent:
             return
+        if warning is not None:
+            logger.warning("%s", warning)
         if self._num_batches % self._interval == 0:
             self._write_log()
         self._warn_of_low_ess()
@@ -449,6 +467,7 @@ class Monitor:
             "mean_emitted_tokens": _mean(sums["emitted_tokens"], sums["rounds"]),
             "weighed_rounds": weighed,
             "mean_ess_ratio": _mean(self._sums["ess_ratio"], weighed),
+            USELESS_DRAFTS.name: self._alarm.is_on,
         }
 
 
@@ -492,12 +511,16 @@ class Prometheus:
 
     def show(self, sums: Sums) -> None:
         """Set the gauges to the answers' values; a gauge is created with its first value."""
-        values = {} if self._collector is None else {gauge: gauge.of(sums) for gauge in GAUGES}
-        for gauge, value in values.items():
-            if value is not None:
-                if gauge.name not in self._made:
-                    self._make(self._gauge, gauge, multiprocess_mode="mostrecent")
-                self._made[gauge.name].set(value)
+        for gauge in GAUGES:
+            self.set(gauge, gauge.of(sums))
+
+    def set(self, gauge: Metric, value: float | None) -> None:
+        """Set a gauge to its value, if it has one."""
+        if self._collector is None or value is None:
+            return
+        if gauge.name not in self._made:
+            self._make(self._gauge, gauge, multiprocess_mode="mostrecent")
+        self._made[gauge.name].set(value)
 
     def observe(self, histogram: Metric, value: Any) -> None:
         if self._made:

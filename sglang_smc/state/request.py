@@ -2,20 +2,6 @@
 
 It is the attribute `smc_state` of SGLang's request object, and survives a retraction. The
 particles' sequences, weights and slots are on the device.
-
-The first token of a request is *open* while its particles may differ in it. Prefill must return
-one token. If the target is p, all particles share it. For a power of p, or p under a mask, the
-marginal of the first token depends on all continuations, so a shared token could not be corrected
-by weights: each particle draws its own, and the token in SGLang's lists is a placeholder.
-
-    SHARED  --begin-->  OPEN  --close-->  CLOSED  --take-->  SHARED
-                        OPEN  --withdraw-->  SHARED
-
-    transition   called by                                         when
-    begin        RequestStates.begin                               at each prefill
-    close        registry.close_token, by SMCBatchResult.resolve   all particles share the token
-    take         patches/request_state, update_finish_state        SGLang checks for an end
-    withdraw     registry.withdraw_token, patches/request_state    the request is retracted
 """
 
 import math
@@ -26,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.kv.arena import arena, remaining
@@ -36,130 +21,15 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
-from sglang_smc.smc.population import Population, TailLogprobs
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.smc.settings import Need
-from sglang_smc.smc.weighing import normalized
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.fidelity import AnswerFidelity
-from sglang_smc.state.metrics import META_PREFIX, Counters, finite, meta_info, zero_counters
+from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
+from sglang_smc.state.open_token import OpenToken
 from sglang_smc.state.settings import Start, stop_tokens
 from sglang_smc.state.trace import Trace, TracedRound
 from sglang_smc.upstream import allocated, kv_of
-
-
-def deliver(
-    output: LogitsProcessorOutput, logprobs: TailLogprobs, counts: list[int], reqs: list[Req]
-) -> None:
-    """Store the emitted tokens' log-probabilities in SGLang's request fields, on the host.
-
-    Args:
-        output: of the round; SGLang reads the same number of tokens for each request.
-        logprobs: ``[G, T, ...]``.
-        counts: ``[G]`` tokens emitted.
-    """
-    emitted = TailLogprobs._make(column[:, : max(counts)] for column in logprobs)
-    tops = [req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs]
-    ids = [(req.return_logprob and req.logprob.token_ids_logprob) or [] for req in reqs]
-    output.next_token_logprobs = emitted.own
-    output.next_token_top_logprobs_val = _rows(emitted.top, tops)
-    output.next_token_top_logprobs_idx = _rows(emitted.top_ids, tops)
-    output.next_token_token_ids_logprobs_val = _rows(emitted.listed, [len(few) for few in ids])
-    output.next_token_token_ids_logprobs_idx = [few for few in ids for _ in range(max(counts))]
-
-
-def set_logprob(req: Req, place: int, token: int, logprob: float) -> None:
-    """Replace the placeholder by the token that all particles share, with its log-probability.
-
-    The likeliest tokens at that position do not depend on it.
-    """
-    tokens = req.logprob.output_token_logprobs_idx
-    values = req.logprob.output_token_logprobs_val
-    assert tokens is not None and values is not None, "there where a request asks for any"
-    tokens[place] = token
-    values[place] = logprob
-
-
-def drop_sampled_logprobs(req: Req) -> None:
-    """Clear the log-probabilities of sampled tokens; the likeliest and listed ones stay.
-
-    SGLang streams all of these lists from one offset, which therefore cannot leave one out.
-    """
-    tokens = req.logprob.output_token_logprobs_idx
-    values = req.logprob.output_token_logprobs_val
-    assert tokens is not None and values is not None, "there where a request asks for any"
-    tokens.clear()
-    values.clear()
-
-
-def rewind_stream(req: Req) -> None:
-    """Reset the stream's offset of log-probabilities to that of its tokens, at most.
-
-    Under the overlap schedule a request may be retracted before the token of its prefill is taken.
-    SGLang still streams it, without a token, but counts one log-probability as sent.
-    """
-    if req.return_logprob:
-        sent = req.send_output_token_logprobs_offset
-        req.send_output_token_logprobs_offset = min(sent, req.send_token_offset)
-
-
-# Lists of SGLang's ReqLogprob with one entry per output token, or empty where not requested.
-_LOGPROB_FIELDS = tuple(
-    f"output_{kind}logprobs_{part}"
-    for kind in ("token_", "top_", "token_ids_")
-    for part in ("val", "idx")
-)
-
-
-def _rows(values: torch.Tensor, widths: list[int]) -> list[list[float] | torch.Tensor]:
-    """Split ``[G, C, W]`` into one tensor ``[widths[g]]`` per request and token."""
-    return [
-        row[:width] for of_req, width in zip(values, widths, strict=True) for row in of_req.unbind()
-    ]
-
-
-class OpenToken(msgspec.Struct):
-    """First token of one request, with its transitions."""
-
-    place: int | None = None  # OPEN: in output_ids
-    shared: int | None = None  # CLOSED: the token that particles have come to share
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the newest output token is a placeholder."""
-        return self.place is not None
-
-    def begin(self, place: int | None) -> None:
-        """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
-        self.place = place
-        self.shared = None
-
-    def close(self, req: Req, token: int, logprob: float | None) -> None:
-        """Replace the placeholder by the token that all particles share."""
-        assert self.place is not None
-        req.output_ids[self.place] = token
-        if logprob is not None:
-            set_logprob(req, self.place, token, logprob)
-        self.place = None
-        self.shared = token
-
-    def take(self) -> int:
-        """Return the number of tokens that SGLang has not checked yet: 1 right after `close`."""
-        was_closed = self.shared is not None
-        self.shared = None
-        return int(was_closed)
-
-    def withdraw(self, req: Req) -> int:
-        """Drop the placeholder from SGLang's lists, and return the number of tokens removed."""
-        if self.place is None:
-            return 0
-        num_dropped = len(req.output_ids) - self.place
-        del req.output_ids[self.place :]
-        for name in _LOGPROB_FIELDS if req.return_logprob else ():
-            del getattr(req.logprob, name)[self.place :]
-        self.place = None
-        return num_dropped
-
 
 _WATCHED = {name: Counters._fields.index(name) for name in NAMES}
 
@@ -171,8 +41,8 @@ class RequestState(msgspec.Struct):
     config: RequestConfig  # its options
     counters: list[float]
     # Options of its last round and of the next: smaller N and K where the server adapts.
-    last: RequestConfig
-    now: RequestConfig
+    config_before: RequestConfig
+    config_now: RequestConfig
     budget: Budget | None = None  # that bounds the next round
     needs: frozenset[Need] | None = None  # on it, once a round has found them
     arena: tuple[int, int] = (0, 0)  # after the end of the sequence on the host, when reserved
@@ -185,11 +55,13 @@ class RequestState(msgspec.Struct):
     has_ended: bool = False  # its answer is counted in the server's totals
     potentials: tuple[PotentialSpec, ...] = ()  # that multiply its target, resolved
     runners: tuple[PotentialRunner, ...] = ()  # that call each of these
-    rounds: list[TracedRound] = []  # of its trace, if it sets `trace`
+    rounds: list[TracedRound] = msgspec.field(default_factory=list)  # of its trace
     is_fresh: bool = False  # no round has been launched since its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
-    untraced: list[int] = []  # the last of these, which are in no round of the trace yet
-    kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
+    # The last of these, which are in no round of the trace yet.
+    untraced: list[int] = msgspec.field(default_factory=list)
+    # State of each rule of the request, by the rule's class.
+    kept: dict[type, Any] = msgspec.field(default_factory=dict)
     was_reduced: bool = False  # some round verified, where the budget left one particle
     num_read: int | None = None  # tokens that the draft has read, where it has skipped rounds
 
@@ -200,18 +72,18 @@ class RequestState(msgspec.Struct):
     @property
     def sizes(self) -> Budget:
         """Return N and K of its last round, or of the one that is prepared."""
-        return Budget(self.now.num_particles, self.now.num_steps)
+        return Budget(self.config_now.num_particles, self.config_now.num_steps)
 
     def span(self, budget: Budget | None) -> RequestConfig:
         """Return the sizes for which the next round on ``budget`` needs memory."""
         if budget == self.budget:
-            return self.now
-        return union(self.now, apply_budget(self.config, budget))
+            return self.config_now
+        return union(self.config_now, apply_budget(self.config, budget))
 
     def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
         """Start new particles on ``budget``, after the output that prefill reads."""
         self._set_budget(budget)
-        self.last = self.now
+        self.config_before = self.config_now
         self.is_fresh = True
         self.num_prefilled = len(output_ids)
         self.untraced = self._untraced(output_ids)
@@ -225,15 +97,15 @@ class RequestState(msgspec.Struct):
 
     def step_to(self, budget: Budget | None) -> None:
         """Set the next round's N and K by ``budget``."""
-        self.last = self.now
+        self.config_before = self.config_now
         if budget != self.budget:
             self._set_budget(budget)
 
     def _set_budget(self, budget: Budget | None) -> None:
         self.budget = budget
-        self.now = apply_budget(self.config, budget)
+        self.config_now = apply_budget(self.config, budget)
         self.needs = None
-        self.was_reduced |= self.now.mode != self.config.mode
+        self.was_reduced |= self.config_now.mode != self.config.mode
 
     def take_start(self) -> bool:
         """Return whether the next round is the first after a prefill, and clear the flag."""
@@ -262,13 +134,13 @@ class RequestState(msgspec.Struct):
         """Return the statistics of all its rounds so far, for a report on the running server."""
         counters = Counters._make(self.counters)
         rounds = counters.rounds_ct
-        weighs = self.now.weighs
+        weighs = self.config_now.weighs
         return {
             "rid": rid,
             "output_tokens": num_tokens,
-            "mode": self.now.mode,
-            "num_particles": self.now.num_particles,
-            "num_steps": self.now.num_steps,
+            "mode": self.config_now.mode,
+            "num_particles": self.config_now.num_particles,
+            "num_steps": self.config_now.num_steps,
             "rounds": int(rounds),
             "tokens_per_pass": num_tokens / rounds if rounds else None,
             "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,
@@ -402,73 +274,6 @@ def state_of(req: Req) -> RequestState:
     return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
-def has_open_token(req: Req) -> bool:
-    """Return whether the newest output token is a placeholder for one that particles differ in."""
-    state = find_state(req)
-    return state is not None and state.open_token.is_open
-
-
-def shared_ids(req: Req) -> list[int]:
-    """Return the output tokens that all particles share."""
-    state = find_state(req)
-    return list(req.output_ids[: state.open_token.place if state is not None else None])
-
-
-def skip_draft(req: Req) -> int:
-    """Note that the draft does not read the token of a round; return how many it has skipped.
-
-    A round before may have left the last two tokens unread. Those before them are on the host when
-    drafting resumes, possibly one round late.
-    """
-    state = state_of(req)
-    prompt = len(req.origin_input_ids)
-    place = state.open_token.place
-    num_tokens = prompt + (len(req.output_ids) if place is None else place)
-    if state.num_read is None:
-        state.num_read = max(num_tokens - 2, prompt)
-    return num_tokens - 1 - state.num_read
-
-
-def take_unread(req: Req) -> tuple[int, list[int]]:
-    """Return the position and ids of the tokens, but the last, that the draft has skipped.
-
-    The host may be a round behind; the next round's first pass reads its last two tokens anyway.
-    """
-    state = state_of(req)
-    prompt = len(req.origin_input_ids)
-    start = state.num_read or 0
-    state.num_read = None
-    return start, shared_ids(req)[start - prompt : -1]
-
-
-def tails_of(req: Req, population: Population, group: int) -> list[list[int]]:
-    """Return each particle's tokens after the output that all particles share."""
-    is_open = has_open_token(req)
-    columns = population.last_emitted, population.tokens, population.lengths
-    each = zip(*(column[group].tolist() for column in columns), strict=True)
-    return [[*([first] if is_open else []), *tail[:length]] for first, tail, length in each]
-
-
-def particles_of(req: Req, population: Population, group: int) -> list[dict[str, Any]] | None:
-    """Return one request's particles for `meta_info`; None while some have not ended."""
-    if not population.ended[group].all():
-        return None
-    log_weights = population.log_weights[group]
-    rows = zip(
-        tails_of(req, population, group),
-        normalized(log_weights).tolist(),
-        log_weights.tolist(),
-        population.present[group].tolist(),
-        strict=True,
-    )
-    shared = shared_ids(req)
-    return [
-        as_particle([*shared, *tail], weight, finite(log_weight))
-        for tail, weight, log_weight, present in rows
-        if present
-    ]
-
-
 def arena_end(config: SMCConfig, req: Req) -> int:
     """Return where the arena of a running request with these options ends in its row, at least."""
     end = kv_of(req).kv_committed_len + arena(config, remaining(req))
@@ -479,27 +284,6 @@ def num_new(config: SMCConfig, req: Req) -> int:
     """Return the slots that a running request with these options takes for its next round."""
     owned = -(-allocated(req) // config.page_size) * config.page_size
     return max(0, arena_end(config, req) - owned)
-
-
-def publish(req: Req) -> None:
-    """Pass a finished request's totals to SGLang's streamer, which adds them to `meta_info`."""
-    state = find_state(req)
-    if state is not None and req.finished():
-        fields = state.meta_info(list(req.output_ids))
-        if state.config.trace:
-            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), shared_ids(req))
-        req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
-
-
-class _Whole(list):
-    """List of one element that every slice returns whole.
-
-    The streamer slices such lists by output token, one element each, but a total belongs
-    to the whole output.
-    """
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
 def _start(req: Req, seed: int, state: RequestState) -> Start:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.settings import DTYPES, Settings
+from sglang_smc.smc.settings import DTYPES, BatchSettings
 from sglang_smc.smc.weighing import SCHEMES
 
 
@@ -52,11 +52,10 @@ def _draft_temperature(of: Start) -> float:
 
 
 _OF_PARAMS = "temperature", "top_k", "top_p", "min_p", "min_new_tokens"
-_OF_CONFIG = "num_particles", "num_steps", "weighs", "extends", "ess_threshold", "lag", "power"
-# The value of each setting for a request that starts.
+# The value of each setting for a request that starts: that of its options, unless listed here.
 _VALUES: dict[str, Callable[[Start], Any]] = {
+    **{name: attrgetter(f"config.{name}") for name in DTYPES},
     **{name: attrgetter(f"params.{name}") for name in _OF_PARAMS},
-    **{name: attrgetter(f"config.{name}") for name in _OF_CONFIG},
     "seeds": lambda of: of.seed,
     "last_position": _last_position,
     "greedy": lambda of: of.params.top_k == 1,
@@ -88,7 +87,7 @@ class RequestTable:
         }
         self._stop_mask = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
 
-    def gather(self, rows: Tensor) -> Settings:
+    def gather(self, rows: Tensor) -> BatchSettings:
         """Return the settings of the requests in ``rows`` ``[G]``."""
         found: dict[str, Tensor] = {}
         size = len(rows)
@@ -98,7 +97,7 @@ class RequestTable:
             values = room[:, :size]  # [len(names), G]
             torch.index_select(self._tables[dtype], 1, rows, out=values)
             found |= zip(names, values.unbind(), strict=True)
-        return Settings(**found, rows=rows, stop_table=self._stop_mask)
+        return BatchSettings(**found, rows=rows, stop_table=self._stop_mask)
 
     def write(self, starts: list[Start]) -> None:
         rows = on_device(self._device, [start.row for start in starts])

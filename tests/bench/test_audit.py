@@ -12,7 +12,7 @@ import torch
 from audit import run
 from audit.faults import audit_faults, kv_faults
 from audit.faults.audit_faults import KV, OWN, STOCK, accept
-from audit.run import SERVERS, Server, copied, main, row_of
+from audit.run import SERVERS, AuditedServer, copied, main, row_of
 from baselines.cpu_speculation import attention
 from baselines.cpu_speculation import hooks as speculation
 from laws import sampling
@@ -24,7 +24,7 @@ from sglang.srt.models import llama
 from sglang_smc.smc import deciding
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.verification import Verified
-from sglang_smc_tools.demo.serving import Launch, ServerError
+from sglang_smc_tools.demo.serving import Launch, ServerError, reason_in
 from sglang_smc_tools.testing.client import Client
 from sglang_smc_tools.testing.endpoint import Endpoint, Sample
 from sglang_smc_tools.testing.model import Position
@@ -210,14 +210,14 @@ def test_a_server_that_does_not_start_says_why_in_the_table(
         yield
 
     monkeypatch.setattr(run, "running", running)
-    monkeypatch.setattr(run, "SERVERS", [Server("one")])
+    monkeypatch.setattr(run, "SERVERS", [AuditedServer("one")])
     monkeypatch.setattr(run.study, "PUBLISHED", tmp_path)
     monkeypatch.setattr("sglang_smc.upstream.release", lambda: "0.5.22")
     assert main(["--output-dir", str(tmp_path), "--publish"]) == 0
     cells = "one | yes |  | none | does not start: no pages / here |"
     for folder in (tmp_path, tmp_path / "audit" / "0.5.22"):
         assert cells in (folder / "audit.md").read_text()
-    assert run.reason_in("Warning: slow", "not up\nin time") == "not up"
+    assert reason_in("Warning: slow", "not up\nin time") == "not up"
     monkeypatch.delattr(run, "measure")  # it is not started again
     assert main(["--output-dir", str(tmp_path)]) == 0
 

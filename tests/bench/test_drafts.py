@@ -8,7 +8,7 @@ import pytest
 from drafts.run import (
     PROPOSALS,
     DraftRow,
-    Drafts,
+    DraftStudy,
     cells,
     fastest,
     markdown,
@@ -52,13 +52,13 @@ def reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(scoring, "score", canned_scores)
-    return Runner(Drafts, tmp_path, monkeypatch, reply, ONE)
+    return Runner(DraftStudy, tmp_path, monkeypatch, reply, ONE)
 
 
 def test_a_whole_run_is_published(bench: Runner) -> None:
     assert bench("--publish") == 0
     assert len(bench.started) == len({cell.engine for cell in cells((0.7,))})
-    assert bench.published() == set(Drafts.report.files)
+    assert bench.published() == set(DraftStudy.report.files)
     rows = bench.rows()
     model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
     # Every other answer of 36 tokens behind the first took a pass more than 36 / 9.
@@ -74,7 +74,7 @@ def test_a_whole_run_is_published(bench: Runner) -> None:
 def test_answers_of_old_code_are_only_shown(bench: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row names its code."""
     code = {"format": 1, "plugin": "older", "pair": "a pair"}
-    monkeypatch.setattr(Drafts, "fingerprint", lambda _: dict(code))
+    monkeypatch.setattr(DraftStudy, "fingerprint", lambda _: dict(code))
     assert bench("--only", "draft-model-exact*") == 0
     code["plugin"] = "newer"
     assert bench("--only", "eagle-3-exact*") == 0
@@ -116,8 +116,8 @@ def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
     given = (EXACT, 8, 800.0), (AUTO, 4, 900.0), ("STANDALONE", 1, 950.0)
     rows = [a_row("draft model", EXACT, 1, 400.0), a_row("draft model", EXACT, 8, 500.0)]
     rows += [a_row("EAGLE-3", *one) for one in given]
-    Drafts.report.write(tmp_path, rows, {"problems": 9}, note)
-    assert Drafts.report.read(tmp_path) == rows
+    DraftStudy.report.write(tmp_path, rows, {"problems": 9}, note)
+    assert DraftStudy.report.read(tmp_path) == rows
     best = fastest(rows, "EAGLE-3", (EXACT,))
     assert best is not None and best.tokens_per_second == 800
     assert fastest(rows, "tuned draft", (EXACT,)) is None
@@ -129,7 +129,7 @@ def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
 
 def test_published_milliseconds_are_the_planners_of_today() -> None:
     planned = {one.name: one.planned for one in PROPOSALS}
-    for row in Drafts.report.read(PUBLISHED / "drafts"):
+    for row in DraftStudy.report.read(PUBLISHED / "drafts"):
         name = planned.get(row.proposal)
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from answers import MAX_PROBLEMS, Reply, grade, prompt_ids, tokenizer
-from fidelity.run import Cell, CellRow, Fidelity, cells, make_rows, markdown, note
-from fidelity.scoring import Scored, load, score
+from fidelity.run import Fidelity, FidelityCell, FidelityRow, cells, make_rows, markdown, note
+from fidelity.scoring import ScoredAnswer, load, score
 from intervals import Z95, paired_difference
 from pair.task import held_out
 from speed_stand_ins import graded_reply
@@ -74,7 +74,7 @@ def test_paired_interval_by_hand() -> None:
     assert paired_difference({1: True}, {2: True}) is None
 
 
-def canned(cell: Cell, lost: int, tilt: float) -> list[Scored]:
+def canned(cell: FidelityCell, lost: int, tilt: float) -> list[ScoredAnswer]:
     """Answers of which 90 less ``lost`` are right, in as many fewer passes.
 
     All have this tilt, give or take, and log p of -40 less ten times that.
@@ -95,7 +95,7 @@ def canned(cell: Cell, lost: int, tilt: float) -> list[Scored]:
     if mode == "exact":
         info |= {"spec_smc_tilt": 0.1, "spec_smc_tilt_information": 4.0}
     return [
-        Scored(
+        ScoredAnswer(
             index=i,
             right=i < 90 - lost,
             output_ids=[1] * 41,
@@ -111,7 +111,7 @@ def canned(cell: Cell, lost: int, tilt: float) -> list[Scored]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, CellRow]:
+def rows() -> dict[str, FidelityRow]:
     """All cells by slug: one of SMC solves the less the more tokens a pass it has."""
     answers = {}
     for place, cell in enumerate(cells((0.7, 1.0))):
@@ -120,7 +120,7 @@ def rows() -> dict[str, CellRow]:
     return {row.slug: row for row in make_rows(answers)}
 
 
-def test_rows(rows: dict[str, CellRow]) -> None:
+def test_rows(rows: dict[str, FidelityRow]) -> None:
     target, exact, auto = (rows[slug] for slug in ("ar-target-t0.7", "exact-t0.7", "auto-c4-t1"))
     assert (target.accuracy.mean, target.difference, target.tokens_per_pass) == (0.9, None, 1.0)
     assert (target.log_p_difference, target.kl_at_least.mean) == (None, 0)
@@ -141,14 +141,14 @@ def test_rows(rows: dict[str, CellRow]) -> None:
     assert auto.log_p_difference.mean == pytest.approx(-1 / 41)
 
 
-def test_the_evidence_bounds_pure_smc_only(rows: dict[str, CellRow]) -> None:
+def test_the_evidence_bounds_pure_smc_only(rows: dict[str, FidelityRow]) -> None:
     found = rows["smc-c0-t0.7"].kl_at_most
     assert found is not None and (found.mean, found.n) == (1.5, N)
     assert {row.label for row in rows.values() if row.kl_at_most} == {"smc c=0"}
     assert markdown(list(rows.values()), "").count("KL to the target at most 1.50") == 2
 
 
-def test_a_part_ends_with_all_its_files(rows: dict[str, CellRow], tmp_path: Path) -> None:
+def test_a_part_ends_with_all_its_files(rows: dict[str, FidelityRow], tmp_path: Path) -> None:
     """Hours of answers must not end in a picture that cannot be drawn."""
     some = [rows["ar-draft-t1"], rows["smc-c0-t1"]]
     text = Fidelity.report.write(tmp_path, some, {"problems": N}, note)

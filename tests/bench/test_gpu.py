@@ -22,7 +22,7 @@ from gpu import engines, expected, layers, report, run, smoke, travel
 from gpu.engines import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from programs import printed
 from speed import measure
-from speed.conditions import Start, compiled_since, conditions
+from speed.conditions import EngineStart, compiled_since, conditions
 from speed.grid import (
     AR,
     BLOCK,
@@ -32,13 +32,13 @@ from speed.grid import (
     FUSED,
     HEAD,
     HOT_TOKENS,
-    Cell,
+    SpeedCell,
     System,
     launch_of,
     write_models,
 )
 from speed.measure import preset_of, sampled
-from speed.remote import RefusedError
+from speed.remote import InvalidRequestError
 from speed.runner import (
     RESULTS,
     Attempt,
@@ -239,7 +239,7 @@ def test_log_probabilities_are_compared_while_texts_agree() -> None:
 
 def test_a_refused_request_is_a_fault_of_its_kind() -> None:
     def refuse(**_: Any) -> None:
-        raise RefusedError("refused: no")
+        raise InvalidRequestError("refused: no")
 
     engine: Any = SimpleNamespace(generate=refuse)
     found = smoke.run_part(engine, "ar", "kinds", [[1]])
@@ -328,7 +328,7 @@ def test_a_drafts_layers_on_a_gpu_are_those_that_servers_launch(
 
 
 def test_cells_are_sampled_and_summed_up() -> None:
-    cell = Cell(System(AR), 2, 256)
+    cell = SpeedCell(System(AR), 2, 256)
     engine: Any = FakeEngine(cell.system, [], [-1])
     found = sampled(engine, cell, SPEED_8B)
     assert found["round_ms"] == pytest.approx(1000 * 0.1 * 1.3)
@@ -373,11 +373,11 @@ def test_what_a_start_compiled_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
         "smc": {"settings": {"draft_layers": "fused"}},
     }
     engine: Any = SimpleNamespace(internal_state=lambda: state)
-    found = conditions(engine, Start(9.0, 60.0))
+    found = conditions(engine, EngineStart(9.0, 60.0))
     told = {"draft_layers": "fused", "start_seconds": 60.0, "capture_seconds": 8.0}
     assert found.items() >= {**told, "compiled_kernels": 2, "compile_seconds": 4.5}.items()
     engine = SimpleNamespace(internal_state=dict)
-    assert conditions(engine, Start(99.0, 1.0))["capture_seconds"] is None
+    assert conditions(engine, EngineStart(99.0, 1.0))["capture_seconds"] is None
 
 
 @pytest.mark.parametrize(("kernel", "is_wrong"), [("_skinny", False), ("nvjet", True)])
@@ -385,7 +385,7 @@ def test_a_profile_of_fused_layers_has_their_kernel(
     monkeypatch: pytest.MonkeyPatch, kernel: str, is_wrong: bool
 ) -> None:
     """Red where a server that fell back to SGLang's layers passes for one that runs them fused."""
-    cell = Cell(System(FUSED, 8, 8), 1, 256)
+    cell = SpeedCell(System(FUSED, 8, 8), 1, 256)
     engine: Any = SimpleNamespace(post=lambda *_, **__: None, ask=lambda _: None)
     event = {"name": kernel, "ts": 0.0, "dur": 1.0}
     monkeypatch.setattr(engines, "events_in", lambda _: [event])
@@ -495,7 +495,7 @@ def test_the_report_of_canned_lines(tmp_path: Path) -> None:
     records = records_in(tmp_path / "lines")
     block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
     for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
-        part = Cell(system, 1, 256).slug
+        part = SpeedCell(system, 1, 256).slug
         records.add("speed", part, CODE, a_speed(tokens))
         records.add("70b", part, CODE, a_speed(tokens))
     records.add("more", "standalone-chain-b1-p256", CODE, {"failed": "it said\nno"})
@@ -550,7 +550,7 @@ def test_the_page_has_what_the_command_expects_of_an_h200() -> None:
     like = expected.ours(EXACT_HEAD, 8, 8)
     known, _ = expected.milliseconds(results, like, 1)
     assert not is_measured and ms / shape.bound(1) == pytest.approx(known / like.bound(1))
-    cell = Cell(System(EXACT_HEAD, 4, 17), 1, 256)
+    cell = SpeedCell(System(EXACT_HEAD, 4, 17), 1, 256)
     found = {**results, cell.slug: {"round_ms": 10.0}}
     assert expected.milliseconds(found, shape, 1) == (10.0, True)
 

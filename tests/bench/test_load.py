@@ -15,10 +15,10 @@ from load.run import (
     Adaptive,
     ByRequest,
     Fixed,
+    LoadRequest,
     Measured,
-    Prefill,
-    Request,
-    Shape,
+    PrefillTimes,
+    RoundKind,
     main,
     numbers_of,
     play,
@@ -29,7 +29,7 @@ from load.run import (
 from sglang_smc.options.policy import Curve
 from sglang_smc.options.request import OFF, Budget
 
-PREFILL = Prefill(Curve(((1, 0.5), (2, 1.0))), latency=0.25)
+PREFILL = PrefillTimes(Curve(((1, 0.5), (2, 1.0))), latency=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,22 @@ def by_size(*seconds: float) -> Curve:
 
 @pytest.mark.parametrize(("chance", "rounds"), [(0.0, 100), (1.0, 25)])
 def test_one_request_takes_its_prefill_and_its_rounds(chance: float, rounds: int) -> None:
-    one = Request(arrives=2.0, length=101, chance=chance)
-    play(Fixed(Shape(by_size(0.01), num_steps=3)), PREFILL, [one], most=1)
+    one = LoadRequest(arrives=2.0, length=101, chance=chance)
+    play(Fixed(RoundKind(by_size(0.01), num_steps=3)), PREFILL, [one], most=1)
     seconds = 0.5 + 0.01 * rounds
     assert list(numbers_of([one]).values()) == pytest.approx([101 / seconds, 750, seconds])
 
 
 def test_who_waits_joins_when_another_ends_and_holds_up_the_rest() -> None:
     """Two prefills and 9 rounds of two; a prefill and 10 rounds of two; 9 rounds of one."""
-    requests = [Request(0.0, length, chance=0.0) for length in (10, 20, 20)]
-    play(Fixed(Shape(by_size(0.1, 0.2))), PREFILL, requests, most=2)
+    requests = [LoadRequest(0.0, length, chance=0.0) for length in (10, 20, 20)]
+    play(Fixed(RoundKind(by_size(0.1, 0.2))), PREFILL, requests, most=2)
     assert [one.ends for one in requests] == pytest.approx([2.8, 5.3, 6.2])
 
 
 def test_a_round_keeps_what_its_chances_say() -> None:
     draw, chances = np.random.default_rng(0), np.array([0.0, 0.5, 0.9, 1.0])
-    kept = np.stack([Shape(by_size(1), 4, loss=0.5).keep(chances, draw) for _ in range(4000)])
+    kept = np.stack([RoundKind(by_size(1), 4, loss=0.5).keep(chances, draw) for _ in range(4000)])
     each = 1 - (1 - chances) / 2
     expected = [sum(chance**i for i in range(1, 5)) for chance in each]
     assert kept.mean(0) == pytest.approx(expected, abs=4 * 2 / 4000**0.5)
@@ -85,7 +85,7 @@ def test_the_policy_loses_a_hundredth_on_useless_drafts(users: int, measured: Me
     assert 1.0 < more < 1.1
 
     def speed(decoder: Fixed | Adaptive) -> float:
-        requests = [Request(0.0, 2000, chance=0.0) for _ in range(users)]
+        requests = [LoadRequest(0.0, 2000, chance=0.0) for _ in range(users)]
         play(decoder, PREFILL, requests, most=users)
         return numbers_of(requests)["simulated_tokens_per_second"]
 

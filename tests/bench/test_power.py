@@ -173,7 +173,7 @@ class Bench:
         self.started.append("SMC" if is_smc else "plain")
         yield Engine(self.asked, self.flushed)
 
-    def __call__(self, *words: str) -> dict[str, rows.Row]:
+    def __call__(self, *words: str) -> dict[str, rows.PowerRow]:
         self.asked.clear()
         self.started.clear()
         out = self.folder / "out"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafts.run import Drafts
+from drafts.run import DraftStudy
 from fidelity.run import Fidelity
 from figures import figures_of
 from intervals import wilson
@@ -43,7 +43,9 @@ def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass(
     assert tokens_a_pass([{"completion_tokens": 7}, {"completion_tokens": 31}]).mean == 1.0
 
 
-@pytest.mark.parametrize("study", [Drafts, Fidelity, Real, Steering], ids=lambda study: study.name)
+@pytest.mark.parametrize(
+    "study", [DraftStudy, Fidelity, Real, Steering], ids=lambda study: study.name
+)
 def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
     """Behind a note, which says how they were measured then."""
     report, folder = study.report, PUBLISHED / study.name

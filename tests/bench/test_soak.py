@@ -13,7 +13,7 @@ import pytest
 from soak import clients, traffic
 from soak import run as soak
 from soak.clients import Ending, ending, failed
-from soak.verdict import GROWTH_BYTES, GROWTH_FDS, GROWTH_THREADS, Held, Verdict, judge
+from soak.verdict import GROWTH_BYTES, GROWTH_FDS, GROWTH_THREADS, Held, SoakVerdict, judge
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -26,8 +26,8 @@ PARAMS = {"max_new_tokens": 3, "min_new_tokens": 2, "sampling_seed": 70}
 TOLD = {"return_logprob": True, "top_logprobs_num": 2}
 
 
-def request(**fields: Any) -> traffic.Request:
-    return replace(traffic.Request("soak-000007", [4, 5], PARAMS), **fields)
+def request(**fields: Any) -> traffic.SoakRequest:
+    return replace(traffic.SoakRequest("soak-000007", [4, 5], PARAMS), **fields)
 
 
 def answer(ids: list[int], reason: str | None = "stop", **info: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_retracted_text_is_drawn_anew() -> None:
 Reply = Callable[[httpx.Request], httpx.Response]
 
 
-def asked(one: traffic.Request, reply: Reply) -> tuple[list[Ending], list[str]]:
+def asked(one: traffic.SoakRequest, reply: Reply) -> tuple[list[Ending], list[str]]:
     """What a client makes of a server's replies, and the routes that it used."""
     routes: list[str] = []
 
@@ -165,7 +165,7 @@ def stream_of(*chunks: dict[str, Any]) -> Reply:
         ),
     ],
 )
-def test_a_lost_answer(one: traffic.Request, reply: Reply, says: str) -> None:
+def test_a_lost_answer(one: traffic.SoakRequest, reply: Reply, says: str) -> None:
     found, _ = asked(one, reply)
     assert any(says in e.problem for e in found), found
 
@@ -226,8 +226,8 @@ def test_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 MIB = 1 << 20
 
 
-def numbered(number: int) -> traffic.Request:
-    return traffic.Request(f"soak-{number:06}", [4, 5], {"sampling_seed": 10 * number})
+def numbered(number: int) -> traffic.SoakRequest:
+    return traffic.SoakRequest(f"soak-{number:06}", [4, 5], {"sampling_seed": 10 * number})
 
 
 def ended(number: int, ids: list[int], reason: str = "stop", **fields: Any) -> Ending:
@@ -250,7 +250,7 @@ FULL = [0.5, 0.95, 0.97, 0.93]
 WARM = Held(900 * MIB, 40, 12)
 
 
-def verdict(**changes: Any) -> Verdict:
+def verdict(**changes: Any) -> SoakVerdict:
     rests = [{"scheduler 7": WARM}, {"scheduler 7": WARM}]
     given = {"endings": ENDINGS, "alone": ALONE, "usage": FULL, "rests": rests, "lost": []}
     return judge(**{**given, **changes})

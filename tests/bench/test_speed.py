@@ -25,7 +25,7 @@ from speed.grid import (
     PRESETS,
     SIMULATED_ACCEPTANCE,
     TREE,
-    Cell,
+    SpeedCell,
     System,
     cells,
     environment,
@@ -146,10 +146,10 @@ B8 = System(BLOCK, 8, 8)
 
 
 def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
-    ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
+    ours, plain = (work(SpeedCell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
     assert ours == plain and ours.prompts[0] != ours.prompts[1]
     assert [len(prompt) for prompt in ours.prompts] == [256, 256]
-    assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
+    assert work(SpeedCell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
     tokens = {token for prompt in ours.prompts for token in prompt}
     assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
     assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
@@ -196,7 +196,7 @@ def test_a_ratio_of_independent_measurements_is_welchs() -> None:
     assert found == pytest.approx((math.exp(-1), math.exp(told.low), math.exp(told.high), 2))
 
 
-def result_of(cell: Cell) -> dict[str, Any]:
+def result_of(cell: SpeedCell) -> dict[str, Any]:
     """Repeats of which noise hits plain decoding and the others alike."""
     if cell.system.family == NGRAM:
         return {"failed": "ImportError: no kernels"}

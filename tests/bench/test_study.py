@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import study
-from drafts.run import Drafts
+from drafts.run import DraftStudy
 from fidelity import scoring
 from fidelity.run import Fidelity, cells
 from speed_stand_ins import Runner, canned_scores, graded_reply
@@ -112,10 +112,10 @@ def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
     [
         (Fidelity, "draft", ["draft"]),
         (Fidelity, "smc", ["target", "draft"]),
-        (Drafts, "target", ["target"]),
-        (Drafts, "EAGLE-3", ["target", "eagle3"]),
-        (Drafts, "n-gram", ["target"]),
-        (Drafts, "STANDALONE tuned draft", ["target", "tuned"]),
+        (DraftStudy, "target", ["target"]),
+        (DraftStudy, "EAGLE-3", ["target", "eagle3"]),
+        (DraftStudy, "n-gram", ["target"]),
+        (DraftStudy, "STANDALONE tuned draft", ["target", "tuned"]),
         (Steering, "plain target itself", ["target"]),
         (Steering, "smc draft", ["draft", "draft"]),
         (Steering, "smc target", ["target", "draft"]),

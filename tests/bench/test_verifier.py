@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from verifier import run, trees
-from verifier.run import Cell
+from verifier.run import VerifierCell
 
 
 @pytest.fixture
@@ -29,7 +29,9 @@ def test_it_writes_a_line_for_each_cell(
 
 
 def test_a_target_that_drafts_for_itself_keeps_all(short: None) -> None:
-    cell = Cell("same", num_particles=1, num_steps=3, temperature=0.7, draft_temperature=0.7)
+    cell = VerifierCell(
+        "same", num_particles=1, num_steps=3, temperature=0.7, draft_temperature=0.7
+    )
     (context,) = trees.contexts_of("same", 1, 0.7)
     found = trees.expected_of(cell, context, seed=0)
     for name in ("one chain", "shares by bins", "bound", "nodes"):

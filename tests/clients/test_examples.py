@@ -30,6 +30,29 @@ def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> 
     assert len(lines) > last + 1
 
 
+def test_a_power_is_drawn_and_voted_on(server: Server) -> None:
+    """The vote sums the weights of particles with one number, and its text is one of these."""
+    asked = ["--url", f"{server.url}/v1", "--power", "2", "--resampling-method", "chopthin"]
+    lines = run("power.py", *asked, "--vote", SOLVED.question).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("vote: "))
+    listed = [line.split() for line in lines[:at]]
+    winner, share = re.fullmatch(r"vote: (\S+) \((\d+)% of the weight\)", lines[at]).groups()
+    by_hand = sum(float(weight) for weight, number in listed if number == winner)
+    assert len(listed) > 1 and sum(float(weight) for weight, _ in listed) == pytest.approx(
+        1, abs=0.01
+    )
+    assert by_hand == pytest.approx(int(share) / 100, abs=0.01)
+    assert lines[-1] == f"#### {winner}" == f"#### {SOLVED.number}"
+
+
+def test_its_hub_asks_once_for_all_particles(server: Server) -> None:
+    pytest.importorskip("its_hub")
+    asked = ["--url", f"{server.url}/v1", "--budget", "4", SOLVED.question]
+    *listed, text = run("its_hub_power.py", *asked).split("\n", 4)
+    assert [float(line.split()[0]) >= 0 for line in listed] == [True] * 4
+    assert check(text, SOLVED)
+
+
 def test_the_library_answers_by_two_models_in_transformers() -> None:
     text = run("library.py")
     assert "####" in text and text.rstrip().endswith("tokens a pass of the target")

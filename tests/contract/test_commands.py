@@ -144,7 +144,7 @@ def test_every_command_of_ours_starts() -> None:
     assert [one for one in results if one[1] != 0] == []
 
 
-#: A target with an MTP layer, as far as its configuration goes.
+#: A target with an MTP layer, as far as its configuration goes; it stands in for others, too.
 MIMO = {
     "architectures": ["MiMoForCausalLM"],
     "model_type": "qwen2",
@@ -160,7 +160,11 @@ def with_models_here(words: list[str], folder: Path) -> list[str]:
         if flag in found:
             place = found.index(flag) + 1
             head = "eagle3" if "eagle3" in found[place].lower() else kind
-            path = folder if "MiMo" in found[place] else ROOT / "bench" / "pair" / head
+            path = (
+                folder
+                if re.search("MiMo|Qwen3.5", found[place])
+                else ROOT / "bench" / "pair" / head
+            )
             found[place] = str(path)
     return found
 

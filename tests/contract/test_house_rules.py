@@ -14,12 +14,14 @@ from house_measures import (
     own_imports,
     packed_assignments,
     sources,
+    tree_of,
 )
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    "dtype printable upstream, potentials, smc, library options, drafts, guard models, kv, ops, "
-    "state, process, rules, proposers, round, worker, server, cpu, patches, plugin, command"
+    "dtype operator_code printable upstream, potentials, smc, library options, drafts, "
+    "guard models, kv, ops, state, process, rules, proposers, round, worker, server, cpu, patches, "
+    "plugin, command"
 )
 # Rooms of the other package, which the plugin never imports: of the plugin they import settings,
 # arithmetic, records and what commands share.
@@ -45,8 +47,6 @@ MOST_MODULES = 16
 MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 100
 MOST_LOCAL_NAMES = 25
-#: How many functions have more. It may only fall, to 0.
-MANY_NAMED = 3
 #: Assignments `a, b = x, y` of unrelated values in 1,000 lines.
 MOST_PACKED = 3.0
 
@@ -86,8 +86,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_a_function_has_few_local_names() -> None:
-    found = functions_of_many_names(MOST_LOCAL_NAMES)
-    assert len(found) <= MANY_NAMED, "\n".join(found)
+    assert functions_of_many_names(MOST_LOCAL_NAMES) == []
 
 
 def test_one_statement_assigns_one_value() -> None:
@@ -95,6 +94,16 @@ def test_one_statement_assigns_one_value() -> None:
     found = packed_assignments()
     lines = sum(len(path.read_text().splitlines()) for path in SOURCES)
     assert 1000 * len(found) / lines <= MOST_PACKED, "\n".join(found)
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    """Searched for, it is found once; benchmarks count, private classes do not."""
+    found: dict[str, list[Path]] = {}
+    for path in [*SOURCES, *(ROOT / "bench").rglob("*.py")]:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.relative_to(ROOT))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_no_sglang_below_the_worker() -> None:
@@ -154,7 +163,7 @@ MOST = {
     "wide_functions": 21,
     "worker_imports": 13,
     "grammar_files": 10,
-    "page_words": 27_000,
+    "page_words": 28_500,
     "table_words": 6_000,  # a third would be 9,000
     "glossary": 30,
 }

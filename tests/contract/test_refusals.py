@@ -504,6 +504,36 @@ def test_a_target_with_states_runs_without_the_radix_cache(
         algorithm.validate_server_args(with_other(args, enable_streaming_session=True))
 
 
+HEAD_CLASS = "sglang_smc.proposers.eagle3:EagleHead"
+NO_MODEL = "sglang_smc.proposers.ngram:UniformDraft"
+ALONE = {"speculative_draft_model_path": None}
+#: A drafter of the operator's own beside what does not go with it, and what is said of it.
+DRAFTERS: list[tuple[str, dict[str, Any], str]] = [
+    (NO_MODEL, {}, "runs_model is False, and --speculative-draft-model-path is"),
+    (HEAD_CLASS, ALONE, "runs_model is True, without --speculative-draft-model-path"),
+    (
+        NO_MODEL,
+        ALONE | {"speculative_smc_mode": "exact", "speculative_smc_ngram_matches": True},
+        "UniformDraft' and --speculative-smc-ngram-matches is True; allowed: one of both",
+    ),
+    (HEAD_CLASS, {"disaggregation_mode": "decode"}, "wants_states is True, and --disaggregation"),
+    ("json:loads", ALONE, "a subclass of sglang_smc.proposers.base.DraftProposer. Name the class"),
+]
+
+
+@pytest.mark.parametrize(("path", "given", "said"), DRAFTERS)
+def test_a_drafter_is_refused_beside_what_it_does_not_use(
+    smc: dict, path: str, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        resolve(**smc | {"speculative_smc_draft_class": path} | given)
+
+
+def test_a_drafter_of_ones_own_needs_no_draft_model(smc: dict) -> None:
+    args = resolve(**smc | ALONE | {"speculative_smc_draft_class": NO_MODEL})
+    assert SMCConfig.from_server_args(upstream.resolved(args)).draft_class == NO_MODEL
+
+
 HEAD = {"arch": "LlamaForCausalLMEagle3", "model_type": "llama"}
 WINDOWS = {"arch": "MellumForCausalLM", "model_type": "gpt_oss"}
 #: What goes with no decode server, and what is said of it.

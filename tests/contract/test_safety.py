@@ -112,8 +112,8 @@ LISTED: Listed = {
     "rules/processors.py": {"from_str"},
     # The names of our own patch files, as they stand in this module.
     "server/hooks.py": {"importlib"},
-    # Potentials: code that the server's owner names in a flag; requests choose among their names.
-    "potentials/spec.py": {"importlib"},
+    # Potentials and drafters: code that the server's owner names in a flag; no request imports any.
+    "operator_code.py": {"importlib"},
     # The name of an error: torch reads the file of --speculative-token-map as weights alone.
     "proposers/hot_tokens.py": {"pickle"},
     # A method of theirs, not a file.

@@ -37,7 +37,7 @@ def another(allowed: Range) -> Any:
 GIVEN = {
     FIELDS[name]: another(setting.allowed)
     for name, setting in SETTINGS.items()
-    if name not in ("num_steps", "tilt", "ngram_matches", "potential", "presets")
+    if name not in ("num_steps", "tilt", "ngram_matches", "draft_class", "potential", "presets")
 } | {
     "speculative_smc_mode": "smc",
     "speculative_smc_proposal": "draft",
@@ -50,7 +50,8 @@ GIVEN = {
 TILT = {"speculative_smc_tilt": 0.1}
 #: Which go with no draft model.
 MATCHES = {"speculative_smc_ngram_matches": True}
-OURS = GIVEN | dict.fromkeys(TILT) | dict.fromkeys(MATCHES, False)
+DRAFTER = {"speculative_smc_draft_class": "sglang_smc.proposers.ngram:UniformDraft"}
+OURS = GIVEN | dict.fromkeys(TILT | DRAFTER) | dict.fromkeys(MATCHES, False)
 DEFAULTS = {field: getattr(server.DEFAULTS, name) for name, field in FIELDS.items()}
 
 
@@ -147,7 +148,7 @@ def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
 
 
 def test_flag_without_smc_is_refused(model_path: str) -> None:
-    for name, value in (GIVEN | TILT | MATCHES).items():
+    for name, value in (GIVEN | TILT | MATCHES | DRAFTER).items():
         flag = re.escape(f"--{name.replace('_', '-')} {value}")
         with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
             ServerArgs(model_path=model_path, **{name: value})

@@ -36,7 +36,7 @@ from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import New, particle_attention
 from sglang_smc.kernels.skinny import skinny
-from sglang_smc.models.gated_delta import Columns
+from sglang_smc.models.gated_delta import RecurrenceInputs
 from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import shape_of_any, shape_of_server
@@ -176,7 +176,7 @@ def _linear_attention(sizes: Sizes) -> None:
     gates = torch.zeros(size, sizes.steps + 1, v_heads)
     wide = torch.zeros(*gates.shape[:2], (2 * k_heads + v_heads) * dim, dtype=sizes.dtype)
     states, rows = torch.zeros(1, v_heads, dim, dim), gates[:, 0, 0].long()
-    columns = Columns(wide, gates, gates)
+    columns = RecurrenceInputs(wide, gates, gates)
     for dtype in (torch.float32, torch.bfloat16):
         gated_delta(states.to(dtype), rows, columns, rows, columns)
 

@@ -8,7 +8,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from sglang_smc.kernels.attention import gated_delta as kernel
-from sglang_smc.models.gated_delta import Columns, columns_of, gated_delta, scan
+from sglang_smc.models.gated_delta import RecurrenceInputs, columns_of, gated_delta, scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, DIM, LENGTH = (2, 4), 8, 11
@@ -16,9 +16,9 @@ HEADS, DIM, LENGTH = (2, 4), 8, 11
 
 def columns(
     shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
-) -> Columns:
+) -> RecurrenceInputs:
     (k_heads, v_heads), (key_dim, value_dim) = heads, dims
-    return Columns(
+    return RecurrenceInputs(
         torch.randn(*shape, 2 * k_heads * key_dim + v_heads * value_dim).to(DEVICE, dtype),
         -torch.rand(*shape, v_heads, device=DEVICE),
         torch.rand(*shape, v_heads, device=DEVICE),
@@ -57,8 +57,8 @@ def test_rolling_and_reading_is_reading_in_one_go() -> None:
     output, rolled = gated_delta(states, source, past, num_past, new)
     for row, kept in enumerate(num_past.tolist()):
         own = [part[row : row + 1, :kept] for part in past], [part[row : row + 1] for part in new]
-        whole = Columns(*(torch.cat(parts, dim=1) for parts in zip(*own, strict=True)))
-        behind, _ = scan(states[source[row : row + 1]], Columns(*own[0]))
+        whole = RecurrenceInputs(*(torch.cat(parts, dim=1) for parts in zip(*own, strict=True)))
+        behind, _ = scan(states[source[row : row + 1]], RecurrenceInputs(*own[0]))
         _, read = scan(states[source[row : row + 1]], whole)
         torch.testing.assert_close(rolled[row : row + 1], behind)
         torch.testing.assert_close(output[row : row + 1], read[:, kept:])

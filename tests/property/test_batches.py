@@ -13,7 +13,7 @@ from toy_laws import LENGTH, SCRIPTS, VOCAB, run, toy
 from toy_worker import Outcome
 
 from sglang_smc.options.request import Budget
-from sglang_smc.state.request import has_open_token
+from sglang_smc.state.texts import has_open_token
 
 
 class Kind(NamedTuple):

@@ -213,7 +213,8 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
     assert not shape.lacks(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     for need in set(Need) - shape.needs:
         assert len(shape.lacks(shape.needing({*shape.needs, need}))) == 1, need
-    more: dict[str, Any] = {"logprobs": LogprobWidths(1, 0, 0)}
+    assert len(shape.lacks(shape.scoring(LogprobWidths(1, 0, 0)))) == 1
+    more: dict[str, Any] = {"extras": frozenset({"trace"})}
     sizes = "num_particles", "num_steps", "max_tail", "max_arena"
     more |= {name: getattr(shape, name) + 1 for name in sizes}
     for name, value in more.items():

@@ -211,7 +211,7 @@ def test_requests_without_drafts_follow_p_beside_any_others(others: tuple[Any, .
 # particles draw their first tokens apart: one for all would follow the power of its own law,
 # whatever N is, since no weight tells it from another.
 
-PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
+PAGE = Path(__file__).parents[2] / "docs" / "powers.md"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,7 @@ def test_docs_say_how_far_from_a_power_texts_are(
 
 VERIFIED: dict[str, Any] = {"proposal": "verified"}
 RESAMPLED = VERIFIED | {"ess_threshold": 1.0}
+CHOPPED: dict[str, Any] = {"resampling_method": "chopthin"}
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,8 @@ RESAMPLED = VERIFIED | {"ess_threshold": 1.0}
             [{"proposal": "draft"}, {"resample_at": "token"}, {}],
         ),
         ((6, 2, 2), 2.0, RESAMPLED),
+        ((6, 2, 256), 2.0, RESAMPLED | CHOPPED),
+        ((5, 3, 256), 4.0, {"proposal": "draft", "ess_threshold": 1.0} | CHOPPED),
         ((4, 3, 256), 4.0, RESAMPLED | {"budgets": (Budget(4, 3), Budget(1, 0))}),
     ],
     ids=str,

@@ -22,7 +22,7 @@ def register() -> None:
     if OUT in os.environ:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register("sglang_smc.round.play.Round.play", play, HookType.AROUND)
+        HookRegistry.register("sglang_smc.round.play.ServedRound.play", play, HookType.AROUND)
         experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
         HookRegistry.register(experts, own_experts, HookType.AROUND)
 

@@ -147,6 +147,10 @@ def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]
     costs = told["costs"]
     assert ", running 1: N = " in told["reason"]
     reading = costs.pop("reading")
+    nodes = {sizes: [float(count) for count in of] for sizes, of in costs.pop("nodes").items()}
+    assert set(nodes) == {sizes for sizes in costs if not sizes.startswith("N=1")}
+    fewest, most = nodes["N=4 K=3"][0], nodes["N=4 K=3"][-1]
+    assert 4 <= fewest < 5 and 12 < most <= 13, "of equal chains, and of chains that all differ"
     assert set(costs) == set(reading) >= {"N=4 K=3", "N=1 K=0"}
     assert all(seconds > 0 for points in costs.values() for _, seconds in points)
     assert orjson.loads(orjson.dumps(told))["costs"].keys() == costs.keys()

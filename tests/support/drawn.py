@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.ops.check_cases import Inputs, Sizes
+from sglang_smc.ops.check_cases import CheckSizes, Inputs
 
 Test = Callable[..., None]
 
@@ -17,7 +17,7 @@ class Case(Inputs):
     """What is drawn for one run of a test: its choices, and random tensors by its ``seed``."""
 
     def __init__(self, seed: int, **choices: Any) -> None:
-        super().__init__("cpu", Sizes(), seed)
+        super().__init__("cpu", CheckSizes(), seed)
         vars(self).update(choices, seed=seed)
 
     def logits(self, *shape: int, spread: float, forbidden: float) -> torch.Tensor:

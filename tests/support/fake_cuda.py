@@ -23,7 +23,7 @@ from sglang_smc.models.chains import Chains
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 from sglang_smc.smc.ops import Ops
 
 VOCAB_SIZE = 128_256
@@ -154,7 +154,7 @@ def trace_round(
         if shape.logprobs.own:
             tables.particles.logprobs.make_room(shape.logprobs)
         draft: Any = LanguageModel(FakeModel(account), None)  # type: ignore[arg-type]
-        round_ = Round(FakeModel(account), draft, tables)
+        round_ = ServedRound(FakeModel(account), draft, tables)
         sizes = (num_groups,), (num_groups,), (4, num_groups)
         inputs = RoundInputs(*(torch.zeros(s, dtype=torch.int64, device="cuda") for s in sizes))
         gpu.to_device.clear()

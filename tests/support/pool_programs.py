@@ -218,7 +218,7 @@ class PoolProgram(ToyWorker):
             "nothing common": waits and not emits,
             "something common, something not": waits and emits,
             "some have ended": bool(ended.any() and not ended.all()),
-            "more particles": state.now.num_particles > state.last.num_particles,
-            "fewer particles": state.now.num_particles < state.last.num_particles,
+            "more particles": state.config_now.num_particles > state.config_before.num_particles,
+            "fewer particles": state.config_now.num_particles < state.config_before.num_particles,
         }.items():
             self.seen[what] += bool(is_so)

@@ -55,6 +55,7 @@ def outcome_of(size: int, **changed: Any) -> Outcome:
         **dict.fromkeys(Outcome._fields, zeros),
         "tokens": zeros.unsqueeze(1),
         "counters": torch.zeros(size, len(Counters._fields)),
-        **dict.fromkeys(("first_tokens", "particles", "logprobs", "trace", "experts")),
+        "first_tokens": None,
+        "extras": {},
     }
     return Outcome(**{**nothing, **changed})

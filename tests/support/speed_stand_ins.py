@@ -14,10 +14,10 @@ import pytest
 import results
 import study as frame
 from answers import MAX_PROBLEMS, Study
-from fidelity.scoring import Scores
+from fidelity.scoring import AnswerScores
 from pair.task import held_out
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
-from speed.remote import EngineError, Sample, Work
+from speed.remote import EngineError, TimedBatch, Work
 
 from sglang_smc_tools.demo.serving import Launch
 
@@ -114,14 +114,16 @@ def graded_reply(engine: str, index: int, params: dict[str, Any]) -> dict[str, A
     return {"text": text, "output_ids": [5, index, 1], "meta_info": info}
 
 
-def canned_scores(prompt: Sequence[int], *_: object) -> Scores:
+def canned_scores(prompt: Sequence[int], *_: object) -> AnswerScores:
     """Return scores of an answer by its prompt alone."""
     number = sum(prompt) % 100
     sign = (-1) ** number
-    return Scores(-20.0 - number, 0.1 * sign, 0.2 * sign, information=1.0, log_ratios=[0.1] * 3)
+    return AnswerScores(
+        -20.0 - number, 0.1 * sign, 0.2 * sign, information=1.0, log_ratios=[0.1] * 3
+    )
 
 
-def sample(system: System, work: Work, slower: float = 1.0) -> Sample:
+def sample(system: System, work: Work, slower: float = 1.0) -> TimedBatch:
     """Every request has its first token after `FIRST` seconds, and ends with the others."""
     tokens = work.params[0]["max_new_tokens"]
     end = FIRST + (tokens - 1) * SECONDS.get(system.family, SMC_SECONDS) * slower
@@ -129,7 +131,7 @@ def sample(system: System, work: Work, slower: float = 1.0) -> Sample:
     if system.family not in (AR, AR_STOCK):
         info["spec_verify_ct"] = -(-(tokens - 1) // TOKENS_PER_ROUND)
     batch = len(work.prompts)
-    return Sample([FIRST] * batch, [end] * batch, [info] * batch)
+    return TimedBatch([FIRST] * batch, [end] * batch, [info] * batch)
 
 
 class FakeEngine:
@@ -148,7 +150,7 @@ class FakeEngine:
     def internal_state(self) -> dict[str, Any]:
         return {}
 
-    def ask(self, work: Work) -> Sample:
+    def ask(self, work: Work) -> TimedBatch:
         if len(work.prompts) == self.breaks_at:
             raise EngineError("OutOfMemoryError: too large")
         if self.budget[0] == 0:

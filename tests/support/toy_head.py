@@ -11,7 +11,7 @@ from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.hidden_states import StateTable
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 
 
 class ReadSlots:
@@ -79,7 +79,7 @@ class HeadWorker(ToyWorker):
         rest: Any = {"target": None, "ledger": ledger, "num_particles": 0}  # it reads no prompts
         head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
         worker._prefill._draft = head
-        worker._round = Round(ReadSlots(self.target, head), head, worker._tables)
+        worker._round = ServedRound(ReadSlots(self.target, head), head, worker._tables)
         return worker
 
     def begin(self, rows: list[int]) -> list[Any]:

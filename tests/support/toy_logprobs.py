@@ -11,7 +11,9 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from toy_worker import ToyRequest, ToyWorker
 
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.state.request import deliver, has_open_token, set_logprob
+from sglang_smc.round.logprobs import deliver
+from sglang_smc.state.stream import set_logprob
+from sglang_smc.state.texts import has_open_token
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""
@@ -56,12 +58,12 @@ class AskingWorker(ToyWorker):
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """A round, and what it says of its tokens into the books, as SGLang itself reads it."""
         result = super().play_round(reqs)
-        if result.outcome.logprobs is None:
+        if "return_logprob" not in result.outcome.extras:
             assert not any(req.return_logprob for req in reqs)
             return result
         tokens = result.next_token_ids.view(len(reqs), -1)
         counts = result.accept_lens.tolist()
-        output, settled = result.logits_output, result.outcome.logprobs
+        output, settled = result.logits_output, result.outcome.extras["return_logprob"]
         tails = each_tensor(torch.Tensor.cpu, settled.tails)
         deliver(output, tails, counts, reqs)  # type: ignore[arg-type]
         batch = self.batch(reqs)

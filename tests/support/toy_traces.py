@@ -8,7 +8,7 @@ from toy_request import ToyRequest
 from toy_worker import ToyWorker
 from trace_replay import read
 
-from sglang_smc.state.request import publish
+from sglang_smc.state.stream import publish
 from sglang_smc.state.trace import Trace
 
 LENGTH = 24
@@ -59,7 +59,7 @@ def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
         first_tokens=rows * 0,
         num_emitted=worker.tensor([len(req.output_ids) for req in reqs]),
         log_evidence=worker.tensor(evidence).double(),
-        num_particles=worker.tensor([req.smc_state.now.num_particles for req in reqs]),
+        num_particles=worker.tensor([req.smc_state.config_now.num_particles for req in reqs]),
     )
 
 

@@ -24,13 +24,15 @@ from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
-from sglang_smc.round.play import Round
+from sglang_smc.round.particles import particles_of
+from sglang_smc.round.play import ServedRound
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.rules import registry
 from sglang_smc.smc.ledger import KVLocations
 from sglang_smc.smc.ops import Ops
 from sglang_smc.state.metrics import Counters, Monitor, fidelity_of
-from sglang_smc.state.request import RequestStates, has_open_token, particles_of, state_of
+from sglang_smc.state.request import RequestStates, state_of
+from sglang_smc.state.texts import has_open_token
 from sglang_smc.worker import SMCWorker
 
 NUM_CONTEXTS = 97
@@ -178,7 +180,7 @@ class ToyWorker:
             model.tails = tables.ledger.tails
         drafts = LanguageModel(models[1], nobody)
         worker._corpus = self.corpus
-        worker._round = Round(models[0], drafts, tables, self.corpus)
+        worker._round = ServedRound(models[0], drafts, tables, self.corpus)
         worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         # Nothing of `Prefill.run` is called here but `begin`.
         of_torch, width = tables._replace(ops=TORCH), config.num_steps + 1
@@ -225,16 +227,16 @@ class ToyWorker:
     def take(self, result: Any, group: int, req: ToyRequest) -> list[int]:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
         outcome = result.outcome
-        if outcome.particles is not None:
-            req.particles = particles_of(req, outcome.particles, group)  # type: ignore[arg-type]
+        if (particles := outcome.extras.get("return_particles")) is not None:
+            req.particles = particles_of(req, particles, group)  # type: ignore[arg-type]
         state, firsts = req.smc_state, outcome.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
-            registry.close_token(req, token, None)  # type: ignore[arg-type]
+            registry.close_token(req, token)  # type: ignore[arg-type]
         state.take(outcome.counters[group].tolist(), replayed=False)
         count = 0 if req.is_stuck else int(result.accept_lens[group])
         new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
-        if outcome.trace is not None and state.config.trace:
-            state.rounds.append(outcome.trace.traced_round(group, state, new, state.counters[-1]))
+        if (traced := outcome.extras.get("trace")) is not None and state.config.trace:
+            state.rounds.append(traced.traced_round(group, state, new, state.counters[-1]))
         state.open_token.take()
         req.say(new)
         req.kv_committed_len += len(new)

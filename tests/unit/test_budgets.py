@@ -14,17 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_entries import entry
 
+from sglang_smc.ops import TORCH
 from sglang_smc.options.policy import (
     COSTS_ENV,
     PRIOR_INFORMATION,
     SCALE,
     WINDOW_INFORMATION,
     Acceptance,
+    Branching,
     Costs,
     Curve,
     Dial,
     Policy,
     RoundCosts,
+    distinct_nodes,
 )
 from sglang_smc.options.request import (
     OFF,
@@ -36,7 +39,7 @@ from sglang_smc.options.request import (
 )
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import costs
-from sglang_smc.round.batch import RoundInputs, RoundShape
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
 from sglang_smc.round.costs import costs_of_launched
 from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
@@ -242,33 +245,86 @@ def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
     assert kept.tokens(Budget(1, 1)) == pytest.approx(2.0, abs=0.02), "until they are counted"
 
 
+def test_nodes_are_learned_and_carried_over_to_other_sizes() -> None:
+    """The prior's are those of real text, within what a chance of its own for each N would give."""
+    nodes = Branching()
+    real = {(2, 8): 13.5, (4, 8): 20, (8, 8): 34, (4, 17): 52, (8, 17): 93, (8, 4): 12.8}
+    for of, counted in real.items():
+        assert nodes.nodes(Budget(*of)) == pytest.approx(counted, rel=0.3)
+    assert nodes.nodes(Budget(1, 8)) == 9
+    for _ in range(300):
+        nodes.add(Budget(4, 4), 5 + 3 * 2)
+        nodes.fade()
+    assert nodes.nodes(Budget(4, 4)) == pytest.approx(11, abs=0.2)
+    agree = next(s / 1000 for s in range(1000) if distinct_nodes(Budget(4, 4), s / 1000) < 11)
+    assert nodes.nodes(Budget(8, 2)) == pytest.approx(distinct_nodes(Budget(8, 2), agree), rel=0.05)
+
+
+def test_particles_that_differ_cost_more_where_nodes_do() -> None:
+    """The same rounds keep the same tokens; the trees of one have all nodes apart."""
+    curve, dear = Curve(((1, 1.0),)), Curve(((1, 3.0),))
+    rounds = {of: dear if of.num_particles > 1 else curve for of in budgets(Budget(8, 4))}
+    few = {
+        Budget(n, k): ((k + 1.0, curve), (n * k + 1.0, dear))
+        for n, k in map(tuple, rounds)
+        if n > 1
+    }
+    best = []
+    for num_nodes in (5, 33):
+        policy = Policy(Budget(8, 4), RoundCosts(rounds, nodes=few))
+        for _ in range(100):
+            policy.learn(Budget(8, 4), 3, num_nodes)
+            policy.end_round()
+        best.append(policy.best(1, Budget(8, 4)).num_particles)
+    assert best == [8, 1]
+
+
 def test_rounds_that_fit_are_measured_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests with last tokens and slots of their own, which leave the tables as they were."""
     played: list[tuple[Budget, int]] = []
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     clock.thread_time = clock.perf_counter
     monkeypatch.setattr(costs, "time", clock)
-    table, begun = torch.zeros(21, 600, dtype=torch.int32), []
-    ledger = SimpleNamespace(table=table, device=table.device, rank=torch.zeros(6000))
-    tables: Any = SimpleNamespace(ledger=ledger, begin_padding=lambda _, count: begun.append(count))
+    config = SMCConfig(mode="exact")
+    table = torch.zeros(21, 600, dtype=torch.int32)
+    sizes = {"num_slots": 6000, "vocab_size": 100, "device": "cpu"}
+    tables = Tables.of(config, TORCH, table, **sizes)
 
-    def play(inputs: RoundInputs, shape: RoundShape) -> None:
+    def play(inputs: RoundInputs, shape: RoundShape) -> Any:
         budget, keys = Budget(shape.num_particles, shape.num_steps), int(inputs.committed[0])
-        if keys == 1 and not begun:
-            played.append((budget, len(inputs.rows)))
-            clock.now += 0.02 if budget == OFF else 0.001 * len(inputs.rows)  # OFF is disturbed
-            return
-        slots = table[inputs.rows, :keys]
-        assert slots.unique().numel() == slots.numel(), "no two requests share a slot"
+        rows = inputs.rows
+        if 0 not in rows:  # requests
+            played.append((budget, len(rows)))
+            arenas = table[rows, 1 : int(inputs.known[0, 0])]
+            assert arenas.unique().numel() == arenas.numel() and (arenas > 0).all()
+            _, ended, _ = tables.particles.gather_single(rows)
+            _, _, last_two, _ = tables.particles.gather(rows, budget.num_particles, 1)
+            assert not ended.any() and len(last_two[:, 0, 1].unique()) == len(rows)
+            draft = tables.requests.gather(rows).draft_temperature
+            distinct = 1 if (draft < 1).all() else budget.num_particles
+            clock.now += 0.02 if budget == OFF else 0.001 * len(rows) * distinct  # OFF is disturbed
+            nodes = torch.full((len(rows),), 1 + distinct * budget.num_steps)
+            return SimpleNamespace(num_nodes=nodes if budget.num_particles > 1 else None)
+        slots = table[rows, :keys]
+        assert slots.unique().numel() == slots.numel() or keys == 1, "no two requests share a slot"
         tokens = slots.numel() if keys > 1 else 0
-        clock.now += 0.001 * len(inputs.rows) + 1e-6 * (shape.num_steps + 1) * tokens
+        clock.now += 0.001 * len(rows) + 1e-6 * (shape.num_steps + 1) * tokens
 
-    found = costs_of_launched(play, SMCConfig(), most_requests=20, tables=tables)
-    sizes = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
-    assert sizes[Budget(8, 8)] == [1, 4, 7] and sizes[OFF] == [1, 4, 16, 20]
-    assert len(played) == 4 * sum(map(len, sizes.values()))
+    found = costs_of_launched(play, config, most_requests=20, tables=tables)
+    points = {budget: [size for size, _ in curve.points] for budget, curve in found.rounds.items()}
+    assert points[Budget(8, 8)] == [1, 4, 7] and points[OFF] == [1, 4, 16, 20]
+    assert len(played) > 8 * sum(len(points[of]) for of in found.nodes)
     assert found.round(16, OFF, TOP) == pytest.approx(0.016)
     assert found.reading == pytest.approx({of: 1e-6 * (of.num_steps + 1) for of in found.rounds})
-    assert not table.any()
+    assert not table.any() and tables.particles.gather_single(torch.arange(21))[1].all()
+    assert set(found.nodes) == {of for of in found.rounds if of.num_particles > 1}
+    nodes = [count for count, _ in found.nodes[Budget(8, 8)]]
+    assert nodes == [9.0, 65.0], "of equal and of distinct chains"
+    by_nodes = [found.round(4, Budget(8, 8), TOP, num_nodes=count) for count in (9, 37, 65)]
+    assert by_nodes == pytest.approx([0.004, 0.018, 0.032])
+    assert found.round(4, Budget(8, 8), TOP) == pytest.approx(0.032), (
+        "the most, where none is known"
+    )
 
 
 def test_drafts_pay_again_where_the_sequences_are_long() -> None:

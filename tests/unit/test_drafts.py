@@ -15,8 +15,10 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import LlamaConfig
 
 from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import draft_config, head_parts
 from sglang_smc.models import head_kinds as kinds
+from sglang_smc.proposers.dflash import drafts_from_anchor
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 EAGLE3, DFLASH, DSPARK = (PAIR / name for name in ("eagle3", "dflash", "dspark"))
@@ -93,7 +95,7 @@ def test_the_anchor_drafts_by_the_rules_of_a_files_age(
     told = as_speculators(config)
     del told["sample_from_anchor"]
     found: Any = SimpleNamespace(hf_config=LlamaConfig(**formats.normalized(told | given)))
-    assert kinds.drafts_from_anchor(found) == drafts
+    assert drafts_from_anchor(found) == drafts
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -271,7 +273,7 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
     }
     assert len(found) > 30
     target: Any = TARGET
-    for name in found - kinds.HEADS.keys():
+    for name in found - HEADS.keys():
         config: Any = SimpleNamespace(hf_config=LlamaConfig(architectures=[name]))
         (told,) = kinds.head_problems(config, target, 4)
         assert name in told and told.startswith("is a"), told

@@ -22,6 +22,7 @@ from sglang_smc.patches.ingress import add_meta_info, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state import fidelity, metrics
+from sglang_smc.state.alarm import ROUNDS
 from sglang_smc.state.fidelity import ALL, AnswerFidelity, FidelityWindows, Sums, Window
 from sglang_smc.state.metrics import LOW_ESS_ROUNDS, LOW_ESS_SECONDS, Counters, Monitor, Played
 from sglang_smc.state.request import RequestState
@@ -173,6 +174,7 @@ def reporter(*, exports: bool = True, logs: bool = True) -> Any:
 def played(*, weighs: bool = True, greedy: bool = False, **others: float) -> Played:
     """One request's part of a round; ``others`` are of it and of its counters."""
     own = {name: others.pop(name, 0) for name in ("num_kept", "num_emitted", "replayed")}
+    own["by_model"] = others.pop("by_model", 1)
     given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **others}
     return Played(gains(**given), weighs=weighs, is_greedy=greedy, **own)  # type: ignore[arg-type]
 
@@ -190,7 +192,7 @@ def monitor(*rounds: list[Played], interval: int = 1000, **reporting: bool) -> M
 def play(found: Monitor, share: float, num_rounds: int, num_particles: int = 8) -> None:
     ess = 1 + share * (num_particles - 1)
     for _ in range(num_rounds):
-        found.add(played(ess_sum=ess, particles_sum=num_particles, steps_sum=6))
+        found.add(played(ess_sum=ess, particles_sum=num_particles, steps_sum=6, num_kept=1))
         found.end_round()
 
 
@@ -224,6 +226,37 @@ def test_a_warning_waits_for_its_rounds_and_its_interval(caplog: pytest.LogCaptu
     ):
         play(found, share, num_rounds)
         assert len(caplog.messages) == num_warnings
+
+
+def test_drafts_of_no_use_raise_one_alarm(
+    caplog: pytest.LogCaptureFixture, registry: CollectorRegistry
+) -> None:
+    """By rounds for which a model has drafted, and not by a few of them."""
+    others = [
+        {"steps_sum": 0},  # plain rounds
+        {"steps_sum": 4, "by_model": 0},  # n-grams, with matches or without
+        {"steps_sum": 4, "nan_ct": 1},  # logits that are broken
+    ]
+    found = monitor(*[[played(**other)] for other in others] * ROUNDS, interval=10**6)
+    assert found.totals()["useless_drafts"] is None and not caplog.records
+    assert "useless_drafts" not in samples(registry)
+    for kept, num_rounds, is_on, num_warnings in (
+        (0, ROUNDS - 1, None, 0),
+        (ROUNDS // 5, 1, False, 0),  # the mean, not the last round
+        (0, ROUNDS, True, 1),
+        (0, 3 * ROUNDS, True, 1),
+        (1, ROUNDS, False, 1),
+        (0, ROUNDS, True, 1),  # within ten minutes
+    ):
+        for _ in range(num_rounds):
+            found.add(played(num_kept=kept, steps_sum=4))
+            found.end_round()
+        assert len(caplog.messages) == num_warnings
+        assert found.totals()["useless_drafts"] is is_on
+    assert samples(registry)["useless_drafts"] == 1
+    assert "accepted 0.000 draft tokens a round" in caplog.text
+    quiet = monitor(*[[played(steps_sum=4)]] * ROUNDS, interval=10**6, exports=False, logs=False)
+    assert quiet.totals()["useless_drafts"] and len(caplog.messages) == 1
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
@@ -266,7 +299,9 @@ def test_each_event_is_counted_in_metrics_and_in_totals(registry: CollectorRegis
     totals = monitor(*EVERYTHING, exports=False).totals()
     assert not samples(registry)
     sums = {"particles": 16, "steps": 8, "kept_columns": 6, "emitted_tokens": 11}
-    means = {"mean_ess_ratio": 0.625} | {f"mean_{name}": sums[name] / 3 for name in sums}
+    means = {"mean_ess_ratio": 0.625, "useless_drafts": None} | {
+        f"mean_{name}": sums[name] / 3 for name in sums
+    }
     assert totals == {**EXPECTED, **means, "weighed_rounds": 2}
     nothing = Monitor(interval=1).totals()
     assert [nothing[name] for name in means] == [None] * len(means)

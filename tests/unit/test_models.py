@@ -12,6 +12,8 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from transformers import LlamaConfig, Qwen3Config
 
+from sglang_smc.drafts import formats
+from sglang_smc.drafts.kinds import EAGLE, LATENT_EAGLE3, MTP
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import supported, vocabulary
 from sglang_smc.models.supported import check_layers
@@ -19,9 +21,15 @@ from sglang_smc.models.vocabulary import Vocabulary
 from sglang_smc.ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.assembly import connect, load_hot
+from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
-from sglang_smc.proposers.dflash import BlockHead
+from sglang_smc.proposers.dflash import (
+    BlockHead,
+    drafts_from_anchor,
+    is_dspark,
+    load_hot,
+    mask_token,
+)
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.smc.ledger import Ledger
@@ -48,7 +56,7 @@ TARGET = model_config(LlamaConfig(hidden_size=64, vocab_size=100, num_hidden_lay
 
 def eagle3(**more: Any) -> Any:
     sizes = {"hidden_size": 64, "vocab_size": 100, "draft_vocab_size": 32}
-    given = {"architectures": [kinds.EAGLE3], "num_hidden_layers": 1, **sizes}
+    given = {"architectures": [formats.EAGLE3], "num_hidden_layers": 1, **sizes}
     made = LlamaConfig(**{**given, **more})
     return model_config(made)
 
@@ -61,7 +69,7 @@ def with_ids(*ids: int, **more: Any) -> dict[str, Any]:
 
 
 def latent(**more: Any) -> Any:
-    return eagle3(architectures=[kinds.LATENT_EAGLE3], **more)
+    return eagle3(architectures=[LATENT_EAGLE3], **more)
 
 
 def unnamed() -> Any:
@@ -70,7 +78,7 @@ def unnamed() -> Any:
     return made
 
 
-def eagle(name: str = kinds.EAGLE[0], **more: Any) -> Any:
+def eagle(name: str = EAGLE[0], **more: Any) -> Any:
     made = eagle3(architectures=[name], **more)
     del made.hf_config.draft_vocab_size
     return made
@@ -78,14 +86,14 @@ def eagle(name: str = kinds.EAGLE[0], **more: Any) -> Any:
 
 def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     made = Qwen3Config(hidden_size=hidden_size, vocab_size=100, num_hidden_layers=2)
-    made.architectures, made.block_size = [kinds.DFLASH], block_size
+    made.architectures, made.block_size = [formats.DFLASH], block_size
     made.dflash_config = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **own}
     return model_config(made)
 
 
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
-    named = {"architectures": [kinds.DSPARK[1]], "markov_head_type": markov}
+    named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
     made.hf_config.update(named | own)
     made.vocab_size = made.hf_config.vocab_size
     return made
@@ -96,7 +104,7 @@ def mtp(count: int | None = 1, **own: Any) -> Any:
 
 
 def test_what_fits_is_taken() -> None:
-    taken = [(eagle3(), "eagle3"), (eagle(), "eagle"), (eagle(kinds.EAGLE[1]), "eagle")]
+    taken = [(eagle3(), "eagle3"), (eagle(), "eagle"), (eagle(EAGLE[1]), "eagle")]
     taken += [(eagle3(**NARROW, **with_ids(0, 3), num_aux_hidden_states=2), "eagle3")]
     taken += [
         (eagle3(**with_ids(0, 2, 4, parallel_draft_step=1, next_layer_regular=True)), "eagle3")
@@ -227,7 +235,8 @@ OF_TARGET.set_eagle3_layers_to_capture = lambda _: None
 def joined(head: Any, config: Any) -> None:
     pairs = zip((OF_TARGET, head), (TARGET, config), strict=True)
     runners = (SimpleNamespace(model=model, model_config=its) for model, its in pairs)
-    connect(*(cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners))
+    workers = (cast("Any", SimpleNamespace(model_runner=runner)) for runner in runners)
+    connect(*workers, config=SMCConfig())
 
 
 def test_new_weights_go_where_captured_rounds_read_them() -> None:
@@ -265,7 +274,7 @@ NAMES = ("model.embed_tokens.weight", "fc.weight", "lm_head.weight")
 @pytest.mark.parametrize(
     ("config", "lacks_lm_head", "embedding", "own"),
     [
-        (eagle(kinds.MTP["MiMoForCausalLM"]), True, torch.nan, NAMES[1:2]),
+        (eagle(MTP["MiMoForCausalLM"]), True, torch.nan, NAMES[1:2]),
         (eagle(bias=False), True, torch.nan, NAMES[1:2]),
         (eagle(bias=False), True, 1.0, NAMES[1:2]),
         (eagle(bias=False), True, 3.0, NAMES[:2]),
@@ -305,7 +314,7 @@ def test_a_head_without_an_lm_head_is_not_run() -> None:
 )
 def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: int) -> None:
     """With K = 2; what follows a token is added to the block's logits, which are its numbers."""
-    drafts_from = 1 - kinds.drafts_from_anchor(config)
+    drafts_from = 1 - drafts_from_anchor(config)
     shown: list[Any] = []
 
     def block_logits(blocks: Any, first: int) -> torch.Tensor:
@@ -317,8 +326,8 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
         get_prev_embeddings=lambda tokens: torch.nn.functional.one_hot(tokens, 4).float(),
         project_bias=lambda embedded: 10 * embedded,
     )
-    own = markov if kinds.is_dspark(config) else None
-    head = BlockHead(forward, kinds.mask_token(config), first=drafts_from, markov=own)
+    own = markov if is_dspark(config) else None
+    head = BlockHead(forward, mask_token(config), first=drafts_from, markov=own)
     zeros = torch.zeros(4, 1, 1, dtype=torch.int64)
     first = head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
     assert shown == [[[[2, 3, 3][:rows]]], drafts_from]
@@ -327,7 +336,7 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
     assert first.tolist() == [[[0, 0, bias, 0]]]
     assert second.tolist() == [[[1 + bias, 1, 1, 1]]]
     few = {"hot": torch.tensor([1, 2, 4, 5]), "vocab_size": 6}
-    head = BlockHead(forward, kinds.mask_token(config), first=drafts_from, markov=own, **few)
+    head = BlockHead(forward, mask_token(config), first=drafts_from, markov=own, **few)
     head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
     none = -torch.inf
     second = head.next_logits(1, torch.tensor([[0]]), SLOTS)

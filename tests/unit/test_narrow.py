@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.smc.prefixes import narrow
+from sglang_smc.smc.prefixes import count_nodes, narrow
 
 INF = math.inf
 BEFORE = 9  # the token before all tails
@@ -68,3 +68,18 @@ def test_a_group_whose_particles_have_all_died_is_left_dead() -> None:
     found = of_group([[1], [2]], [-INF, -INF], 1, [0.3])
     assert found.log_weights.tolist() == [[-INF, -INF]]
     assert found.log_mean.tolist() == [-INF]
+
+
+def test_nodes_of_one_text_count_once() -> None:
+    """Red where chains that have parted are one again by a later token, or ended rows count."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 3, (200, 5, 4), generator=generator)
+    before = torch.randint(0, 2, (200, 5), generator=generator)
+    goes_on = (tokens < 2).cumprod(2).bool()  # behind a 2 no row is read
+    live = torch.cat([torch.ones_like(before, dtype=torch.bool).unsqueeze(2), goes_on], dim=2)
+    found = count_nodes(tokens, live, before.unsqueeze(2) == before.unsqueeze(1))
+    texts = torch.cat([before.unsqueeze(2), tokens], dim=2).tolist()
+    for group, chains in enumerate(texts):
+        rows = zip(chains, live[group].sum(1).tolist(), strict=True)
+        distinct = {tuple(chain[: row + 1]) for chain, count in rows for row in range(count)}
+        assert found[group] == len(distinct)

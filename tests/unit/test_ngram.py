@@ -15,7 +15,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.ngram import (
     NONE,
     Corpus,
-    Matches,
+    CorpusMatches,
     as_trees,
     likeliest,
     open_corpus,
@@ -146,7 +146,7 @@ def drafted(tree: Tree, logits: list[list[float]], **more: Any) -> Any:
     tokens, mask = answer(1, tree, 6)
     size = len(logits)
     trees = [torch.from_numpy(one).expand(size, -1) for one in as_trees(np.array(tokens), mask, 6)]
-    matches = Matches(trees[0], trees[1], torch.zeros(size).long())
+    matches = CorpusMatches(trees[0], trees[1], torch.zeros(size).long())
     allowed = TokenDistribution(torch.tensor(logits), torch.ones(size), **more)
     return pytest.approx(matches.distribution(allowed).log_probs().exp().numpy(), abs=1e-5)
 

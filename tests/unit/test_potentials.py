@@ -36,7 +36,7 @@ from sglang_smc.potentials.spec import (
     parse_specs,
 )
 from sglang_smc.rules.potentials import PrefixTree
-from sglang_smc.state.request import has_open_token
+from sglang_smc.state.texts import has_open_token
 from sglang_smc_tools.testing import check_potential
 
 # The flag.
@@ -323,7 +323,7 @@ def test_the_next_request_of_a_row_starts_without_its_values() -> None:
         reqs = worker.begin([1])
         for _ in range(2):  # values come a round late
             outcome = worker.play_round(reqs).outcome
-        return outcome.particles.log_weights
+        return outcome.extras["return_particles"].log_weights
 
     first, second = weights(), weights()
     assert first.any()

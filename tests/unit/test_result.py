@@ -18,20 +18,16 @@ from sglang_smc.options.request import Budget, RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, stream_output, update_finish_state
-from sglang_smc.round.result import Outcome, SMCBatchResult, shown_particles
+from sglang_smc.round.logprobs import ReturnedLogprobs
+from sglang_smc.round.particles import particles_of, shown_particles
+from sglang_smc.round.result import Outcome, SMCBatchResult
 from sglang_smc.rules.registry import close_token
 from sglang_smc.smc.population import TailLogprobs
 from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.metrics import Counters, Monitor
-from sglang_smc.state.request import (
-    RequestState,
-    RequestStates,
-    as_particle,
-    has_open_token,
-    particles_of,
-    publish,
-    shared_ids,
-)
+from sglang_smc.state.request import RequestState, RequestStates, as_particle
+from sglang_smc.state.stream import publish
+from sglang_smc.state.texts import has_open_token, shared_ids
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 
@@ -155,7 +151,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled(str
         req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
         assert looked_at(req, 1) == looked_at(req, 0) == looked_at(req, 0) == []
         assert streamed(req) == []
-        close_token(req, 4, None)
+        close_token(req, 4)
         req.output_ids += new
         assert (req.output_ids, streamed(req)) == ([4, *new], [req])
         assert looked_at(req, len(new)) == [len(new) + 1]
@@ -331,16 +327,18 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     of_groups = torch.arange(2)
     outcome = Outcome(
         *(number, *[of_groups] * 6, None),
-        particles=shown_particles(whole, whole),
-        logprobs=Emitted(tails, number[:, 0]),
+        extras={
+            "return_particles": shown_particles(whole, whole),
+            "return_logprob": Emitted(tails, number[:, 0]),
+        },
     )
     first = outcome.first(1)
     assert first.first_tokens is None
-    assert first.particles is not None and first.logprobs is not None
+    particles, logprobs = first.extras["return_particles"], first.extras["return_logprob"]
     number.fill_(9.0), of_groups.fill_(9), whole.log_weights.fill_(9.0)
-    assert first.tokens.tolist() == first.logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
-    assert first.counts.tolist() == [0] and first.particles.log_weights.shape == (1, 3)
-    assert first.particles.log_weights[0, 0] == 3.0
+    assert first.tokens.tolist() == logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
+    assert first.counts.tolist() == [0] and particles.log_weights.shape == (1, 3)
+    assert particles.log_weights[0, 0] == 3.0
 
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
@@ -358,3 +356,30 @@ def test_what_verified_proposals_accept_is_counted_as_a_mean(num_particles: int)
     server = {"num_particles": 3, "num_steps": 2, "limit": 20, "eos": -1}
     worker = toy(1, (TARGET, TARGET), **server, chosen=chosen)
     assert worker.play_round(worker.begin([1])).outcome.num_correct_drafts.tolist() == [2]
+
+
+def test_the_token_that_particles_come_to_share_replaces_the_placeholder_s_log_probability() -> (
+    None
+):
+    """Red where what a request is shown of its first token is of a token that it has not."""
+    req = running(9, open_at=0)
+    req.return_logprob = True
+    shown = {"output_token_logprobs_idx": [9], "output_token_logprobs_val": [-7.0]}
+    req.logprob = ReqLogprob(top_logprobs_num=0, token_ids_logprob=None, **shown)
+    none = torch.zeros(1, STRIDE, 0)
+    tails = TailLogprobs(torch.zeros(1, STRIDE), none, none.long(), none)
+    outcome = outcome_of(
+        1,
+        tokens=torch.arange(STRIDE).view(1, -1),
+        counts=torch.tensor([2]),
+        first_tokens=torch.tensor([4]),
+        extras={"return_logprob": Emitted(tails, torch.tensor([-0.5]))},
+    )
+    asked: Any = ReturnedLogprobs(None)  # type: ignore[arg-type]
+    result = booked(outcome, extras=[asked])
+    resolve([req], [2], [0], result=result)
+    assert req.output_ids == [4]
+    assert req.logprob.output_token_logprobs_idx == [4]
+    assert req.logprob.output_token_logprobs_val == [-0.5]
+    assert result.logits_output is not None
+    assert result.logits_output.next_token_logprobs.shape == (1, 2), "of the tokens it emits"

@@ -195,12 +195,12 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     reqs = worker.begin([1, 2])
     worker.target.language.logits.fill_(math.nan)
     result = worker.play_round(reqs)
-    copied = each_tensor(torch.clone, result.outcome.trace)  # as the host reads it
+    copied = each_tensor(torch.clone, result.outcome.extras["trace"])  # as the host reads it
     for group, req in enumerate(reqs):
         states = [copy.deepcopy(req.smc_state) for _ in range(2)]
         of_copy, own = (
-            found.traced_round(group, state, [], 0.0)  # type: ignore[union-attr]
-            for found, state in zip((copied, result.outcome.trace), states, strict=True)
+            found.traced_round(group, state, [], 0.0)
+            for found, state in zip((copied, result.outcome.extras["trace"]), states, strict=True)
         )
         assert of_copy == own
         worker.take(result, group, req)

@@ -48,6 +48,9 @@ def ancestors_by(name: str, weights: torch.Tensor, uniforms: torch.Tensor) -> to
     return weighing.ancestors_of(weights, uniforms, scheme, size)
 
 
+uniform = st.one_of(
+    st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])
+)
 NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
 WEIGHTS = {
@@ -62,7 +65,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", list(WEIGHTS))
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", SCHEMES[:3])
 def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> None:
     """z-test of each mean at 5 standard errors: error probability 6e-7 a particle.
 
@@ -90,10 +93,58 @@ def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> 
         assert float(counts.var(0).sum()) == pytest.approx(float(by_law.sum()), rel=0.08, abs=1e-6)
 
 
+@pytest.mark.parametrize("case", list(WEIGHTS))
+def test_expected_weight_of_chopthins_offspring_is_n_w(case: str) -> None:
+    """z-tests at 5 standard errors, as above, and of the mean weight, which is 1."""
+    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64).expand(NUM_DRAWS, -1).contiguous()
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(weights.shape, generator=generator, dtype=torch.float64)
+    ancestors, log_weights = chopthin(weights.log() - 3.0, uniforms)
+    offspring = log_weights.exp()
+    sums = torch.zeros_like(weights).scatter_add(1, ancestors, offspring)
+    size = weights.shape[1]
+    least = offspring.min() * (size * weights[0] / offspring.min()).remainder(1).sqrt()
+    error = torch.maximum(sums.std(0), least) / NUM_DRAWS**0.5 + 1e-9
+    assert ((sums.mean(0) - size * weights[0]).abs() < 5 * error).all()
+
+
+def chopthin(
+    log_weights: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    everywhere = torch.ones_like(log_weights[:, 0], dtype=torch.bool)
+    scheme = torch.full_like(everywhere, SCHEMES.index("chopthin"), dtype=torch.int64)
+    all_of = torch.ones_like(log_weights, dtype=torch.bool)
+    found = weighing.resample(log_weights, everywhere, all_of, uniforms, scheme)
+    return found[0], found[1]
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_chopthin_bounds_the_ratio_of_any_weights_and_leaves_others_alone(
+    data: st.DataObject,
+) -> None:
+    """Who is neither thinned nor chopped keeps a weight; the effective sample size is N / 2."""
+    size = data.draw(st.integers(1, 12))
+    spread = data.draw(st.sampled_from([0.0, 0.5, 3.0, 60.0]))
+    values = data.draw(st.lists(st.floats(-1, 1), min_size=size, max_size=size))
+    dead = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    log_weights = torch.tensor([values], dtype=torch.float64) * spread
+    log_weights[0, 1:] = log_weights[0, 1:].masked_fill(torch.tensor(dead)[1:], -INF)
+    u = data.draw(st.floats(0, 0.999))  # a point that rounds up to a whole share skips a particle
+    ancestors, after = chopthin(log_weights, torch.full_like(log_weights, u))
+    assert float(after.amax() - after.amin()) <= math.log(2 / weighing.HALF_RATIO_INVERSE) + 1e-9
+    assert weighing.effective_sample_size(after) >= size / 2
+    shares, _ = weighing.chopped(normalized(log_weights), torch.tensor([size]))
+    assert float(shares.sum()) == pytest.approx(size)
+    kept = size * normalized(log_weights)
+    whole = shares[0] == 1.0
+    assert set(torch.nonzero(whole).flatten().tolist()) <= set(ancestors[0].tolist())
+    of_whole = whole[ancestors[0]]
+    expected = kept[0, ancestors[0]].log()[of_whole]
+    torch.testing.assert_close(after[0][of_whole], expected, rtol=0, atol=1e-9)
+
+
 log_weight = st.one_of(st.floats(-50, 50), st.just(-math.inf), st.sampled_from([0.0, 1.0]))
-uniform = st.one_of(
-    st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])
-)
 
 
 @settings(max_examples=80)

@@ -34,7 +34,9 @@ def check(options: argparse.Namespace) -> None:
     options.draft = options.draft or MTP
     both = (options.target, shapes.BUILT_IN), (options.draft, {**shapes.DRAFTS, MTP: ()})
     for name, known in both:
-        is_known = name.lower() in known or (name is options.draft and shapes.is_name(name))
+        is_known = name.lower() in known
+        if name is options.draft:
+            is_known |= shapes.is_name(name) or _is_class(name)
         if not is_known and not Path(name).is_dir():
             raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
 
@@ -50,6 +52,9 @@ def findings(
     """
     if options.draft == MTP and _has_no_layer(options.target):
         yield _recommended(options, device)
+        return
+    if _is_class(options.draft):
+        yield _drafter(options)
         return
     if not _has_name(options):
         if told := _format(options.draft):
@@ -86,6 +91,23 @@ def findings(
     yield pair.speed()
     if pair.fitting(pair.settings(VERIFYING)) > 0:
         yield pair.advice()
+
+
+def _is_class(draft: str) -> bool:
+    """Return whether the draft is given as a class of one's own, package.module:Class."""
+    return ":" in draft and not Path(draft).exists()
+
+
+def _drafter(options: argparse.Namespace) -> Finding:
+    """Import a drafter of one's own, and say what it needs; its sizes are not known here."""
+    from sglang_smc.models.head_kinds import drafter_named
+
+    try:
+        found = drafter_named(options.draft)
+    except ValueError as error:
+        return fail("draft", options.draft, str(error))
+    needs = "runs a draft model" if found.runs_model else "runs no model: plan for it as ngram"
+    return ok("draft", f"{options.draft}, a {found.__mro__[1].__name__} of your own, {needs}")
 
 
 def _has_no_layer(target: str) -> bool:
@@ -151,7 +173,7 @@ def _has_name(options: argparse.Namespace) -> bool:
 
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
-    from sglang_smc.models.head_kinds import HEADS
+    from sglang_smc.drafts.kinds import HEADS
 
     try:
         return draft == MTP or shapes.architecture(shapes.contents(draft)) in HEADS

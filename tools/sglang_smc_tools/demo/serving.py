@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -162,3 +163,9 @@ def describe_log(log: Path) -> str:
     """Return the log's last lines, below its name."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])
+
+
+def reason_in(log: str, otherwise: str) -> str:
+    """Return the last error that a log names, in SGLang's words; else what was seen here."""
+    found = re.findall(r"^(?:- )?(?:\w+\.)*\w*(?:Error|Exception|Refused): (.+)", log, re.M)
+    return found[-1] if found else otherwise.partition("\n")[0]

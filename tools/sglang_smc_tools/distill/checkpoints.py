@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import AutoConfig
 
-from sglang_smc.drafts.formats import QK_NORM, SPECULATORS, UNKNOWN
+from sglang_smc.drafts.formats import DFLASH, DSPARK, EAGLE3, QK_NORM, SPECULATORS, UNKNOWN
+from sglang_smc.drafts.formats import EAGLE3_LAYERS as LAYER_IDS
+from sglang_smc.drafts.kinds import HEADS
+from sglang_smc.drafts.kinds import MTP as MTP_CLASSES
 from sglang_smc_tools.distill.heads import MTP, DFlash, DSpark, Eagle3, Head, flattened
 from sglang_smc_tools.plan.shapes import architecture, contents
 
-EAGLE3 = "LlamaForCausalLMEagle3"
-DFLASH = "DFlashDraftModel"
-MIMO = "MiMoMTP"
-DSPARK = "Qwen3DSparkModel"
+MIMO = MTP_CLASSES["MiMoForCausalLM"]
+#: Kinds of heads that can be trained, by SGLang's class.
 KINDS = {EAGLE3: "eagle3", MIMO: "mtp", DFLASH: "dflash", DSPARK: "dspark"}
 #: Names of the layer in checkpoints and here, by the kind of a head.
 LAYER_NAMES = {"eagle3": ("layers.0.", "midlayer."), "mtp": ("mtp_layers.0.", "layer.")}
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTS = "model.safetensors"
 #: Configuration keys of variants that these heads do not implement.
 _OF_BLOCKS = (
@@ -244,8 +244,17 @@ def target_config(folder: str | Path) -> Any:
 
 
 def kind_of(folder: str | Path) -> str:
-    """Return one of `KINDS`, or ``model`` for any other checkpoint."""
-    return KINDS.get(architecture(contents(folder)), "model")
+    """Return one of `KINDS`, or ``model`` for a language model.
+
+    Raises ValueError for a head that cannot be trained.
+    """
+    name = architecture(contents(folder))
+    if name in HEADS and name not in KINDS:
+        raise ValueError(
+            f"{folder} is a head of class {name}, which is not trained here; allowed: a language "
+            f"model, or {', '.join(KINDS)}. Begin another head with --new."
+        )
+    return KINDS.get(name, "model")
 
 
 def _new_settings(

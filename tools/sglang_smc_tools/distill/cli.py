@@ -19,7 +19,7 @@ import transformers
 from sglang_smc.command.program import command, number, positive, several
 from sglang_smc_tools.commands import table
 from sglang_smc_tools.distill.checkpoints import new_head
-from sglang_smc_tools.distill.drafts import Draft, begin_as_target, load_draft
+from sglang_smc_tools.distill.drafts import TrainableDraft, begin_as_target, load_draft
 from sglang_smc_tools.distill.losses import LOSSES
 from sglang_smc_tools.distill.teacher import (
     Example,
@@ -171,7 +171,7 @@ def _begin(
     sizes: dict[str, Any],
     teacher: Teacher,
     texts: Callable[[], list[Example]],
-) -> Draft:
+) -> TrainableDraft:
     target = arguments.target
     device = arguments.device
     if arguments.draft is not None:
@@ -199,7 +199,7 @@ def _most_frequent(count: int, texts: Callable[[], list[Example]], teacher: Teac
     return times.argsort(descending=True, stable=True)[:count].sort().values.tolist()
 
 
-def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
+def _course(arguments: argparse.Namespace, draft: TrainableDraft) -> Course:
     """Return the course for this draft; a draft model trains at depth 1.
 
     Its logits at a position are the same at any depth.

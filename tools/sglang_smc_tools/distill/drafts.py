@@ -14,7 +14,7 @@ from sglang_smc_tools.distill.teacher import Lesson, Teacher, load_model, load_t
 from sglang_smc_tools.plan.shapes import contents
 
 
-class Draft:
+class TrainableDraft:
     """A trainable draft, loaded from ``folder``: a causal language model, or a head."""
 
     def __init__(self, module: Any, folder: Path) -> None:
@@ -63,20 +63,20 @@ class Draft:
         load_tokenizer(self.folder).save_pretrained(folder)
 
 
-def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
+def load_draft(folder: Path, target: Path, device: torch.device) -> TrainableDraft:
     """Return the draft in ``folder`` in float32, of the kind given by its config.json.
 
     Raises ValueError if ``folder`` has no draft, or one that does not fit this target.
     """
     if kind_of(folder) != "model":
-        return Draft(load_head(folder, target).to(device), folder)
+        return TrainableDraft(load_head(folder, target).to(device), folder)
     model = load_model(folder, torch.float32, device)
     check_vocabulary(folder, target)
-    return Draft(model, folder)
+    return TrainableDraft(model, folder)
 
 
 @torch.no_grad()
-def begin_as_target(draft: Draft, teacher: Teacher) -> None:
+def begin_as_target(draft: TrainableDraft, teacher: Teacher) -> None:
     """Initialise a new head from the target's weights, which shortens training.
 
     Its residual stream begins as the last hidden state that it reads. Its output becomes logits as
@@ -152,7 +152,7 @@ class DraftBlocks(NamedTuple):
 
 
 def compare(
-    draft: Draft,
+    draft: TrainableDraft,
     teacher: Teacher,
     lesson: Lesson,
     anchors: torch.Tensor,

@@ -29,7 +29,7 @@ class Example(NamedTuple):
     prompt: int
 
 
-class Batch(NamedTuple):
+class TextBatch(NamedTuple):
     """Texts padded on the right, which causal attention ignores."""
 
     ids: torch.Tensor  # [B, L] int64
@@ -92,12 +92,12 @@ def read_texts(path: Path, temperature: float) -> list[Example]:
     return [Example(**line) for line in lines]
 
 
-def collate(texts: Sequence[Example], device: torch.device) -> Batch:
+def collate(texts: Sequence[Example], device: torch.device) -> TextBatch:
     """Return ``texts`` as one padded batch."""
     ids = pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True)
     prompts = torch.tensor([text.prompt for text in texts])
     lengths = torch.tensor([len(text.ids) for text in texts])
-    return Batch(ids.to(device), prompts.to(device), lengths.to(device))
+    return TextBatch(ids.to(device), prompts.to(device), lengths.to(device))
 
 
 def batches(texts: Sequence[Example], size: int, rng: torch.Generator) -> Iterator[list[Example]]:
@@ -118,7 +118,7 @@ def batches(texts: Sequence[Example], size: int, rng: torch.Generator) -> Iterat
 class Lesson(NamedTuple):
     """The target's hidden states on a batch."""
 
-    batch: Batch
+    batch: TextBatch
     states: torch.Tensor  # [B, L, D]: of the last layer, normed, which the LM head reads
     features: torch.Tensor  # [B, L, layers * D] float32: of ``layer_ids``
 
@@ -140,7 +140,7 @@ class Teacher:
                 )
 
     @torch.no_grad()
-    def teach(self, batch: Batch, layer_ids: tuple[int, ...]) -> Lesson:
+    def teach(self, batch: TextBatch, layer_ids: tuple[int, ...]) -> Lesson:
         """Run the target on ``batch``; features are hidden states of ``layer_ids``, from 0 on."""
         found = self.model.base_model(
             input_ids=batch.ids, output_hidden_states=bool(layer_ids), use_cache=False

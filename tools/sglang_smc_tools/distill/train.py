@@ -14,14 +14,14 @@ from torch import nn
 from tqdm import tqdm
 
 from sglang_smc.dtype import default_dtype
-from sglang_smc_tools.distill.drafts import Draft, DraftBlocks, compare
+from sglang_smc_tools.distill.drafts import DraftBlocks, TrainableDraft, compare
 from sglang_smc_tools.distill.losses import LOSSES, chi2, forward_kl, rejection, rejection_of_all
 from sglang_smc_tools.distill.teacher import (
-    Batch,
     Example,
     Lesson,
     Lessons,
     Teacher,
+    TextBatch,
     batches,
     collate,
 )
@@ -105,7 +105,7 @@ class Progress:
 
 
 def train(
-    draft: Draft,
+    draft: TrainableDraft,
     teacher: Teacher,
     texts: Sequence[Example],
     course: Course,
@@ -141,7 +141,7 @@ def train(
 
 
 def _loss(
-    draft: Draft,
+    draft: TrainableDraft,
     teacher: Teacher,
     lesson: Lesson,
     course: Course,
@@ -167,7 +167,7 @@ def _loss(
     return (columns * weights).sum() / weights.sum()
 
 
-def draw_anchors(batch: Batch, count: int, rng: torch.Generator) -> torch.Tensor:
+def draw_anchors(batch: TextBatch, count: int, rng: torch.Generator) -> torch.Tensor:
     """Draw positions ``[B, count]`` int64 with a next token that belongs to the answer.
 
     The first token of a text is excluded: a head reads the states of the position before it.
@@ -259,7 +259,7 @@ class Worth(NamedTuple):
 
 @torch.no_grad()
 def validate(
-    draft: Draft,
+    draft: TrainableDraft,
     teacher: Teacher,
     texts: Sequence[Example],
     *,

@@ -28,6 +28,8 @@ def run(arguments: argparse.Namespace) -> None:
     weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
     of_drafts = WEIGHT_BYTES.get(arguments.draft_dtype, weight_bytes)
     target = shapes.from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
+    if arguments.expert_overlap is not None:
+        target = target.with_overlap(arguments.expert_overlap)
     names = [_short(source) for source in arguments.draft]
     names = names if len(set(names)) == len(names) else arguments.draft
     rows = arguments.hot_tokens
@@ -72,6 +74,10 @@ def parser() -> argparse.ArgumentParser:
         "--dtype"
     )
     context = "tokens of prompt and answer that particles share; default 1024"
+    overlap = (
+        "of a mixture: share of a pass's rows that visit no expert which others do not, such as "
+        "equal nodes of trees; default 0, uniform routing of distinct rows: an upper bound"
+    )
     tail = f"tokens of each particle beyond these, on average; default {LAG // 2}"
     apart = "for attention that reads the shared tokens once for each particle"
     steps = f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a block goes"
@@ -94,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     add("--draft-dtype", choices=(*WEIGHT_BYTES, INT8), help=draft_dtype)
     add("--batch", type=positives, default=(1,), help="requests at once; default 1")
     add("--context", type=positive, default=1024, help=context)
+    add("--expert-overlap", type=number(float, 0, 1), help=overlap)
     add("--tail", type=natural, default=LAG // 2, help=tail)
     add("--no-shared-prefix", action="store_true", help=apart)
     candidates = "candidates for N; default 4,8,16"

@@ -143,6 +143,7 @@ class Plan(NamedTuple):
             "moved": si(one.round.bytes) + "B",
             "computed": si(one.round.flops) + "FLOP",
             "bound by": one.round.bound(one.device),
+            **({} if one.experts is None else {"experts a layer": f"{one.experts:.0f}"}),
             "tokens/s": f"{one.tokens_per_second:,.0f}",
             "x AR": f"{one.times_ar:.2f}",
             "AR wins from batch": str(one.plain_wins_from or never),
@@ -158,6 +159,7 @@ def _setting(one: Scenario) -> dict[str, Any]:
         "tokens_per_round": one.tokens,
         "seconds_by_pass": one.round.seconds_by_pass(one.device),
         "bound": one.round.bound(one.device),
+        "experts_visited": one.experts,
         "speedup": one.times_ar,
     }
 
@@ -191,6 +193,7 @@ class Comparison(NamedTuple):
             **{name: getattr(one, name) for name in same},
             **dict(zip(parts, one.parts, strict=True)),
             "layers": one.round.layers,
+            "experts_visited": one.experts,
             "tokens_per_second": speeds,
             "ar_tokens_per_second": one.ar(one.batch).tokens_per_second,
         }
@@ -211,6 +214,7 @@ class Comparison(NamedTuple):
         times = {"draft ms": "draft_seconds", "target ms": "target_seconds"}
         times |= {"rest ms": "rest_seconds", "ms a round": "seconds"}
         speeds = row["tokens_per_second"].items()
+        visited = row["experts_visited"]
         return {
             "device": row["device"],
             "batch": str(row["batch"]),
@@ -218,6 +222,7 @@ class Comparison(NamedTuple):
             "draft": row["draft"],
             **{name: f"{1e3 * row[key]:.3g}" for name, key in times.items()},
             "layers": str(row["layers"]),
+            **({} if visited is None else {"experts a layer": f"{visited:.0f}"}),
             "AR tokens/s": f"{row['ar_tokens_per_second']:,.0f}",
             **{f"tokens/s at {tokens}": f"{speed:,.0f}" for tokens, speed in speeds},
         }

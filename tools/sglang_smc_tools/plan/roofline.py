@@ -316,6 +316,12 @@ class Scenario:
         return self.batch * self.tokens / self.seconds
 
     @property
+    def experts(self) -> float | None:
+        """Return the experts of a layer that the target's rows visit; None without experts."""
+        rows = self.batch * self.num_particles * (self.num_steps + 1)
+        return None if self.target.experts is None else self.target.experts.visited(rows)
+
+    @property
     def label(self) -> str:
         if self.method == "AR":
             return self.method

@@ -14,10 +14,13 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.drafts.formats import BLOCKS, DSPARKS, normalized
+from sglang_smc.drafts.formats import normalized
+from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS
+from sglang_smc_tools.plan.experts import MIXTURES, Experts
 
 Config = Mapping[str, Any]
 Source = str | Path | Config
@@ -33,12 +36,6 @@ DFLASH = "dflash"
 MTP = "mtp"
 NGRAM = "ngram"
 DEFAULT_STEPS = (4, 8, 16)
-#: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
-#: reads, and columns of a DFlash block, the last token's among them.
-EAGLE3_STATES = 3
-BLOCK_SIZE = 16
-#: Features of newer blocks; each adds a step after the pass; its cost is not modelled.
-NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -90,25 +87,6 @@ class Latents:
         made_of_latents = self.rank * num_heads * (self.key_dim + self.value_dim)
         output = num_heads * self.value_dim * hidden_size
         return queries + hidden_size * (self.rank + self.rope) + made_of_latents + output
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of the MLP, in all layers but the first few."""
-
-    count: int
-    per_token: int
-    size: int  # of one expert's hidden layer
-    dense_layers: int  # leading layers with a dense MLP
-    shared: float  # experts that every token visits, of this size
-
-    def parameters(self, hidden_size: int, routed: float) -> float:
-        """Return the weights of a layer's router and ``routed`` experts."""
-        return hidden_size * (3 * self.size * (routed + self.shared) + self.count)
-
-    def visited(self, num_tokens: float) -> float:
-        """Return the mean number of experts that so many tokens visit under uniform routing."""
-        return self.count * (1 - (1 - self.per_token / self.count) ** num_tokens)
 
 
 @dataclass(frozen=True)
@@ -220,6 +198,9 @@ class ModelShape:
         """Return the bytes of weights that a pass reads: of experts, those that tokens visit."""
         visited = self.experts.visited(num_tokens) if self.experts else 0
         layers = self._weights_of_layers(visited) * self.weight_bytes
+        if self.experts is not None and self.experts.weight_bytes is not None:
+            routed = self._weights_of_layers(visited) - self._weights_of_layers(0)
+            layers += routed * (self.experts.weight_bytes - self.weight_bytes)
         head_bytes = self.weight_bytes if self.in_int8 else self.head_bytes
         return layers + (self.head_parameters * head_bytes if with_head else 0)
 
@@ -293,6 +274,14 @@ class ModelShape:
             return self
         return replace(self, latents=replace(self.latents, copies=count))
 
+    def with_overlap(self, overlap: float) -> ModelShape:
+        """Return a mixture with this `Experts.overlap`; raise ValueError for others."""
+        if self.experts is None:
+            raise ValueError(
+                f"--expert-overlap is {overlap:g}, and the target has no experts. Leave it out."
+            )
+        return replace(self, experts=replace(self.experts, overlap=overlap))
+
     def with_head_of(self, rows: int) -> ModelShape:
         """Return a draft model whose LM head is cut to ``rows``; ValueError for others."""
         if self.kind != MODEL or rows > self.vocab_size:
@@ -317,8 +306,12 @@ class ModelShape:
 
         The KV cache is in 16 bits, or in 32 if the weights are.
         """
+        experts = self.experts
+        if weight_bytes and experts is not None:
+            experts = replace(experts, weight_bytes=None)
         weight_bytes = weight_bytes or self.weight_bytes
-        return replace(self, weight_bytes=weight_bytes, kv_bytes=max(weight_bytes, SIXTEEN_BIT))
+        kv_bytes = max(weight_bytes, SIXTEEN_BIT)
+        return replace(self, weight_bytes=weight_bytes, kv_bytes=kv_bytes, experts=experts)
 
 
 def _llama(layers: int, hidden: int, mlp: int, heads: int, head_dim: int, tied: bool) -> ModelShape:
@@ -376,8 +369,22 @@ def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
 #: Architectures with grouped heads, a gated MLP of three matrices and an LM head; those with
 #: windows, by the layers of which one attends to everything where the configuration says nothing;
 #: with latents and experts; and with linear attention in all layers but one of every so many.
-DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DENSE = (
+    "Ernie4_5ForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+)
 WINDOWED = {
+    "GptOssForCausalLM": 2,
     "Gemma2ForCausalLM": 2,
     "Gemma3ForCausalLM": 6,
     "Cohere2ForCausalLM": 4,
@@ -390,35 +397,38 @@ RECURRENT = ("Qwen3_5ForCausalLM", RECURRENT_EXPERTS)
 
 def _differences(name: str, config: Config) -> dict[str, Any]:
     """Return what an architecture has beside or in place of a dense decoder's parts."""
+    found: dict[str, Any] = {}
     if name in WINDOWED:
         window, layers = numbers_of(config, "sliding_window", "num_hidden_layers")
         types = config.get("layer_types")
         patterned = layers - layers // (config.get("sliding_window_pattern") or WINDOWED[name])
         count = types.count("sliding_attention") if types else patterned
-        return {"windowed_layers": count, "window": window}
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ValueError(
-            f"The configuration limits attention to a window of {config['sliding_window']} "
-            "tokens. Only attention to the whole context is planned for."
-        )
-    found: dict[str, Any] = {}
-    experts = ("num_experts_per_tok", "moe_intermediate_size")
+        found |= {"windowed_layers": count, "window": window}
+    else:
+        _refuse_window(config)
+    if name in MIXTURES:
+        found["experts"] = MIXTURES[name].read(config, partial(numbers_of, config))
     if name in LATENT:
         sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         latents = numbers_of(config, *sizes)
-        counts = numbers_of(config, "n_routed_experts", *experts, "first_k_dense_replace")
         found["latents"] = Latents(*latents, query_rank=config.get("q_lora_rank"))
-        found["experts"] = Experts(*counts, shared=config.get("n_shared_experts") or 0)
     if name in RECURRENT:
         heads = ("linear_num_key_heads", "linear_num_value_heads")
         sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
         layers, interval = numbers_of(config, "num_hidden_layers", "full_attention_interval")
         found["states"] = States(layers - layers // interval, *sizes)
-    if name == RECURRENT_EXPERTS:
-        sizes = ("num_experts", *experts, "shared_expert_intermediate_size")
-        *counts, shared = numbers_of(config, *sizes)
-        found["experts"] = Experts(*counts, dense_layers=0, shared=shared / counts[-1])
     return found
+
+
+def _refuse_window(config: Config) -> None:
+    """Raise ValueError where a window of a class that has none is shorter than the context."""
+    window = config.get("sliding_window")
+    longest = config.get("max_position_embeddings") or math.inf
+    if window and config.get("use_sliding_window", True) and window < longest:
+        raise ValueError(
+            f"The configuration limits attention to a window of {window} tokens. Only attention to "
+            "the whole context is planned for."
+        )
 
 
 #: Classes with images, and the architecture of their text decoder.
@@ -450,7 +460,7 @@ def draft_from_config(source: Source, weight_bytes: float | None = None) -> Mode
 
     Raises ValueError for unsupported configurations.
     """
-    return _shape_of(source, DRAFTS, HEADS).in_precision(weight_bytes)
+    return _shape_of(source, DRAFTS, PLANNED).in_precision(weight_bytes)
 
 
 def draft_for(target: ModelShape, source: Source, weight_bytes: float | None = None) -> ModelShape:
@@ -532,12 +542,12 @@ def _parse(config: Config) -> ModelShape:
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**shared, **config["text_config"]}
         name = TEXT_OF_IMAGES[name]
-    if name not in (*DENSE, *WINDOWED, *LATENT, *RECURRENT):
+    if name not in (*DENSE, *WINDOWED, *LATENT, *RECURRENT, *MIXTURES):
         raise ValueError(
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
-            f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
-            f"experts {', '.join(LATENT)}, with states {', '.join(RECURRENT)}, and with images "
-            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {', '.join(HEADS)}, too."
+            f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of experts "
+            f"{', '.join(MIXTURES)}, with states {', '.join(RECURRENT)}, and with images "
+            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {', '.join(PLANNED)}, too."
         )
     tied = config.get("tie_word_embeddings", False)
     counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
@@ -568,63 +578,27 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") 
     )
 
 
-def _read_eagle3(config: Config) -> ModelShape:
-    hint = (
-        " An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
-        "target, write vocab_size there."
-    )
-    layers = dense(config, "draft_vocab_size", tied=True, hint=hint)
-    target_size = config.get("target_hidden_size") or layers.hidden_size
-    if target_size != layers.hidden_size:
-        raise ValueError(
-            f"The configuration's hidden_size is {layers.hidden_size} and its target_hidden_size "
-            f"{target_size}. Only heads as wide as their target are planned for."
-        )
-    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    states = config.get("num_aux_hidden_states") or (len(ids) if ids else EAGLE3_STATES)
-    return replace(layers, kind=EAGLE3, num_states=states)
-
-
-def _read_block(config: Config) -> ModelShape:
-    is_dspark = architecture(config) in DSPARKS
-    hint = " A DFlash block's sizes are those of its own layers, not of the target's."
-    layers = dense(config, None, tied=True, hint=hint)  # without an LM head
-    options = {**config, **(config.get("dflash_config") or {})}
-    if is_dspark and options.get("projector_type") == "dspark":
-        del options["projector_type"]
-    beyond = [key for key in NOT_PLANNED if options.get(key)]
-    if beyond:
-        raise ValueError(
-            f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
-            "head. Planned for are blocks without."
-        )
+def _read_head(config: Config) -> ModelShape:
+    """Return the shape of a head, by the sizes that its kind has beside its layers'."""
+    of_kind = HEADS[architecture(config)].sizes
+    assert of_kind is not None
+    sizes = of_kind(config)
+    layers = dense(config, sizes.rows_key, tied=sizes.passes != MTP, hint=sizes.hint)
     windowed = (config.get("layer_types") or []).count("sliding_attention")
     if windowed:
         (window,) = numbers_of(config, "sliding_window")
         layers = replace(layers, windowed_layers=windowed, window=window)
-    states = len(options.get("target_layer_ids") or range(layers.num_layers))
-    most = options.get("block_size") or BLOCK_SIZE
-    most -= not options.get("sample_from_anchor", is_dspark)
-    found = replace(layers, kind=DFLASH, num_states=states, max_steps=most)
-    if not is_dspark:
+    found = replace(
+        layers, kind=sizes.passes, num_states=sizes.num_states, max_steps=sizes.max_steps
+    )
+    if not sizes.has_markov:
         return found
     vocab_size, rank = numbers_of(config, "vocab_size", "markov_rank")
     return replace(found, markov_parameters=vocab_size * rank)
 
 
-def _read_eagle(config: Config) -> ModelShape:
-    """Read a layer over an embedding and the last state, which has the costs of an MTP layer."""
-    return replace(dense(config, "vocab_size", tied=False), kind=MTP, num_states=1)
-
-
 #: Parsers of head configurations, by architecture.
-HEADS = {
-    "LlamaForCausalLMEagle": _read_eagle,
-    "LlamaForCausalLMEagle3": _read_eagle3,
-    **dict.fromkeys((*BLOCKS, *DSPARKS), _read_block),
-    "MiMoMTP": _read_eagle,
-    "Qwen2ForCausalLMEagle": _read_eagle,
-}
+PLANNED = {name: _read_head for name, head in HEADS.items() if head.sizes is not None}
 
 
 def quantized_bytes(quantization: Config | None) -> float:
@@ -634,6 +608,8 @@ def quantized_bytes(quantization: Config | None) -> float:
     method = quantization.get("quant_method")
     if method in FP8_METHODS:
         return 1.0
+    if method == "mxfp4":  # of experts alone
+        return SIXTEEN_BIT
     groups = (quantization.get("config_groups") or {}).values()
     widths = {(group.get("weights") or {}).get("num_bits") for group in groups}
     if method == "compressed-tensors" and widths == {8}:

@@ -14,7 +14,7 @@ from sglang_smc_tools.testing.checks import check_equal_models as check_equal_mo
 from sglang_smc_tools.testing.checks import check_evidence as check_evidence
 from sglang_smc_tools.testing.checks import check_exact_answers as check_exact_answers
 from sglang_smc_tools.testing.checks import check_mode as check_mode
-from sglang_smc_tools.testing.model import Answer as Answer
+from sglang_smc_tools.testing.model import CheckedAnswer as CheckedAnswer
 from sglang_smc_tools.testing.model import Model as Model
 from sglang_smc_tools.testing.model import Position as Position
 from sglang_smc_tools.testing.model import connect as connect

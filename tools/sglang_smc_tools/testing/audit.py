@@ -44,7 +44,7 @@ _UNCERTAIN = 1e-3  # mass of a distribution that may be unknown
 _POWER = 1.28  # standard normal quantile of 9 in 10
 
 
-class Rules(NamedTuple):
+class SamplingRules(NamedTuple):
     """Sampling parameters; each check sets one."""
 
     temperature: float = 1.0
@@ -58,21 +58,35 @@ class TokenCheck(NamedTuple):
     """A check of sampled tokens."""
 
     name: str
-    rules: Rules
+    rules: SamplingRules
     share: float  # of the answers
     proves: str
 
 
 CHECKS = (
-    TokenCheck("sampled", Rules(), 0.4, "tokens at temperature 1 are samples of the target"),
-    TokenCheck("temperature", Rules(temperature=0.6), 0.15, "temperature 0.6 sharpens it rightly"),
+    TokenCheck(
+        "sampled", SamplingRules(), 0.4, "tokens at temperature 1 are samples of the target"
+    ),
+    TokenCheck(
+        "temperature", SamplingRules(temperature=0.6), 0.15, "temperature 0.6 sharpens it rightly"
+    ),
     # Above temperature 1 p is flatter than a q that its own temperature left out.
-    TokenCheck("top-k", Rules(2.0, 10), 0.1, "top_k 10 leaves the 10 likeliest, of temperature 2"),
-    TokenCheck("top-p", Rules(top_p=0.8), 0.1, "top_p 0.8 leaves the likeliest 80 % in proportion"),
-    TokenCheck("min-p", Rules(min_p=0.1), 0.1, "min_p 0.1 leaves from a tenth of the likeliest on"),
-    TokenCheck("penalty", Rules(frequency_penalty=0.5), 0.1, "it lowers tokens by their counts"),
+    TokenCheck(
+        "top-k", SamplingRules(2.0, 10), 0.1, "top_k 10 leaves the 10 likeliest, of temperature 2"
+    ),
+    TokenCheck(
+        "top-p", SamplingRules(top_p=0.8), 0.1, "top_p 0.8 leaves the likeliest 80 % in proportion"
+    ),
+    TokenCheck(
+        "min-p", SamplingRules(min_p=0.1), 0.1, "min_p 0.1 leaves from a tenth of the likeliest on"
+    ),
+    TokenCheck(
+        "penalty", SamplingRules(frequency_penalty=0.5), 0.1, "it lowers tokens by their counts"
+    ),
 )
-TOGETHER = TokenCheck("together", Rules(), 0.0, "the tokens of all these checks follow the target")
+TOGETHER = TokenCheck(
+    "together", SamplingRules(), 0.0, "the tokens of all these checks follow the target"
+)
 _GREEDY_SHARE = 0.05
 NUM_SEEDS = 10  # answers with a seed, the first two with one
 LEVEL = ALPHA / (4 * (len(CHECKS) + 1) + audit_texts.NUM_TESTS)  # of one p-value
@@ -159,7 +173,7 @@ def compared(
     Yields None for a token that the rules exclude.
     """
     uniforms = random.Random(seed)
-    leaves_all = check.rules._replace(frequency_penalty=0.0) == Rules()
+    leaves_all = check.rules._replace(frequency_penalty=0.0) == SamplingRules()
     for (token, _, top), earlier, place in (each for one in samples for each in _places(one)):
         expected = limited(top, check.rules, rounding, earlier)
         if expected is None:
@@ -263,7 +277,10 @@ def _places(sample: Sample) -> Iterator[tuple[Position, Counter[Any], int]]:
 
 
 def limited(
-    top: Top, rules: Rules, rounding: float, earlier: Mapping[Any, int] = MappingProxyType({})
+    top: Top,
+    rules: SamplingRules,
+    rounding: float,
+    earlier: Mapping[Any, int] = MappingProxyType({}),
 ) -> Top | None:
     """Return log-probabilities after sampling rules, from those of the likeliest tokens.
 
@@ -275,7 +292,7 @@ def limited(
     Args:
         earlier: the counts of the answer's tokens so far.
     """
-    if rules == Rules() or not top:
+    if rules == SamplingRules() or not top:
         return top or None
     ranked = dict(sorted(top.items(), key=lambda item: -item[1]))
     values = list(ranked.values())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from sglang_smc_tools.testing import statistics
-from sglang_smc_tools.testing.model import Answer, Model
+from sglang_smc_tools.testing.model import CheckedAnswer, Model
 from sglang_smc_tools.testing.report import Result, Verdict
 from sglang_smc_tools.testing.statistics import Fit, Mean, Text
 
@@ -357,7 +357,7 @@ def short_law(models: Sequence[Model], prompt: Text, smallest: float) -> Law:
     return law | frontier
 
 
-def claimed_law(target: Model, prompt: Text, answers: Iterable[Answer]) -> Law:
+def claimed_law(target: Model, prompt: Text, answers: Iterable[CheckedAnswer]) -> Law:
     """Return the distribution of one-particle, one-round answers that their weights imply.
 
     The evidence of such an answer is p over the probability with which it was sampled.

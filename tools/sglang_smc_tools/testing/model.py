@@ -44,7 +44,7 @@ PLAIN = {
 }
 
 
-class Answer(NamedTuple):
+class CheckedAnswer(NamedTuple):
     """A generated text and its ``meta_info``, with SMC's fields."""
 
     text: Text
@@ -77,15 +77,17 @@ class Model:
 
     def answers(
         self, prompts: Sequence[Text], length: int, smc: dict[str, Any], **params: Any
-    ) -> list[Answer]:
+    ) -> list[CheckedAnswer]:
         """Generate an answer of at most ``length`` tokens to each prompt, each with its seed."""
         fields = {"custom_params": {"smc": {"power": 1.0, **smc}}, "max_new_tokens": length}
         common = {**PLAIN, **params, **fields}
-        found: list[Answer] = []
+        found: list[CheckedAnswer] = []
         for chunk in _chunks(prompts):
             sampling = [{**common, "sampling_seed": next(self.seeds)} for _ in chunk]
             replies = self._ask({"input_ids": chunk, "sampling_params": sampling})
-            found += [Answer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies]
+            found += [
+                CheckedAnswer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies
+            ]
         return found
 
     def score(self, prompts: Sequence[Text], texts: Sequence[Text]) -> list[list[Position]]:

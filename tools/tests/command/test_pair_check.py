@@ -296,3 +296,13 @@ def test_arguments_that_make_no_question(
     monkeypatch.setattr(machine, "findings", lambda: iter(()))
     assert doctor.main(given) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_drafter_of_ones_own_is_imported() -> None:
+    """Red where doctor passes a class that a server refuses."""
+    path = "sglang_smc.proposers.ngram:UniformDraft"
+    found = findings_of("h200", "--draft", path)["draft"]
+    assert found.level == OK and f"{path}, a DraftProposer of your own, runs no m" in found.found
+    pair_check.check(options("--draft", path))
+    found = findings_of("h200", "--draft", "json:loads")["draft"]
+    assert found.level == FAIL and "DraftProposer" in found.do

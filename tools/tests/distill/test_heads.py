@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
-from sglang_smc_tools.distill.drafts import Draft, load_draft
+from sglang_smc_tools.distill.drafts import TrainableDraft, load_draft
 from sglang_smc_tools.distill.heads import MTP
 from sglang_smc_tools.distill.teacher import Example, Lesson, Teacher, collate
 
@@ -19,13 +19,15 @@ WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
 
 
 @pytest.fixture(params=["eagle3", "mtp", "dflash", "dspark"])
-def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> Draft:
+def head(request: pytest.FixtureRequest, target: Path, tmp_path: Path) -> TrainableDraft:
     layers = {} if request.param == "mtp" else {"layer_ids": (0, 2)}
     new_head(request.param, target, tmp_path, **layers, dtype=torch.float32)
     return load_draft(tmp_path, target, CPU)
 
 
-def lesson(teacher: Teacher, head: Draft, ids: list[int], other: list[int] | None = None) -> Lesson:
+def lesson(
+    teacher: Teacher, head: TrainableDraft, ids: list[int], other: list[int] | None = None
+) -> Lesson:
     """Of a text, in a batch with another one."""
     rows = [Example(row, 2) for row in (ids, *([other] if other else []))]
     return teacher.teach(collate(rows, CPU), head.layer_ids)
@@ -34,7 +36,9 @@ def lesson(teacher: Teacher, head: Draft, ids: list[int], other: list[int] | Non
 TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
 
 
-def test_states_before_an_anchor_are_read_and_no_others(head: Draft, teacher: Teacher) -> None:
+def test_states_before_an_anchor_are_read_and_no_others(
+    head: TrainableDraft, teacher: Teacher
+) -> None:
     """The first of them, too, and for the first anchor none that only the second one has."""
     given = lesson(teacher, head, TEXT)
     before = head.logits(teacher, given, ANCHORS, DEPTH)[:, 0]
@@ -45,7 +49,7 @@ def test_states_before_an_anchor_are_read_and_no_others(head: Draft, teacher: Te
         assert torch.allclose(before, after, atol=1e-6) != is_read
 
 
-def test_what_stands_beside_a_text_changes_nothing(head: Draft, teacher: Teacher) -> None:
+def test_what_stands_beside_a_text_changes_nothing(head: TrainableDraft, teacher: Teacher) -> None:
     """Neither padding nor another text nor another anchor."""
     beside = lesson(teacher, head, TEXT, [2] * 20)
     alone = head.logits(teacher, lesson(teacher, head, TEXT), ANCHORS[:, :1], DEPTH)
@@ -62,7 +66,7 @@ def test_a_head_of_some_tokens(target: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path, target).hot.tolist() == hot
 
 
-def test_weights_come_back(head: Draft, target: Path, tmp_path: Path) -> None:
+def test_weights_come_back(head: TrainableDraft, target: Path, tmp_path: Path) -> None:
     """Under the names of public checkpoints, which may begin with `model.`; others are left."""
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -112,6 +116,10 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=said):
             load_head(tmp_path, target)
+    other = json.loads(sound) | {"architectures": ["Qwen2ForCausalLMEagle"]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="head of class Qwen2ForCausalLMEagle, which is not"):
+        load_draft(tmp_path, target, CPU)
     (tmp_path / "config.json").write_text(sound)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):

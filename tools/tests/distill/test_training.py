@@ -19,12 +19,12 @@ from sglang_smc_tools.distill.checkpoints import new_head
 from sglang_smc_tools.distill.cli import main
 from sglang_smc_tools.distill.drafts import DraftBlocks, begin_as_target, load_draft
 from sglang_smc_tools.distill.teacher import (
-    Batch,
     Example,
     Lesson,
     Lessons,
     Sampling,
     Teacher,
+    TextBatch,
     collate,
     read_prompts,
     sample_answers,
@@ -167,7 +167,7 @@ def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list
     taught = []
 
     class Counting(Teacher):
-        def teach(self, batch: Batch, *asked: Any) -> Lesson:
+        def teach(self, batch: TextBatch, *asked: Any) -> Lesson:
             taught.append(len(batch.ids))
             return super().teach(batch, *asked)
 
@@ -185,7 +185,7 @@ def test_lessons_are_those_of_each_text(room: int, teacher: Teacher, texts: list
 def test_probabilities_are_the_targets_and_of_hot_tokens_alone(teacher: Teacher) -> None:
     ids, hot = torch.tensor([[3, 5, 7, 9]]), torch.tensor([2, 5, 7])
     whole = teacher.model(input_ids=ids).logits.log_softmax(-1)
-    states = teacher.teach(Batch(ids, ids[:, 0], ids[:, 0]), ()).states
+    states = teacher.teach(TextBatch(ids, ids[:, 0], ids[:, 0]), ()).states
     torch.testing.assert_close(teacher.log_p(states), whole)
     torch.testing.assert_close(teacher.log_p(states, hot), whole[..., hot].log_softmax(-1))
     teacher.model.config.logit_scale = 2.0

@@ -310,7 +310,7 @@ DOMINO = {"projector_type": "domino"}
     ("read", "source", "said"),
     [
         (from_config, "llama-9b", "'llama-9b' is neither .*llama-3.1-8b"),
-        (from_config, LLAMA_CONFIG | {"architectures": ["Qwen3MoeForCausalLM"]}, "Moe.*Llama"),
+        (from_config, LLAMA_CONFIG | {"architectures": ["Qwen3NextForCausalLM"]}, "Next.*Llama"),
         (from_config, {"hidden_size": 4}, "architecture is none"),
         (from_config, LLAMA_CONFIG | {"hidden_size": None}, "no whole number for hidden_size"),
         (from_config, DEEPSEEK | {"kv_lora_rank": None}, "no whole number for kv_lora_rank"),

@@ -23,7 +23,7 @@ from sglang_smc_tools.testing.audit import (
     CHECKS,
     LEVEL,
     Audit,
-    Rules,
+    SamplingRules,
     TokenCheck,
     audit,
     compared,
@@ -365,7 +365,7 @@ def test_rounding_is_told_from_a_fault(
 
 def test_false_alarms_keep_their_level() -> None:
     """Of 400 correct samples 5 % are rejected at level 5 %: outside of 7 to 34 in 1 of 1,000."""
-    check, table = TokenCheck("sampled", Rules(), 1.0, ""), random_table(1)
+    check, table = TokenCheck("sampled", SamplingRules(), 1.0, ""), random_table(1)
     rejected = 0
     for seed in range(400):
         source = random.Random(-1 - seed)
@@ -388,15 +388,17 @@ laws = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=9).map(
     lambda masses: sorted((mass / math.fsum(masses) for mass in masses), reverse=True)
 )
 rules = st.one_of(
-    st.floats(0.2, 0.99).map(lambda value: Rules(temperature=value)),
-    st.tuples(st.floats(0.5, 3.0), st.integers(1, 6)).map(lambda both: Rules(*both)),
-    st.floats(0.05, 0.95).map(lambda value: Rules(top_p=value)),
-    st.floats(0.01, 0.9).map(lambda value: Rules(min_p=value)),
+    st.floats(0.2, 0.99).map(lambda value: SamplingRules(temperature=value)),
+    st.tuples(st.floats(0.5, 3.0), st.integers(1, 6)).map(lambda both: SamplingRules(*both)),
+    st.floats(0.05, 0.95).map(lambda value: SamplingRules(top_p=value)),
+    st.floats(0.01, 0.9).map(lambda value: SamplingRules(min_p=value)),
 )
 
 
 @given(laws, rules, st.integers(1, 9))
-def test_a_part_tells_the_rules_of_the_whole(law: list[float], rule: Rules, told: int) -> None:
+def test_a_part_tells_the_rules_of_the_whole(
+    law: list[float], rule: SamplingRules, told: int
+) -> None:
     found = limited({token: math.log(mass) for token, mass in enumerate(law[:told])}, rule, 1e-3)
     if found is None:
         return
@@ -408,7 +410,7 @@ def test_a_part_tells_the_rules_of_the_whole(law: list[float], rule: Rules, told
 
 
 def test_a_penalty_on_a_token_that_is_not_told_leaves_the_rest_unknown() -> None:
-    told, rule = {0: math.log(0.5), 1: math.log(4e-4)}, Rules(frequency_penalty=math.log(2))
+    told, rule = {0: math.log(0.5), 1: math.log(4e-4)}, SamplingRules(frequency_penalty=math.log(2))
     found = limited(told, rule, 1e-3, {0: 1, 6: 2, 7: 9})  # of at most 8e-4
     assert found and math.exp(found[0]) == pytest.approx(1 / 3, abs=1e-3)
     assert limited(told, rule, 1e-3, dict.fromkeys(range(2, 9), 1)) is None  # of 1.4e-3

@@ -1,0 +1,1 @@
+"""Checks of features, which register themselves; by group."""

@@ -1,0 +1,91 @@
+"""Make a model that thinks, calls a tool, and speaks, word by word as it was told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PAD, EOS, START = "<pad>", "<eos>", "<start>"
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + START
+REASONING = ["it", "is", "about", "the", "weather"]
+ARGUMENTS = {"city": "Paris", "days": 3}
+CALL = ["<tool_call>", '{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",']
+CALL += ['"days":', "3}}", "</tool_call>"]
+WORDS = [THOUGHT_BEGINS, *REASONING, THOUGHT_ENDS, "I", "look", *CALL]
+PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}}
+FORECAST = {"name": "forecast", "parameters": {"type": "object", "properties": PARAMETERS}}
+TOOL = {"type": "function", "function": FORECAST}
+#: What a grammar of JSON may need beside the words.
+LETTERS = [*'{}[]":,0123456789abcdefghijklmnopqrstuvwxyz', "\n"]
+WIDTH = 64
+
+
+def _token(word: str) -> str:
+    """Return a word with its space; marks of a thought stand as SGLang's parsers look them up."""
+    return word if word in (THOUGHT_BEGINS, THOUGHT_ENDS) else f"{word} "
+
+
+def make_model(folder: Path, certainty: float) -> str:
+    """Save a Llama that says `WORDS`; return its folder.
+
+    Its layers add nothing, so that the next token follows from the last one alone. Letters, which
+    nothing makes likely, are what a grammar can still choose.
+
+    Args:
+        certainty: the logit of the right next word; all others have 0.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = [PAD, EOS, START, *map(_token, WORDS), *LETTERS]
+    size = len(vocabulary)
+    hidden = WIDTH * -(-size // WIDTH)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.model.embed_tokens.weight[:, :size] = torch.eye(size)
+        said = 3 + len(WORDS)
+        follows = [*range(3, said), 1]  # of START and each word
+        # The last norm makes a word's one entry the root of the width.
+        model.lm_head.weight[follows, range(2, said)] = certainty / hidden**0.5
+    model.save_pretrained(folder)
+    ids = {word: index for index, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": PAD}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special
+    )
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def processor() -> str:
+    """Return SGLang's thinking-budget processor for this model's tokens."""
+    from sglang.srt.sampling.custom_logit_processor import ThinkingBudgetLogitProcessor
+
+    ids = [PAD, EOS, START, *WORDS]
+
+    class Budget(ThinkingBudgetLogitProcessor):
+        THINKING_START_TOKEN_ID = ids.index(THOUGHT_BEGINS)
+        THINKING_END_TOKEN_ID = ids.index(THOUGHT_ENDS)
+        NEW_LINE_TOKEN_ID = len(ids) + LETTERS.index("\n")
+
+    return Budget.to_str()

@@ -1,0 +1,134 @@
+"""List the kinds of heads: the classes that a checkpoint names, and the drafter that runs them.
+
+A kind's sizes are what a planner needs beside those of its layers; they are read from the keys of a
+config.json alone, so that planning imports no SGLang. A drafter is a class of `proposers`, named by
+its path, as `--speculative-smc-draft-class` names a user's.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from sglang_smc.drafts import formats
+from sglang_smc.drafts.formats import Config
+
+Kind = Literal["model", "eagle", "eagle3", "dflash", "mtp"]
+
+INTERFACE = "sglang_smc.proposers.base:DraftProposer"
+LANGUAGE_MODEL = "sglang_smc.proposers.base:LanguageModel"
+"""The drafter of a checkpoint that is of no kind of head."""
+
+EAGLE = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle")
+LATENT_EAGLE3 = "Eagle3DeepseekV2ForCausalLM"
+MTP = {
+    "DeepseekV3ForCausalLM": "DeepseekV3ForCausalLMNextN",
+    "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteForCausalLMNextN",
+    "MiMoForCausalLM": "MiMoMTP",
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
+}
+"""SGLang's classes of MTP layers, by the class of the target whose checkpoint has one."""
+
+EAGLE3_STATES = 3
+"""Layers of the target that an EAGLE-3 head reads where its configuration names none."""
+
+BLOCK_SIZE = 16
+"""Columns of a block where its configuration says nothing, the last token's among them."""
+
+# Features of newer blocks; each adds a step after the pass; its cost is not modelled.
+_NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
+
+
+class HeadSizes(NamedTuple):
+    """Sizes of a head beside those of its layers."""
+
+    passes: Literal["eagle3", "mtp", "dflash"]  # of K: pairs, pairs through fc, or one block
+    num_states: int  # layers of the target whose states it reads
+    rows_key: str | None  # of the config.json: rows of an LM head of its own; None: the target's
+    max_steps: int | None = None  # the largest K; None for any
+    has_markov: bool = False  # a DSpark block's Markov head
+    hint: str = ""  # ends the error about a missing size
+
+
+class HeadType(NamedTuple):
+    """A kind of head."""
+
+    kind: Kind
+    classes: tuple[str, ...]  # SGLang's, of which a checkpoint names one
+    drafter: str
+    sizes: Callable[[Config], HeadSizes] | None = None  # ValueError; None: not planned for
+
+
+def _eagle_sizes(config: Config) -> HeadSizes:
+    """Read a layer over an embedding and the last state, which has the costs of an MTP layer."""
+    return HeadSizes("mtp", num_states=1, rows_key="vocab_size")
+
+
+def _eagle3_sizes(config: Config) -> HeadSizes:
+    width = config.get("hidden_size")
+    target_size = config.get("target_hidden_size") or width
+    if target_size != width:
+        raise ValueError(
+            f"The configuration's hidden_size is {width} and its target_hidden_size "
+            f"{target_size}. Only heads as wide as their target are planned for."
+        )
+    ids = (config.get("eagle_config") or {}).get(formats.EAGLE3_LAYERS)
+    hint = (
+        " An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
+        "target, write vocab_size there."
+    )
+    states = config.get("num_aux_hidden_states") or (len(ids) if ids else EAGLE3_STATES)
+    return HeadSizes("eagle3", num_states=states, rows_key="draft_vocab_size", hint=hint)
+
+
+def _block_sizes(config: Config) -> HeadSizes:
+    is_dspark = formats.architecture(config) in formats.DSPARKS
+    options: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
+    if is_dspark and options.get("projector_type") == "dspark":
+        del options["projector_type"]
+    if beyond := [key for key in _NOT_PLANNED if options.get(key)]:
+        raise ValueError(
+            f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
+            "head. Planned for are blocks without."
+        )
+    layers = options.get("target_layer_ids") or range(config.get("num_hidden_layers") or 0)
+    most = options.get("block_size") or BLOCK_SIZE
+    return HeadSizes(
+        "dflash",
+        num_states=len(layers),
+        rows_key=None,
+        max_steps=most - (not options.get("sample_from_anchor", is_dspark)),
+        has_markov=is_dspark,
+        hint=" A DFlash block's sizes are those of its own layers, not of the target's.",
+    )
+
+
+_EAGLE3 = "sglang_smc.proposers.eagle3:"
+_MTP_HEAD = _EAGLE3 + "MTPHead"
+_ALONE = MTP["MiMoForCausalLM"]  # it has checkpoints of its own
+_WITHIN = tuple(dict.fromkeys(name for name in MTP.values() if name != _ALONE))
+
+TYPES = (
+    HeadType("eagle", EAGLE, _EAGLE3 + "EagleHead", _eagle_sizes),
+    HeadType("eagle3", (formats.EAGLE3,), _EAGLE3 + "Eagle3Head", _eagle3_sizes),
+    HeadType("eagle3", (LATENT_EAGLE3,), _EAGLE3 + "Eagle3Head"),
+    HeadType(
+        "dflash",
+        (*formats.BLOCKS, *formats.DSPARKS),
+        "sglang_smc.proposers.dflash:BlockHead",
+        _block_sizes,
+    ),
+    HeadType("mtp", _WITHIN, _MTP_HEAD),
+    HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),
+)
+
+HEADS = {name: one for one in TYPES for name in one.classes}
+"""Types of heads, by SGLang's class."""
+
+
+def kind_of(architecture: str) -> Kind:
+    """Return the kind of a draft whose configuration names this class."""
+    found = HEADS.get(architecture)
+    return "model" if found is None else found.kind

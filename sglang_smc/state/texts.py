@@ -1,0 +1,53 @@
+"""Tell which tokens of a request all particles share, and which of them the draft has read."""
+
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_smc.smc.population import Population
+from sglang_smc.state.request import find_state, state_of
+
+
+def has_open_token(req: Req) -> bool:
+    """Return whether the newest output token is a placeholder for one that particles differ in."""
+    state = find_state(req)
+    return state is not None and state.open_token.is_open
+
+
+def shared_ids(req: Req) -> list[int]:
+    """Return the output tokens that all particles share."""
+    state = find_state(req)
+    return list(req.output_ids[: state.open_token.place if state is not None else None])
+
+
+def skip_draft(req: Req) -> int:
+    """Note that the draft does not read the token of a round; return how many it has skipped.
+
+    A round before may have left the last two tokens unread. Those before them are on the host when
+    drafting resumes, possibly one round late.
+    """
+    state = state_of(req)
+    prompt = len(req.origin_input_ids)
+    place = state.open_token.place
+    num_tokens = prompt + (len(req.output_ids) if place is None else place)
+    if state.num_read is None:
+        state.num_read = max(num_tokens - 2, prompt)
+    return num_tokens - 1 - state.num_read
+
+
+def take_unread(req: Req) -> tuple[int, list[int]]:
+    """Return the position and ids of the tokens, but the last, that the draft has skipped.
+
+    The host may be a round behind; the next round's first pass reads its last two tokens anyway.
+    """
+    state = state_of(req)
+    prompt = len(req.origin_input_ids)
+    start = state.num_read or 0
+    state.num_read = None
+    return start, shared_ids(req)[start - prompt : -1]
+
+
+def tails_of(req: Req, population: Population, group: int) -> list[list[int]]:
+    """Return each particle's tokens after the output that all particles share."""
+    is_open = has_open_token(req)
+    columns = population.last_emitted, population.tokens, population.lengths
+    each = zip(*(column[group].tolist() for column in columns), strict=True)
+    return [[*([first] if is_open else []), *tail[:length]] for first, tail, length in each]
