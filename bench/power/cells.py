@@ -26,7 +26,7 @@ VERIFIED, WEIGHED, MCMC = "verified", "draft", "Metropolis-Hastings"
 
 
 @dataclass(frozen=True)
-class Cell(real.RealCell):
+class PowerCell(real.RealCell):
     """A setting.
 
     Args:
@@ -58,12 +58,12 @@ class Cell(real.RealCell):
         return [(sample, index) for sample in samples for index in range(count)]
 
 
-def cells() -> list[Cell]:
+def cells() -> list[PowerCell]:
     """Return all settings, SMC before plain decoding, which scores its answers."""
     return [cell for pair in (CODER, SMALL) for cell in _cells(pair)]
 
 
-def _cells(pair: str) -> Iterator[Cell]:
+def _cells(pair: str) -> Iterator[PowerCell]:
     main = [(4.0, VERIFIED), (2.0, VERIFIED)]
     weighed = [(4.0, WEIGHED)] if PAIRS[pair].draft else []
     for power, proposal in main:
@@ -83,7 +83,7 @@ def _cells(pair: str) -> Iterator[Cell]:
     yield _plain(pair, 0.0, first=ALONE, at_once=1)
     for temperature in (1.0, 0.7):
         yield _plain(pair, temperature, samples=SAMPLES, first=FEW)
-    yield Cell(
+    yield PowerCell(
         label=f"p^4 {MCMC}",
         engine=f"{pair} {PLAIN}",
         temperature=1.0,
@@ -94,13 +94,13 @@ def _cells(pair: str) -> Iterator[Cell]:
     )
 
 
-def _power(pair: str, power: float, n: int, proposal: str, **how: Any) -> Cell:
+def _power(pair: str, power: float, n: int, proposal: str, **how: Any) -> PowerCell:
     k = USUAL[1]
     smc = {"power": power, "num_particles": n, "num_steps": k, "return_particles": True}
     told = "" if proposal == VERIFIED else f" {proposal}"
     if proposal != VERIFIED:  # the default
         smc["proposal"] = proposal
-    return Cell(
+    return PowerCell(
         label=f"p^{power:g} N={n}{told}{_apart(how)}",
         engine=f"{pair} {SMC if PAIRS[pair].draft else MATCHES}",
         temperature=1.0,
@@ -114,10 +114,12 @@ def _power(pair: str, power: float, n: int, proposal: str, **how: Any) -> Cell:
     )
 
 
-def _plain(pair: str, temperature: float, samples: int = 1, **how: Any) -> Cell:
+def _plain(pair: str, temperature: float, samples: int = 1, **how: Any) -> PowerCell:
     several = f"{samples} " if samples > 1 else ""
     label = f"{several}plain T={temperature:g}{_apart(how)}"
-    return Cell(label, f"{pair} {PLAIN}", temperature, samples=samples, pair=pair, rows=1, **how)
+    return PowerCell(
+        label, f"{pair} {PLAIN}", temperature, samples=samples, pair=pair, rows=1, **how
+    )
 
 
 def _apart(how: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ SEEDS = 1 << 31
 LIKELIEST = 64
 
 
-class Engine(Protocol):
+class PlainServer(Protocol):
     """Answers requests of /generate with log-probabilities at temperature 1."""
 
     def generate(self, **question: Any) -> Any: ...
@@ -33,7 +33,7 @@ class Token(NamedTuple):
     log_q: float  # as it is proposed, at the temperature 1 / power
 
 
-class Text(NamedTuple):
+class ChainText(NamedTuple):
     """A text of a chain."""
 
     tokens: list[Token]
@@ -52,13 +52,13 @@ class Chain:
         proposed, accepted: steps.
     """
 
-    def __init__(self, engine: Engine, prompt: list[int], power: float, seed: int) -> None:
+    def __init__(self, engine: PlainServer, prompt: list[int], power: float, seed: int) -> None:
         self._engine, self._prompt, self._power = engine, prompt, power
         self._draw = random.Random(seed)
-        self.text = Text([], has_ended=False)
+        self.text = ChainText([], has_ended=False)
         self.passes = self.proposed = self.accepted = 0
 
-    def run(self, most: int) -> Text:
+    def run(self, most: int) -> ChainText:
         """Return the last text, of at most ``most`` tokens."""
         for end in [*range(BLOCK, most, BLOCK), most]:
             if self.text.has_ended:
@@ -77,7 +77,7 @@ class Chain:
             self.text = proposed
             self.accepted += 1
 
-    def _log_weight(self, text: Text, kept: int) -> float:
+    def _log_weight(self, text: ChainText, kept: int) -> float:
         """Return log p^power of what follows ``kept`` tokens, minus that of being proposed.
 
         A text of T tokens has its position ``kept`` drawn with probability 1 / T.
@@ -86,7 +86,7 @@ class Chain:
         of_tokens = sum(self._power * token.log_p - token.log_q for token in after)
         return of_tokens - math.log(len(text.tokens))
 
-    def _continued(self, kept: int, end: int) -> Text:
+    def _continued(self, kept: int, end: int) -> ChainText:
         """Return the text's first ``kept`` tokens and others, sampled, up to ``end`` or EOS."""
         begun = self.text.tokens[:kept]
         told = self._engine.generate(
@@ -103,7 +103,7 @@ class Chain:
         each = zip(info["output_token_logprobs"], info["output_top_logprobs"], strict=True)
         tokens = [self._token(*one) for one in each]
         self.passes += len(tokens)
-        return Text([*begun, *tokens], info["finish_reason"]["type"] == "stop")
+        return ChainText([*begun, *tokens], info["finish_reason"]["type"] == "stop")
 
     def _token(self, sampled: Sequence[Any], likeliest: Sequence[Sequence[Any]]) -> Token:
         """Return a token by what a server tells: log p and id, of the likeliest, too."""

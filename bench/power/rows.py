@@ -15,7 +15,7 @@ from charts import COLOURS, Point, scatter
 from gpu import expected
 from gsm8k.run import Graded
 from intervals import Interval, paired_difference, paired_ratio_of_ratios, ratio, wilson
-from power.cells import CODER, GREEDY, MCMC, VERIFIED, WEIGHED, Cell
+from power.cells import CODER, GREEDY, MCMC, VERIFIED, WEIGHED, PowerCell
 from results import interval_cell, number_cell, table
 from speed import grid
 
@@ -23,7 +23,7 @@ from speed import grid
 
 
 @dataclass(frozen=True)
-class Answer(Graded):
+class PowerAnswer(Graded):
     """An answer: its likelihood and cost, and what its particles answer."""
 
     log_p: float = 0.0  # nats, at temperature 1, EOS included
@@ -37,7 +37,7 @@ class Answer(Graded):
         return self.info.get("spec_verify_ct") or max(self.info["completion_tokens"] - 1, 1)
 
 
-class Outcome(NamedTuple):
+class PowerOutcome(NamedTuple):
     """The result of one way to answer a problem."""
 
     index: int  # of the problem
@@ -53,12 +53,12 @@ class Way(NamedTuple):
 
     label: str
     series: str
-    cell: Cell
-    outcomes: list[Outcome]
+    cell: PowerCell
+    outcomes: list[PowerOutcome]
 
 
 #: Returns the number that a problem asks for, by the cell's pair and the problem.
-Truth = Callable[[Cell, int], float]
+Truth = Callable[[PowerCell, int], float]
 PLAIN, POWER, DRAFTED = "plain", "power, verified", "power, weighed drafts"
 VOTE, OF_SAMPLES, RIVAL = "vote over particles", "of 8 plain samples", f"power, {MCMC}"
 #: Of series, in the order of rows.
@@ -75,7 +75,7 @@ def voted(numbers: Sequence[float | None], weights: Sequence[float]) -> float | 
     return max(total, key=total.__getitem__, default=None)
 
 
-def ways(cell: Cell, answers: Sequence[Answer], truth: Truth) -> Iterator[Way]:
+def ways(cell: PowerCell, answers: Sequence[PowerAnswer], truth: Truth) -> Iterator[Way]:
     """Yield the ways that a cell's answers give."""
     if cell.samples > 1:
         grouped = groupby(sorted(answers, key=_place), key=lambda one: one.index)
@@ -95,12 +95,12 @@ def ways(cell: Cell, answers: Sequence[Answer], truth: Truth) -> Iterator[Way]:
         yield Way(f"{cell.label}, vote", VOTE, cell, [_vote([one], cell, truth) for one in answers])
 
 
-def _place(one: Answer) -> tuple[int, int]:
+def _place(one: PowerAnswer) -> tuple[int, int]:
     return one.index, one.sample
 
 
-def _outcome(chosen: Answer, some: Sequence[Answer]) -> Outcome:
-    return Outcome(
+def _outcome(chosen: PowerAnswer, some: Sequence[PowerAnswer]) -> PowerOutcome:
+    return PowerOutcome(
         index=chosen.index,
         right=chosen.right,
         log_p=chosen.log_p,
@@ -110,7 +110,7 @@ def _outcome(chosen: Answer, some: Sequence[Answer]) -> Outcome:
     )
 
 
-def _vote(some: Sequence[Answer], cell: Cell, truth: Truth) -> Outcome:
+def _vote(some: Sequence[PowerAnswer], cell: PowerCell, truth: Truth) -> PowerOutcome:
     numbers = [number for one in some for number in one.numbers]
     weights = [weight for one in some for weight in one.weights]
     found = voted(numbers, weights)
@@ -145,7 +145,9 @@ class PowerRow:
 
 
 def rows_of(
-    found: Mapping[Cell, Sequence[Answer]], truth: Truth, plugin: Callable[[Cell], str]
+    found: Mapping[PowerCell, Sequence[PowerAnswer]],
+    truth: Truth,
+    plugin: Callable[[PowerCell], str],
 ) -> list[PowerRow]:
     """Return a row for each way of each cell that has two answers, but for those alone.
 
@@ -166,8 +168,8 @@ def rows_of(
 def _row(
     way: Way,
     every: tuple[Sequence[Way], Sequence[Way]],
-    answers: Sequence[Answer],
-    again: Mapping[tuple[str, str], Sequence[Answer]],
+    answers: Sequence[PowerAnswer],
+    again: Mapping[tuple[str, str], Sequence[PowerAnswer]],
     plugin: str,
 ) -> PowerRow:
     cell, outcomes = way.cell, way.outcomes
@@ -202,15 +204,15 @@ def _row(
     )
 
 
-def _like(ways: Sequence[Way], cell: Cell, label: str) -> list[Outcome]:
+def _like(ways: Sequence[Way], cell: PowerCell, label: str) -> list[PowerOutcome]:
     """Return the outcomes of the way with a label of the same pair."""
     found = (way.outcomes for way in ways if (way.cell.pair, way.label) == (cell.pair, label))
     return next(found, [])
 
 
 def _paired(
-    ours: Sequence[Outcome], theirs: Sequence[Outcome]
-) -> tuple[list[Outcome], list[Outcome]]:
+    ours: Sequence[PowerOutcome], theirs: Sequence[PowerOutcome]
+) -> tuple[list[PowerOutcome], list[PowerOutcome]]:
     """Return the outcomes of problems that both have, by problem; empty where they are the same."""
     if ours == theirs:
         return [], []
@@ -219,13 +221,15 @@ def _paired(
     return [one[index] for index in common], [other[index] for index in common]
 
 
-def _difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+def _difference(ours: Sequence[PowerOutcome], theirs: Sequence[PowerOutcome]) -> Interval | None:
     pairs = _paired(ours, theirs)
     one, other = ({each.index: each.right for each in some} for some in pairs)
     return paired_difference(one, other)
 
 
-def _log_p_difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+def _log_p_difference(
+    ours: Sequence[PowerOutcome], theirs: Sequence[PowerOutcome]
+) -> Interval | None:
     each = [
         one.log_p - other.log_p
         for one, other in zip(*_paired(ours, theirs), strict=True)
@@ -234,7 +238,7 @@ def _log_p_difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Int
     return ratio(np.array(each)) if len(each) > 1 else None
 
 
-def _cpu_ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval | None:
+def _cpu_ratio(ours: Sequence[PowerOutcome], theirs: Sequence[PowerOutcome]) -> Interval | None:
     one, other = (np.array([x.cpu_seconds for x in some]) for some in _paired(ours, theirs))
     if len(one) < 2:
         return None
@@ -242,12 +246,12 @@ def _cpu_ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> Interval |
     return paired_ratio_of_ratios((one, ones), (other, ones))
 
 
-def _mean_of(answers: Sequence[Answer], key: str) -> float | None:
+def _mean_of(answers: Sequence[PowerAnswer], key: str) -> float | None:
     values = [one.info[key] for one in answers if key in one.info]
     return fmean(values) if values else None
 
 
-def log_z_variance(answers: Sequence[Answer]) -> float | None:
+def log_z_variance(answers: Sequence[PowerAnswer]) -> float | None:
     """Return the variance of log Z over seeds, the mean over problems with several seeds."""
     each: dict[int, list[float]] = {}
     for one in answers:
@@ -265,7 +269,7 @@ def _measured() -> expected.Results:
     return expected.published()
 
 
-def h200_seconds(cell: Cell, passes: float) -> float | None:
+def h200_seconds(cell: PowerCell, passes: float) -> float | None:
     """Return the seconds of so many passes on an H200, of a request alone, 8B with a 1B draft."""
     if cell.pair != CODER:
         return None
@@ -318,7 +322,8 @@ def markdown(rows: Sequence[PowerRow], note: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-ABOUT = """Qwen2.5-Coder 1.5B, drafted for by 0.5B, on GSM8K's first problems, K = 8 (`make power`; [all rows,
+ABOUT = """\
+Qwen2.5-Coder 1.5B, drafted for by 0.5B, on GSM8K's first problems, K = 8 (`make power`; [all rows,
 and what they are](../bench/results/power/power.md)). In brackets 95 % intervals, on the same
 problems. CPU seconds are of ten problems at once; seconds on an H200 are expected, for one."""
 

@@ -28,13 +28,13 @@ from power.cells import (
     SEED_PROBLEMS,
     SEEDS,
     SUM_EXAMPLES,
-    Cell,
+    PowerCell,
     cells,
     settings,
     sum_of,
 )
 from power.metropolis import BLOCK, STEPS, Chain
-from power.rows import Answer, PowerRow, chart, markdown, rows_of, summary
+from power.rows import PowerAnswer, PowerRow, chart, markdown, rows_of, summary
 from real.run import PAIRS, RealStudy, tokenizer
 from results import Report
 from speed.remote import FLUSH, RemoteEngine, running
@@ -60,10 +60,10 @@ KEPT = (
 )
 
 
-class Batch(NamedTuple):
+class CellBatch(NamedTuple):
     """Requests of a cell that are sent at once."""
 
-    cell: Cell
+    cell: PowerCell
     pairs: list[tuple[int, int]]  # samples and problems
 
 
@@ -101,12 +101,12 @@ class Power(RealStudy):
     about = "Powers of a real model: likelihood, accuracy and costs beside plain decoding."
     problems = 100
     max_tokens = MAX_TOKENS
-    kind = Answer
+    kind = PowerAnswer
     report = Report("power", PowerRow, markdown, chart)
     note = staticmethod(note)
     source = GSM8K
 
-    def grid(self) -> list[Cell]:
+    def grid(self) -> list[PowerCell]:
         return cells()
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Power(RealStudy):
         launch = super().launch(name)
         return replace(launch, environment={**launch.environment, **ENVIRONMENT, **ONE_THREAD})
 
-    def identity(self, cell: Cell) -> dict[str, Any]:
+    def identity(self, cell: PowerCell) -> dict[str, Any]:
         chain = {"block": BLOCK, "steps": STEPS} if cell.proposal == MCMC else {}
         return super().identity(cell) | {"environment": ENVIRONMENT} | chain
 
@@ -126,14 +126,14 @@ class Power(RealStudy):
     def _problems(self) -> list[dict[str, str]]:
         return self.source.rows(self.options.prompts)
 
-    def prompt(self, cell: Cell, index: int) -> list[int]:
+    def prompt(self, cell: PowerCell, index: int) -> list[int]:
         target = PAIRS[cell.pair].target
         if cell.pair == CODER:
             return problem_ids(target, self._problems[index]["question"])
         turns = [(one.question, one.answer) for one in SUM_EXAMPLES]
         return chat_ids(target, turns, sum_of(index).question)
 
-    def truth(self, cell: Cell, index: int) -> float:
+    def truth(self, cell: PowerCell, index: int) -> float:
         """Return the number that a problem asks for."""
         if cell.pair != CODER:
             return sum_of(index).total
@@ -143,10 +143,10 @@ class Power(RealStudy):
 
     # Answers
 
-    def pairs(self, cell: Cell) -> list[tuple[int, int]]:
+    def pairs(self, cell: PowerCell) -> list[tuple[int, int]]:
         return cell.pairs(self.options.problems)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[CellBatch]:
         """Yield what is missing, ten problems at a time; engines take turns to begin."""
         for pair in PAIRS:
             missing = {c: self.missing(c) for c in self.selected if c.pair == pair}
@@ -156,11 +156,11 @@ class Power(RealStudy):
                     here = [at for at in missing[cell] if start <= at[1] < start + AT_ONCE]
                     here.sort(key=partial(_place, cell))
                     for _, some in groupby(here, key=partial(_place, cell)):
-                        yield Batch(cell, list(some))
+                        yield CellBatch(cell, list(some))
                 engines.reverse()
 
     def _answer(self) -> None:
-        """Answer all that is missing, in rounds of problems."""
+        """PowerAnswer all that is missing, in rounds of problems."""
         batches = list(self._batches())
         total = sum(len(batch.pairs) for batch in batches)
         with bar(total=total, unit="answer", disable=not total) as progress:
@@ -169,7 +169,7 @@ class Power(RealStudy):
                 with running(self.launch(name), self.options.output_dir / LOG) as engine:
                     self._play(engine, list(group), progress)
 
-    def _play(self, engine: RemoteEngine, batches: list[Batch], progress: tqdm) -> None:
+    def _play(self, engine: RemoteEngine, batches: list[CellBatch], progress: tqdm) -> None:
         read: set[int] = set()
         for cell, pairs in batches:
             progress.set_description_str(cell.slug)
@@ -191,13 +191,13 @@ class Power(RealStudy):
                     write(asdict(replace(one, cpu_seconds=each)))
             progress.update(len(found))
 
-    def _read_prompts(self, engine: RemoteEngine, cell: Cell, indices: list[int]) -> None:
+    def _read_prompts(self, engine: RemoteEngine, cell: PowerCell, indices: list[int]) -> None:
         """Bring prompts into the engine's prefix cache, the first before others that share it."""
         prompts = [self.prompt(cell, index) for index in indices]
         for some in filter(None, (prompts[:1], prompts[1:])):
             engine.generate(input_ids=some, sampling_params={"max_new_tokens": 1})
 
-    def _ask_one(self, engine: RemoteEngine, cell: Cell, pair: tuple[int, int]) -> Answer:
+    def _ask_one(self, engine: RemoteEngine, cell: PowerCell, pair: tuple[int, int]) -> PowerAnswer:
         sample, index = pair
         prompt = self.prompt(cell, index)
         params = self.params_of(cell, sample, index)
@@ -213,7 +213,7 @@ class Power(RealStudy):
             answered(one["text"]) if ends else None
             for one, ends in zip(particles, whole, strict=True)
         ]
-        return Answer(
+        return PowerAnswer(
             index=index,
             info={key: value for key, value in kept_of(info).items() if key in KEPT},
             output_ids=told["output_ids"],
@@ -224,13 +224,13 @@ class Power(RealStudy):
             weights=[one["weight"] for one in particles] or [1.0],
         )
 
-    def _sampled(self, chain: Chain, cell: Cell, index: int) -> Answer:
+    def _sampled(self, chain: Chain, cell: PowerCell, index: int) -> PowerAnswer:
         """Return the last text of a Metropolis-Hastings chain."""
         text = chain.run(self.max_tokens)
         decode = tokenizer(PAIRS[cell.pair].target).decode
         said = decode(text.ids, skip_special_tokens=True)
         number = answered(said) if text.has_ended else None
-        return Answer(
+        return PowerAnswer(
             index=index,
             info={
                 "completion_tokens": len(text.ids),
@@ -258,7 +258,7 @@ class Power(RealStudy):
         write_between(PAGE, MARKS, summary(self.report.read(self.options.output_dir)))
 
 
-def _place(cell: Cell, pair: tuple[int, int]) -> tuple[int, int]:
+def _place(cell: PowerCell, pair: tuple[int, int]) -> tuple[int, int]:
     """Return what pairs have in common that are asked at once: samples of a problem, not seeds."""
     sample, index = pair
     return index // cell.at_once, sample if cell.samples == 1 else 0
