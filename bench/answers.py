@@ -193,7 +193,7 @@ class Study(ABC, Generic[C, A]):
             log.read()  # raises if it was measured otherwise, before anything starts
         if options.list:
             for cell in self.selected:
-                every = options.problems * cell.samples
+                every = len(self.pairs(cell))
                 print(f"{cell.slug:26} {len(self.read(cell)):5} of {every} answered")
             return
         study.prepare_folder(options.output_dir)
@@ -286,11 +286,14 @@ class Study(ABC, Generic[C, A]):
         found.sort(key=lambda one: (one.index, one.sample))
         return [one for one in found if one.index < self.options.problems]
 
+    def pairs(self, cell: C) -> list[tuple[int, int]]:
+        """Return the (sample, problem) pairs that a cell answers, sample by sample."""
+        return [(s, i) for s in range(cell.samples) for i in range(self.options.problems)]
+
     def missing(self, cell: C) -> list[tuple[int, int]]:
         """Return the (sample, problem) pairs without an answer, sample by sample."""
         there: set[Any] = {(one.sample, one.index) for one in self.read(cell)}
-        every = ((s, i) for s in range(cell.samples) for i in range(self.options.problems))
-        return [pair for pair in every if pair not in there]
+        return [pair for pair in self.pairs(cell) if pair not in there]
 
     def _answer(self) -> None:
         """Complete the selected cells, starting each needed engine once."""

@@ -30,7 +30,9 @@ def scatter(
     panels: Mapping[str, Sequence[Point]],
     styles: Mapping[str, tuple[str, str]],
     names: tuple[str, str],
-    plain: float,
+    plain: float | None,
+    *,
+    logarithmic: bool = False,
 ) -> None:
     """Write points as a PNG to ``path``.
 
@@ -38,7 +40,8 @@ def scatter(
         panels: the points of each panel, by its title.
         styles: the colour and marker of each series.
         names: of the axes.
-        plain: where plain decoding is on the first axis.
+        plain: where plain decoding is on the first axis; None where it is a series.
+        logarithmic: whether the first axis is.
     """
     shape = {"figsize": (0.6 + 5.0 * len(panels), 5.0), "sharex": True, "sharey": True}
     figure, all_axes = plt.subplots(
@@ -46,7 +49,8 @@ def scatter(
     )
     for axes, (title, points) in zip(all_axes.flat, panels.items(), strict=True):
         axes.axhline(0, color="black", lw=1, zorder=1)
-        axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
+        if plain is not None:
+            axes.axvline(plain, color="#6E6E6E", lw=1, ls=":", label="AR")
         drawn = {point.series for point in points}
         for name in (name for name in styles if name in drawn):
             here = sorted(point for point in points if point.series == name)
@@ -62,6 +66,7 @@ def scatter(
                 style["ha"] = "right" if is_name else "left"
                 axes.annotate(point.label, (point.x, point.y.mean), offset, **style)
         axes.set_yticks([tick for tick in axes.get_yticks() if tick >= 0])  # lanes are below
+        axes.set_xscale("log" if logarithmic else "linear")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(names[0])
         axes.margins(x=0.18, y=0.1)
@@ -69,6 +74,8 @@ def scatter(
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0, 0].set_ylabel(names[1])
     entries = all_axes[0, 0].get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        *entries, loc="outside lower center", ncols=min(4, 2 * len(panels)), frameon=False
+    )
     figure.savefig(path)
     plt.close(figure)

@@ -12,6 +12,7 @@ import csv
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu.engines import SHORT, SPEED_8B, K, N
 from results import markdown_table
 from speed import grid
 from speed.report import Results
+from speed.runner import read_results
 from study import PUBLISHED
 
 from sglang_smc_tools.plan.devices import named
@@ -111,6 +113,13 @@ def milliseconds(results: Results, shape: Shape, batch: int) -> tuple[float, boo
         return share * shape.bound(batch), False
     beside = measured(results, like, batch) or math.nan
     return beside + share * (shape.bound(batch) - like.bound(batch)), False
+
+
+def published(folder: Path = PUBLISHED) -> Results:
+    """Return what `bench/gpu` measured of an H200, by a folder of results."""
+    machines, _ = read_results(folder / "gpu" / "raw")
+    stages = next(of for name, of in machines.items() if "H200" in name)
+    return {**stages["speed"], **stages["more"]}
 
 
 def is_complete(results: Results) -> bool:

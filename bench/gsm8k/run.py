@@ -60,16 +60,34 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # --- Answers
 
 
-def is_right(text: str, problem: Mapping[str, str]) -> bool:
-    """Return whether the boxed number of an answer, or else its last, is the problem's."""
+def answered(text: str) -> float | None:
+    """Return the boxed number of an answer, or else its last; None without one."""
     boxed = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else ""
     numbers = NUMBER.findall(boxed)[:1] or NUMBER.findall(text)[-1:]
-    wanted = NUMBER.findall(problem["answer"])[-1]
-    return any(_value(number) == _value(wanted) for number in numbers)
+    return float(numbers[0].replace(",", "")) if numbers else None
 
 
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
+def is_right(text: str, problem: Mapping[str, str]) -> bool:
+    """Return whether the number of an answer is the problem's."""
+    found = answered(text)
+    return found is not None and found == answered(problem["answer"].rpartition("####")[2])
+
+
+def chat_ids(target: str, turns: Sequence[tuple[str, str]], question: str) -> list[int]:
+    """Return the tokens of a question after worked examples, in a target's chat template."""
+    chat: list[dict[str, str]] = []
+    for asked, answer in turns:
+        chat.append({"role": "user", "content": asked})
+        chat.append({"role": "assistant", "content": answer})
+    chat.append({"role": "user", "content": question})
+    template = tokenizer(target).apply_chat_template
+    return template(chat, add_generation_prompt=True)["input_ids"]
+
+
+def problem_ids(target: str, question: str) -> list[int]:
+    """Return the tokens of a problem of GSM8K after the worked examples."""
+    turns = [(f"{asked}\n\n{ASKED}", answer) for asked, answer in EXAMPLES]
+    return chat_ids(target, turns, f"{question}\n\n{ASKED}")
 
 
 # --- Cells and rows
@@ -184,12 +202,7 @@ class Gsm8k(RealStudy):
         return self.source.rows(self.options.prompts)
 
     def prompt(self, cell: RealCell, index: int) -> list[int]:
-        chat: list[dict[str, str]] = []
-        for question, answer in (*EXAMPLES, (self._problems[index]["question"], "")):
-            chat.append({"role": "user", "content": f"{question}\n\n{ASKED}"})
-            chat.append({"role": "assistant", "content": answer})
-        template = tokenizer(PAIRS[PAIR].target).apply_chat_template
-        return template(chat[:-1], add_generation_prompt=True)["input_ids"]
+        return problem_ids(PAIRS[PAIR].target, self._problems[index]["question"])
 
     def stored(self, cell: RealCell, reply: Reply, sample: int) -> Graded:
         done = reply.meta_info["finish_reason"]["type"] == "stop"

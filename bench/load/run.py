@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import study
-from gpu.expected import SHAPES, milliseconds, ours
+from gpu.expected import SHAPES, milliseconds, ours, published
 from gpu.expected import Shape as Timed
 from results import Report, markdown_table
 from speed import grid
-from speed.runner import read_results
 from study import PUBLISHED, BenchError
 
 from sglang_smc.options.policy import Curve, Policy, RoundCosts
@@ -263,9 +262,7 @@ class Measured:
     """Shapes and chances by tables of `bench/results`: an H200, the shipped pair, T = 0.7."""
 
     def __init__(self, folder: Path = PUBLISHED) -> None:
-        machines, _ = read_results(folder / "gpu" / "raw")
-        stages = next(of for name, of in machines.items() if "H200" in name)
-        self._times = {**stages["speed"], **stages["more"]}
+        self._times = published(folder)
         self._tokens = {
             row["name"]: row["tokens"][TEMPERATURE]
             for row in json.loads((folder / "trees" / "trees.json").read_text())["rows"]

@@ -71,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
-    add("--target", metavar="DIR", help=models)
+    add("--target", metavar="DIR", help=f"{models}; alone, also one of docs/drafts.md, such as "
+        "Qwen/Qwen3.8-27B, for its published drafts")  # fmt: skip
     add("--draft", metavar="DIR", help="the same, or the folder of a head, or ngram; "
         "without it mtp, the target's own MTP layer")  # fmt: skip
     add("--device", default=HERE, help="device of the pair: h100, or another that sglang-smc plan "
