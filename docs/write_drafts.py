@@ -1,4 +1,4 @@
-"""Writes what docs/drafts.md and docs/support.md say of published drafts; run it after a change."""
+"""Write what docs/drafts.md and docs/support.md say of published drafts; run it after a change."""
 
 from collections.abc import Iterable
 from pathlib import Path
