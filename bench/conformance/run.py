@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import study
 from conformance.checks.registry import BASE, CHECKS, FeatureCheck
 from conformance.server import AbsentError, CheckedServer, WrongError, open_server
@@ -33,6 +35,8 @@ for _group in ("sampling", "stopping", "structure", "outputs", "service"):
 HERE = Path(__file__).parent
 PAGE = study.REPOSITORY / "docs" / "coming-from-sglang.md"
 MARKS = "<!-- features by bench/conformance -->", "<!-- end of features -->"
+NO_ANSWER = "no answer"
+ENDING = 10.0  # seconds in which a server notices that its scheduler is gone
 SIGNS = {"ok": "✓", "refused": "refused", "wrong": "**wrong**", "absent": "-"}
 
 TARGET = study.PAIR / "target"
@@ -130,10 +134,24 @@ def judge(check: FeatureCheck, server: CheckedServer) -> FeatureVerdict:
         return FeatureVerdict(check.feature, "refused", str(error))
     except WrongError as error:
         return FeatureVerdict(check.feature, "wrong", str(error))
+    except httpx.HTTPError as error:
+        return FeatureVerdict(check.feature, "wrong", f"{NO_ANSWER}: {error}")
     except (ValueError, LookupError, TypeError) as error:
         if "HTTP 404" in str(error):
             return FeatureVerdict(check.feature, "absent", f"lacks the route: {error}")
-        return FeatureVerdict(check.feature, "wrong", f"no answer: {type(error).__name__}: {error}")
+        return FeatureVerdict(check.feature, "wrong", f"{NO_ANSWER}: {error!r}")
+
+
+class ServerEndedError(Exception):
+    """A check has ended its server."""
+
+
+def is_alive(server: CheckedServer) -> bool:
+    """Return whether a server still answers; one whose scheduler is gone does for seconds."""
+    try:
+        return server.client.http.get("/v1/models").is_success
+    except httpx.HTTPError:
+        return False
 
 
 class ConformanceStudy:
@@ -162,7 +180,10 @@ class ConformanceStudy:
         return [one for one in self.checks if one.variant == variant and one.feature not in there]
 
     def run(self, slug: str, variant: str, server: CheckedServer) -> None:
-        """Run the checks that are left on a running server."""
+        """Run the checks that are left on a running server, until one of them ends it.
+
+        Raises ServerEndedError behind that one, whose verdict is written.
+        """
         left = self.left(slug, variant)
         with (
             self.log(slug, variant).writing() as write,
@@ -170,9 +191,16 @@ class ConformanceStudy:
         ):
             for check in left:
                 found = judge(check, server)
+                if found.verdict == "wrong" and NO_ANSWER in found.told:
+                    time.sleep(ENDING)
+                lives = is_alive(server)
+                if not lives:
+                    found = found._replace(verdict="wrong", told=f"the server ends: {found.told}")
                 write(found._asdict())
                 line.update()
                 line.write(f"{SIGNS[found.verdict]:10} {found.feature}: {found.told[:160]}")
+                if not lives:
+                    raise ServerEndedError(check.feature)
 
     def refuse(self, slug: str, variant: str, reason: str) -> None:
         """Write a verdict for the checks of a variant whose server does not start."""
@@ -196,6 +224,8 @@ class ConformanceStudy:
             with running(Launch(arguments, label=name, log=log)) as (url,):
                 for one in waiting:
                     self.run(one.slug, variant, _opened(url, one, variant, arguments))
+        except ServerEndedError:
+            self.measure(engines, variant)  # the other checks, on a new server
         except ServerError as error:
             reason = reason_in(log.read_text(errors="replace"), str(error))
             for one in waiting:

@@ -91,8 +91,9 @@ def test_there_are_thirty_features_and_each_has_one_check() -> None:
     assert {one.variant for one in CHECKS} == set(run.VARIANTS)
 
 
-def test_a_run_continues_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a check runs twice, or a table forgets what another call found."""
+    monkeypatch.setattr(run, "is_alive", lambda server: True)
     asked: list[str] = []
     checks = [
         FeatureCheck(name, "group", partial(lambda name, _: asked.append(name) or "", name))
@@ -104,6 +105,12 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path) -> None:
         this.checks = some
         this.run("a-server", run.BASE, None)  # type: ignore[arg-type]
     assert asked == ["first", "second"]
+    asked.clear()
+    monkeypatch.setattr(run, "is_alive", lambda server: False)
+    with pytest.raises(run.ServerEndedError):
+        this.run("ended", run.BASE, None)  # type: ignore[arg-type]
+    assert this.verdicts("ended")["first"].told.startswith("the server ends")
+    assert [one.feature for one in this.left("ended", run.BASE)] == ["second"]
     this.refuse("other", run.BASE, "no head")
     columns = {name: this.verdicts(name) for name in ("a-server", "other")}
     table = run.table_of(columns, checks).splitlines()
