@@ -25,7 +25,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", default="http://localhost:30000/v1")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--power", type=float, default=4.0)
-    parser.add_argument("--particles", type=int, default=8, help="at most the server's")
+    parser.add_argument("--particles", type=int, help="at most the server's, which is the default")
     parser.add_argument("--resampling-method", default="systematic")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1)
@@ -52,10 +52,11 @@ def main() -> None:
     smc = {
         "mode": "smc",
         "power": given.power,
-        "num_particles": given.particles,
         "resampling_method": given.resampling_method,
         "return_particles": True,
     }
+    if given.particles is not None:
+        smc["num_particles"] = given.particles
     client = openai.OpenAI(base_url=given.url, api_key=given.api_key)
     answer = client.chat.completions.create(
         model="default",

@@ -20,7 +20,7 @@ from sglang_smc import process
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.round import costs
-from sglang_smc.round.play import Round
+from sglang_smc.round.play import ServedRound
 
 TOP = Budget(8, 2)
 SIZES = {"num_particles": 8, "num_steps": 2, "mode": "exact", "adaptive": True}
@@ -46,7 +46,7 @@ class Played(NamedTuple):
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Played]]:
     """Rounds of requests; time is the number of experts visited."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, thread_time=lambda: clock.now)
-    select, play = topk.select_experts, Round.play
+    select, play = topk.select_experts, ServedRound.play
     rounds: list[Played] = []
 
     def counted(*args: Any, **more: Any) -> Any:
@@ -54,7 +54,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Played]]:
         clock.now += chosen.topk_ids.unique().numel()
         return chosen
 
-    def noted(self: Round, inputs: Any, shape: Any, reqs: Any = (), *args: Any) -> Any:
+    def noted(self: ServedRound, inputs: Any, shape: Any, reqs: Any = (), *args: Any) -> Any:
         before = clock.now
         outcome = play(self, inputs, shape, reqs, *args)
         nodes = (
@@ -68,7 +68,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Played]]:
 
     monkeypatch.setattr(costs, "time", clock)
     monkeypatch.setattr(topk, "select_experts", counted)
-    monkeypatch.setattr(Round, "play", noted)
+    monkeypatch.setattr(ServedRound, "play", noted)
     yield rounds
 
 

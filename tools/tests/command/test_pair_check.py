@@ -297,9 +297,9 @@ def test_what_configurations_say(draft: Path, monkeypatch: pytest.MonkeyPatch) -
     edit(draft, quantization_config={"quant_method": "fp8"})
     list(pair_check.findings(options(*given)))
     assert seen.call_args_list == [mock.call("h100", 2.0), mock.call("h100", 1.0)]
-    edit(draft, architectures=["MixtralForCausalLM"], quantization_config=None)
+    edit(draft, architectures=["Starcoder2ForCausalLM"], quantization_config=None)
     (found,) = pair_check.findings(options(*given))
-    assert (found.about, found.level) == ("arithmetic", WARNING) and "Mixtral" in found.do
+    assert (found.about, found.level) == ("arithmetic", WARNING) and "Starcoder2" in found.do
 
 
 # --- The command
