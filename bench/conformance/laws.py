@@ -21,7 +21,7 @@ from sglang_smc_tools.testing.statistics import Token, mean_of, p_value_of_count
 ALPHA = 1e-5
 #: Positions whose told distribution lacks more than this are left out: a rule of the context alone.
 MOST_UNTOLD = 1e-3
-#: Standard errors by which an approximate mode must follow a setting rather than ignore it.
+#: Standard errors by which a mean must be above what it is where a setting is ignored.
 FOLLOWS = 4.0
 
 TokenLaw = Mapping[Token, float]
@@ -96,8 +96,8 @@ def check_law(places: Sequence[ScoredPlace], asked: Asked, *, is_exact: bool, se
     """Check that tokens follow what a request asks for; return what was measured.
 
     Args:
-        is_exact: whether the server's mode is lossless. Else tokens must be allowed, and follow
-            the setting rather than the model's plain distribution.
+        is_exact: whether the server's mode is lossless. Else tokens must be allowed, and likelier
+            with the setting than without it.
 
     Raises WrongError.
     """
@@ -149,7 +149,11 @@ def _check_followed(places: Sequence[ScoredPlace], asked: Asked) -> str:
         - math.log(plain.law(place)[place.token])
         for place in places
     ]
-    return check_positive(gains, "nats a token towards what is asked")
+    mean, error = mean_of(gains)
+    told = f"{mean:+.3f} ± {2 * error:.3f} nats a token towards what is asked"
+    if mean <= 0.0:  # tokens that ignore it are likelier under the plain distribution
+        raise WrongError(f"the setting is not followed: {told}")
+    return told
 
 
 def check_positive(values: Sequence[float], what: str) -> str:
