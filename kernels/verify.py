@@ -231,7 +231,8 @@ def descend(tree: Tree, columns: Columns) -> Layers:
     (1e-5). They are undefined where no node has that number.
     """
     size, num_chains, num_steps = tree.tokens.shape
-    laws, sizes = columns.laws, columns.sizes
+    laws = columns.laws
+    sizes = columns.sizes
     num_tiles = sizes.num_tiles.value
 
     def of_nodes(*shape: int) -> torch.Tensor:
@@ -364,7 +365,8 @@ def _rows(at, node, padded_tiles: tl.constexpr):
     """Return what `log_probs_at` needs of a node's rows of p and q."""
     laws = at.laws
     draw = node * (at.num_steps + 1) + at.column
-    like, places = laws.q_sums, laws.places + at.column * _NUM_FIELDS
+    like = laws.q_sums
+    places = laws.places + at.column * _NUM_FIELDS
     sums = RowSums(
         like.highest + tl.load(places + _AT_HIGHEST),
         like.total + tl.load(places + _AT_TOTAL),
@@ -379,7 +381,8 @@ def _rows(at, node, padded_tiles: tl.constexpr):
 @triton.jit(do_not_specialize=_NUMBERS)
 def _read_nodes(tree, laws, read, num_chains, sizes):
     """Store the masses of a tile, and the probabilities of the tokens of chains that go on."""
-    num_nodes, num_steps = tl.num_programs(0), tl.num_programs(2)
+    num_nodes = tl.num_programs(0)
+    num_steps = tl.num_programs(2)
     at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, sizes.unit)
     node, part = tl.program_id(0), tl.program_id(1)
     place, goes = _goes_on(tree, at, node, sizes.padded_chains)
@@ -565,7 +568,8 @@ def _residual(layers, at, node, share, columns, padded_tiles: tl.constexpr):
 @triton.jit(do_not_specialize=_NUMBERS)
 def _add_up_residual(tree, layers, laws, num_chains, sizes):
     """Store a tile's part of a node's residual; a node without children keeps its share."""
-    num_nodes, num_steps = tl.num_programs(0), tl.num_programs(2)
+    num_nodes = tl.num_programs(0)
+    num_steps = tl.num_programs(2)
     at = _Column(laws, tl.program_id(2), num_nodes, num_chains, num_steps, sizes.unit)
     node, part = tl.program_id(0), tl.program_id(1)
     splits = tl.max(_goes_on(tree, at, node, sizes.padded_chains)[1].to(tl.int32), 0) != 0

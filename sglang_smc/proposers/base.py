@@ -40,7 +40,7 @@ class DraftSlots(Slots):
 
 
 class DraftContext(NamedTuple):
-    """What a drafter is built from, once the server's pools exist."""
+    """Hold what a drafter is built from, once the server's pools exist."""
 
     target: TpModelWorker
     draft: TpModelWorker | None  # of --speculative-draft-model-path

@@ -4,6 +4,7 @@ An extra is one class: a new one takes its own file, the key of `RequestConfig` 
 and the list in `ServedRound`. Methods that it does not need do nothing.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class ReadRound(NamedTuple):
     output: Any  # SGLang's `LogitsProcessorOutput`; None where no extra has made one
 
 
-class Extra:
+class Extra(ABC):
     """Something that a round returns beside tokens; a round calls the methods in their order.
 
     All but the last three are of the device, and captured with the round.
@@ -70,6 +71,7 @@ class Extra:
         """Return the particles after their bonus tokens, scored; see `steps.measure`."""
         return after
 
+    @abstractmethod
     def emit(self, rows: torch.Tensor, chains: Chains, stages: Stages | None) -> Any:
         """Return what the host reads: tensors of G groups, in tuples, lists and dictionaries.
 
@@ -78,7 +80,6 @@ class Extra:
             chains: what the target has read.
             stages: None in plain decoding, in whose rounds requests ask for no extra.
         """
-        raise NotImplementedError
 
     def fields(self, returned: dict[str, Any]) -> dict[str, Any]:
         """Return fields of SGLang's result; ``returned`` is what extras have emitted, by name."""
@@ -91,6 +92,8 @@ class Extra:
             found: what `emit` returned, on the host.
             live: requests that are neither retracted nor finished.
         """
+        return None
 
     def deliver(self, found: Any, read: ReadRound) -> None:
         """Hand over what `emit` returned, on the host."""
+        return None

@@ -24,7 +24,7 @@ _STRIDE = 7919  # a prime, so that last tokens are spread over the vocabulary
 
 
 class Branches(Enum):
-    """How the chains of a request differ."""
+    """Name how the chains of a request differ."""
 
     NONE = "none"
     OWN = "own"  # as the draft has them, at temperature 1
