@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,32 @@ def _token(word: str) -> str:
     return word if word in (THOUGHT_BEGINS, THOUGHT_ENDS) else f"{word} "
 
 
-def make_model(folder: Path, certainty: float) -> str:
-    """Save a Llama that says `WORDS`; return its folder.
+def thinking_model(folder: Path, certainty: float) -> str:
+    """Save a model that says `WORDS`, see `make_scripted_model`.
 
-    Its layers add nothing, so that the next token follows from the last one alone. Letters, which
-    nothing makes likely, are what a grammar can still choose.
+    Letters, which nothing makes likely, are what a grammar can still choose.
+    """
+    said = list(map(_token, WORDS))
+    return make_scripted_model(folder, said, certainty=certainty, others=LETTERS)
+
+
+def make_scripted_model(
+    folder: Path, said: Sequence[str], *, certainty: float, others: Sequence[str] = ()
+) -> str:
+    """Save a Llama that answers each chat with the same tokens, no two alike; return its folder.
+
+    Its layers add nothing, so that the next token follows from the last one alone.
 
     Args:
-        certainty: the logit of the right next word; all others have 0.
+        said: its tokens, behind `START`.
+        certainty: the logit of the right next token; all others have 0.
+        others: further tokens of the vocabulary.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    vocabulary = [PAD, EOS, START, *map(_token, WORDS), *LETTERS]
+    vocabulary = [PAD, EOS, START, *said, *others]
     size = len(vocabulary)
     hidden = WIDTH * -(-size // WIDTH)
     config = LlamaConfig(
@@ -60,12 +73,12 @@ def make_model(folder: Path, certainty: float) -> str:
         for name, weight in model.named_parameters():
             weight.fill_(1.0 if "norm" in name else 0.0)
         model.model.embed_tokens.weight[:, :size] = torch.eye(size)
-        said = 3 + len(WORDS)
-        follows = [*range(3, said), 1]  # of START and each word
-        # The last norm makes a word's one entry the root of the width.
-        model.lm_head.weight[follows, range(2, said)] = certainty / hidden**0.5
+        end = 3 + len(said)
+        follows = [*range(3, end), 1]  # of START and each token
+        # The last norm makes a token's one entry the root of the width.
+        model.lm_head.weight[follows, range(2, end)] = certainty / hidden**0.5
     model.save_pretrained(folder)
-    ids = {word: index for index, word in enumerate(vocabulary)}
+    ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Fuse()

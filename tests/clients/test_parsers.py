@@ -2,68 +2,30 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-import torch
+from conformance.scripted import (
+    ARGUMENTS,
+    CALL,
+    EOS,
+    FORECAST,
+    REASONING,
+    TOOL,
+    make_scripted_model,
+)
 from http_server import Server, running_server
-from tiny_models import make_tiny_model, smc_arguments
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_models import smc_arguments
 
 pytestmark = pytest.mark.engine
 
-PAD, EOS, START = "<pad>", "<eos>", "<start>"
-# Each message's words, and then the word that the model goes on from.
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + START
-REASONING = ["it", "is", "about", "the", "weather"]
 SAID = ["I", "will", "look", "out"]
-ARGUMENTS = {"city": "Paris", "days": 3}
-CALL = ["<tool_call>", '{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",']
-CALL += ['"days":', "3}}", "</tool_call>"]
 CALLS = [*CALL, *(f"{word} " for word in CALL)]  # twice, in other tokens
 BEHIND = ["and", "then", "answer"]
 WORDS = ["<think>", *REASONING, "</think>", *SAID, *CALLS, *BEHIND]
-PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}}
-FORECAST = {"name": "forecast", "parameters": {"type": "object", "properties": PARAMETERS}}
-TOOL = {"type": "function", "function": FORECAST}
 QUESTION = {"role": "user", "content": "about the weather"}
-
-
-def make_scripted_model(path: Path, certainty: float) -> str:
-    """Save a model that answers each chat with `WORDS`, no two alike, a space behind each.
-
-    A Llama whose layers add nothing, so that the next token follows from the last one alone.
-
-    Args:
-        certainty: the logit of the right next word; all others have 0.
-    """
-    vocabulary = [PAD, EOS, START, *(word + " " for word in WORDS)]
-    size = len(vocabulary)
-    hidden = 16 * -(-size // 16)
-    make_tiny_model(path, vocab_size=size, hidden=hidden, layers=1, heads=1, kv_heads=1)
-    model: Any = LlamaForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.fill_(1.0 if "norm" in name else 0.0)
-        model.model.embed_tokens.weight[:, :size] = torch.eye(size)
-        after = [*range(3, size), 1]  # of START and each word
-        # The last norm makes a word's one entry the root of the width.
-        model.lm_head.weight[after, range(2, size)] = certainty / hidden**0.5
-    model.save_pretrained(path)
-    ids = {word: i for i, word in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": PAD}
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special
-    )
-    made.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole chunks", "incremental"])
@@ -73,7 +35,8 @@ def server(
     """Its draft is less sure of its words than the target is."""
     folder = tmp_path_factory.mktemp("scripted")
     each = (("target", 30.0), ("draft", 4.0))
-    pair = [make_scripted_model(folder / name, certainty) for name, certainty in each]
+    said = [f"{word} " for word in WORDS]
+    pair = [make_scripted_model(folder / name, said, certainty=value) for name, value in each]
     own = {"num_particles": 4, "reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     own["incremental_streaming_output"] = request.param
     with running_server(folder, **smc_arguments(*pair, **own)) as running:

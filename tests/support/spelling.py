@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conformance.checks.structure import PERSON, is_person
 from tiny_models import make_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -21,15 +22,6 @@ VOCAB = 540
 #: By such words in its template SGLang knows a model as a reranker.
 RERANKER = """{# The answer can only be "yes" or "no". #}"""
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["ann", "bob"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 _TAG = {"type": "tag", "begin": "<call>", "end": "</call>"}
 _TAG["content"] = {"type": "json_schema", "json_schema": PERSON}  # type: ignore[assignment]
 
@@ -60,15 +52,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     found._tokenizer = Tokenizer.from_str(json.dumps(known))
     found.chat_template += RERANKER
     return found
-
-
-def is_person(text: str) -> bool:
-    found = json.loads(text)
-    return (
-        found.keys() == {"name", "age"}
-        and found["name"] in ("ann", "bob")
-        and 0 <= found["age"] <= 9
-    )
 
 
 def _is_call(text: str) -> bool:

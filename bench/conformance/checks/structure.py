@@ -35,7 +35,8 @@ TAG = {
 }
 
 
-def _is_person(text: str) -> bool:
+def is_person(text: str) -> bool:
+    """Return whether a text is JSON of `PERSON`."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -67,7 +68,7 @@ def _schema_format() -> dict[str, Any]:
 
 @check("JSON schema", GROUP)
 def json_schema(server: CheckedServer) -> str:
-    return _all_match(server, _is_person, response_format=_schema_format())
+    return _all_match(server, is_person, response_format=_schema_format())
 
 
 @check("regular expressions", GROUP)
@@ -133,7 +134,7 @@ def grammar_behind_thinking(server: CheckedServer) -> str:
     """Check that a thought is free, and what stands behind it is of the schema."""
     found = _message(server, response_format=_schema_format())
     thought = (found.get("reasoning_content") or "").split()
-    if thought != REASONING or not _is_person(found.get("content") or ""):
+    if thought != REASONING or not is_person(found.get("content") or ""):
         raise WrongError(f"thought {thought}, content {found.get('content')!r:.100}")
     return "1 answer"
 
@@ -142,30 +143,30 @@ def grammar_behind_thinking(server: CheckedServer) -> str:
 def budget_processor(server: CheckedServer) -> str:
     """Check that SGLang's processor ends a thought behind so many tokens."""
     for budget in (1, 2, 3):
-        thought = _thought(server, budget)
-        if len(thought) > budget + 1:  # and the new line that the processor writes
-            raise WrongError(f"{len(thought)} thought tokens for a budget of {budget}")
+        count = _count_thought(server, budget)
+        if count > budget + 1:  # and the new line that the processor writes
+            raise WrongError(f"{count} thought tokens for a budget of {budget}")
     return "3 budgets"
 
 
-def _thought(server: CheckedServer, budget: int) -> list[int]:
+def _count_thought(server: CheckedServer, budget: int) -> int:
+    """Return how many tokens a thought has, without its marks."""
     from conformance.scripted import processor
 
-    _ = server.sglang
+    if server.model is None:
+        raise AbsentError("SGLang's custom logit processors")
     asked = {"custom_logit_processor": processor(), "custom_params": {"thinking_budget": budget}}
     body = _chat(server, **asked, return_meta_info=True, separate_reasoning=False, logprobs=True)
     told = server.client.post(CHAT, body)["choices"][0]["logprobs"]["content"]
     words = [one["token"].strip() for one in told]
     if THOUGHT_ENDS not in words:
         raise WrongError(f"the thought does not end: {words[:12]}")
-    return list(range(words.index(THOUGHT_ENDS) - 1))  # less its opening
+    return words.index(THOUGHT_ENDS) - 1  # less its opening
 
 
 @check("max_thinking_tokens", GROUP, STRICT)
 def max_thinking_tokens(server: CheckedServer) -> str:
     """Check that a thought has no more tokens than the request allows."""
-    if server.model is None:
-        raise AbsentError("SGLang's own route")
     prompt = {"text": "about the weather <start>", "max_thinking_tokens": 3}
     told = server.generate({**prompt, "require_reasoning": True}, max_new_tokens=60)
     thought, ended, _ = told["text"].partition(THOUGHT_ENDS)
