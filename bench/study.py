@@ -123,6 +123,10 @@ class Log:
         """Return the identity that the file names, empty without a file."""
         return next(iter(whole_lines(self.path)), {})
 
+    def drop(self) -> None:
+        """Delete the file, for a measurement that starts anew."""
+        self.path.unlink(missing_ok=True)
+
     @property
     def fits(self) -> bool:
         """Return whether the file's identity equals this run's."""

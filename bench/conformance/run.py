@@ -167,6 +167,11 @@ class ConformanceStudy:
         name = f"{slug}-{variant.replace(' ', '-')}.jsonl"
         return Log(self.folder / name, identity | {"server": slug, "variant": variant})
 
+    def start_anew(self, slug: str) -> None:
+        """Drop what the folder has of a server."""
+        for variant in VARIANTS:
+            self.log(slug, variant).drop()
+
     def verdicts(self, slug: str) -> dict[str, FeatureVerdict]:
         """Return what the folder has of a server, by feature."""
         found = [
@@ -243,11 +248,11 @@ def arguments_of(engine: CheckedEngine, variant: str, folder: Path) -> dict[str,
     """Return the arguments of a ready-made server; models that it needs are made."""
     arguments = {**CPU, "model_path": str(TARGET), **engine.arguments, **VARIANTS[variant]}
     if variant in SCRIPTED:
-        from conformance.scripted import make_model
+        from conformance.scripted import thinking_model
 
-        arguments["model_path"] = make_model(folder / "scripted" / "target", 30.0)
+        arguments["model_path"] = thinking_model(folder / "scripted" / "target", 30.0)
         if "speculative_draft_model_path" in arguments:
-            draft = make_model(folder / "scripted" / "draft", 4.0)
+            draft = thinking_model(folder / "scripted" / "draft", 4.0)
             arguments["speculative_draft_model_path"] = draft
     if variant == "lora":
         from audit.adapters import make_adapter
@@ -312,6 +317,9 @@ def run(options: argparse.Namespace) -> None:
         _run_url(this, options)
         return
     engines = study.selected(ENGINES, options.only)
+    if options.fresh:
+        for engine in engines:
+            this.start_anew(engine.slug)
     for group in by_launch(engines):
         for variant in VARIANTS:
             this.measure(group, variant)
@@ -322,6 +330,8 @@ def _run_url(this: ConformanceStudy, options: argparse.Namespace) -> None:
     params = json.loads(options.params or "{}")
     server = open_server(options.url, options.api_key, params)
     slug = study.slug_of(options.name)
+    if options.fresh:
+        this.start_anew(slug)
     this.run(slug, BASE, server)
     _write(this, {options.name: this.verdicts(slug)})
 

@@ -162,10 +162,16 @@ def markdown(rows: Sequence[Gsm8kRow], note: str) -> str:
     return f"{note}\n\n**Temperature {TEMPERATURE:g}**\n\n{table(COLUMNS, rows)}\n"
 
 
+def models_of(origin: Mapping[str, Any]) -> str:
+    """Return the models that were measured, with their quantisation."""
+    models = origin["settings"]["models"]
+    return "; ".join(f"{one['model']} ({one['quantisation']})" for one in models)
+
+
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the table."""
     told = origin["settings"]
-    models = "; ".join(f"{one['model']} ({one['quantisation']})" for one in told["models"])
+    models = models_of(origin)
     return (
         f"{models}; dequantized to bfloat16, N = K = 8. The first {told['problems']} problems of "
         f"GSM8K's test set after {len(EXAMPLES)} worked examples, at most {told['max_new_tokens']} "

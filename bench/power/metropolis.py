@@ -53,10 +53,14 @@ class Chain:
     """
 
     def __init__(self, engine: PlainServer, prompt: list[int], power: float, seed: int) -> None:
-        self._engine, self._prompt, self._power = engine, prompt, power
+        self._engine = engine
+        self._prompt = prompt
+        self._power = power
         self._draw = random.Random(seed)
         self.text = ChainText([], has_ended=False)
-        self.passes = self.proposed = self.accepted = 0
+        self.passes = 0
+        self.proposed = 0
+        self.accepted = 0
 
     def run(self, most: int) -> ChainText:
         """Return the last text, of at most ``most`` tokens."""

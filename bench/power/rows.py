@@ -172,7 +172,8 @@ def _row(
     again: Mapping[tuple[str, str], Sequence[PowerAnswer]],
     plugin: str,
 ) -> PowerRow:
-    cell, outcomes = way.cell, way.outcomes
+    cell = way.cell
+    outcomes = way.outcomes
     at_once, alone = every
     greedy = _like(at_once, cell, GREEDY)
     here = _like(alone, cell, f"{way.label} alone")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from answers import LOG, kept_of
-from gsm8k.run import EXAMPLES, GSM8K, answered, chat_ids, problem_ids
+from gsm8k.run import EXAMPLES, GSM8K, answered, chat_ids, models_of, problem_ids
 from power.cells import (
     AT_ONCE,
     CODER,
@@ -76,7 +76,7 @@ def cpu_seconds() -> float:
 def note(origin: Mapping[str, Any]) -> str:
     """Return the text above the tables."""
     told = origin["settings"]
-    models = "; ".join(f"{one['model']} ({one['quantisation']})" for one in told["models"])
+    models = models_of(origin)
     return (
         f"{models}; dequantized to bfloat16, K = 8, on {origin['hardware']} with one thread, "
         f"{origin['date'][:10]}. `coder`: GSM8K's test problems from the first on, after "
@@ -160,7 +160,7 @@ class Power(RealStudy):
                 engines.reverse()
 
     def _answer(self) -> None:
-        """PowerAnswer all that is missing, in rounds of problems."""
+        """Answer all that is missing, in rounds of problems."""
         batches = list(self._batches())
         total = sum(len(batch.pairs) for batch in batches)
         with bar(total=total, unit="answer", disable=not total) as progress:

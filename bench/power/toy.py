@@ -343,6 +343,8 @@ def run(options: argparse.Namespace) -> None:
     for cell in grid:
         identity = study.code_fingerprint() | {"particles": options.particles}
         log = study.Log(options.output_dir / f"{cell.slug}.jsonl", identity)
+        if options.fresh:
+            log.drop()
         if not log.read():
             num_runs = min(2000, max(2, options.particles // cell.num_particles))
             with log.writing() as append:

@@ -106,11 +106,11 @@ def run(options: argparse.Namespace) -> None:
     study.prepare_folder(options.output_dir)
     measured: dict[VerifierCell, list[dict[str, float]]] = {}
     for cell in grid:
-        path = options.output_dir / f"{cell.slug}.jsonl"
-        if options.fresh:
-            path.unlink(missing_ok=True)
         identity = study.code_fingerprint() | {"cell": cell.slug, "contexts": options.contexts}
-        measured[cell] = measure(cell, Log(path, identity), options.contexts)
+        log = Log(options.output_dir / f"{cell.slug}.jsonl", identity)
+        if options.fresh:
+            log.drop()
+        measured[cell] = measure(cell, log, options.contexts)
         (options.output_dir / "verifier.md").write_text(markdown(measured))
     print(markdown(measured))
     if options.publish:

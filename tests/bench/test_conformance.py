@@ -112,6 +112,8 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert this.verdicts("ended")["first"].told.startswith("the server ends")
     assert [one.feature for one in this.left("ended", run.BASE)] == ["second"]
     this.refuse("other", run.BASE, "no head")
+    this.start_anew("ended")
+    assert this.left("ended", run.BASE) == checks
     columns = {name: this.verdicts(name) for name in ("a-server", "other")}
     table = run.table_of(columns, checks).splitlines()
     assert table[2:] == ["| first | ✓ | refused |", "| second | ✓ | refused |"]

@@ -78,7 +78,15 @@ REPETITION = "repetition penalty"
 BIASED = "logit bias"
 PROCESSOR = "custom logit processors"
 
-_CROWDS: WeakKeyDictionary[Any, dict[str, list[Sample | RefusedError]]] = WeakKeyDictionary()
+
+class Crowd(NamedTuple):
+    """What was asked of a server at once, and its answers, by setting."""
+
+    settings: Mapping[str, SampledSetting]
+    answers: Mapping[str, list[Sample | RefusedError]]
+
+
+_CROWDS: WeakKeyDictionary[Any, Crowd] = WeakKeyDictionary()
 
 
 def _settings(server: CheckedServer) -> dict[str, SampledSetting]:
@@ -113,14 +121,14 @@ def _processor() -> str:
     return NoRepeat.to_str()
 
 
-def _crowd(server: CheckedServer) -> dict[str, list[Sample | RefusedError]]:
+def _crowd(server: CheckedServer) -> Crowd:
     """Return the answers of each setting, sampled once for all checks of a server."""
     if server.endpoint.client not in _CROWDS:
         _CROWDS[server.endpoint.client] = _sampled(server)
     return _CROWDS[server.endpoint.client]
 
 
-def _sampled(server: CheckedServer) -> dict[str, list[Sample | RefusedError]]:
+def _sampled(server: CheckedServer) -> Crowd:
     settings = _settings(server)
     order = [(name, index) for name in settings for index in range(ANSWERS)]
     random.Random(0).shuffle(order)
@@ -136,12 +144,12 @@ def _sampled(server: CheckedServer) -> dict[str, list[Sample | RefusedError]]:
     found: dict[str, list[Sample | RefusedError]] = {name: [] for name in settings}
     for (name, _), answer in zip(order, server.at_once(ask, order), strict=True):
         found[name].append(answer)
-    return found
+    return Crowd(settings, found)
 
 
 def _places(server: CheckedServer, name: str) -> list[ScoredPlace]:
     """Return the positions of a setting's answers; raise its refusal."""
-    answers = _crowd(server).get(name)
+    answers = _crowd(server).answers.get(name)
     if answers is None:
         raise AbsentError("token ids, or SGLang's own processors")
     samples: list[Sample] = []
@@ -157,7 +165,7 @@ def _places(server: CheckedServer, name: str) -> list[ScoredPlace]:
 
 def _follows(name: str, server: CheckedServer) -> str:
     places = _places(server, name)
-    asked = _settings(server)[name].asked
+    asked = _crowd(server).settings[name].asked
     return check_law(places, asked, is_exact=server.is_exact)
 
 
