@@ -16,6 +16,7 @@ from sglang_smc_tools.testing.endpoint import Endpoint, Sample, open_endpoint
 from sglang_smc_tools.testing.model import PLAIN, Model, connect
 
 WIDTH = 16  # requests at once
+FINEST = 1e-3  # nats by which log-probabilities in float32 may differ
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 T = TypeVar("T")
@@ -123,6 +124,18 @@ class CheckedServer:
         if prompt not in self._ids:
             self._ids[prompt] = self.sglang.token_ids(prompt)
         return self._ids[prompt]
+
+    def check_same(self, found: object, expected: object, what: str) -> None:
+        """Check that a text does not depend on what runs beside it.
+
+        Raises WrongError; of a server coarser than float32, where rounding alone may split texts,
+        AbsentError.
+        """
+        if found == expected:
+            return
+        if self.endpoint.rounding > FINEST:
+            raise AbsentError(f"float32, without which rounding may do this: {what}")
+        raise WrongError(what)
 
     def at_once(self, ask: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return the results of ``ask`` in order, `WIDTH` requests at a time."""

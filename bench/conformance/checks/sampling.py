@@ -211,8 +211,7 @@ def seeds(server: CheckedServer) -> str:
         raise WrongError("four seeds give one text")
     crowd = server.at_once(ask, [seed for seed in range(1, 5) for _ in range(4)])
     differing = [seed for seed in range(4) if {*crowd[4 * seed : 4 * seed + 4]} != {alone[seed]}]
-    if differing:
-        raise WrongError(f"{len(differing)} of 4 seeds give another text in a crowd")
+    server.check_same(differing, [], f"{len(differing)} of 4 seeds give another text in a crowd")
     return "4 seeds alone and four times each at once"
 
 

@@ -56,8 +56,8 @@ def sessions(server: CheckedServer) -> str:
     named = {"id": session, "rid": one["meta_info"]["id"]}
     two = _greedy(server, second, 12, session_params=named)
     whole = _greedy(server, [*first, *one["output_ids"], *second], 12)
-    if two["output_ids"] != whole["output_ids"]:
-        raise WrongError(f"{two['text']!r} in place of {whole['text']!r}")
+    what = f"{two['text']!r} in place of {whole['text']!r}"
+    server.check_same(two["output_ids"], whole["output_ids"], what)
     return "2 turns"
 
 
@@ -100,8 +100,8 @@ def _unchanged(server: CheckedServer, disturb: Any) -> str:
     expected = _running(server, lambda: None)
     found = _running(server, disturb)
     for one, other in zip(found, expected, strict=True):
-        if one["output_ids"] != other["output_ids"]:
-            raise WrongError(f"{one['text']!r:.80} in place of {other['text']!r:.80}")
+        what = f"{one['text']!r:.80} in place of {other['text']!r:.80}"
+        server.check_same(one["output_ids"], other["output_ids"], what)
     return f"{len(found)} answers"
 
 
@@ -164,8 +164,8 @@ def priorities(server: CheckedServer) -> str:
     def ask(index: int) -> list[int]:
         return _greedy(server, ids[index], 12, priority=index)["output_ids"]
 
-    if server.at_once(ask, range(len(ids))) != alone:
-        raise WrongError("a text differs from that without a priority")
+    found = server.at_once(ask, range(len(ids)))
+    server.check_same(found, alone, "a text differs from that without a priority")
     return f"{len(ids)} priorities"
 
 
@@ -208,6 +208,5 @@ def mixed(server: CheckedServer) -> str:
 
     found = server.at_once(ask, range(4 * len(ids)))[::4]
     differing = sum(one != other for one, other in zip(found, alone, strict=True))
-    if differing:
-        raise WrongError(f"{differing} of {len(ids)} texts differ from those alone")
+    server.check_same(differing, 0, f"{differing} of {len(ids)} texts differ from those alone")
     return f"{len(ids)} texts in a crowd of {4 * len(ids)}"

@@ -37,14 +37,20 @@ class Client:
         self.http = client_of(url, api_key, TIMEOUT)
 
     def with_top(self, ask: Callable[[int], Reply]) -> Reply:
-        """Return the reply to as many top log-probabilities as the server allows."""
-        while True:
+        """Return the reply to as many top log-probabilities as the server allows.
+
+        What is refused with the fewest, too, is refused for another reason, and changes no `top`.
+        """
+        for top in (self.top, *(fewer for fewer in TOPS if fewer < self.top)):
             try:
-                return ask(self.top)
+                reply = ask(top)
             except RefusedError:
-                if self.top == TOPS[-1]:
+                if top == TOPS[-1]:
                     raise
-                self.top = next(top for top in TOPS if top < self.top)
+            else:
+                self.top = min(self.top, top)  # others may have lowered it meanwhile
+                return reply
+        raise AssertionError("the last of TOPS returns or raises")
 
     def post(self, route: str, body: Mapping[str, Any]) -> Any:
         """Return the JSON of a reply.
