@@ -25,7 +25,7 @@ HEADS = (HEAD, BLOCK_HEAD)
 HOT_TOKENS, BLOCK_SIZES = 32_000, {"num_layers": 5, "markov_rank": 256}
 
 
-class Drawn(NamedTuple):
+class RandomWeights(NamedTuple):
     """Random weights that are written, for drafts that are kept now and then; see `peaked`."""
 
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
     target: ModelShape
     draft: ModelShape
     folders: tuple[Path, Path] | None = None  # of real weights
-    drawn: Drawn | None = None
+    drawn: RandomWeights | None = None
 
     @property
     def weights(self) -> str:
@@ -79,14 +79,14 @@ DENSE = {"model_type": "qwen3", "num_hidden_layers": 12, **_QWEN3}
 EXPERTS = {"model_type": "qwen3_moe", "num_hidden_layers": 4, **_EXPERTS, **_QWEN3}
 
 
-def _drawn(name: str, architecture: str, drawn: Drawn) -> Pair:
+def _drawn(name: str, architecture: str, drawn: RandomWeights) -> Pair:
     target = from_config({"architectures": [architecture], **drawn.config})
     return Pair(name, target, replace(target, num_layers=1), drawn=drawn)
 
 
 #: A draft token is kept with probability 0.76 at the temperature of the benchmark.
-DENSE_PAIR = _drawn("dense", "Qwen3ForCausalLM", Drawn(DENSE, 0.016))
-EXPERTS_PAIR = _drawn("experts", "Qwen3MoeForCausalLM", Drawn(EXPERTS, 0.025))
+DENSE_PAIR = _drawn("dense", "Qwen3ForCausalLM", RandomWeights(DENSE, 0.016))
+EXPERTS_PAIR = _drawn("experts", "Qwen3MoeForCausalLM", RandomWeights(EXPERTS, 0.025))
 
 
 def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
