@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dummies import llama_config, write_model
+from dummies import END, PADDING, llama_config, write_model
 from study import BenchError, slug_of
 
 from sglang_smc.dtype import default_dtype
 from sglang_smc.kv import arena
 from sglang_smc.options.server import SMCConfig
 from sglang_smc_tools.demo.serving import Launch
-from sglang_smc_tools.plan.shapes import BUILT_IN, ModelShape
+from sglang_smc_tools.plan.shapes import BUILT_IN, ModelShape, from_config
 
 # --- Models
 
@@ -25,13 +25,26 @@ HEADS = (HEAD, BLOCK_HEAD)
 HOT_TOKENS, BLOCK_SIZES = 32_000, {"num_layers": 5, "markov_rank": 256}
 
 
+class RandomWeights(NamedTuple):
+    """Random weights that are written, for drafts that are kept now and then; see `peaked`."""
+
+    config: dict[str, Any]
+    spread: float  # standard deviation of layers' weights
+
+
 class Pair(NamedTuple):
-    """A target and a draft with one vocabulary, with dummy weights or from folders."""
+    """A target and a draft with one vocabulary, with dummy or random weights or from folders."""
 
     name: str
     target: ModelShape
     draft: ModelShape
     folders: tuple[Path, Path] | None = None  # of real weights
+    drawn: RandomWeights | None = None
+
+    @property
+    def weights(self) -> str:
+        """Return the kind of weights: real, random, or dummy, which SGLang makes up."""
+        return "real" if self.folders else "random" if self.drawn else "dummy"
 
     @property
     def quantization(self) -> str | None:
@@ -48,6 +61,33 @@ CPU_PAIR = Pair("0.1B+0.01B", _small(12, 768, 2048, 12, 4), _small(4, 256, 704, 
 PAIR_8B = Pair("8B+1B", _8B, _1B)
 PAIR_70B = Pair("70B+1B", replace(_70B, weight_bytes=1.0), _1B)
 
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "pad_token_id": PADDING,
+    "eos_token_id": END,
+    "bos_token_id": None,
+}
+_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 12, **_QWEN3}
+EXPERTS = {"model_type": "qwen3_moe", "num_hidden_layers": 4, **_EXPERTS, **_QWEN3}
+
+
+def _drawn(name: str, architecture: str, drawn: RandomWeights) -> Pair:
+    target = from_config({"architectures": [architecture], **drawn.config})
+    return Pair(name, target, replace(target, num_layers=1), drawn=drawn)
+
+
+#: A draft token is kept with probability 0.76 at the temperature of the benchmark.
+DENSE_PAIR = _drawn("dense", "Qwen3ForCausalLM", RandomWeights(DENSE, 0.016))
+EXPERTS_PAIR = _drawn("experts", "Qwen3MoeForCausalLM", RandomWeights(EXPERTS, 0.025))
+
 
 def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
     """Write dummies of target and draft, and a random head; check folders of real weights.
@@ -57,8 +97,12 @@ def write_models(pair: Pair, models: Path, head: str | None = None) -> None:
     for model in pair.folders or ():
         if not (model / "config.json").is_file():
             raise BenchError(f"{model} holds no model: it has no config.json.")
-    if pair.folders is None:
-        folder = models / pair.name
+    folder = models / pair.name
+    if pair.drawn is not None and not (folder / DRAFT / "model.safetensors").exists():
+        from speed.peaked import write_pair  # imports torch
+
+        write_pair(*pair.drawn, folder / TARGET, folder / DRAFT)
+    elif pair.weights == "dummy":
         write_model(folder / TARGET, llama_config(pair.target))
         write_model(folder / DRAFT, llama_config(pair.draft))
         if head in HEADS and not (folder / head / "model.safetensors").exists():
@@ -89,6 +133,8 @@ class Preset:
     new_tokens: int
     repeats: int
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
+    # N and K of an adaptive server, beside which `exact_sizes` alone are measured, ascending.
+    adaptive: tuple[int, int] | None = None
 
     @property
     def number_format(self) -> str:
@@ -132,7 +178,22 @@ GPU = Preset(
     repeats=3,
     engine={"mem_fraction_static": 0.55},
 )
-PRESETS = {preset.name: preset for preset in (CPU, GPU)}
+CPU_EXPERTS = Preset(
+    name="cpu-experts",
+    pair=EXPERTS_PAIR,
+    device="cpu",
+    dtype=None,
+    block_sizes=(),
+    exact_sizes=tuple((n, 4) for n in (1, 2, 4, 8)),
+    batches=(1, 4, 16),
+    prompts=(32,),
+    new_tokens=32,
+    repeats=6,
+    engine={"disable_cuda_graph": True},
+    adaptive=(8, 4),
+)
+CPU_DENSE = replace(CPU_EXPERTS, name="cpu-dense", pair=DENSE_PAIR)
+PRESETS = {preset.name: preset for preset in (CPU, CPU_EXPERTS, CPU_DENSE, GPU)}
 
 
 def quick(preset: Preset) -> Preset:
@@ -158,9 +219,10 @@ BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE-3"
 EAGLE_TREE, EXACT_BLOCK = "EAGLE-3 tree of 64", "SMC exact with DSpark"
 EXACT_HEAD, SERVED = "SMC exact with a head", "SMC exact adaptive with a head"
+EXACT_ADAPTIVE = "SMC exact adaptive"
 FUSED = "SMC fused"  # whole blocks, too, with the draft's layers fused
 STANDALONE, EAGLES = (CHAIN, TREE), (EAGLE, EAGLE_TREE)
-_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, SERVED), "exact")
+_EXACT = dict.fromkeys((EXACT, EXACT_HEAD, EXACT_BLOCK, EXACT_ADAPTIVE, SERVED), "exact")
 SMC = {BLOCK: "smc", FUSED: "smc", ADAPTIVE: "smc", AUTO: "auto", **_EXACT}
 
 
@@ -211,7 +273,10 @@ PLAIN = System(AR)
 
 
 def systems(preset: Preset) -> list[System]:
-    """Return all compared systems, plain decoding first."""
+    """Return all compared systems, plain decoding first; those of a grid have it beside them."""
+    if preset.adaptive is not None:
+        fixed = [System(EXACT, n, k) for n, k in preset.exact_sizes]
+        return [*fixed, System(EXACT_ADAPTIVE, *preset.adaptive)]
     return [
         *(System(family) for family in (AR, AR_STOCK, *STANDALONE, NGRAM)),
         *(System(BLOCK, n, k) for n, k in preset.block_sizes),
@@ -266,7 +331,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
     content: dict[str, Any] = {
         "device": preset.device,
         "dtype": preset.number_format,
-        "load_format": "auto" if preset.pair.folders else "dummy",
+        "load_format": "dummy" if preset.pair.weights == "dummy" else "auto",
         "random_seed": 0,
         "max_running_requests": max(preset.batches),
         "context_length": preset.context_length,
@@ -289,7 +354,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
     if system.family in (BLOCK, FUSED, ADAPTIVE):
         # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
-    if system.family in (ADAPTIVE, SERVED):
+    if system.family in (ADAPTIVE, EXACT_ADAPTIVE, SERVED):
         content["speculative_smc_adaptive"] = True
     if system.draft in HEADS:
         content["speculative_draft_load_format"] = "auto"
@@ -310,13 +375,17 @@ def environment(system: System, preset: Preset) -> dict[str, str]:
     if system.family == AR_STOCK:
         # On a CPU nothing runs without our platform; there only SMC is left out.
         return {"SGLANG_PLUGINS": "smc_cpu" if preset.device == "cpu" else "none"}
+    if preset.pair.drawn is not None:
+        # Engines side by side share no cores, and compile nothing for each number of rows.
+        return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     simulated = simulated_acceptance(system, preset)
     return {} if simulated is None else {"SGLANG_SIMULATE_ACC_LEN": str(simulated)}
 
 
 def simulated_acceptance(system: System, preset: Preset) -> float | None:
     """Return the simulated tokens per round of STANDALONE with dummy weights, else None."""
-    return None if preset.pair.folders else SIMULATED_ACCEPTANCE.get(system.family)
+    is_dummy = preset.pair.weights == "dummy"
+    return SIMULATED_ACCEPTANCE.get(system.family) if is_dummy else None
 
 
 def launch_of(system: System, preset: Preset, models: Path) -> Launch:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dummies import FIRST_TOKEN
 from speed.conditions import EngineStart, conditions
-from speed.grid import PLAIN, Preset, SpeedCell, System, launch_of, settings_of, write_models
+from speed.grid import EXACT, PLAIN, Preset, SpeedCell, System, launch_of, settings_of, write_models
 from speed.remote import EngineError, RemoteEngine, TimedBatch, Work, running
 from speed.runner import Attempt, CallError, Case, Entry
 from study import code_fingerprint
@@ -33,26 +33,32 @@ def work(cell: SpeedCell, repeat: int | str, preset: Preset) -> Work:
     for index in range(cell.batch):
         draw = random.Random(f"{cell.prompt} {repeat} {index}")
         prompts.append([draw.randrange(FIRST_TOKEN, limit) for _ in range(cell.prompt)])
-    common = {"temperature": TEMPERATURE, "max_new_tokens": tokens, "ignore_eos": True}
+    common: Entry = {"temperature": TEMPERATURE, "max_new_tokens": tokens, "ignore_eos": True}
+    if preset.adaptive is not None and cell.system.family == EXACT:
+        common["custom_params"] = {"smc": {"num_particles": cell.system.num_particles}}
     return Work(prompts, [{**common, "sampling_seed": index} for index in range(cell.batch)])
 
 
 class EngineCase(NamedTuple):
-    """An engine, its cells as (batch, prompt tokens), and about how long it takes."""
+    """An engine, its cells as (batch, prompt tokens), and about how long it takes.
+
+    ``chosen`` are further systems, as which its requests choose to run.
+    """
 
     system: System
     sizes: Sequence[tuple[int, int]]
     start_seconds: float
     sample_seconds: float  # per cell: warm-up and repeats
     engine: Mapping[str, Any] = {}
+    chosen: Sequence[System] = ()
 
     @property
     def cells(self) -> list[SpeedCell]:
-        return [SpeedCell(self.system, batch, prompt) for batch, prompt in self.sizes]
+        return [SpeedCell(one, *size) for one in (self.system, *self.chosen) for size in self.sizes]
 
     @property
     def seconds(self) -> float:
-        return self.start_seconds + self.sample_seconds * len(self.sizes)
+        return self.start_seconds + self.sample_seconds * len(self.cells)
 
 
 #: Measures more of a cell once it is sampled.

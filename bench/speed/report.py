@@ -32,6 +32,7 @@ class CellRow:
     seconds_to_first: Interval | None = None  # mean over a batch's requests
     ratio_to_ar: Interval | None = None  # of decode tokens per second
     ratio_to_standalone: Interval | None = None  # likewise, the faster of chain and tree
+    ratio_to_fixed: Interval | None = None  # likewise, of an adaptive server to the fastest N, K
     tokens_per_round: float | None = None
     simulated_tokens_per_round: float | None = None  # the acceptance that SGLang simulates
     round_seconds: Interval | None = None
@@ -53,14 +54,14 @@ def make_rows(
             simulated_tokens_per_round=grid.simulated_acceptance(cell.system, preset),
             refused=results[cell.slug].get("failed"),
             replayed_share=results[cell.slug].get("replayed_share"),
-            **_numbers(cell, results),
+            **_numbers(cell, results, preset),
         )
         for cell in cells
         if cell.slug in results
     ]
 
 
-def _numbers(cell: grid.SpeedCell, results: Results) -> dict[str, Any]:
+def _numbers(cell: grid.SpeedCell, results: Results, preset: grid.Preset) -> dict[str, Any]:
     samples = samples_of(cell, results)
     if not samples:
         return {}
@@ -75,7 +76,7 @@ def _numbers(cell: grid.SpeedCell, results: Results) -> dict[str, Any]:
         "tokens_per_round": sum(s.decode_tokens for s in samples)
         / max(1, sum(sum(s.passes) for s in samples)),
         "round_seconds": over(lambda s: s.round_seconds),
-        **_ratios(cell, results),
+        **_ratios(cell, results, preset),
     }
 
 
@@ -90,8 +91,10 @@ def to_ar(cell: grid.SpeedCell, results: Results) -> list[float]:
     return [math.log(ours.decode_speed / plain.decode_speed) for ours, plain in pairs]
 
 
-def _ratios(cell: grid.SpeedCell, results: Results) -> dict[str, Interval]:
+def _ratios(cell: grid.SpeedCell, results: Results, preset: grid.Preset) -> dict[str, Interval]:
     """Return a cell's ratios to AR and, for SMC, to the faster of SGLang's chain and tree.
+
+    For an adaptive server also to the fastest of the preset's fixed sizes.
 
     Without AR beside it, the ratio is to the samples of AR's own cell.
     """
@@ -103,11 +106,26 @@ def _ratios(cell: grid.SpeedCell, results: Results) -> dict[str, Interval]:
     elif cell != plain and all(both):
         speeds = ([math.log(sample.decode_speed) for sample in some] for some in both)
         found["ratio_to_ar"] = speed_ratio(*speeds)
-    beside = (replace(cell, system=grid.System(family)) for family in grid.STANDALONE)
-    rivals = [rival for other in beside if (rival := to_ar(other, results))]
-    if logs and rivals and cell.system.family in grid.SMC:
-        found["ratio_to_standalone"] = speed_ratio(logs, max(rivals, key=fmean))
+    if logs and cell.system.family in grid.SMC:
+        stock = [grid.System(family) for family in grid.STANDALONE]
+        found |= _to_fastest("ratio_to_standalone", logs, cell, stock, results)
+    if logs and cell.system.family == grid.EXACT_ADAPTIVE:
+        fixed = [grid.System(grid.EXACT, n, k) for n, k in preset.exact_sizes]
+        found |= _to_fastest("ratio_to_fixed", logs, cell, fixed, results)
     return found
+
+
+def _to_fastest(
+    name: str,
+    logs: Sequence[float],
+    cell: grid.SpeedCell,
+    systems: Iterable[grid.System],
+    results: Results,
+) -> dict[str, Interval]:
+    """Return a cell's ratio to the fastest of some systems on its sizes; nothing without any."""
+    beside = (replace(cell, system=system) for system in systems)
+    rivals = [rival for other in beside if (rival := to_ar(other, results))]
+    return {name: speed_ratio(logs, max(rivals, key=fmean))} if rivals else {}
 
 
 # --- The table
@@ -130,6 +148,7 @@ COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "decoding": lambda row: _mean(row.decode_tokens_per_second, ".1f"),
     "to AR": lambda row: interval_cell(row.ratio_to_ar, ".2f"),
     "to STANDALONE": lambda row: interval_cell(row.ratio_to_standalone, ".2f"),
+    "to the best fixed": lambda row: interval_cell(row.ratio_to_fixed, ".2f"),
     "first token, ms": lambda row: _mean(row.seconds_to_first, ".1f", 1000),
     "tokens / round": _per_round,
     "ms / round": lambda row: _mean(row.round_seconds, ".2f", 1000),
@@ -142,7 +161,8 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     ran = [row for row in rows if not row.refused]
     ran.sort(key=lambda row: (row.batch, row.prompt))
     refused = {row.slug: f"- {row.slug}: {short(row.refused)}" for row in rows if row.refused}
-    return "\n\n".join([note, table(COLUMNS, ran), "\n".join(refused.values())]).rstrip() + "\n"
+    told = {title: cell for title, cell in COLUMNS.items() if any(map(cell, ran))}
+    return "\n\n".join([note, table(told, ran), "\n".join(refused.values())]).rstrip() + "\n"
 
 
 def short(text: str) -> str:

@@ -119,9 +119,12 @@ def run(options: argparse.Namespace) -> None:
 def cases_of(
     preset: Preset, batches: Sequence[int], prompts: Sequence[int], folder: Path
 ) -> list[Case]:
-    """Return a case for each system of the preset."""
+    """Return a case for each engine of the preset: fixed sizes of a grid share one."""
     sizes = [(batch, prompt) for batch in batches for prompt in prompts]
     every = [EngineCase(one, sizes, START_SECONDS, CELL_SECONDS) for one in systems(preset)]
+    if preset.adaptive is not None:
+        *fixed, widest, adaptive = every
+        every = [widest._replace(chosen=[one.system for one in fixed]), adaptive]
     return engine_cases(every, preset, folder, paired=True)
 
 
@@ -130,7 +133,7 @@ def settings(preset: Preset) -> dict[str, Any]:
     return {
         "preset": preset.name,
         "pair": preset.pair.name,
-        "weights": "real" if preset.pair.folders else "dummy",
+        "weights": preset.pair.weights,
         "new_tokens": preset.new_tokens,
         "repeats": preset.repeats,
         "temperature": TEMPERATURE,
@@ -146,7 +149,12 @@ def note(preset: Preset, origin: Mapping[str, Any]) -> str:
         "decoding is without the pass over the prompts, and ratios are of decoding. In "
         "brackets 95 % intervals."
     ]
-    if not preset.pair.folders:
+    if preset.pair.drawn is not None:
+        parts.append(
+            "Weights are random, the draft is the target's first layer between its embedding and "
+            "its LM head; one thread each."
+        )
+    if preset.pair.weights == "dummy":
         parts.append(
             "Weights are dummies: what STANDALONE accepts is simulated by SGLang "
             "(SGLANG_SIMULATE_ACC_LEN), as published for Llama 8B + 1B; SMC exact accepts what "

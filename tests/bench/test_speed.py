@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import results
 import study
+import torch
 from intervals import Interval, mean_of, speed_ratio
+from safetensors.torch import load_file
 from scipy.stats import ttest_ind
 from speed import measure
 from speed import run as speed
@@ -21,9 +23,15 @@ from speed.grid import (
     BLOCK,
     CHAIN,
     CPU,
+    CPU_EXPERTS,
+    DRAFT,
+    EXACT,
+    EXACT_ADAPTIVE,
+    EXPERTS,
     NGRAM,
     PRESETS,
     SIMULATED_ACCEPTANCE,
+    TARGET,
     TREE,
     SpeedCell,
     System,
@@ -34,6 +42,7 @@ from speed.grid import (
     systems,
 )
 from speed.measure import WARM_UP_TOKENS, work
+from speed.peaked import write_pair
 from speed.remote import EngineError, Work
 from speed.report import CellRow, make_rows, markdown
 from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEngine, sample
@@ -41,7 +50,9 @@ from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, Caller, FakeEng
 from sglang_smc_tools.demo.serving import Launch
 
 QUICK = ("--preset", "cpu", "--quick")
-SYSTEMS = {system.slug: system for preset in (CPU, quick(CPU)) for system in systems(preset)}
+SYSTEMS = {
+    system.slug: system for preset in (CPU, quick(CPU), CPU_EXPERTS) for system in systems(preset)
+}
 
 
 class Bench(Caller):
@@ -98,6 +109,18 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench, tmp_p
     assert bench.started == []  # it would say the same again
     assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
     assert bench.started == ["standalone-chain-beside", "standalone-chain"]
+
+
+def test_fixed_sizes_of_a_grid_share_an_engine(bench: Bench) -> None:
+    """Their requests choose N; the adaptive server is another one."""
+    assert bench("--preset", "cpu-experts", "--batch", "4", "--repeats", "1") == 0
+    fixed, adaptive = "smc-exact-n8-k4", "smc-exact-adaptive-n8-k4"
+    assert bench.started == [f"{fixed}-beside", fixed, f"{adaptive}-beside", adaptive]
+    smc = [(slug, w.params[0].get("custom_params")) for slug, w in bench.counted() if slug != "ar"]
+    chosen = [(fixed, {"smc": {"num_particles": n}}) for n in (8, 1, 2, 4)]
+    assert smc == [*chosen, (adaptive, None)]
+    assert "to the best fixed" in bench.table("cpu-experts")
+    assert "to STANDALONE" not in bench.table("cpu-experts")
 
 
 def test_runs_go_on_and_mix_no_measurements(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,3 +274,38 @@ def test_what_did_not_run_or_was_simulated_is_said(rows: dict[str, CellRow]) -> 
     assert rows["standalone-tree-b1-p256"].simulated_tokens_per_round == 4.47
     assert rows["smc-exact-n8-k8-b1-p256"].simulated_tokens_per_round is None
     assert markdown(list(rows.values()), "").count("(simulated)") == 4
+
+
+def test_an_adaptive_server_is_beside_the_fastest_fixed_size() -> None:
+    """Each by its ratio to the plain decoding beside it, whatever the machine did meanwhile."""
+    slower = {1: 4.0, 2: 2.0, 4: 2.5, 8: 8.0}
+    every = {}
+    for cell in cells(CPU_EXPERTS, (4,), (32,)):
+        asked = work(cell, 0, CPU_EXPERTS)
+        n = cell.system.num_particles if cell.system.family == EXACT else None
+        noise = 1.0 if n is None else 3.0
+        ours = [sample(cell.system, asked, noise * slower.get(n or 0, 2.2))] * 2
+        plain = [sample(System(AR), asked, noise)] * 2
+        every[cell.slug] = {
+            "samples": list(map(asdict, ours)),
+            "beside": list(map(asdict, plain)),
+        }
+    found = {
+        row.slug: row for row in make_rows(cells(CPU_EXPERTS, (4,), (32,)), every, CPU_EXPERTS)
+    }
+    adaptive = SpeedCell(System(EXACT_ADAPTIVE, 8, 4), 4, 32).slug
+    assert mean(found[adaptive].ratio_to_fixed) == pytest.approx(2.0 / 2.2)
+    assert [slug for slug, row in found.items() if row.ratio_to_fixed] == [adaptive]
+
+
+def test_a_drawn_draft_is_its_target_s_first_layer(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "num_experts": 4, "moe_intermediate_size": 8, "vocab_size": 64}
+    config = {**EXPERTS, **small, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 16}
+    write_pair(config, 0.02, tmp_path / TARGET, tmp_path / DRAFT)
+    target, draft = (load_file(tmp_path / one / "model.safetensors") for one in (TARGET, DRAFT))
+    assert draft.keys() == {name for name in target if ".layers.1." not in name}
+    assert all(torch.equal(weights, target[name]) for name, weights in draft.items())
+    assert json.loads((tmp_path / DRAFT / "config.json").read_text())["num_hidden_layers"] == 1
+    spread = target["model.layers.1.self_attn.o_proj.weight"].float().std()
+    assert spread == pytest.approx(0.02, rel=0.2)
+    assert target["lm_head.weight"].float().std() > 5 * spread, "logits are wide"

@@ -148,7 +148,7 @@ class FakeEngine:
         self.count = 0
 
     def internal_state(self) -> dict[str, Any]:
-        return {}
+        return {"smc": {"costs": {}}}
 
     def ask(self, work: Work) -> TimedBatch:
         if len(work.prompts) == self.breaks_at:

@@ -39,7 +39,7 @@ def check(options: argparse.Namespace) -> None:
     for name, known in both:
         is_known = name.lower() in known
         if name is options.draft:
-            is_known |= shapes.is_name(name) or _is_class(name)
+            is_known |= _is_class(name)
         if not is_known and not Path(name).is_dir():
             raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
 
@@ -152,7 +152,8 @@ def _recommended(options: argparse.Namespace, device: Device | None) -> Finding:
     target = shapes.from_config(options.target)
     known = shapes.BUILT_IN.values()
     layer = shapes.draft_for(replace(target, mtp_layers=1), MTP)
-    alike = [one for one in known if one.vocab_size == target.vocab_size]
+    # A recurrent model drafts for none.
+    alike = [one for one in known if one.vocab_size == target.vocab_size and not one.states]
     smallest = min([target, *alike], key=lambda one: one.num_parameters)
     drafts = {
         "an EAGLE-3 head": replace(layer, kind=EAGLE3, num_states=EAGLE3_STATES),

@@ -335,6 +335,17 @@ BUILT_IN = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
+    "qwen3.5-27b": replace(
+        ModelShape(64, 5120, 17408, 24, 4, 256, 248320, tied_embeddings=False),
+        states=States(48, 16, 48, 128, 128),
+        mtp_layers=1,
+    ),
+    "qwen3.5-35b-a3b": replace(
+        ModelShape(40, 2048, 0, 16, 2, 256, 248320, tied_embeddings=False),
+        states=States(30, 16, 32, 128, 128),
+        experts=Experts(256, 8, 512, dense_layers=0, shared=1.0),
+        mtp_layers=1,
+    ),
 }
 
 
@@ -346,7 +357,7 @@ def _head(
 
 
 #: Heads as published for Llama 3.1 8B (EAGLE-3) and Qwen3 8B; they fit targets of the same width.
-DRAFTS = BUILT_IN | {
+DRAFTS = {name: one for name, one in BUILT_IN.items() if one.states is None} | {
     "eagle3-8b": _head(EAGLE3, 1, 14336, 32000, EAGLE3_STATES),
     "dflash-8b": _head(DFLASH, 5, 12288, 0, 5, BLOCK_SIZE - 1),
     "dspark-8b": replace(_head(DFLASH, 5, 12288, 0, 5, 8), markov_parameters=151936 * 256),
@@ -496,8 +507,8 @@ def _shape_of(
 
 
 def is_name(source: str) -> bool:
-    """Return whether ``source`` names a draft without a path."""
-    return source.lower() in DRAFTS
+    """Return whether ``source`` names a model or a draft without a path."""
+    return source.lower() in (*BUILT_IN, *DRAFTS)
 
 
 def lowest_precision(*shapes: ModelShape) -> float:

@@ -95,9 +95,16 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     assert (older.num_kv_heads, older.head_dim) == (4, 1)
 
 
+def test_built_in_hybrids_are_their_configurations_with_an_mtp_layer() -> None:
+    for name, published in {"qwen3.5-27b": QWEN, "qwen3.5-35b-a3b": QWEN_MOE}.items():
+        assert BUILT_IN[name] == replace(from_config(published), mtp_layers=1)
+        assert name not in DRAFTS, "recurrent models draft for none"
+
+
 def test_built_in_models_have_their_published_sizes() -> None:
-    assert BUILT_IN.keys() == PARAMETERS.keys()
-    for name, shape in BUILT_IN.items():
+    hybrids = {name for name, shape in BUILT_IN.items() if shape.states}
+    assert BUILT_IN.keys() - hybrids == PARAMETERS.keys()
+    for name, shape in ((name, BUILT_IN[name]) for name in PARAMETERS):
         assert shape.num_parameters == pytest.approx(PARAMETERS[name], rel=2e-4), name
     assert BUILT_IN["llama-3.1-8b"].kv_bytes_per_token == 131_072
 
