@@ -48,7 +48,8 @@ class HeadSizes(NamedTuple):
     num_states: int  # layers of the target whose states it reads
     rows_key: str | None  # of the config.json: rows of an LM head of its own; None: the target's
     max_steps: int | None = None  # the largest K; None for any
-    has_markov: bool = False  # a DSpark block's Markov head
+    step_parameters: int = 0  # that each drafted token is multiplied by behind a block's pass
+    table_parameters: int = 0  # of tables beside, of which a row is read
     hint: str = ""  # ends the error about a missing size
 
 
@@ -83,24 +84,48 @@ def _eagle3_sizes(config: Config) -> HeadSizes:
     return HeadSizes("eagle3", num_states=states, rows_key="draft_vocab_size", hint=hint)
 
 
+def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
+    """Return the whole numbers behind ``keys``; raise ValueError, with a hint, without some."""
+    missing = [key for key in keys if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.{hint}")
+    return [config[key] for key in keys]
+
+
+def _block_options(config: Config) -> dict[str, Any]:
+    return {**config, **(config.get("dflash_config") or {})}
+
+
 def _block_sizes(config: Config) -> HeadSizes:
-    is_dspark = formats.architecture(config) in formats.DSPARKS
-    options: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
-    if is_dspark and options.get("projector_type") == "dspark":
+    return _sizes_of_block(_block_options(config), from_anchor=False)
+
+
+def _dspark_sizes(config: Config) -> HeadSizes:
+    """Read a block with a Markov head, whose layer joins a row's output, a token and a state."""
+    options = _block_options(config)
+    if options.get("projector_type") == "dspark":
         del options["projector_type"]
+    block = _sizes_of_block(options, from_anchor=True)
+    vocab_size, rank, width = numbers_of(config, "vocab_size", "markov_rank", "hidden_size")
+    rows = config.get("draft_vocab_size") or vocab_size
+    layers = {"gated": rank * (width + rank), "rnn": 3 * rank * (width + 2 * rank)}
+    more = layers.get(config.get("markov_head_type") or "", 0)
+    return block._replace(step_parameters=rows * rank + more, table_parameters=vocab_size * rank)
+
+
+def _sizes_of_block(options: Config, *, from_anchor: bool) -> HeadSizes:
     if beyond := [key for key in _NOT_PLANNED if options.get(key)]:
         raise ValueError(
             f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
             "head. Planned for are blocks without."
         )
-    layers = options.get("target_layer_ids") or range(config.get("num_hidden_layers") or 0)
+    layers = options.get("target_layer_ids") or range(options.get("num_hidden_layers") or 0)
     most = options.get("block_size") or BLOCK_SIZE
     return HeadSizes(
         "dflash",
         num_states=len(layers),
         rows_key=None,
-        max_steps=most - (not options.get("sample_from_anchor", is_dspark)),
-        has_markov=is_dspark,
+        max_steps=most - (not options.get("sample_from_anchor", from_anchor)),
         hint=" A DFlash block's sizes are those of its own layers, not of the target's.",
     )
 
@@ -114,12 +139,8 @@ TYPES = (
     HeadType("eagle", EAGLE, _EAGLE3 + "EagleHead", _eagle_sizes),
     HeadType("eagle3", (formats.EAGLE3,), _EAGLE3 + "Eagle3Head", _eagle3_sizes),
     HeadType("eagle3", (LATENT_EAGLE3,), _EAGLE3 + "Eagle3Head"),
-    HeadType(
-        "dflash",
-        (*formats.BLOCKS, *formats.DSPARKS),
-        "sglang_smc.proposers.dflash:BlockHead",
-        _block_sizes,
-    ),
+    HeadType("dflash", formats.BLOCKS, "sglang_smc.proposers.dflash:BlockHead", _block_sizes),
+    HeadType("dflash", formats.DSPARKS, "sglang_smc.proposers.dspark:DSparkHead", _dspark_sizes),
     HeadType("mtp", _WITHIN, _MTP_HEAD),
     HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),
 )

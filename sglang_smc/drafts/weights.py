@@ -174,10 +174,24 @@ def _of_block(config: Config) -> Shapes:
         rank, rows = config["markov_rank"], config["vocab_size"]
         found["markov_head.markov_w1.weight"] = (rows, rank)
         found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
+        found |= _of_markov(config, rank)
     if config.get(OWN_LM_HEAD) or is_reduced(config):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         found["lm_head.weight"] = (rows, sizes.hidden)
     return found
+
+
+def _of_markov(config: Config, rank: int) -> Shapes:
+    """Return what a Markov head of a DSpark block has beside its two matrices."""
+    layers = {
+        "gated": ("markov_head.gate_proj", rank, config["hidden_size"] + rank),
+        "rnn": ("markov_head.joint_proj", 3 * rank, config["hidden_size"] + 2 * rank),
+    }
+    layer = layers.get(config.get("markov_head_type", "vanilla"))
+    if layer is None:
+        return {}
+    name, rows, inputs = layer
+    return {f"{name}.weight": (rows, inputs), f"{name}.bias": (rows,)}
 
 
 def _layer(part: str, sizes: LayerSizes, inputs: int) -> Shapes:

@@ -2,11 +2,10 @@
 
 One pass returns the distributions of all K draft tokens: the block is the last token and K masks,
 which attend to the text before them and to each other, in both directions. So q is a product of
-marginals, from which each particle samples its own chain. A DSpark block (DeepSpec, 2026) has a
-Markov head beside it: what it adds to the block's logits depends on the token before, and q is a
-chain. Its first row, that of the last token, may draft as well. For the text before the block, the
-head's keys and values are computed from the target's hidden states, and written to the slots of
-their tokens right after the target's pass.
+marginals, from which each particle samples its own chain, unless a subclass conditions each token
+on those before it. A block's first row, that of the last token, may draft as well. For the text
+before the block, the head's keys and values are computed from the target's hidden states, and
+written to the slots of their tokens right after the target's pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +25,6 @@ from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.head_kinds import architecture_of
 from sglang_smc.models.head_parts import for_class, require_set
 from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
 
@@ -70,8 +68,13 @@ class BlockForward(ParticleForward):
             for layer in self._model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False
 
-    def block_logits(self, blocks: Chains, first: int) -> torch.Tensor:
-        """Return the logits ``[K, G, N, V]`` of blocks, from the row ``first`` on."""
+    def block_logits(self, blocks: Chains, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run blocks.
+
+        Returns:
+            Of their rows from ``first`` on the logits ``[K, G, N, V]``, and the last layer's output
+            ``[K, G, N, H]``, of which they are made.
+        """
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
         embedded = self._embed(batch.input_ids) * self._scale
         with self._attending(blocks):
@@ -80,7 +83,8 @@ class BlockForward(ParticleForward):
             )
         masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, first:]
         steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
-        return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
+        logits = self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
+        return logits, steps
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Map the last layer's output ``[R, H]`` to logits ``[R, V]``, or of the draft's tokens."""
@@ -116,7 +120,6 @@ class BlockHead(DraftProposer):
 
     Args:
         first: row of a block that drafts its first token.
-        markov: SGLang's Markov head of a DSpark block, if any.
         hot, vocab_size: as in `to_full_vocabulary`.
     """
 
@@ -124,13 +127,18 @@ class BlockHead(DraftProposer):
     needs = ("get_input_embeddings", "logits_processor", "lm_head")
     captures_by = "set_dflash_layers_to_capture"
 
+    from_anchor = False
+    """Whether the first row drafts where the configuration does not say."""
+
+    projector: str | None = None
+    """What `projector_type` may name."""
+
     def __init__(
         self,
         forward: BlockForward,
         mask: int,
         *,
         first: int = 1,
-        markov: Any = None,
         hot: torch.Tensor | None = None,
         vocab_size: int = 0,
     ) -> None:
@@ -138,10 +146,15 @@ class BlockHead(DraftProposer):
         self._forward = forward
         self._mask = mask
         self._first = first
-        self._markov = markov
         self._hot = hot
         self._vocab_size = vocab_size
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
+        self._states: torch.Tensor  # [K, G, N, H] of which they are made
+
+    @classmethod
+    def first_row(cls, config: ModelConfig) -> int:
+        """Return the row of a block that drafts its first token; row 0 is the last token's."""
+        return 1 - bool(config.hf_config.to_dict().get("sample_from_anchor", cls.from_anchor))
 
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
@@ -151,11 +164,7 @@ class BlockHead(DraftProposer):
         given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
         extras = {name: given.get(name) or vars(parsed).get(name) for name in _EXTRAS}
         extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
-        if is_dspark(config):
-            extras["projector_type"] = extras["projector_type"] not in (None, "dspark")
-            markov = whole.get("markov_head_type", "vanilla")
-            if markov != "vanilla":
-                yield f"has a Markov head of type {markov!r}, and 'vanilla' alone is supported"
+        extras["projector_type"] = extras["projector_type"] not in (None, cls.projector)
         windowed = "sliding_attention" in (whole.get("layer_types") or ())
         extras["is_causal"] = windowed and whole.get("is_causal") is False
         for name in (name for name, value in extras.items() if value):
@@ -167,7 +176,7 @@ class BlockHead(DraftProposer):
                 f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for "
                 f"ids below {target.vocab_size}"
             )
-        most = parsed.resolve_block_size(default=16) - (not drafts_from_anchor(config))
+        most = parsed.resolve_block_size(default=16) - cls.first_row(config)
         if num_steps > most:
             yield (
                 f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
@@ -210,11 +219,16 @@ class BlockHead(DraftProposer):
         return cls(
             forward,
             mask_token(config),
-            first=1 - drafts_from_anchor(config),
-            markov=model.markov_head if is_dspark(config) else None,
+            first=cls.first_row(config),
+            **cls._parts(model),
             hot=model.hot_token_id,
             vocab_size=context.vocab_size,
         )
+
+    @classmethod
+    def _parts(cls, model: Any) -> dict[str, Any]:
+        """Return what else of SGLang's model `__init__` takes."""
+        return {}
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the one pass of a round; see `DraftProposer.first_logits`."""
@@ -222,17 +236,19 @@ class BlockHead(DraftProposer):
         num_masks = len(at.slots) - 3 + self._first
         masks = torch.full_like(last, self._mask).expand(-1, -1, num_masks)
         blocks = at.chains(torch.cat([last, masks], dim=2), 1)
-        self._steps = self._forward.block_logits(blocks, self._first)
+        self._steps, self._states = self._forward.block_logits(blocks, self._first)
         return self.next_logits(0, last_two[:, :, 1], at)
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return logits after a token, of which a Markov head alone knows; see `DraftProposer`."""
-        logits = self._steps[step]
-        if self._markov is not None:
-            logits = logits + self._markov.project_bias(self._markov.get_prev_embeddings(tokens))
+        """Return logits after a token; see `DraftProposer.next_logits`."""
+        logits = self._logits_after(step, tokens)
         if self._hot is None:
             return logits
         return to_full_vocabulary(logits, self._hot, self._vocab_size)
+
+    def _logits_after(self, step: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a row's logits ``[G, N, V]``, of the draft's tokens, after the tokens before."""
+        return self._steps[step]
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Write keys and values of the target's states; see `StatesReader.read_chains`."""
@@ -293,16 +309,6 @@ def load_hot(
 
 def mask_token(config: ModelConfig) -> int:
     return _parsed(config).mask_token_id
-
-
-def is_dspark(config: ModelConfig) -> bool:
-    """Return whether a block head has a Markov head (DSpark)."""
-    return architecture_of(config) in formats.DSPARKS
-
-
-def drafts_from_anchor(config: ModelConfig) -> bool:
-    """Return whether a block's first row, that of the last token, drafts, as most of DSpark do."""
-    return bool(config.hf_config.to_dict().get("sample_from_anchor", is_dspark(config)))
 
 
 def _parsed(config: ModelConfig) -> Any:

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
-DSPARK, PART = "dspark", "dspark of hot tokens"
-KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK, PART)
+DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
+KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK, GATED, PART)
+BLOCKS = (DFLASH, DSPARK, GATED, PART)
+RANK = 8  # of Markov heads
 
 
 def make_head(kind: str, target: str, folder: Path) -> str:
@@ -24,9 +26,12 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
-    elif kind == DSPARK:
-        sizes = {"num_layers": 2, "block_size": 3, "markov_rank": 8}
+    elif kind in (DSPARK, GATED):
+        sizes = {"num_layers": 2, "block_size": 3, "markov_rank": RANK}
         made = new_head("dspark", target, folder, **sizes, **given)
+        if kind == GATED:
+            config, weights = read(made)
+            write(made, *with_layer(config, weights, "gated"))
     elif kind == APART:
         made = new_head("mtp", target, folder, **given)
     elif kind == EAGLE3:
@@ -36,6 +41,38 @@ def make_head(kind: str, target: str, folder: Path) -> str:
         hot = torch.tensor([token for token in range(vocab_size) if token % 4 != 2])
         made = (of_hot if kind == HOT else of_part)(target, folder, hot, given)
     return str(made)
+
+
+def with_layer(
+    config: dict[str, Any], weights: dict[str, torch.Tensor], markov: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The Markov head gets the layer that it has where it is ``gated``, or an ``rnn``."""
+    width, rank = config["hidden_size"], config["markov_rank"]
+    layers = {"gated": ("gate_proj", rank, rank), "rnn": ("joint_proj", 3 * rank, 2 * rank)}
+    name, rows, inputs = layers[markov]
+    draw = torch.Generator().manual_seed(7)
+    own = {"weight": torch.randn(rows, width + inputs, generator=draw) / 4}
+    own["bias"] = torch.randn(rows, generator=draw)
+    weights |= {f"markov_head.{name}.{part}": tensor for part, tensor in own.items()}
+    return config | {"markov_head_type": markov}, weights
+
+
+def markov_head(folder: Path) -> Any:
+    """A checkpoint's Markov head by the class of `speculators`, in float64."""
+    from speculators.models.dspark.model_definitions import MarkovHead
+
+    config, weights = read(folder)
+    part, prefix = "transformer_layer_config", "markov_head."
+    own = {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name}
+    made = MarkovHead(
+        verifier_vocab_size=len(own["markov_w1.weight"]),
+        draft_vocab_size=len(own["markov_w2.weight"]),
+        markov_rank=config["markov_rank"],
+        hidden_size=config.get(part, config)["hidden_size"],
+        head_type=config["markov_head_type"],
+    )
+    made.load_state_dict(own)
+    return made.double().eval()
 
 
 def of_hot(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
@@ -49,8 +86,8 @@ def of_hot(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) 
 
 
 def of_part(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
-    """A DSpark head whose masks alone draft, with an LM head of its own."""
-    sizes = {"num_layers": 2, "block_size": 4, "markov_rank": 8}
+    """A DSpark head whose masks alone draft, with an LM head of its own, and states of chains."""
+    sizes = {"num_layers": 2, "block_size": 4, "markov_rank": RANK}
     whole = new_head("dspark", target, folder.with_name("whole"), **sizes, **given)
     config, weights = read(whole)
     config["sample_from_anchor"] = False
@@ -59,6 +96,7 @@ def of_part(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any])
     weights |= {"lm_head.weight": own / config["hidden_size"] ** 0.5}
     weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][hot]
     weights["d2t"] = hot - torch.arange(len(hot))
+    config, weights = with_layer(config, weights, "rnn")
     return write(folder, as_speculators(config, draft_vocab_size=len(hot)), weights)
 
 
@@ -77,6 +115,7 @@ class Draft:
         self.head: Any = load_head(whole, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
         self.own = read(Path(folder))[1] if kind == PART else {}
+        self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -87,19 +126,22 @@ class Draft:
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
-        if self.kind in (DFLASH, DSPARK, PART):
+        if self.kind in BLOCKS:
             mask = embed(torch.tensor(self.head.mask_token_id))
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
             before = texts.gather(1, columns + torch.arange(self.num_steps))
+            given = {"prev_token_ids": before, "hidden_states": filled[:, 0]}
+            added = None if self.markov is None else self.markov.block_bias(**given)
             if self.kind == PART:
                 hot = self.own["d2t"] + torch.arange(len(self.own["d2t"]))
-                logits = filled[:, 0] @ self.own["lm_head.weight"].double().T
-                logits = logits + self.head.bias(before)[..., hot]
+                logits = filled[:, 0] @ self.own["lm_head.weight"].double().T + added
                 probs = logits.new_zeros(*logits.shape[:2], len(embed.weight))
                 return probs.index_copy(2, hot, logits.softmax(-1))
             logits = self.model.lm_head(filled)[:, 0]
             if self.kind == DSPARK:
                 logits = logits + self.head.bias(before)
+            elif added is not None:
+                logits = logits + added
             return logits.softmax(-1)
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
         if self.kind == APART:

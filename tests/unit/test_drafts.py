@@ -18,7 +18,6 @@ from sglang_smc.drafts import checkpoint, formats, weights
 from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import draft_config, head_parts
 from sglang_smc.models import head_kinds as kinds
-from sglang_smc.proposers.dflash import drafts_from_anchor
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 EAGLE3, DFLASH, DSPARK = (PAIR / name for name in ("eagle3", "dflash", "dspark"))
@@ -95,7 +94,7 @@ def test_the_anchor_drafts_by_the_rules_of_a_files_age(
     told = as_speculators(config)
     del told["sample_from_anchor"]
     found: Any = SimpleNamespace(hf_config=LlamaConfig(**formats.normalized(told | given)))
-    assert drafts_from_anchor(found) == drafts
+    assert kinds.drafter_of(found).first_row(found) == 1 - drafts
 
 
 @pytest.mark.parametrize("given", [True, False])

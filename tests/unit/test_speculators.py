@@ -67,6 +67,14 @@ def test_what_its_classes_save_is_whole(
     assert found["hidden_size"] == model.config.transformer_layer_config.hidden_size
 
 
+@pytest.mark.parametrize("markov", ["gated", "rnn"])
+def test_a_markov_heads_layer_is_known(markov: str, tmp_path: Path) -> None:
+    saved("dspark", tmp_path, "qwen3", markov_head_type=markov)
+    shapes = checkpoint.shapes_in(tmp_path)
+    found = formats.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
+    assert list(weights.problems(found, shapes, {}.get)) == []
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_tests_write_what_its_classes_do(kind: str, tmp_path: Path) -> None:
     """The same settings; `auto_map` and releases are of no account."""

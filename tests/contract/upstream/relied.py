@@ -148,6 +148,10 @@ srt.models.dspark.Qwen3DSparkModel: markov_head
 srt.models.dspark.VanillaMarkov
     .get_prev_embeddings(self token_ids)
     .project_bias(self latent_states)
+srt.models.dspark.GatedMarkovHead: gate_proj
+    .compute_gate(self token_ids hidden_states)
+srt.models.dspark.RNNHead: joint_proj
+    ._rnn_step(self state prev_embeddings hidden_states)
 srt.models.dflash.DFlashAttention: attn num_kv_heads head_dim
     .kv_proj_only(self hidden_states)
     .apply_k_norm(self k)

@@ -288,9 +288,12 @@ def test_dspark_is_dflash_with_a_markov_head_and_drafts_from_its_first_row() -> 
     sizes = {"markov_rank": 2, "vocab_size": 9, "projector_type": "dspark"}
     spark = DFLASH_CONFIG | sizes | {"architectures": ["Qwen3DSparkModel"]}
     head, block = draft_of(spark), draft_of(DFLASH_CONFIG)
-    assert head == replace(block, max_steps=8, markov_parameters=18)
+    assert head == replace(block, max_steps=8, step_parameters=18, table_parameters=18)
     assert head.resident_bytes == block.resident_bytes + 2 * 2 * 18
     assert draft_of(spark | {"sample_from_anchor": False}).max_steps == 7
+    for markov, more in (("gated", 2 * (4 + 2)), ("rnn", 3 * 2 * (4 + 2 * 2))):
+        other = draft_of(spark | {"markov_head_type": markov, "draft_vocab_size": 5})
+        assert (other.step_parameters, other.table_parameters) == (5 * 2 + more, 18)
 
 
 def test_built_in_heads_are_what_public_configurations_say() -> None:
