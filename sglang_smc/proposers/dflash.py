@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
-from sglang_smc.drafts import checkpoint, formats
+from sglang_smc.drafts import checkpoint, formats, kinds
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
@@ -36,7 +36,6 @@ _EXTRAS = {
     "output_multiplier": "a multiplier of its output",
     "final_logit_softcapping": "a cap of its own on logits",
     "attention_sink_bias": "attention sinks",
-    "is_causal": "windows that see the block in both directions",
 }
 
 
@@ -165,10 +164,13 @@ class BlockHead(DraftProposer):
         extras = {name: given.get(name) or vars(parsed).get(name) for name in _EXTRAS}
         extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
         extras["projector_type"] = extras["projector_type"] not in (None, cls.projector)
-        windowed = "sliding_attention" in (whole.get("layer_types") or ())
-        extras["is_causal"] = windowed and whole.get("is_causal") is False
         for name in (name for name, value in extras.items() if value):
             yield f"is a block head with {_EXTRAS[name]} ({name})"
+        block = parsed.resolve_block_size(default=kinds.BLOCK_SIZE)
+        windowed = "sliding_attention" in (whole.get("layer_types") or ())
+        window = (whole.get("sliding_window") if windowed else None) or block
+        if whole.get("is_causal") is False and window < block:
+            yield f"has windows of {window} tokens (sliding_window), less than a block of {block}"
         if parsed.mask_token_id is None:
             yield "has no mask_token_id in dflash_config"
         elif parsed.mask_token_id >= target.vocab_size:
@@ -176,7 +178,7 @@ class BlockHead(DraftProposer):
                 f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for "
                 f"ids below {target.vocab_size}"
             )
-        most = parsed.resolve_block_size(default=16) - cls.first_row(config)
+        most = block - cls.first_row(config)
         if num_steps > most:
             yield (
                 f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "

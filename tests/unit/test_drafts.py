@@ -207,7 +207,10 @@ def test_more_is_told_of_block_heads(tmp_path: Path) -> None:
     assert problems(tmp_path / "same") == []
     layers = {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True}
     write(tmp_path / "window", config | layers | {"is_causal": False}, tensors)
-    assert "windows that see the block" in problems(tmp_path / "window")[0]
+    assert problems(tmp_path / "window") == []
+    layers |= {"is_causal": False, "sliding_window": 7}
+    write(tmp_path / "narrow", config | layers, tensors)
+    assert "windows of 7 tokens" in problems(tmp_path / "narrow")[0]
 
 
 @pytest.mark.parametrize(

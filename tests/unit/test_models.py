@@ -378,7 +378,7 @@ CROSS = "cross or bidirectional attention"
         # Where blocks are run, with causal layers among them, which may have a window.
         ({"blocks": True, **ENCODER}, None),
         ({"blocks": True, **WINDOW}, None),
-        ({"blocks": True, **ENCODER, **WINDOW}, "a window where blocks see themselves"),
+        ({"blocks": True, **ENCODER, **WINDOW}, None),
         ({"blocks": True, "attn_type": AttentionType.DECODER_BIDIRECTIONAL}, CROSS),
         ({"blocks": True, **ENCODER, "is_cross_attention": True}, CROSS),
         ({"latent": True}, None),
