@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 CONFIG = "config.json"
+MASK = "mask_embedding.pt"
+"""Of block heads: a trained embedding of the mask, beside the weights."""
+
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -40,7 +43,7 @@ def downloaded(path: str, revision: str | None = None) -> Path:
 
     for pattern in _WEIGHTS:
         if folder is None or not _files(folder):
-            wanted = [pattern, "*.json"]
+            wanted = [pattern, "*.json", MASK]
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
     assert folder is not None, "there are patterns"
     return folder

@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 """Columns of a block where its configuration says nothing, the last token's among them."""
 
 # Features of newer blocks; each adds a step after the pass; its cost is not modelled.
-_NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
+_NOT_PLANNED = ("projector_type", *formats.SELECTOR)
 
 
 class HeadSizes(NamedTuple):
@@ -49,7 +49,8 @@ class HeadSizes(NamedTuple):
     rows_key: str | None  # of the config.json: rows of an LM head of its own; None: the target's
     max_steps: int | None = None  # the largest K; None for any
     step_parameters: int = 0  # that each drafted token is multiplied by behind a block's pass
-    table_parameters: int = 0  # of tables beside, of which a row is read
+    table_parameters: int = 0  # of tables beside, of which a few rows are read
+    conv_parameters: int = 0  # of a block's convolutions
     hint: str = ""  # ends the error about a missing size
 
 
@@ -60,6 +61,7 @@ class HeadType(NamedTuple):
     classes: tuple[str, ...]  # SGLang's, of which a checkpoint names one
     drafter: str
     sizes: Callable[[Config], HeadSizes] | None = None  # ValueError; None: not planned for
+    is_narrow: bool = False  # most tokens never get mass, whatever its vocabulary is
 
 
 def _eagle_sizes(config: Config) -> HeadSizes:
@@ -113,6 +115,23 @@ def _dspark_sizes(config: Config) -> HeadSizes:
     return block._replace(step_parameters=rows * rank + more, table_parameters=vocab_size * rank)
 
 
+def _dflash2_sizes(config: Config) -> HeadSizes:
+    """Read a block with convolutions around attention and MLP, and a selector of candidates."""
+    options = _block_options(config)
+    rank, vocab_size, width = numbers_of(options, "selector_rank", "vocab_size", "hidden_size")
+    convolutions = 0
+    if taps := options.get("conv_kernel_size"):
+        size, layers = numbers_of(options, "conv_group_size", "num_hidden_layers")
+        convolutions = 2 * layers * 2 * taps * width * (width // size + 1)
+    for name in formats.SELECTOR:
+        options.pop(name, None)
+    return _sizes_of_block(options, from_anchor=False)._replace(
+        step_parameters=rank * width,
+        table_parameters=2 * vocab_size * rank,
+        conv_parameters=convolutions,
+    )
+
+
 def _sizes_of_block(options: Config, *, from_anchor: bool) -> HeadSizes:
     if beyond := [key for key in _NOT_PLANNED if options.get(key)]:
         raise ValueError(
@@ -140,6 +159,13 @@ TYPES = (
     HeadType("eagle3", (formats.EAGLE3,), _EAGLE3 + "Eagle3Head", _eagle3_sizes),
     HeadType("eagle3", (LATENT_EAGLE3,), _EAGLE3 + "Eagle3Head"),
     HeadType("dflash", formats.BLOCKS, "sglang_smc.proposers.dflash:BlockHead", _block_sizes),
+    HeadType(
+        "dflash",
+        formats.DFLASH2S,
+        "sglang_smc.proposers.dflash2:DFlash2Head",
+        _dflash2_sizes,
+        is_narrow=True,
+    ),
     HeadType("dflash", formats.DSPARKS, "sglang_smc.proposers.dspark:DSparkHead", _dspark_sizes),
     HeadType("mtp", _WITHIN, _MTP_HEAD),
     HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from sglang_smc.drafts.checkpoint import Shapes
 from sglang_smc.drafts.formats import (
-    BLOCKS,
+    ALL_BLOCKS,
+    DFLASH2S,
     DSPARKS,
     EAGLE3,
     EAGLE3_LAYERS,
@@ -107,8 +108,8 @@ def expected(config: Config) -> Shapes | None:
 
 
 def is_block(config: Config) -> bool:
-    """Return whether a configuration names a class of DFlash or DSpark heads."""
-    return architecture(config) in (*BLOCKS, *DSPARKS)
+    """Return whether a configuration names a class of block heads."""
+    return architecture(config) in ALL_BLOCKS
 
 
 def _given(shapes: Shapes) -> Shapes:
@@ -170,6 +171,8 @@ def _of_block(config: Config) -> Shapes:
             projections = {"q_proj": sizes.q, "k_proj": sizes.kv, "v_proj": sizes.kv}
             biases = {**projections, "o_proj": sizes.hidden}
             found |= {f"{part}self_attn.{name}.bias": (size,) for name, size in biases.items()}
+    if architecture(config) in DFLASH2S:
+        found |= _of_dflash2(config, block)
     if architecture(config) in DSPARKS:
         rank, rows = config["markov_rank"], config["vocab_size"]
         found["markov_head.markov_w1.weight"] = (rows, rank)
@@ -178,6 +181,22 @@ def _of_block(config: Config) -> Shapes:
     if config.get(OWN_LM_HEAD) or is_reduced(config):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         found["lm_head.weight"] = (rows, sizes.hidden)
+    return found
+
+
+def _of_dflash2(config: Config, block: Config) -> Shapes:
+    """Return what a DFlash2 block has beside a DFlash block: a selector, and convolutions."""
+    hidden, rank = config["hidden_size"], block.get("selector_rank") or 0
+    part, table = "candidate_selector.", (config["vocab_size"], rank)
+    found: Shapes = {f"{part}hidden_projection.weight": (rank, hidden)}
+    found |= {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
+    taps = block.get("conv_kernel_size") or 0
+    groups = hidden // block["conv_group_size"] if taps else 0
+    names = ("attention_conv", "mlp_conv") if taps else ()
+    for layer in range(config["num_hidden_layers"]):
+        for name in names:
+            found[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
+            found[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return found
 
 

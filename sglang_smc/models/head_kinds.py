@@ -26,7 +26,7 @@ _OTHER_HEADS = {
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",
     "Eagle": "an EAGLE head of a class that is not supported",
-    "DFlash2": "a DFlash2 head, which walks through candidates",
+    "DFlash2": "a DFlash2 head of a class that is not supported",
     "DFlash": "a DFlash head of a class that is not supported",
     "DSpark": "a DSpark head of a class that is not supported",
     "NextN": "an MTP layer of a kind that is not supported",
@@ -37,7 +37,6 @@ _OTHER_HEADS = {
 # Unsupported heads by the type that `speculators` gives them.
 _OTHER_TYPES = {
     "peagle": _OTHER_HEADS["PEagle"],
-    "dflash2": _OTHER_HEADS["DFlash2"],
     "xpress": _OTHER_HEADS["XPress"],
     "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
 }
@@ -119,10 +118,13 @@ def proposed_tokens(server_args: Any) -> int | None:
 
 
 def knows_all(server_args: Any) -> bool:
-    """Return whether a draft can propose every token: a head may lack rare ones."""
+    """Return whether a draft can propose every token: a head may lack rare ones, or most."""
     config = _config_at(Place.of_draft(server_args))
-    cuts = kinds.kind_of(_named(config)) in ("eagle3", "dflash")
-    return not cuts or not is_reduced(config.to_dict())
+    found = kinds.HEADS.get(_named(config))
+    if found is None:
+        return True
+    cuts = found.kind in ("eagle3", "dflash") and is_reduced(config.to_dict())
+    return not cuts and not found.is_narrow
 
 
 @cache

@@ -10,6 +10,7 @@ written to the slots of their tokens right after the target's pass.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class BlockForward(ParticleForward):
 
     Args:
         lm_head: of the head itself; None: the target's.
+        mask: ``[H]`` embedding of masks; None: the target's of the mask's token.
     """
 
     _blocks = True
@@ -56,10 +58,13 @@ class BlockForward(ParticleForward):
         max_columns: int,
         target: Any,
         lm_head: Any = None,
+        mask: torch.Tensor | None = None,
     ) -> None:
         super().__init__(runner, tails, attention, max_columns)
         self._model: Any = runner.model
-        self._target, self._lm_head = target, lm_head
+        self._target = target
+        self._lm_head = lm_head
+        self._mask = mask
         self._embed = upstream.without_lora(target.get_input_embeddings())
         # Some models scale embeddings outside of the embedding table.
         self._scale = getattr(target, "get_dflash_noise_embedding_scale", lambda: 1.0)()
@@ -75,7 +80,10 @@ class BlockForward(ParticleForward):
             ``[K, G, N, H]``, of which they are made.
         """
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
-        embedded = self._embed(batch.input_ids) * self._scale
+        embedded = self._embed(batch.input_ids)
+        if self._mask is not None:
+            embedded.unflatten(0, blocks.tokens.shape)[:, :, 1:] = self._mask
+        embedded = embedded * self._scale
         with self._attending(blocks):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
@@ -132,6 +140,11 @@ class BlockHead(DraftProposer):
     projector: str | None = None
     """What `projector_type` may name."""
 
+    has_parts: tuple[str, ...] = ()
+    """Settings that SGLang's class has parts for, where that of DFlash has none."""
+
+    forward_class = BlockForward
+
     def __init__(
         self,
         forward: BlockForward,
@@ -161,8 +174,10 @@ class BlockHead(DraftProposer):
         parsed = _parsed(config)
         whole = config.hf_config.to_dict()
         given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
-        extras = {name: given.get(name) or vars(parsed).get(name) for name in _EXTRAS}
-        extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
+        lacking = [name for name in _EXTRAS if name not in cls.has_parts]
+        extras = {name: given.get(name) or vars(parsed).get(name) for name in lacking}
+        if "output_multiplier" in extras:
+            extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
         extras["projector_type"] = extras["projector_type"] not in (None, cls.projector)
         for name in (name for name, value in extras.items() if value):
             yield f"is a block head with {_EXTRAS[name]} ({name})"
@@ -171,6 +186,10 @@ class BlockHead(DraftProposer):
         window = (whole.get("sliding_window") if windowed else None) or block
         if whole.get("is_causal") is False and window < block:
             yield f"has windows of {window} tokens (sliding_window), less than a block of {block}"
+        try:
+            trained_mask(config)
+        except ValueError as error:
+            yield str(error)
         if parsed.mask_token_id is None:
             yield "has no mask_token_id in dflash_config"
         elif parsed.mask_token_id >= target.vocab_size:
@@ -198,6 +217,7 @@ class BlockHead(DraftProposer):
         config = runner.model_config
         head: Any = runner.model
         head.hot_token_id = _hot_tokens(config, runner.device)
+        head.trained_mask = trained_mask(config, runner.device, runner.dtype)
         load = head.load_weights
         hot = head.hot_token_id
         head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
@@ -209,13 +229,14 @@ class BlockHead(DraftProposer):
         config = runner.model_config
         model: Any = runner.model
         has_own = bool(config.hf_config.to_dict().get(formats.OWN_LM_HEAD))
-        forward = BlockForward(
+        forward = cls.forward_class(
             runner,
             context.ledger.tails,
             context.kernels,
             context.num_columns,
             context.target.model_runner.model,
             model.own_lm_head if has_own else None,
+            model.trained_mask,
         )
         context.fuse(forward)
         return cls(
@@ -239,6 +260,7 @@ class BlockHead(DraftProposer):
         masks = torch.full_like(last, self._mask).expand(-1, -1, num_masks)
         blocks = at.chains(torch.cat([last, masks], dim=2), 1)
         self._steps, self._states = self._forward.block_logits(blocks, self._first)
+        self._begin()
         return self.next_logits(0, last_two[:, :, 1], at)
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
@@ -247,6 +269,10 @@ class BlockHead(DraftProposer):
         if self._hot is None:
             return logits
         return to_full_vocabulary(logits, self._hot, self._vocab_size)
+
+    def _begin(self) -> None:
+        """Prepare what the steps of a round need, once its block has been run."""
+        return None
 
     def _logits_after(self, step: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return a row's logits ``[G, N, V]``, of the draft's tokens, after the tokens before."""
@@ -269,17 +295,9 @@ class BlockHead(DraftProposer):
 def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:
     """Return the target's ids ``[H]`` of the tokens that a head drafts; None for all.
 
-    Raises ValueError for a checkpoint that would change the target, or lacks the ids.
+    Raises ValueError for a checkpoint that lacks the ids.
     """
-    folder = None
-    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
-        folder = checkpoint.folder_of(config.model_path, config.revision)
-    if folder is not None and (folder / "mask_embedding.pt").exists():
-        raise ValueError(
-            "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
-            "the target's own embedding; allowed: block heads whose mask is a token of the "
-            "target's. Choose another head."
-        )
+    folder = _folder_of(config)
     if not is_reduced(config.hf_config.to_dict()):
         return None
     shifts = None if folder is None else checkpoint.tensor_in(folder, "d2t")
@@ -290,6 +308,42 @@ def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:
             "Face. Download the checkpoint."
         )
     return (shifts.long() + torch.arange(len(shifts))).to(device)
+
+
+def _folder_of(config: ModelConfig) -> Path | None:
+    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
+        return checkpoint.folder_of(config.model_path, config.revision)
+    return None
+
+
+def trained_mask(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """Return the embedding ``[H]`` of masks that a checkpoint has beside its weights, if any.
+
+    SGLang writes it into the target's table; here the target stays as it is.
+
+    Raises ValueError, as a phrase that follows the checkpoint's path, for one that does not fit.
+    """
+    folder = _folder_of(config)
+    if folder is None or not (folder / checkpoint.MASK).exists():
+        return None
+    saved = torch.load(folder / checkpoint.MASK, map_location=device, weights_only=True)
+    if not isinstance(saved, dict) or not {"embedding", "mask_token_id"} <= saved.keys():
+        raise ValueError(f"has a {checkpoint.MASK} without embedding or mask_token_id")
+    if saved.get("per_position"):
+        raise ValueError(f"has a {checkpoint.MASK} of one embedding for each position")
+    if saved["mask_token_id"] != mask_token(config):
+        raise ValueError(
+            f"has a {checkpoint.MASK} for token {saved['mask_token_id']}, and mask_token_id is "
+            f"{mask_token(config)}"
+        )
+    found = saved["embedding"].flatten()
+    if len(found) != config.hidden_size:
+        raise ValueError(
+            f"has a {checkpoint.MASK} of {len(found)} numbers, and a width of {config.hidden_size}"
+        )
+    return found.to(dtype)
 
 
 def load_hot(

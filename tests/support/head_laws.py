@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from block_laws import SIZES2, Selecting, markov_head, trained_mask, with_layer, with_selector
 from published_drafts import as_speculators, read, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,8 +17,10 @@ from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
 DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
-KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK, GATED, PART)
-BLOCKS = (DFLASH, DSPARK, GATED, PART)
+DFLASH2 = "dflash2"
+KINDS = (EAGLE3, HOT, APART, DFLASH, DFLASH2, DSPARK, GATED, PART)
+BLOCKS = (DFLASH, DFLASH2, DSPARK, GATED, PART)
+NARROW = (HOT, DFLASH2, PART)  # which give some tokens no mass
 RANK = 8  # of Markov heads
 
 
@@ -26,6 +29,10 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
+    elif kind == DFLASH2:
+        whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
+        made = write(folder, *with_selector(*read(whole)))
+        torch.save(trained_mask(folder), folder / "mask_embedding.pt")
     elif kind in (DSPARK, GATED):
         sizes = {"num_layers": 2, "block_size": 3, "markov_rank": RANK}
         made = new_head("dspark", target, folder, **sizes, **given)
@@ -41,38 +48,6 @@ def make_head(kind: str, target: str, folder: Path) -> str:
         hot = torch.tensor([token for token in range(vocab_size) if token % 4 != 2])
         made = (of_hot if kind == HOT else of_part)(target, folder, hot, given)
     return str(made)
-
-
-def with_layer(
-    config: dict[str, Any], weights: dict[str, torch.Tensor], markov: str
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The Markov head gets the layer that it has where it is ``gated``, or an ``rnn``."""
-    width, rank = config["hidden_size"], config["markov_rank"]
-    layers = {"gated": ("gate_proj", rank, rank), "rnn": ("joint_proj", 3 * rank, 2 * rank)}
-    name, rows, inputs = layers[markov]
-    draw = torch.Generator().manual_seed(7)
-    own = {"weight": torch.randn(rows, width + inputs, generator=draw) / 4}
-    own["bias"] = torch.randn(rows, generator=draw)
-    weights |= {f"markov_head.{name}.{part}": tensor for part, tensor in own.items()}
-    return config | {"markov_head_type": markov}, weights
-
-
-def markov_head(folder: Path) -> Any:
-    """A checkpoint's Markov head by the class of `speculators`, in float64."""
-    from speculators.models.dspark.model_definitions import MarkovHead
-
-    config, weights = read(folder)
-    part, prefix = "transformer_layer_config", "markov_head."
-    own = {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name}
-    made = MarkovHead(
-        verifier_vocab_size=len(own["markov_w1.weight"]),
-        draft_vocab_size=len(own["markov_w2.weight"]),
-        markov_rank=config["markov_rank"],
-        hidden_size=config.get(part, config)["hidden_size"],
-        head_type=config["markov_head_type"],
-    )
-    made.load_state_dict(own)
-    return made.double().eval()
 
 
 def of_hot(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
@@ -111,11 +86,12 @@ class Draft:
 
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        whole = str(Path(folder).with_name("whole")) if kind == PART else folder
+        whole = str(Path(folder).with_name("whole")) if kind in (PART, DFLASH2) else folder
         self.head: Any = load_head(whole, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
         self.own = read(Path(folder))[1] if kind == PART else {}
         self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
+        self.selecting = Selecting(self.head, Path(folder)) if kind == DFLASH2 else None
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -128,6 +104,8 @@ class Draft:
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
         if self.kind in BLOCKS:
             mask = embed(torch.tensor(self.head.mask_token_id))
+            if self.selecting is not None:
+                mask = self.selecting.mask
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
             before = texts.gather(1, columns + torch.arange(self.num_steps))
             given = {"prev_token_ids": before, "hidden_states": filled[:, 0]}
@@ -138,6 +116,8 @@ class Draft:
                 probs = logits.new_zeros(*logits.shape[:2], len(embed.weight))
                 return probs.index_copy(2, hot, logits.softmax(-1))
             logits = self.model.lm_head(filled)[:, 0]
+            if self.selecting is not None:
+                return self.selecting.laws(logits, filled[:, 0], before)
             if self.kind == DSPARK:
                 logits = logits + self.head.bias(before)
             elif added is not None:

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.models.dspark import build_markov_head
 
 from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.proposers.dflash2 import DFlash2Head
 from sglang_smc.proposers.dspark import DSparkHead
 
 STEPS, REQUESTS, PARTICLES, WIDTH, VOCAB = 4, 2, 3, 12, 20
@@ -63,3 +64,20 @@ def test_markov_heads_add_what_speculators_adds(kind: str) -> None:
         expected = other.block_bias(**given)
         assert expected.abs().max() > 0.3
         assert torch.allclose(found, expected, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_selector_scores_the_candidates_that_speculators_scores() -> None:
+    """After any token, a candidate of the row before or not; all others have no mass."""
+    theirs = pytest.importorskip("speculators.models.dflash2.model_definitions")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "top_k": 7, "initializer_range": 0.5}
+    selector = theirs.CandidateSelector(rank=6, **sizes)
+    block: Any = Block()
+    head = DFlash2Head(block, 3, selector=selector, transform=lambda logits: 2 * logits)
+    tokens = torch.randint(VOCAB, (STEPS, REQUESTS, PARTICLES))
+    found = drafted(head, tokens)
+    ids, scores = selector.select(2 * block.logits, block.states, tokens)
+    assert torch.allclose(found.gather(-1, ids), scores, atol=1e-4)
+    assert torch.equal(found.isfinite().sum(-1), torch.full_like(tokens, 7))
+    assert (scores - 2 * block.logits.gather(-1, ids)).abs().max() > 0.3

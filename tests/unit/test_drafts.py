@@ -255,7 +255,7 @@ def test_settings_without_a_meaning_here_are_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash2", "xpress", "mtp", "of tomorrow"])
+@pytest.mark.parametrize("kind", ["peagle", "xpress", "mtp", "of tomorrow"])
 def test_other_types_of_speculators_are_named(kind: str, tmp_path: Path) -> None:
     rewrite(EAGLE3, tmp_path, speculators_model_type=kind)
     assert f"speculators_model_type is '{kind}'" in problems(tmp_path)[0]

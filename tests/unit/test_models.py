@@ -85,6 +85,14 @@ def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     return model_config(made)
 
 
+def dflash2(**own: Any) -> Any:
+    sizes = {"selector_rank": 4, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    more = {"output_multiplier": 2.0, "final_logit_softcapping": 30.0}
+    made = dflash(**{**sizes, **more, **own})
+    made.hf_config.architectures = [formats.DFLASH2]
+    return made
+
+
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
     named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
@@ -105,7 +113,7 @@ def test_what_fits_is_taken() -> None:
     ]
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
-    taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash")]
+    taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash"), (dflash2(), "dflash")]
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
@@ -162,7 +170,10 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (mtp(3), "has 3 MTP layers .*, and one alone drafts"),
         (mtp(None), "has no number of MTP layers"),
         (eagle(tie_word_embeddings=True), "ties its LM head .*, and the target has two"),
-        (eagle3(architectures=["DFlash2DraftModel"]), "is a DFlash2 head, which walks through"),
+        (eagle3(architectures=["DFlash2TreeModel"]), "is a DFlash2 head of a class that is not"),
+        (dflash2(projector_type="dspark"), "is a block head with a projector"),
+        (dflash2(attention_sink_bias=True), "is a block head with attention sinks"),
+        (dflash2(selector_rank=0, selector_top_k=0), "has no selector_rank in dflash_config"),
         (eagle3(architectures=["DSparkMiniMaxDraftModel"]), "is a DSpark head of a class that is"),
     ],
 )

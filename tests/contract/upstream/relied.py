@@ -196,6 +196,10 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool |
 # Since 0.5.22: server arguments are a struct of what was given, resolved beside it; workers ask for
 # their place among ranks, and name the runners that new weights concern.
 NEWER = """
+srt.models.dflash.DFlashDraftModel.set_block_size(self block_size)
+srt.models.dflash.DFlash2DraftModel: candidate_selector
+    ._transform_unary_logits(self logits)
+srt.models.dflash.CandidateSelector: predecessor_codebook successor_codebook hidden_projection top_k
 srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus
     .batch_put(self batch_tokens)
     .synchronize(self)

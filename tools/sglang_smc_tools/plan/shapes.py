@@ -115,7 +115,8 @@ class ModelShape:
     max_steps: int | None = None  # the largest K of a draft; None for any
     head_rows: int | None = None  # of a copy of the LM head's rows; None for all, with no copy
     step_parameters: int = 0  # that each drafted token is multiplied by behind a block's pass
-    table_parameters: int = 0  # of a block's tables beside, of which a row is read
+    table_parameters: int = 0  # of a block's tables beside, of which a few rows are read
+    conv_parameters: int = 0  # of a block's convolutions, in all layers
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
@@ -132,7 +133,7 @@ class ModelShape:
         if self.kind == EAGLE3:  # queries, keys and values of an embedding beside a hidden state
             heads = self.num_heads + 2 * self.num_kv_heads
             attention += self.hidden_size * self.head_dim * heads
-        return attention + dense + sparse
+        return attention + dense + sparse + self.conv_parameters
 
     @property
     def _attending_layers(self) -> int:
@@ -592,6 +593,7 @@ def _read_head(config: Config) -> ModelShape:
         max_steps=sizes.max_steps,
         step_parameters=sizes.step_parameters,
         table_parameters=sizes.table_parameters,
+        conv_parameters=sizes.conv_parameters,
     )
 
 

@@ -296,6 +296,18 @@ def test_dspark_is_dflash_with_a_markov_head_and_drafts_from_its_first_row() -> 
         assert (other.step_parameters, other.table_parameters) == (5 * 2 + more, 18)
 
 
+def test_dflash2_has_tables_and_convolutions_beside() -> None:
+    sizes = {"selector_rank": 2, "selector_top_k": 3, "conv_kernel_size": 2, "conv_group_size": 2}
+    block = DFLASH_CONFIG.get("dflash_config", {})
+    named = {"architectures": ["DFlash2DraftModel"], "vocab_size": 9}
+    head = draft_of(DFLASH_CONFIG | named | {"dflash_config": {**block, **sizes}})
+    # Of two layers, around attention and MLP: two kernels, and a projection to both.
+    convolutions = 2 * 2 * (2 * 2 * 4 + 4 * (2 * 2 * 2))
+    more = {"table_parameters": 2 * 9 * 2, "conv_parameters": convolutions}
+    assert head == replace(draft_of(DFLASH_CONFIG), step_parameters=2 * 4, **more)
+    assert head.num_parameters == 2 * 120 + 48 + 8 + 36 + convolutions
+
+
 def test_built_in_heads_are_what_public_configurations_say() -> None:
     """The heads for Llama 3.1 8B and for Qwen3 8B, by the keys that their files have."""
     sizes = "intermediate_size=12288 vocab_size=151936 num_target_layers=36 block_size=16"
@@ -331,7 +343,7 @@ DOMINO = {"projector_type": "domino"}
         (draft_of, DFLASH_CONFIG | {"dflash_config": DOMINO}, "projector_type: more than one pass"),
         (draft_of, DFLASH_CONFIG | {"projector_type": "dspark"}, "projector_type: more than one"),
         (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
-        (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
+        (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "selector_rank"),
         (draft_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
         (from_config, "{", r"config\.json is not JSON"),
     ],
