@@ -34,6 +34,9 @@ ALL_BLOCKS = (*BLOCKS, *DFLASH2S, *DSPARKS)
 CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 """SGLang's class of each `speculators` type that it has one for."""
 
+DOMINO = "domino"
+"""The `projector_type` by which a DFlash head is a Domino head."""
+
 EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 QK_NORM = "use_qk_norm"
 """Whether an EAGLE-3 head normalizes queries and keys, as a layer of Qwen3 does."""
@@ -69,6 +72,11 @@ _READ = {
 def architecture(config: Config) -> str:
     """Return the class that a configuration names; an empty text if it names none."""
     return (config.get("architectures") or [""])[0]
+
+
+def block_options(config: Config) -> dict[str, Any]:
+    """Return a block head's settings with those of its `dflash_config` among them."""
+    return {**config, **(config.get("dflash_config") or {})}
 
 
 def is_head(config: Config) -> bool:

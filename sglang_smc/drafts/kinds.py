@@ -6,7 +6,7 @@ its path, as `--speculative-smc-draft-class` names a user's.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sglang_smc.drafts import formats
 from sglang_smc.drafts.formats import Config
@@ -62,6 +62,7 @@ class HeadType(NamedTuple):
     drafter: str
     sizes: Callable[[Config], HeadSizes] | None = None  # ValueError; None: not planned for
     is_narrow: bool = False  # most tokens never get mass, whatever its vocabulary is
+    projector: str | None = None  # a `projector_type` that tells it from others of its classes
 
 
 def _eagle_sizes(config: Config) -> HeadSizes:
@@ -94,17 +95,13 @@ def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
     return [config[key] for key in keys]
 
 
-def _block_options(config: Config) -> dict[str, Any]:
-    return {**config, **(config.get("dflash_config") or {})}
-
-
 def _block_sizes(config: Config) -> HeadSizes:
-    return _sizes_of_block(_block_options(config), from_anchor=False)
+    return _sizes_of_block(formats.block_options(config), from_anchor=False)
 
 
 def _dspark_sizes(config: Config) -> HeadSizes:
     """Read a block with a Markov head, whose layer joins a row's output, a token and a state."""
-    options = _block_options(config)
+    options = formats.block_options(config)
     if options.get("projector_type") == "dspark":
         del options["projector_type"]
     block = _sizes_of_block(options, from_anchor=True)
@@ -117,7 +114,7 @@ def _dspark_sizes(config: Config) -> HeadSizes:
 
 def _dflash2_sizes(config: Config) -> HeadSizes:
     """Read a block with convolutions around attention and MLP, and a selector of candidates."""
-    options = _block_options(config)
+    options = formats.block_options(config)
     rank, vocab_size, width = numbers_of(options, "selector_rank", "vocab_size", "hidden_size")
     convolutions = 0
     if taps := options.get("conv_kernel_size"):
@@ -130,6 +127,18 @@ def _dflash2_sizes(config: Config) -> HeadSizes:
         table_parameters=2 * vocab_size * rank,
         conv_parameters=convolutions,
     )
+
+
+def _domino_sizes(config: Config) -> HeadSizes:
+    """Read a block beside which a GRU reads a chain's tokens, and an MLP its state."""
+    options = formats.block_options(config)
+    names = ("hidden_size", "gru_hidden_dim", "emb_dim", "vocab_size")
+    width, state, middle, vocab_size = numbers_of(options, *names)
+    del options["projector_type"]
+    step = 3 * state * (width + state) + middle * (width + state) + vocab_size * middle
+    most = (options.get("block_size") or BLOCK_SIZE) - 1
+    block = _sizes_of_block(options, from_anchor=False)
+    return block._replace(step_parameters=step, max_steps=most)
 
 
 def _sizes_of_block(options: Config, *, from_anchor: bool) -> HeadSizes:
@@ -161,6 +170,13 @@ TYPES = (
     HeadType("dflash", formats.BLOCKS, "sglang_smc.proposers.dflash:BlockHead", _block_sizes),
     HeadType(
         "dflash",
+        formats.BLOCKS,
+        "sglang_smc.proposers.domino:DominoHead",
+        _domino_sizes,
+        projector=formats.DOMINO,
+    ),
+    HeadType(
+        "dflash",
         formats.DFLASH2S,
         "sglang_smc.proposers.dflash2:DFlash2Head",
         _dflash2_sizes,
@@ -171,8 +187,16 @@ TYPES = (
     HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),
 )
 
-HEADS = {name: one for one in TYPES for name in one.classes}
+HEADS = {name: one for one in TYPES for name in one.classes if one.projector is None}
 """Types of heads, by SGLang's class."""
+
+
+def type_of(config: Config) -> HeadType | None:
+    """Return the type of head that a configuration is of, if any."""
+    name = formats.architecture(config)
+    projector = formats.block_options(config).get("projector_type")
+    fits = (one for one in TYPES if name in one.classes and one.projector == projector)
+    return HEADS.get(name) if projector is None else next(fits, HEADS.get(name))
 
 
 def kind_of(architecture: str) -> Kind:

@@ -11,6 +11,7 @@ from sglang_smc.drafts.checkpoint import Shapes
 from sglang_smc.drafts.formats import (
     ALL_BLOCKS,
     DFLASH2S,
+    DOMINO,
     DSPARKS,
     EAGLE3,
     EAGLE3_LAYERS,
@@ -18,6 +19,7 @@ from sglang_smc.drafts.formats import (
     QK_NORM,
     Config,
     architecture,
+    block_options,
 )
 
 Read = Callable[[str], Any]
@@ -171,6 +173,8 @@ def _of_block(config: Config) -> Shapes:
             projections = {"q_proj": sizes.q, "k_proj": sizes.kv, "v_proj": sizes.kv}
             biases = {**projections, "o_proj": sizes.hidden}
             found |= {f"{part}self_attn.{name}.bias": (size,) for name, size in biases.items()}
+    if block.get("projector_type", config.get("projector_type")) == DOMINO:
+        found |= _of_domino(config)
     if architecture(config) in DFLASH2S:
         found |= _of_dflash2(config, block)
     if architecture(config) in DSPARKS:
@@ -198,6 +202,19 @@ def _of_dflash2(config: Config, block: Config) -> Shapes:
             found[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
             found[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return found
+
+
+def _of_domino(config: Config) -> Shapes:
+    """Return what a Domino head has beside a DFlash block: a GRU and an MLP, without biases."""
+    options = block_options(config)
+    hidden, rows = config["hidden_size"], config["vocab_size"]
+    state, middle = (options.get(name) or 0 for name in ("gru_hidden_dim", "emb_dim"))
+    return {
+        "prefix_gru.weight_ih_l0": (3 * state, hidden),
+        "prefix_gru.weight_hh_l0": (3 * state, state),
+        "embed_proj.0.weight": (middle, hidden + state),
+        "embed_proj.2.weight": (rows, middle),
+    }
 
 
 def _of_markov(config: Config, rank: int) -> Shapes:

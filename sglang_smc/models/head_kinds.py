@@ -52,7 +52,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 def drafter_of(config: ModelConfig) -> Any:
     """Return the class of `proposers` that drafts with a checkpoint of this configuration."""
-    found = kinds.HEADS.get(architecture_of(config))
+    found = kinds.type_of(config.hf_config.to_dict())
     return at(kinds.LANGUAGE_MODEL if found is None else found.drafter)
 
 
@@ -120,7 +120,7 @@ def proposed_tokens(server_args: Any) -> int | None:
 def knows_all(server_args: Any) -> bool:
     """Return whether a draft can propose every token: a head may lack rare ones, or most."""
     config = _config_at(Place.of_draft(server_args))
-    found = kinds.HEADS.get(_named(config))
+    found = kinds.type_of(config.to_dict())
     if found is None:
         return True
     cuts = found.kind in ("eagle3", "dflash") and is_reduced(config.to_dict())
@@ -215,7 +215,7 @@ def _layer_problems(drafter: Any, config: ModelConfig, target: ModelConfig) -> I
     try:
         layers = drafter.captured_layers(config, target.num_hidden_layers)
     except ValueError as error:
-        yield f"cannot read the target's states: {error}"
+        yield f"cannot be read: {error}"
         return
     if layers is None:  # SGLang's default for EAGLE-3, as inputs of the layers behind
         count = target.num_hidden_layers

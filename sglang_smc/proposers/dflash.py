@@ -72,12 +72,12 @@ class BlockForward(ParticleForward):
             for layer in self._model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False
 
-    def block_logits(self, blocks: Chains, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_logits(self, blocks: Chains, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Run blocks.
 
         Returns:
-            Of their rows from ``first`` on the logits ``[K, G, N, V]``, and the last layer's output
-            ``[K, G, N, H]``, of which they are made.
+            Of K of their ``rows`` the logits ``[K, G, N, V]``, and the last layer's output ``[K, G,
+            N, H]``, of which they are made.
         """
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
         embedded = self._embed(batch.input_ids)
@@ -88,10 +88,14 @@ class BlockForward(ParticleForward):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
             )
-        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, first:]
+        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, rows]
         steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
         logits = self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
         return logits, steps
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the target's embeddings ``[..., H]`` of tokens, as they are in its table."""
+        return self._embed(tokens.flatten()).unflatten(0, tokens.shape)
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Map the last layer's output ``[R, H]`` to logits ``[R, V]``, or of the draft's tokens."""
@@ -140,6 +144,9 @@ class BlockHead(DraftProposer):
     projector: str | None = None
     """What `projector_type` may name."""
 
+    num_unread = 0
+    """Masks of a block behind the last row that drafts."""
+
     has_parts: tuple[str, ...] = ()
     """Settings that SGLang's class has parts for, where that of DFlash has none."""
 
@@ -169,9 +176,17 @@ class BlockHead(DraftProposer):
         return 1 - bool(config.hf_config.to_dict().get("sample_from_anchor", cls.from_anchor))
 
     @classmethod
+    def most_steps(cls, config: ModelConfig, block: int) -> int:
+        """Return the most tokens that a block of so many rows drafts."""
+        return block - cls.first_row(config)
+
+    @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield what SGLang's class has no part for, and blocks that are too short."""
-        parsed = _parsed(config)
+        try:
+            parsed = _parsed(config)
+        except ValueError:  # told as `captured_layers` reads it
+            return
         whole = config.hf_config.to_dict()
         given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
         lacking = [name for name in _EXTRAS if name not in cls.has_parts]
@@ -197,7 +212,7 @@ class BlockHead(DraftProposer):
                 f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for "
                 f"ids below {target.vocab_size}"
             )
-        most = block - cls.first_row(config)
+        most = cls.most_steps(config, block)
         if num_steps > most:
             yield (
                 f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
@@ -256,10 +271,13 @@ class BlockHead(DraftProposer):
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the one pass of a round; see `DraftProposer.first_logits`."""
         last = last_two[:, :, 1:]
-        num_masks = len(at.slots) - 3 + self._first
+        num_steps = len(at.slots) - 2
+        num_masks = num_steps - 1 + self._first + self.num_unread
         masks = torch.full_like(last, self._mask).expand(-1, -1, num_masks)
         blocks = at.chains(torch.cat([last, masks], dim=2), 1)
-        self._steps, self._states = self._forward.block_logits(blocks, self._first)
+        self._steps, self._states = self._forward.block_logits(
+            blocks, slice(self._first, self._first + num_steps)
+        )
         self._begin()
         return self.next_logits(0, last_two[:, :, 1], at)
 

@@ -20,9 +20,9 @@ from sglang_smc.upstream import IS_NEWER
 class ConvolvedForward(BlockForward):
     """A block head whose layers convolve each block's rows with those before them."""
 
-    def block_logits(self, blocks: Chains, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_logits(self, blocks: Chains, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         self._model.set_block_size(blocks.tokens.shape[2])  # where the next block's rows begin
-        return super().block_logits(blocks, first)
+        return super().block_logits(blocks, rows)
 
 
 class DFlash2Head(BlockHead):

@@ -22,6 +22,7 @@ from head_laws import (
     BLOCKS,
     DFLASH,
     DFLASH2,
+    DOMINO,
     DSPARK,
     EAGLE3,
     GATED,
@@ -122,6 +123,7 @@ OTHERS = {
     "a head beside recurrent states": Case("qwen3_5_text", EAGLE3, RECURRENT),
     "a DFlash block": Case("llama", DFLASH),
     "a DFlash2 block": Case("llama", DFLASH2),
+    "a Domino block": Case("llama", DOMINO),
     "a DSpark block": Case("llama", DSPARK),
     "a gated DSpark block": Case("llama", GATED),
     "a block beside recurrent states": Case("qwen3_5_text", DFLASH, RECURRENT),
@@ -195,7 +197,7 @@ def test_answers_are_those_of_rounds_over_transformers(
 ) -> None:
     if case.arguments is RECURRENT and not upstream.IS_NEWEST:
         pytest.skip("older releases are refused")
-    if case.draft == DFLASH2 and not upstream.IS_NEWER:
+    if case.draft in (DFLASH2, DOMINO) and not upstream.IS_NEWER:
         pytest.skip("older releases have no class of it")
     target = make_model(tmp_path / "target", case.target, case.seed)
     draft = make_model(tmp_path / "draft", case.draft, 2, target)

@@ -1,6 +1,6 @@
 """Parts of block heads beside their layers: random ones in checkpoints, and what they compute.
 
-By the classes of `speculators`, in float64.
+By the classes of `speculators` and of torch, in float64.
 """
 
 from pathlib import Path
@@ -154,3 +154,48 @@ class Selecting:
             unary = self.cap * torch.tanh(unary / self.cap)
         ids, scores = self.selector.select(unary, states, before)
         return torch.zeros_like(logits).scatter(2, ids, scores.softmax(-1))
+
+
+def with_gru(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """A DFlash head gets what Domino has beside; its labels are shifted by one."""
+    width, rows = config["hidden_size"], config["vocab_size"]
+    state, middle = 10, 14
+    draw = torch.Generator().manual_seed(10)
+    shapes = {
+        "prefix_gru.weight_ih_l0": (3 * state, width),
+        "prefix_gru.weight_hh_l0": (3 * state, state),
+        "embed_proj.0.weight": (middle, width + state),
+        "embed_proj.2.weight": (rows, middle),
+    }
+    weights |= {name: torch.randn(shape, generator=draw) / 2 for name, shape in shapes.items()}
+    sizes = {"gru_hidden_dim": state, "emb_dim": middle, "pure_draft_prefix_len": 1}
+    own = {"projector_type": "domino", "shift_label": True, **sizes}
+    return config | {"dflash_config": config["dflash_config"] | own}, weights
+
+
+class Correcting:
+    """What a Domino checkpoint adds to its block's logits, by a whole GRU over each beginning."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        _, weights = read(folder)
+        self.embed = model.get_input_embeddings()
+        (rows, width), middle = weights["prefix_gru.weight_ih_l0"].shape, "embed_proj.2.weight"
+        self.gru = nn.GRU(width, rows // 3, bias=False, batch_first=True).double()
+        part = "prefix_gru."
+        self.gru.load_state_dict(
+            {name.removeprefix(part): w for name, w in weights.items() if part in name}
+        )
+        self.into = weights["embed_proj.0.weight"].double()
+        self.out_of = weights[middle].double()
+
+    def laws(
+        self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """``[R, K, V]`` of tokens behind those ``before`` them ``[R, K]``, of a block of K + 1."""
+        found = [logits[:, 0]]
+        for step in range(1, before.shape[1]):
+            _, carried = self.gru(self.embed(before[:, : step + 1]))
+            both = torch.cat([states[:, step], carried[0]], 1)
+            added = nn.functional.silu(both @ self.into.T) @ self.out_of.T
+            found.append(logits[:, step] + added)
+        return torch.stack(found, 1).softmax(-1)

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from block_laws import SIZES2, Selecting, markov_head, trained_mask, with_layer, with_selector
+from block_laws import (
+    SIZES2,
+    Correcting,
+    Selecting,
+    markov_head,
+    trained_mask,
+    with_gru,
+    with_layer,
+    with_selector,
+)
 from published_drafts import as_speculators, read, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,9 +26,10 @@ from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
 DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
-DFLASH2 = "dflash2"
-KINDS = (EAGLE3, HOT, APART, DFLASH, DFLASH2, DSPARK, GATED, PART)
-BLOCKS = (DFLASH, DFLASH2, DSPARK, GATED, PART)
+DFLASH2, DOMINO = "dflash2", "domino"
+BLOCKS = (DFLASH, DFLASH2, DOMINO, DSPARK, GATED, PART)
+KINDS = (EAGLE3, HOT, APART, *BLOCKS)
+DERIVED = (DFLASH2, DOMINO, GATED, PART)  # from a head that training knows, in `whole` beside
 NARROW = (HOT, DFLASH2, PART)  # which give some tokens no mass
 RANK = 8  # of Markov heads
 
@@ -29,16 +39,21 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
+    elif kind == DOMINO:
+        whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
+        config, weights = read(whole)
+        write(whole, config | {"sample_from_anchor": True}, weights)  # as labels are shifted
+        made = write(folder, *with_gru(config, weights))
     elif kind == DFLASH2:
         whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
         made = write(folder, *with_selector(*read(whole)))
         torch.save(trained_mask(folder), folder / "mask_embedding.pt")
     elif kind in (DSPARK, GATED):
         sizes = {"num_layers": 2, "block_size": 3, "markov_rank": RANK}
-        made = new_head("dspark", target, folder, **sizes, **given)
+        place = folder if kind == DSPARK else folder.with_name("whole")
+        made = new_head("dspark", target, place, **sizes, **given)
         if kind == GATED:
-            config, weights = read(made)
-            write(made, *with_layer(config, weights, "gated"))
+            made = write(folder, *with_layer(*read(made), "gated"))
     elif kind == APART:
         made = new_head("mtp", target, folder, **given)
     elif kind == EAGLE3:
@@ -86,11 +101,12 @@ class Draft:
 
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        whole = str(Path(folder).with_name("whole")) if kind in (PART, DFLASH2) else folder
+        whole = str(Path(folder).with_name("whole")) if kind in DERIVED else folder
         self.head: Any = load_head(whole, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
         self.own = read(Path(folder))[1] if kind == PART else {}
         self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
+        self.correcting = Correcting(self.model, Path(folder)) if kind == DOMINO else None
         self.selecting = Selecting(self.head, Path(folder)) if kind == DFLASH2 else None
 
     @torch.no_grad()
@@ -118,6 +134,8 @@ class Draft:
             logits = self.model.lm_head(filled)[:, 0]
             if self.selecting is not None:
                 return self.selecting.laws(logits, filled[:, 0], before)
+            if self.correcting is not None:
+                return self.correcting.laws(logits, filled[:, 0], before)
             if self.kind == DSPARK:
                 logits = logits + self.head.bias(before)
             elif added is not None:

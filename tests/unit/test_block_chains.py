@@ -6,10 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 from sglang.srt.models.dspark import build_markov_head
+from torch import nn
 
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.dflash2 import DFlash2Head
+from sglang_smc.proposers.domino import DominoHead
 from sglang_smc.proposers.dspark import DSparkHead
+from sglang_smc.upstream import IS_NEWER
 
 STEPS, REQUESTS, PARTICLES, WIDTH, VOCAB = 4, 2, 3, 12, 20
 NONE = torch.zeros(STEPS + 2, REQUESTS, PARTICLES, dtype=torch.int64)
@@ -20,13 +23,18 @@ class Block(SimpleNamespace):
     """A block's pass with random outputs, new ones each time."""
 
     def __init__(self) -> None:
-        super().__init__(attn_backend=None)
+        tables = {name: torch.randn(VOCAB, WIDTH) for name in ("table", "lm_head")}
+        super().__init__(attn_backend=None, **tables)
 
-    def block_logits(self, blocks: Any, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = blocks.tokens.shape[2] - first, *blocks.tokens.shape[:2]
-        self.logits = torch.randn(*shape, VOCAB)
-        self.states = torch.randn(*shape, WIDTH)
+    def block_logits(self, blocks: Any, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = *blocks.tokens.shape[:2], blocks.tokens.shape[2], WIDTH
+        self.rows = torch.randn(shape)
+        self.states = self.rows[:, :, rows].permute(2, 0, 1, 3)
+        self.logits = self.states @ self.lm_head.T
         return self.logits, self.states
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens]
 
 
 def drafted(head: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -81,3 +89,39 @@ def test_a_selector_scores_the_candidates_that_speculators_scores() -> None:
     assert torch.allclose(found.gather(-1, ids), scores, atol=1e-4)
     assert torch.equal(found.isfinite().sum(-1), torch.full_like(tokens, 7))
     assert (scores - 2 * block.logits.gather(-1, ids)).abs().max() > 0.3
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not IS_NEWER, reason="older releases have no Domino heads")
+@pytest.mark.parametrize("shifts", [True, False])
+def test_a_domino_chain_of_likeliest_tokens_is_sglangs(shifts: bool) -> None:
+    """In two rounds, of blocks of K + 1 rows, whichever of them draft."""
+    from sglang.srt.speculative.domino_utils import domino_greedy_rollout
+
+    torch.manual_seed(0)
+    block: Any = Block()
+    gru: Any = nn.GRU(WIDTH, 5, bias=False, batch_first=True)
+    layers = nn.Linear(WIDTH + 5, 8, False), nn.SiLU(), nn.Linear(8, VOCAB, False)
+    correct = nn.Sequential(*layers)
+    for weight in (*gru.parameters(), *correct.parameters()):
+        nn.init.normal_(weight)
+    given = {"prefix_gru": gru, "embed_proj": correct, "shift_label": shifts}
+    given |= {"vocab_size": VOCAB, "candidate_pool_size": 0, "in_cuda_graph": False}
+    head = DominoHead(block, 3, first=1 - shifts, gru=gru, correct=correct)
+    plain = []
+    for _ in range(20):
+        last = torch.randint(VOCAB, (REQUESTS, PARTICLES))
+        logits = head.first_logits(torch.stack([last, last], 2), SLOTS)
+        chain = [logits.argmax(2)]
+        for step in range(1, STEPS):
+            chain.append(head.next_logits(step, chain[-1], SLOTS).argmax(2))
+        expected = domino_greedy_rollout(
+            draft_hidden=block.rows.flatten(0, 1),
+            bonus_tokens=last.flatten(),
+            target_embedding=block.embed,
+            lm_head_weight=block.lm_head,
+            **given,
+        )
+        assert torch.equal(by_block(torch.stack(chain)), expected)
+        plain.append(torch.equal(by_block(block.logits.argmax(3)), expected))
+    assert not any(plain), "no correction changed a token"

@@ -93,6 +93,16 @@ def dflash2(**own: Any) -> Any:
     return made
 
 
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4}
+DOMINO |= {"pure_draft_prefix_len": 1}
+
+
+def domino(block_size: int = 9, hf: int = 100) -> Any:
+    made = dflash(block_size, **DOMINO, shift_label=True)
+    made.vocab_size = made.hf_config.vocab_size = hf
+    return made
+
+
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
     named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
@@ -114,6 +124,7 @@ def test_what_fits_is_taken() -> None:
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
     taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash"), (dflash2(), "dflash")]
+    taken += [(domino(), "dflash")]
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
@@ -153,13 +164,16 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (eagle3(eagle_config={"use_aux_hidden_state": False}), "reads the last layer alone"),
         (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(projector_type="dspark"), "is a block head with a projector"),
+        (dflash(9, **DOMINO, shift_label=None), "cannot be read: .*shift_label to be a bool"),
+        (domino(8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
+        (domino(hf=96), "has vocab_size 96, and the target 100"),
         (dspark("lstm"), "has a Markov head of type 'lstm'; allowed: vanilla, gated, rnn"),
         (dspark(vocab_size=96), "has vocab_size 96, and the target 100"),
         (dspark(block_size=7), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(hidden_size=32), "reads states of width 32"),
         (dflash(mask_token_id=None), "has no mask_token_id"),
         (dflash(mask_token_id=100), "has mask_token_id 100"),
-        (dflash(target_layer_ids=[0, 9]), "cannot read the target's states: .*out-of-range"),
+        (dflash(target_layer_ids=[0, 9]), "cannot be read: .*out-of-range"),
         (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
         (eagle3(architectures=["MistralForCausalLMEagle"]), "is an EAGLE head of a class that"),
         (eagle3(architectures=["Eagle3LlamaForCausalLM"]), "is an EAGLE-3 head of a class that"),
@@ -324,8 +338,8 @@ def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: in
     drafts_from = drafter.first_row(config)
     shown: list[Any] = []
 
-    def block_logits(blocks: Any, first: int) -> Any:
-        shown.extend((blocks.tokens.tolist(), first))
+    def block_logits(blocks: Any, rows: slice) -> Any:
+        shown.extend((blocks.tokens.tolist(), rows.start))
         logits = torch.arange(2.0).view(2, 1, 1, 1).expand(2, 1, 1, 4)
         return logits, logits
 

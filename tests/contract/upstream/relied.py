@@ -197,6 +197,7 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool |
 # their place among ranks, and name the runners that new weights concern.
 NEWER = """
 srt.models.dflash.DFlashDraftModel.set_block_size(self block_size)
+srt.models.dflash.DFlashDraftModel: prefix_gru embed_proj
 srt.models.dflash.DFlash2DraftModel: candidate_selector
     ._transform_unary_logits(self logits)
 srt.models.dflash.CandidateSelector: predecessor_codebook successor_codebook hidden_projection top_k

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smc.drafts.formats import normalized
-from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS, numbers_of
+from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS, numbers_of, type_of
 from sglang_smc_tools.plan.experts import MIXTURES, Experts
 
 Config = Mapping[str, Any]
@@ -578,9 +578,9 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") 
 
 def _read_head(config: Config) -> ModelShape:
     """Return the shape of a head, by the sizes that its kind has beside its layers'."""
-    of_kind = HEADS[architecture(config)].sizes
-    assert of_kind is not None
-    sizes = of_kind(config)
+    of_kind = type_of(config)
+    assert of_kind is not None and of_kind.sizes is not None
+    sizes = of_kind.sizes(config)
     layers = dense(config, sizes.rows_key, tied=sizes.passes != MTP, hint=sizes.hint)
     windowed = (config.get("layer_types") or []).count("sliding_attention")
     if windowed:

@@ -308,6 +308,14 @@ def test_dflash2_has_tables_and_convolutions_beside() -> None:
     assert head.num_parameters == 2 * 120 + 48 + 8 + 36 + convolutions
 
 
+def test_domino_has_a_gru_and_an_mlp_beside() -> None:
+    sizes = DOMINO | {"gru_hidden_dim": 3, "emb_dim": 2}
+    block = DFLASH_CONFIG.get("dflash_config", {})
+    named = {"vocab_size": 9, "dflash_config": {**block, **sizes}}
+    head = draft_of(DFLASH_CONFIG | named)
+    assert head == replace(draft_of(DFLASH_CONFIG), step_parameters=9 * (4 + 3) + 2 * (4 + 3) + 18)
+
+
 def test_built_in_heads_are_what_public_configurations_say() -> None:
     """The heads for Llama 3.1 8B and for Qwen3 8B, by the keys that their files have."""
     sizes = "intermediate_size=12288 vocab_size=151936 num_target_layers=36 block_size=16"
@@ -340,7 +348,11 @@ DOMINO = {"projector_type": "domino"}
         ),
         (draft_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
         (draft_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
-        (draft_of, DFLASH_CONFIG | {"dflash_config": DOMINO}, "projector_type: more than one pass"),
+        (
+            draft_of,
+            DFLASH_CONFIG | {"dflash_config": DOMINO},
+            "no whole number for gru_hidden_dim",
+        ),
         (draft_of, DFLASH_CONFIG | {"projector_type": "dspark"}, "projector_type: more than one"),
         (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
         (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "selector_rank"),
