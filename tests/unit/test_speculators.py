@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from block_laws import SELECTOR, Selecting
-from published_drafts import as_speculators, read, rewrite, write
+from published_drafts import as_speculators, read, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc_tools import convert
 from sglang_smc_tools.distill.checkpoints import load_head
 
 speculators = pytest.importorskip(
@@ -89,18 +90,21 @@ def test_the_tests_write_what_its_classes_do(kind: str, tmp_path: Path) -> None:
     assert not missing, missing
 
 
+def exported(kind: str, folder: Path, **more: Any) -> str:
+    """Write a shipped head for `speculators` by `sglang-smc convert`; ``more`` is the head's."""
+    config, tensors = read(PAIR / kind)
+    source = write(folder / "source", config | {"dtype": "float32"} | more, tensors)
+    assert convert.main([source, str(folder / "theirs"), "--verifier", TARGET]) == 0
+    return str(folder / "theirs")
+
+
 def test_its_eagle3_class_has_our_logits(tmp_path: Path) -> None:
     """Three steps of the shipped head, over random texts, to 1e-4 in float32."""
-    verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
-    config, _ = read(PAIR / "eagle3")
-    told = as_speculators(config)
-    told["speculators_config"]["verifier"] = verifier
-    folder = rewrite(
-        PAIR / "eagle3", tmp_path, speculators_config=told["speculators_config"], dtype="float32"
-    )
+    folder = exported("eagle3", tmp_path)
     of_theirs = Eagle3SpeculatorConfig.from_pretrained(folder)
     of_theirs.transformer_layer_config._attn_implementation = "eager"
     theirs = Eagle3DraftModel.from_pretrained(folder, config=of_theirs).float().eval()
+    theirs.load_verifier_weights()
     ours = load_head(folder, TARGET)
     torch.manual_seed(0)
     ids = torch.randint(2, 512, (1, 12))
@@ -125,16 +129,7 @@ def test_its_block_classes_have_our_logits(
     kind: str, from_anchor: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All anchors of a random text, to 1e-4 in float32; of DSpark behind the text's own tokens."""
-    config, _ = read(PAIR / kind)
-    told = as_speculators(config)["speculators_config"]
-    told["verifier"] |= {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
-    folder = rewrite(
-        PAIR / kind,
-        tmp_path,
-        speculators_config=told,
-        dtype="float32",
-        sample_from_anchor=from_anchor,
-    )
+    folder = exported(kind, tmp_path, sample_from_anchor=from_anchor)
     of_theirs, model = MODELS[kind]
     settings = of_theirs.from_pretrained(folder)
     settings.transformer_layer_config._attn_implementation = "eager"
