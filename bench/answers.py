@@ -189,7 +189,7 @@ class Study(ABC, Generic[C, A]):
         options, began = self.options, time.monotonic()
         for log in map(self.answers.__getitem__, self.selected):
             if options.fresh and not options.list:
-                log.path.unlink(missing_ok=True)
+                log.drop()
             log.read()  # raises if it was measured otherwise, before anything starts
         if options.list:
             for cell in self.selected:

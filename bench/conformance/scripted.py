@@ -22,7 +22,7 @@ LETTERS = [*'{}[]":,0123456789abcdefghijklmnopqrstuvwxyz', "\n"]
 WIDTH = 64
 
 
-def _token(word: str) -> str:
+def token_of(word: str) -> str:
     """Return a word with its space; marks of a thought stand as SGLang's parsers look them up."""
     return word if word in (THOUGHT_BEGINS, THOUGHT_ENDS) else f"{word} "
 
@@ -32,7 +32,7 @@ def thinking_model(folder: Path, certainty: float) -> str:
 
     Letters, which nothing makes likely, are what a grammar can still choose.
     """
-    said = list(map(_token, WORDS))
+    said = list(map(token_of, WORDS))
     return make_scripted_model(folder, said, certainty=certainty, others=LETTERS)
 
 

@@ -8,7 +8,9 @@ import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
@@ -41,7 +43,12 @@ _DEFAULT_NEW_TOKENS: int | None = SamplingParams().max_new_tokens
 _WITHOUT_IT = "Leave it out, or send the request to a server without --speculative-algorithm SMC"
 
 _FIELDS = (
-    _Refusal("max_thinking_tokens", _is_not(-1), _WITHOUT_IT),
+    _Refusal(
+        "max_thinking_tokens",
+        _is_not(-1),
+        "Start the server with --enable-strict-thinking, and a --reasoning-parser that bans tokens "
+        "in thoughts (qwen3, glm45, kimi_k2) or the environment variable SGLANG_MAX_THINK_TOKENS",
+    ),
     _Refusal(
         "image_data", bool, "Send text only (--enable-multimodal serves some)", is_shown=False
     ),
@@ -68,10 +75,28 @@ _SAMPLING = (
 def served_by(server_args: Arguments) -> list[str]:
     """Return the fields of requests that a server with these arguments takes, and others refuse."""
     by_flag = {
+        "max_thinking_tokens": _limits_thoughts(server_args),
         "image_data": server_args.enable_multimodal,
         "return_routed_experts": server_args.enable_return_routed_experts,
     }
     return [field for field, is_on in by_flag.items() if is_on]
+
+
+def _limits_thoughts(server_args: Arguments) -> bool:
+    """Return whether SGLang's grammars count a thought's tokens.
+
+    They do where they ban tokens in thoughts, or limit all thoughts; else a request's limit has
+    no effect (`ReasonerGrammarBackend.enable_token_filter`).
+    """
+    name = server_args.reasoning_parser
+    if not server_args.enable_strict_thinking or name is None:
+        return False
+    if envs.SGLANG_MAX_THINK_TOKENS.get() >= 0:
+        return True
+    try:
+        return bool(ReasoningParser(name, stream_reasoning=False).detector.think_excluded_tokens)
+    except ValueError:  # response templates need a tokenizer, and ban nothing
+        return False
 
 
 def check_request(

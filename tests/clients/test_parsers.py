@@ -13,8 +13,12 @@ from conformance.scripted import (
     EOS,
     FORECAST,
     REASONING,
+    START,
+    THOUGHT_BEGINS,
+    THOUGHT_ENDS,
     TOOL,
     make_scripted_model,
+    token_of,
 )
 from http_server import Server, running_server
 from tiny_models import smc_arguments
@@ -35,10 +39,11 @@ def server(
     """Its draft is less sure of its words than the target is."""
     folder = tmp_path_factory.mktemp("scripted")
     each = (("target", 30.0), ("draft", 4.0))
-    said = [f"{word} " for word in WORDS]
+    said = [token_of(word) for word in WORDS]
     pair = [make_scripted_model(folder / name, said, certainty=value) for name, value in each]
     own = {"num_particles": 4, "reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     own["incremental_streaming_output"] = request.param
+    own["enable_strict_thinking"] = not request.param
     with running_server(folder, **smc_arguments(*pair, **own)) as running:
         yield running
 
@@ -86,8 +91,24 @@ def test_a_stream_has_a_log_probability_for_each_token(
             places = choice.logprobs.content if choice.logprobs else ()
             tokens[choice.index] += [place.token for place in places]
             assert all(len(place.top_logprobs) == 2 for place in places)
-    whole = [*(f"{word} " for word in WORDS), EOS]
+    whole = [*map(token_of, WORDS), EOS]
     assert tokens == [whole, whole]
+
+
+def test_a_thought_has_no_more_tokens_than_a_request_allows(server: Server) -> None:
+    """Its opening is one of them. Red if a round counts the tokens of its drafts otherwise."""
+    asked = {"text": f"about the weather {START}", "require_reasoning": True}
+    budgets = range(len(REASONING) + 1)
+    answers = server.outcomes([{**asked, "max_thinking_tokens": most} for most in budgets])
+    if server.get("/server_info").json()["enable_strict_thinking"]:
+        texts = [
+            one.json()["text"].replace(THOUGHT_BEGINS, f"{THOUGHT_BEGINS} ") for one in answers
+        ]
+        thoughts = [text.partition(THOUGHT_ENDS)[0].split() for text in texts]
+        assert thoughts == [[THOUGHT_BEGINS, *REASONING][:most] for most in budgets]
+    else:
+        assert {one.status_code for one in answers} == {400}
+        assert all("--enable-strict-thinking" in one.text for one in answers)
 
 
 def test_messages_keep_the_order_of_text_and_calls(server: Server) -> None:
