@@ -346,7 +346,7 @@ def trained_mask(
     folder = _folder_of(config)
     if folder is None or not (folder / checkpoint.MASK).exists():
         return None
-    saved = torch.load(folder / checkpoint.MASK, map_location=device, weights_only=True)
+    saved = checkpoint.pickled(folder / checkpoint.MASK, device)
     if not isinstance(saved, dict) or not {"embedding", "mask_token_id"} <= saved.keys():
         raise ValueError(f"has a {checkpoint.MASK} without embedding or mask_token_id")
     if saved.get("per_position"):
