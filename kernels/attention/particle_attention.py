@@ -100,7 +100,7 @@ def particle_attention(
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
     window = context.window
     sees_block = context.sees_block
-    assert not sees_block or (window is None and new is None), "checked with the layers"
+    assert not sees_block or new is None, "`ParticleAttention` leaves none to them"
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 CONFIG = "config.json"
+MASK = "mask_embedding.pt"
+"""Of block heads: a trained embedding of the mask, beside the weights."""
+
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -40,7 +43,7 @@ def downloaded(path: str, revision: str | None = None) -> Path:
 
     for pattern in _WEIGHTS:
         if folder is None or not _files(folder):
-            wanted = [pattern, "*.json"]
+            wanted = [pattern, "*.json", MASK]
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
     assert folder is not None, "there are patterns"
     return folder
@@ -66,7 +69,7 @@ def tensor_in(folder: Path, name: str) -> "torch.Tensor | None":
 
     for file in _files(folder):
         if file.suffix == ".bin":
-            if (found := _pickled(file, "cpu").get(name)) is not None:
+            if (found := pickled(file, "cpu").get(name)) is not None:
                 return found
             continue
         with safe_open(file, framework="pt") as tensors:
@@ -87,12 +90,13 @@ def _shapes_of(file: Path) -> Shapes:
     from safetensors import safe_open
 
     if file.suffix == ".bin":
-        return {name: tuple(one.shape) for name, one in _pickled(file, "meta").items()}
+        return {name: tuple(one.shape) for name, one in pickled(file, "meta").items()}
     with safe_open(file, framework="pt") as tensors:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
-def _pickled(file: Path, device: str) -> dict[str, Any]:
+def pickled(file: Path, device: str) -> dict[str, Any]:
+    """Return the tensors of a pickled file, read as weights alone."""
     import torch
 
     return torch.load(file, map_location=device, mmap=True, weights_only=True)

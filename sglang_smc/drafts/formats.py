@@ -22,11 +22,20 @@ SPECULATORS = "speculators_model_type"
 LAYER_CONFIG = "transformer_layer_config"
 EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
 BLOCKS = (DFLASH, "MuseGlimmerAssistantModel")
+DFLASH2 = "DFlash2DraftModel"
+DFLASH2S = (DFLASH2, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 DSPARKS = ("DSparkDraftModel", DSPARK, "LingDSparkModel", "Lfm2DSparkDraftModel")
-"""SGLang's classes of block heads, and of those with a Markov head; but one they are aliases."""
+"""SGLang's classes of block heads: plain, with a selector of candidates, and with a Markov head.
 
-CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dspark": DSPARK}
+But for one of each they are aliases.
+"""
+
+ALL_BLOCKS = (*BLOCKS, *DFLASH2S, *DSPARKS)
+CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 """SGLang's class of each `speculators` type that it has one for."""
+
+DOMINO = "domino"
+"""The `projector_type` by which a DFlash head is a Domino head."""
 
 EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 QK_NORM = "use_qk_norm"
@@ -38,10 +47,14 @@ OWN_LM_HEAD = "has_own_lm_head"
 UNKNOWN = "unknown_settings"
 """Settings of a `speculators` checkpoint that have a value, and a meaning unknown here."""
 
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Sizes of a DFlash2 block, in its `dflash_config`."""
+
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
 _OWN = {
     "eagle3": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     "dflash": ("block_size", "sample_from_anchor"),
+    "dflash2": ("block_size", "sample_from_anchor"),
     "dspark": (
         *("block_size", "sample_from_anchor", "markov_rank", "markov_head_type"),
         *("enable_confidence_head", "confidence_head_with_markov"),
@@ -61,9 +74,14 @@ def architecture(config: Config) -> str:
     return (config.get("architectures") or [""])[0]
 
 
+def block_options(config: Config) -> dict[str, Any]:
+    """Return a block head's settings with those of its `dflash_config` among them."""
+    return {**config, **(config.get("dflash_config") or {})}
+
+
 def is_head(config: Config) -> bool:
     """Return whether a configuration's meaning may depend on which tensors are saved beside it."""
-    kinds = (EAGLE3, *BLOCKS, *DSPARKS)
+    kinds = (EAGLE3, *ALL_BLOCKS)
     return SPECULATORS in config or architecture(_named(config)) in kinds
 
 
@@ -83,7 +101,7 @@ def normalized(config: Config, tensors: Collection[str] | None = None) -> dict[s
     names = {name.removeprefix("model.") for name in tensors}
     if architecture(told) == EAGLE3:
         return told | _saved(told, names)
-    if architecture(told) in (*BLOCKS, *DSPARKS) and "lm_head.weight" in names:
+    if architecture(told) in ALL_BLOCKS and "lm_head.weight" in names:
         told[OWN_LM_HEAD] = True
     return told
 
@@ -143,7 +161,7 @@ def _flattened(config: Config) -> dict[str, Any]:
         return told
     told |= {name: config[name] for name in own if config.get(name) is not None}
     told |= _of_eagle3(config, told) if kind == "eagle3" else _of_blocks(config, told)
-    known = {*_COMMON, *own, *_READ}
+    known = {*_COMMON, *own, *_nested(config), *_READ}
     if unknown := sorted(name for name in config if name not in known and config[name]):
         told[UNKNOWN] = unknown
     return told
@@ -158,6 +176,11 @@ def _layer(told: Config) -> dict[str, Any]:
 
     whole = AutoConfig.for_model(**{"model_type": "qwen3", **told}).to_dict()
     return {name: value for name, value in whole.items() if value is not None}
+
+
+def _nested(config: Config) -> tuple[str, ...]:
+    """Return the settings of a block head that SGLang has in its `dflash_config`."""
+    return SELECTOR if config[SPECULATORS] == "dflash2" else ()
 
 
 def _of_eagle3(config: Config, told: Config) -> dict[str, Any]:
@@ -175,14 +198,14 @@ def _of_blocks(config: Config, told: Config) -> dict[str, Any]:
     """Return the settings of a block head that have other names in SGLang's."""
     # Files of before the key existed draft from the masks alone, DSpark's too (speculators#760).
     found: dict[str, Any] = {"sample_from_anchor": bool(config.get("sample_from_anchor"))}
-    block: dict[str, Any] = {}
+    block = {name: config[name] for name in _nested(config) if name in config}
     if (layers := config.get("aux_hidden_state_layer_ids")) is not None:
         block["target_layer_ids"] = [layer - 1 for layer in layers]
     if config.get("mask_token_id") is not None:
         block["mask_token_id"] = config["mask_token_id"]
     found["dflash_config"] = block
-    if config.get("sliding_window_non_causal") and "sliding_attention" in told.get(
-        "layer_types", ()
-    ):
+    # A window of W begins W before the last token there; in SGLang's classes W - 1 before a row.
+    sees_block = config.get("sliding_window_non_causal", config[SPECULATORS] == "dflash2")
+    if sees_block and "sliding_attention" in told.get("layer_types", ()):
         found["is_causal"] = False
     return found

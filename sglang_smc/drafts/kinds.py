@@ -6,7 +6,7 @@ its path, as `--speculative-smc-draft-class` names a user's.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sglang_smc.drafts import formats
 from sglang_smc.drafts.formats import Config
@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 """Columns of a block where its configuration says nothing, the last token's among them."""
 
 # Features of newer blocks; each adds a step after the pass; its cost is not modelled.
-_NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
+_NOT_PLANNED = ("projector_type", *formats.SELECTOR)
 
 
 class HeadSizes(NamedTuple):
@@ -48,7 +48,9 @@ class HeadSizes(NamedTuple):
     num_states: int  # layers of the target whose states it reads
     rows_key: str | None  # of the config.json: rows of an LM head of its own; None: the target's
     max_steps: int | None = None  # the largest K; None for any
-    has_markov: bool = False  # a DSpark block's Markov head
+    step_parameters: int = 0  # that each drafted token is multiplied by behind a block's pass
+    table_parameters: int = 0  # of tables beside, of which a few rows are read
+    conv_parameters: int = 0  # of a block's convolutions
     hint: str = ""  # ends the error about a missing size
 
 
@@ -59,6 +61,8 @@ class HeadType(NamedTuple):
     classes: tuple[str, ...]  # SGLang's, of which a checkpoint names one
     drafter: str
     sizes: Callable[[Config], HeadSizes] | None = None  # ValueError; None: not planned for
+    is_narrow: bool = False  # most tokens never get mass, whatever its vocabulary is
+    projector: str | None = None  # a `projector_type` that tells it from others of its classes
 
 
 def _eagle_sizes(config: Config) -> HeadSizes:
@@ -83,24 +87,73 @@ def _eagle3_sizes(config: Config) -> HeadSizes:
     return HeadSizes("eagle3", num_states=states, rows_key="draft_vocab_size", hint=hint)
 
 
+def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
+    """Return the whole numbers behind ``keys``; raise ValueError, with a hint, without some."""
+    missing = [key for key in keys if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.{hint}")
+    return [config[key] for key in keys]
+
+
 def _block_sizes(config: Config) -> HeadSizes:
-    is_dspark = formats.architecture(config) in formats.DSPARKS
-    options: dict[str, Any] = {**config, **(config.get("dflash_config") or {})}
-    if is_dspark and options.get("projector_type") == "dspark":
+    return _sizes_of_block(formats.block_options(config), from_anchor=False)
+
+
+def _dspark_sizes(config: Config) -> HeadSizes:
+    """Read a block with a Markov head, whose layer joins a row's output, a token and a state."""
+    options = formats.block_options(config)
+    if options.get("projector_type") == "dspark":
         del options["projector_type"]
+    block = _sizes_of_block(options, from_anchor=True)
+    vocab_size, rank, width = numbers_of(config, "vocab_size", "markov_rank", "hidden_size")
+    rows = config.get("draft_vocab_size") or vocab_size
+    layers = {"gated": rank * (width + rank), "rnn": 3 * rank * (width + 2 * rank)}
+    more = layers.get(config.get("markov_head_type") or "", 0)
+    return block._replace(step_parameters=rows * rank + more, table_parameters=vocab_size * rank)
+
+
+def _dflash2_sizes(config: Config) -> HeadSizes:
+    """Read a block with convolutions around attention and MLP, and a selector of candidates."""
+    options = formats.block_options(config)
+    rank, vocab_size, width = numbers_of(options, "selector_rank", "vocab_size", "hidden_size")
+    convolutions = 0
+    if taps := options.get("conv_kernel_size"):
+        size, layers = numbers_of(options, "conv_group_size", "num_hidden_layers")
+        convolutions = 2 * layers * 2 * taps * width * (width // size + 1)
+    for name in formats.SELECTOR:
+        options.pop(name, None)
+    return _sizes_of_block(options, from_anchor=False)._replace(
+        step_parameters=rank * width,
+        table_parameters=2 * vocab_size * rank,
+        conv_parameters=convolutions,
+    )
+
+
+def _domino_sizes(config: Config) -> HeadSizes:
+    """Read a block beside which a GRU reads a chain's tokens, and an MLP its state."""
+    options = formats.block_options(config)
+    names = ("hidden_size", "gru_hidden_dim", "emb_dim", "vocab_size")
+    width, state, middle, vocab_size = numbers_of(options, *names)
+    del options["projector_type"]
+    step = 3 * state * (width + state) + middle * (width + state) + vocab_size * middle
+    most = (options.get("block_size") or BLOCK_SIZE) - 1
+    block = _sizes_of_block(options, from_anchor=False)
+    return block._replace(step_parameters=step, max_steps=most)
+
+
+def _sizes_of_block(options: Config, *, from_anchor: bool) -> HeadSizes:
     if beyond := [key for key in _NOT_PLANNED if options.get(key)]:
         raise ValueError(
             f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
             "head. Planned for are blocks without."
         )
-    layers = options.get("target_layer_ids") or range(config.get("num_hidden_layers") or 0)
+    layers = options.get("target_layer_ids") or range(options.get("num_hidden_layers") or 0)
     most = options.get("block_size") or BLOCK_SIZE
     return HeadSizes(
         "dflash",
         num_states=len(layers),
         rows_key=None,
-        max_steps=most - (not options.get("sample_from_anchor", is_dspark)),
-        has_markov=is_dspark,
+        max_steps=most - (not options.get("sample_from_anchor", from_anchor)),
         hint=" A DFlash block's sizes are those of its own layers, not of the target's.",
     )
 
@@ -114,18 +167,36 @@ TYPES = (
     HeadType("eagle", EAGLE, _EAGLE3 + "EagleHead", _eagle_sizes),
     HeadType("eagle3", (formats.EAGLE3,), _EAGLE3 + "Eagle3Head", _eagle3_sizes),
     HeadType("eagle3", (LATENT_EAGLE3,), _EAGLE3 + "Eagle3Head"),
+    HeadType("dflash", formats.BLOCKS, "sglang_smc.proposers.dflash:BlockHead", _block_sizes),
     HeadType(
         "dflash",
-        (*formats.BLOCKS, *formats.DSPARKS),
-        "sglang_smc.proposers.dflash:BlockHead",
-        _block_sizes,
+        formats.BLOCKS,
+        "sglang_smc.proposers.domino:DominoHead",
+        _domino_sizes,
+        projector=formats.DOMINO,
     ),
+    HeadType(
+        "dflash",
+        formats.DFLASH2S,
+        "sglang_smc.proposers.dflash2:DFlash2Head",
+        _dflash2_sizes,
+        is_narrow=True,
+    ),
+    HeadType("dflash", formats.DSPARKS, "sglang_smc.proposers.dspark:DSparkHead", _dspark_sizes),
     HeadType("mtp", _WITHIN, _MTP_HEAD),
     HeadType("mtp", (_ALONE,), _MTP_HEAD, _eagle_sizes),
 )
 
-HEADS = {name: one for one in TYPES for name in one.classes}
+HEADS = {name: one for one in TYPES for name in one.classes if one.projector is None}
 """Types of heads, by SGLang's class."""
+
+
+def type_of(config: Config) -> HeadType | None:
+    """Return the type of head that a configuration is of, if any."""
+    name = formats.architecture(config)
+    projector = formats.block_options(config).get("projector_type")
+    fits = (one for one in TYPES if name in one.classes and one.projector == projector)
+    return HEADS.get(name) if projector is None else next(fits, HEADS.get(name))
 
 
 def kind_of(architecture: str) -> Kind:

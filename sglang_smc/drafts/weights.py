@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from sglang_smc.drafts.checkpoint import Shapes
 from sglang_smc.drafts.formats import (
-    BLOCKS,
+    ALL_BLOCKS,
+    DFLASH2S,
+    DOMINO,
     DSPARKS,
     EAGLE3,
     EAGLE3_LAYERS,
@@ -17,6 +19,7 @@ from sglang_smc.drafts.formats import (
     QK_NORM,
     Config,
     architecture,
+    block_options,
 )
 
 Read = Callable[[str], Any]
@@ -107,8 +110,8 @@ def expected(config: Config) -> Shapes | None:
 
 
 def is_block(config: Config) -> bool:
-    """Return whether a configuration names a class of DFlash or DSpark heads."""
-    return architecture(config) in (*BLOCKS, *DSPARKS)
+    """Return whether a configuration names a class of block heads."""
+    return architecture(config) in ALL_BLOCKS
 
 
 def _given(shapes: Shapes) -> Shapes:
@@ -170,14 +173,61 @@ def _of_block(config: Config) -> Shapes:
             projections = {"q_proj": sizes.q, "k_proj": sizes.kv, "v_proj": sizes.kv}
             biases = {**projections, "o_proj": sizes.hidden}
             found |= {f"{part}self_attn.{name}.bias": (size,) for name, size in biases.items()}
+    if block.get("projector_type", config.get("projector_type")) == DOMINO:
+        found |= _of_domino(config)
+    if architecture(config) in DFLASH2S:
+        found |= _of_dflash2(config, block)
     if architecture(config) in DSPARKS:
         rank, rows = config["markov_rank"], config["vocab_size"]
         found["markov_head.markov_w1.weight"] = (rows, rank)
         found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
+        found |= _of_markov(config, rank)
     if config.get(OWN_LM_HEAD) or is_reduced(config):
         rows = config.get("draft_vocab_size") or config["vocab_size"]
         found["lm_head.weight"] = (rows, sizes.hidden)
     return found
+
+
+def _of_dflash2(config: Config, block: Config) -> Shapes:
+    """Return what a DFlash2 block has beside a DFlash block: a selector, and convolutions."""
+    hidden, rank = config["hidden_size"], block.get("selector_rank") or 0
+    part, table = "candidate_selector.", (config["vocab_size"], rank)
+    found: Shapes = {f"{part}hidden_projection.weight": (rank, hidden)}
+    found |= {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
+    taps = block.get("conv_kernel_size") or 0
+    groups = hidden // block["conv_group_size"] if taps else 0
+    names = ("attention_conv", "mlp_conv") if taps else ()
+    for layer in range(config["num_hidden_layers"]):
+        for name in names:
+            found[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
+            found[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    return found
+
+
+def _of_domino(config: Config) -> Shapes:
+    """Return what a Domino head has beside a DFlash block: a GRU and an MLP, without biases."""
+    options = block_options(config)
+    hidden, rows = config["hidden_size"], config["vocab_size"]
+    state, middle = (options.get(name) or 0 for name in ("gru_hidden_dim", "emb_dim"))
+    return {
+        "prefix_gru.weight_ih_l0": (3 * state, hidden),
+        "prefix_gru.weight_hh_l0": (3 * state, state),
+        "embed_proj.0.weight": (middle, hidden + state),
+        "embed_proj.2.weight": (rows, middle),
+    }
+
+
+def _of_markov(config: Config, rank: int) -> Shapes:
+    """Return what a Markov head of a DSpark block has beside its two matrices."""
+    layers = {
+        "gated": ("markov_head.gate_proj", rank, config["hidden_size"] + rank),
+        "rnn": ("markov_head.joint_proj", 3 * rank, config["hidden_size"] + 2 * rank),
+    }
+    layer = layers.get(config.get("markov_head_type", "vanilla"))
+    if layer is None:
+        return {}
+    name, rows, inputs = layer
+    return {f"{name}.weight": (rows, inputs), f"{name}.bias": (rows,)}
 
 
 def _layer(part: str, sizes: LayerSizes, inputs: int) -> Shapes:

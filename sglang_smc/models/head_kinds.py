@@ -26,7 +26,7 @@ _OTHER_HEADS = {
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",
     "Eagle": "an EAGLE head of a class that is not supported",
-    "DFlash2": "a DFlash2 head, which walks through candidates",
+    "DFlash2": "a DFlash2 head of a class that is not supported",
     "DFlash": "a DFlash head of a class that is not supported",
     "DSpark": "a DSpark head of a class that is not supported",
     "NextN": "an MTP layer of a kind that is not supported",
@@ -37,7 +37,6 @@ _OTHER_HEADS = {
 # Unsupported heads by the type that `speculators` gives them.
 _OTHER_TYPES = {
     "peagle": _OTHER_HEADS["PEagle"],
-    "dflash2": _OTHER_HEADS["DFlash2"],
     "xpress": _OTHER_HEADS["XPress"],
     "mtp": "an MTP layer in the format of speculators, which SGLang has no class for",
 }
@@ -53,7 +52,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 def drafter_of(config: ModelConfig) -> Any:
     """Return the class of `proposers` that drafts with a checkpoint of this configuration."""
-    found = kinds.HEADS.get(architecture_of(config))
+    found = kinds.type_of(config.hf_config.to_dict())
     return at(kinds.LANGUAGE_MODEL if found is None else found.drafter)
 
 
@@ -119,10 +118,13 @@ def proposed_tokens(server_args: Any) -> int | None:
 
 
 def knows_all(server_args: Any) -> bool:
-    """Return whether a draft can propose every token: a head may lack rare ones."""
+    """Return whether a draft can propose every token: a head may lack rare ones, or most."""
     config = _config_at(Place.of_draft(server_args))
-    cuts = kinds.kind_of(_named(config)) in ("eagle3", "dflash")
-    return not cuts or not is_reduced(config.to_dict())
+    found = kinds.type_of(config.to_dict())
+    if found is None:
+        return True
+    cuts = found.kind in ("eagle3", "dflash") and is_reduced(config.to_dict())
+    return not cuts and not found.is_narrow
 
 
 @cache
@@ -213,7 +215,7 @@ def _layer_problems(drafter: Any, config: ModelConfig, target: ModelConfig) -> I
     try:
         layers = drafter.captured_layers(config, target.num_hidden_layers)
     except ValueError as error:
-        yield f"cannot read the target's states: {error}"
+        yield f"cannot be read: {error}"
         return
     if layers is None:  # SGLang's default for EAGLE-3, as inputs of the layers behind
         count = target.num_hidden_layers

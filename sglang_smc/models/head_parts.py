@@ -145,10 +145,10 @@ def is_set(weight: torch.Tensor) -> bool:
 
 
 def _plain(head: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return weights and biases that are not quantized."""
+    """Return weights, biases, kernels and tables that are not quantized."""
     return [
         (name, weight)
         for name, weight in head.named_parameters()
-        if name.endswith((".weight", ".bias"))
+        if name.endswith((".weight", ".bias", "_kernel", "_codebook"))
         and weight.dtype in (torch.float16, torch.bfloat16, torch.float32)
     ]

@@ -252,7 +252,6 @@ def plan_shared_prefix(
         merged: the rows whose results are used; None for all.
     """
     window = context.window
-    assert window is None or not context.sees_block, "checked with the layers"
     # [G] of a prefix, without what siblings share
     begin = torch.full_like(context.locations.committed, context.first_key)
     siblings = find_siblings(context) if window is None else []
@@ -292,7 +291,8 @@ class _VisibleKeys(NamedTuple):
     hidden: torch.Tensor  # [G, P] bool: those beyond the request's own prefix
     begins: torch.Tensor  # [G] int64 position where the keys of the tails begin
     tail: torch.Tensor  # [T] int64, from 0 on: places in a tail
-    seen: torch.Tensor  # [G, N, C] int64 keys of its own tail up to the last that a query sees
+    own: torch.Tensor  # [G, N, C] int64 keys of its own tail up to a query's own, which is counted
+    seen: torch.Tensor  # [G, N, C] int64, the same up to the last that a query sees
 
 
 def _visible_keys(context: AttentionContext, num_columns: int, begin: torch.Tensor) -> _VisibleKeys:
@@ -304,9 +304,8 @@ def _visible_keys(context: AttentionContext, num_columns: int, begin: torch.Tens
     window = context.window
     column = torch.arange(num_columns, device=begin.device)
     begins = committed.clamp_min(context.first_key)
-    seen = (context.starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
-    if context.sees_block:
-        seen = seen[:, :, -1:].expand_as(seen)
+    own = (context.starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
+    seen = own[:, :, -1:].expand_as(own) if context.sees_block else own
     # Keys at the end of the prefix that the earliest possible query attends to.
     visible = (committed - begin).clamp(0, None if window is None else window + 1)  # [G]
     longest = torch.stack([visible.amax(), seen.amax()]).clamp_min(1)
@@ -314,7 +313,7 @@ def _visible_keys(context: AttentionContext, num_columns: int, begin: torch.Tens
     place = torch.arange(max(prefix_len, tail_len), device=begin.device)
     positions = place[:prefix_len] + (committed - visible).unsqueeze(1)
     hidden = positions >= committed.unsqueeze(1)
-    return _VisibleKeys(positions, hidden, begins, place[:tail_len], seen)
+    return _VisibleKeys(positions, hidden, begins, place[:tail_len], own, seen)
 
 
 def _plan_prefixes(context: AttentionContext, keys: _VisibleKeys) -> torch.Tensor:
@@ -366,7 +365,7 @@ def _plan_tails(
 
 def _oldest(keys: _VisibleKeys, window: int) -> torch.Tensor:
     """Return the first key that a query attends to, from its tail's first, ``[G, N, C, 1]``."""
-    return (keys.seen - 1 - window).unsqueeze(3)
+    return (keys.own - 1 - window).unsqueeze(3)
 
 
 def _whole_sequences(

@@ -370,8 +370,6 @@ def check_layer(
         "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
         or (layer.attn_type != AttentionType.DECODER and not in_block),
-        "a window where blocks see themselves, which needs causal attention (is_causal)": in_block
-        and layer.sliding_window_size > -1,
         "different key and value widths": (rank or layer.qk_head_dim) != layer.v_head_dim,
         "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
     }

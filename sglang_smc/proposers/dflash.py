@@ -2,15 +2,15 @@
 
 One pass returns the distributions of all K draft tokens: the block is the last token and K masks,
 which attend to the text before them and to each other, in both directions. So q is a product of
-marginals, from which each particle samples its own chain. A DSpark block (DeepSpec, 2026) has a
-Markov head beside it: what it adds to the block's logits depends on the token before, and q is a
-chain. Its first row, that of the last token, may draft as well. For the text before the block, the
-head's keys and values are computed from the target's hidden states, and written to the slots of
-their tokens right after the target's pass.
+marginals, from which each particle samples its own chain, unless a subclass conditions each token
+on those before it. A block's first row, that of the last token, may draft as well. For the text
+before the block, the head's keys and values are computed from the target's hidden states, and
+written to the slots of their tokens right after the target's pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import upstream
-from sglang_smc.drafts import checkpoint, formats
+from sglang_smc.drafts import checkpoint, formats, kinds
 from sglang_smc.drafts.weights import is_reduced
 from sglang_smc.models.attention import Implementation, store
 from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.head_kinds import architecture_of
 from sglang_smc.models.head_parts import for_class, require_set
 from sglang_smc.proposers.base import DraftContext, DraftProposer, DraftSlots, to_full_vocabulary
 
@@ -38,7 +37,6 @@ _EXTRAS = {
     "output_multiplier": "a multiplier of its output",
     "final_logit_softcapping": "a cap of its own on logits",
     "attention_sink_bias": "attention sinks",
-    "is_causal": "windows that see the block in both directions",
 }
 
 
@@ -47,6 +45,7 @@ class BlockForward(ParticleForward):
 
     Args:
         lm_head: of the head itself; None: the target's.
+        mask: ``[H]`` embedding of masks; None: the target's of the mask's token.
     """
 
     _blocks = True
@@ -59,10 +58,13 @@ class BlockForward(ParticleForward):
         max_columns: int,
         target: Any,
         lm_head: Any = None,
+        mask: torch.Tensor | None = None,
     ) -> None:
         super().__init__(runner, tails, attention, max_columns)
         self._model: Any = runner.model
-        self._target, self._lm_head = target, lm_head
+        self._target = target
+        self._lm_head = lm_head
+        self._mask = mask
         self._embed = upstream.without_lora(target.get_input_embeddings())
         # Some models scale embeddings outside of the embedding table.
         self._scale = getattr(target, "get_dflash_noise_embedding_scale", lambda: 1.0)()
@@ -70,17 +72,30 @@ class BlockForward(ParticleForward):
             for layer in self._model.layers:
                 layer.self_attn.use_table_qk_norm_rope = False
 
-    def block_logits(self, blocks: Chains, first: int) -> torch.Tensor:
-        """Return the logits ``[K, G, N, V]`` of blocks, from the row ``first`` on."""
+    def block_logits(self, blocks: Chains, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run blocks.
+
+        Returns:
+            Of K of their ``rows`` the logits ``[K, G, N, V]``, and the last layer's output ``[K, G,
+            N, H]``, of which they are made.
+        """
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
-        embedded = self._embed(batch.input_ids) * self._scale
+        embedded = self._embed(batch.input_ids)
+        if self._mask is not None:
+            embedded.unflatten(0, blocks.tokens.shape)[:, :, 1:] = self._mask
+        embedded = embedded * self._scale
         with self._attending(blocks):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
             )
-        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, first:]
+        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, rows]
         steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
-        return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
+        logits = self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
+        return logits, steps
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the target's embeddings ``[..., H]`` of tokens, as they are in its table."""
+        return self._embed(tokens.flatten()).unflatten(0, tokens.shape)
 
     def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Map the last layer's output ``[R, H]`` to logits ``[R, V]``, or of the draft's tokens."""
@@ -116,7 +131,6 @@ class BlockHead(DraftProposer):
 
     Args:
         first: row of a block that drafts its first token.
-        markov: SGLang's Markov head of a DSpark block, if any.
         hot, vocab_size: as in `to_full_vocabulary`.
     """
 
@@ -124,13 +138,26 @@ class BlockHead(DraftProposer):
     needs = ("get_input_embeddings", "logits_processor", "lm_head")
     captures_by = "set_dflash_layers_to_capture"
 
+    from_anchor = False
+    """Whether the first row drafts where the configuration does not say."""
+
+    projector: str | None = None
+    """What `projector_type` may name."""
+
+    num_unread = 0
+    """Masks of a block behind the last row that drafts."""
+
+    has_parts: tuple[str, ...] = ()
+    """Settings that SGLang's class has parts for, where that of DFlash has none."""
+
+    forward_class = BlockForward
+
     def __init__(
         self,
         forward: BlockForward,
         mask: int,
         *,
         first: int = 1,
-        markov: Any = None,
         hot: torch.Tensor | None = None,
         vocab_size: int = 0,
     ) -> None:
@@ -138,28 +165,46 @@ class BlockHead(DraftProposer):
         self._forward = forward
         self._mask = mask
         self._first = first
-        self._markov = markov
         self._hot = hot
         self._vocab_size = vocab_size
         self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
+        self._states: torch.Tensor  # [K, G, N, H] of which they are made
+
+    @classmethod
+    def first_row(cls, config: ModelConfig) -> int:
+        """Return the row of a block that drafts its first token; row 0 is the last token's."""
+        return 1 - bool(config.hf_config.to_dict().get("sample_from_anchor", cls.from_anchor))
+
+    @classmethod
+    def most_steps(cls, config: ModelConfig, block: int) -> int:
+        """Return the most tokens that a block of so many rows drafts."""
+        return block - cls.first_row(config)
 
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield what SGLang's class has no part for, and blocks that are too short."""
-        parsed = _parsed(config)
+        try:
+            parsed = _parsed(config)
+        except ValueError:  # told as `captured_layers` reads it
+            return
         whole = config.hf_config.to_dict()
         given = whole.get("dflash_config") or {}  # the oldest release does not parse extras
-        extras = {name: given.get(name) or vars(parsed).get(name) for name in _EXTRAS}
-        extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
-        if is_dspark(config):
-            extras["projector_type"] = extras["projector_type"] not in (None, "dspark")
-            markov = whole.get("markov_head_type", "vanilla")
-            if markov != "vanilla":
-                yield f"has a Markov head of type {markov!r}, and 'vanilla' alone is supported"
-        windowed = "sliding_attention" in (whole.get("layer_types") or ())
-        extras["is_causal"] = windowed and whole.get("is_causal") is False
+        lacking = [name for name in _EXTRAS if name not in cls.has_parts]
+        extras = {name: given.get(name) or vars(parsed).get(name) for name in lacking}
+        if "output_multiplier" in extras:
+            extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
+        extras["projector_type"] = extras["projector_type"] not in (None, cls.projector)
         for name in (name for name, value in extras.items() if value):
             yield f"is a block head with {_EXTRAS[name]} ({name})"
+        block = parsed.resolve_block_size(default=kinds.BLOCK_SIZE)
+        windowed = "sliding_attention" in (whole.get("layer_types") or ())
+        window = (whole.get("sliding_window") if windowed else None) or block
+        if whole.get("is_causal") is False and window < block:
+            yield f"has windows of {window} tokens (sliding_window), less than a block of {block}"
+        try:
+            trained_mask(config)
+        except ValueError as error:
+            yield str(error)
         if parsed.mask_token_id is None:
             yield "has no mask_token_id in dflash_config"
         elif parsed.mask_token_id >= target.vocab_size:
@@ -167,7 +212,7 @@ class BlockHead(DraftProposer):
                 f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for "
                 f"ids below {target.vocab_size}"
             )
-        most = parsed.resolve_block_size(default=16) - (not drafts_from_anchor(config))
+        most = cls.most_steps(config, block)
         if num_steps > most:
             yield (
                 f"drafts blocks of {most} tokens, and --speculative-num-steps is {num_steps}: pass "
@@ -187,6 +232,7 @@ class BlockHead(DraftProposer):
         config = runner.model_config
         head: Any = runner.model
         head.hot_token_id = _hot_tokens(config, runner.device)
+        head.trained_mask = trained_mask(config, runner.device, runner.dtype)
         load = head.load_weights
         hot = head.hot_token_id
         head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
@@ -198,41 +244,57 @@ class BlockHead(DraftProposer):
         config = runner.model_config
         model: Any = runner.model
         has_own = bool(config.hf_config.to_dict().get(formats.OWN_LM_HEAD))
-        forward = BlockForward(
+        forward = cls.forward_class(
             runner,
             context.ledger.tails,
             context.kernels,
             context.num_columns,
             context.target.model_runner.model,
             model.own_lm_head if has_own else None,
+            model.trained_mask,
         )
         context.fuse(forward)
         return cls(
             forward,
             mask_token(config),
-            first=1 - drafts_from_anchor(config),
-            markov=model.markov_head if is_dspark(config) else None,
+            first=cls.first_row(config),
+            **cls._parts(model),
             hot=model.hot_token_id,
             vocab_size=context.vocab_size,
         )
 
+    @classmethod
+    def _parts(cls, model: Any) -> dict[str, Any]:
+        """Return what else of SGLang's model `__init__` takes."""
+        return {}
+
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the one pass of a round; see `DraftProposer.first_logits`."""
         last = last_two[:, :, 1:]
-        num_masks = len(at.slots) - 3 + self._first
+        num_steps = len(at.slots) - 2
+        num_masks = num_steps - 1 + self._first + self.num_unread
         masks = torch.full_like(last, self._mask).expand(-1, -1, num_masks)
         blocks = at.chains(torch.cat([last, masks], dim=2), 1)
-        self._steps = self._forward.block_logits(blocks, self._first)
+        self._steps, self._states = self._forward.block_logits(
+            blocks, slice(self._first, self._first + num_steps)
+        )
+        self._begin()
         return self.next_logits(0, last_two[:, :, 1], at)
 
     def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return logits after a token, of which a Markov head alone knows; see `DraftProposer`."""
-        logits = self._steps[step]
-        if self._markov is not None:
-            logits = logits + self._markov.project_bias(self._markov.get_prev_embeddings(tokens))
+        """Return logits after a token; see `DraftProposer.next_logits`."""
+        logits = self._logits_after(step, tokens)
         if self._hot is None:
             return logits
         return to_full_vocabulary(logits, self._hot, self._vocab_size)
+
+    def _begin(self) -> None:
+        """Prepare what the steps of a round need, once its block has been run."""
+        return None
+
+    def _logits_after(self, step: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a row's logits ``[G, N, V]``, of the draft's tokens, after the tokens before."""
+        return self._steps[step]
 
     def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
         """Write keys and values of the target's states; see `StatesReader.read_chains`."""
@@ -251,17 +313,9 @@ class BlockHead(DraftProposer):
 def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:
     """Return the target's ids ``[H]`` of the tokens that a head drafts; None for all.
 
-    Raises ValueError for a checkpoint that would change the target, or lacks the ids.
+    Raises ValueError for a checkpoint that lacks the ids.
     """
-    folder = None
-    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
-        folder = checkpoint.folder_of(config.model_path, config.revision)
-    if folder is not None and (folder / "mask_embedding.pt").exists():
-        raise ValueError(
-            "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
-            "the target's own embedding; allowed: block heads whose mask is a token of the "
-            "target's. Choose another head."
-        )
+    folder = _folder_of(config)
     if not is_reduced(config.hf_config.to_dict()):
         return None
     shifts = None if folder is None else checkpoint.tensor_in(folder, "d2t")
@@ -272,6 +326,42 @@ def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:
             "Face. Download the checkpoint."
         )
     return (shifts.long() + torch.arange(len(shifts))).to(device)
+
+
+def _folder_of(config: ModelConfig) -> Path | None:
+    with suppress(OSError, ValueError):  # it is loaded from elsewhere than a folder
+        return checkpoint.folder_of(config.model_path, config.revision)
+    return None
+
+
+def trained_mask(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """Return the embedding ``[H]`` of masks that a checkpoint has beside its weights, if any.
+
+    SGLang writes it into the target's table; here the target stays as it is.
+
+    Raises ValueError, as a phrase that follows the checkpoint's path, for one that does not fit.
+    """
+    folder = _folder_of(config)
+    if folder is None or not (folder / checkpoint.MASK).exists():
+        return None
+    saved = checkpoint.pickled(folder / checkpoint.MASK, device)
+    if not isinstance(saved, dict) or not {"embedding", "mask_token_id"} <= saved.keys():
+        raise ValueError(f"has a {checkpoint.MASK} without embedding or mask_token_id")
+    if saved.get("per_position"):
+        raise ValueError(f"has a {checkpoint.MASK} of one embedding for each position")
+    if saved["mask_token_id"] != mask_token(config):
+        raise ValueError(
+            f"has a {checkpoint.MASK} for token {saved['mask_token_id']}, and mask_token_id is "
+            f"{mask_token(config)}"
+        )
+    found = saved["embedding"].flatten()
+    if len(found) != config.hidden_size:
+        raise ValueError(
+            f"has a {checkpoint.MASK} of {len(found)} numbers, and a width of {config.hidden_size}"
+        )
+    return found.to(dtype)
 
 
 def load_hot(
@@ -293,16 +383,6 @@ def load_hot(
 
 def mask_token(config: ModelConfig) -> int:
     return _parsed(config).mask_token_id
-
-
-def is_dspark(config: ModelConfig) -> bool:
-    """Return whether a block head has a Markov head (DSpark)."""
-    return architecture_of(config) in formats.DSPARKS
-
-
-def drafts_from_anchor(config: ModelConfig) -> bool:
-    """Return whether a block's first row, that of the last token, drafts, as most of DSpark do."""
-    return bool(config.hf_config.to_dict().get("sample_from_anchor", is_dspark(config)))
 
 
 def _parsed(config: ModelConfig) -> Any:

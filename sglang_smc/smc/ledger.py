@@ -65,7 +65,7 @@ class AttentionContext(NamedTuple):
     starts: torch.Tensor  # [G, N] position of each first new token, at least `committed` - 1
     window: int | None = None  # keys before its own that a query attends to; None for all
     # Whether a query attends to all new tokens of its particle that have slots of their own, also
-    # those ahead of it. Not with a window.
+    # those ahead of it. A window begins before the query all the same.
     sees_block: bool = False
     first_key: int = 0  # first position with a key; the output of queries before it is undefined
 

@@ -36,7 +36,7 @@ APART = (
         "tools.published",
         "tools.real",
     ),
-    *("tools.testing", "tools.view", "tools.watch"),
+    *("tools.speculators_format", "tools.testing", "tools.view", "tools.watch"),
 )
 KNOWN = {"dtype", "printable", "drafts", "options", "kv", "state", "potentials", "command"}
 #: It judges a pair by SGLang's and the server's own rules.

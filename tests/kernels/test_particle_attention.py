@@ -83,6 +83,12 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "blocks over two spans": ([5], [[505, 10, 300]], 9, BLOCKS),
     "blocks without a first key": (*NO_FIRST, 9, BLOCKS | {"first_key": 1, "q_heads": 8}),
     "blocks with a cap": (*TWO, 5, BLOCKS | {"q_heads": 6, "kv_heads": 1, "softmax": BOTH}),
+    "blocks in a window": (*VERIFY, 9, BLOCKS | {"window": 20}),
+    "blocks of unlike columns in a window": (
+        *UNLIKE,
+        5,
+        BLOCKS | {"open_columns": [2, 4], "window": 5},
+    ),
     "sinks": (*TWO, 5, {"softmax": SINKS, "window": 30}),
     "scaled values": ([70], [[-1, 4]], 2, {"softmax": Softmax(SCALING, value_scale=0.5)}),
     "wide heads": (*TWO, 5, {"head_dim": 256, "window": 20, "softmax": Softmax(0.05, cap=50.0)}),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import DFLASH, DSPARK, Draft, PairDraft
+from head_laws import BLOCKS, Draft, PairDraft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -202,7 +202,7 @@ class CheckpointRounds(ToyWorker):
         elif isinstance(draft, Draft | PairDraft):
             own.head = draft
             drafts = HeadDrafts(own, None)  # type: ignore[arg-type]
-            if isinstance(draft, Draft) and draft.kind in (DFLASH, DSPARK):
+            if isinstance(draft, Draft) and draft.kind in BLOCKS:
                 drafts.least_temperature = BlockHead.least_temperature
             worker._round.draft = drafts
         self.prefill = Prefill.__new__(Prefill)

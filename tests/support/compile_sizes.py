@@ -67,6 +67,7 @@ LAYERS = (
     Layer(Heads(8, 4, 256), window=4096, cap=50.0),  # Gemma 2 2B
     Layer(Heads(64, 8, 64), window=128, sinks=True),  # gpt-oss
     Layer(Heads(32, 8, 128), sees_block=True),  # DFlash heads of Qwen3-8B
+    Layer(Heads(32, 8, 128), window=2047, sees_block=True),  # DFlash2 heads
     Layer(Heads(32, 8, 128), cache=torch.float8_e5m2),
     # What the A100 cannot convert.
     Layer(Heads(32, 8, 128), cache=torch.float8_e4m3fn, least_capability=89),

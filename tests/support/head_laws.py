@@ -8,6 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from block_laws import (
+    SIZES2,
+    Correcting,
+    Selecting,
+    markov_head,
+    trained_mask,
+    with_gru,
+    with_layer,
+    with_selector,
+)
 from published_drafts import as_speculators, read, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,8 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
-DSPARK, PART = "dspark", "dspark of hot tokens"
-KINDS = (EAGLE3, HOT, APART, DFLASH, DSPARK, PART)
+DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
+DFLASH2, DOMINO = "dflash2", "domino"
+BLOCKS = (DFLASH, DFLASH2, DOMINO, DSPARK, GATED, PART)
+KINDS = (EAGLE3, HOT, APART, *BLOCKS)
+DERIVED = (DFLASH2, DOMINO, GATED, PART)  # from a head that training knows, in `whole` beside
+NARROW = (HOT, DFLASH2, PART)  # which give some tokens no mass
+RANK = 8  # of Markov heads
 
 
 def make_head(kind: str, target: str, folder: Path) -> str:
@@ -24,9 +39,21 @@ def make_head(kind: str, target: str, folder: Path) -> str:
     given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
     if kind == DFLASH:
         made = new_head("dflash", target, folder, num_layers=2, block_size=4, **given)
-    elif kind == DSPARK:
-        sizes = {"num_layers": 2, "block_size": 3, "markov_rank": 8}
-        made = new_head("dspark", target, folder, **sizes, **given)
+    elif kind == DOMINO:
+        whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
+        config, weights = read(whole)
+        write(whole, config | {"sample_from_anchor": True}, weights)  # as labels are shifted
+        made = write(folder, *with_gru(config, weights))
+    elif kind == DFLASH2:
+        whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
+        made = write(folder, *with_selector(*read(whole)))
+        torch.save(trained_mask(folder), folder / "mask_embedding.pt")
+    elif kind in (DSPARK, GATED):
+        sizes = {"num_layers": 2, "block_size": 3, "markov_rank": RANK}
+        place = folder if kind == DSPARK else folder.with_name("whole")
+        made = new_head("dspark", target, place, **sizes, **given)
+        if kind == GATED:
+            made = write(folder, *with_layer(*read(made), "gated"))
     elif kind == APART:
         made = new_head("mtp", target, folder, **given)
     elif kind == EAGLE3:
@@ -49,8 +76,8 @@ def of_hot(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) 
 
 
 def of_part(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any]) -> str:
-    """A DSpark head whose masks alone draft, with an LM head of its own."""
-    sizes = {"num_layers": 2, "block_size": 4, "markov_rank": 8}
+    """A DSpark head whose masks alone draft, with an LM head of its own, and states of chains."""
+    sizes = {"num_layers": 2, "block_size": 4, "markov_rank": RANK}
     whole = new_head("dspark", target, folder.with_name("whole"), **sizes, **given)
     config, weights = read(whole)
     config["sample_from_anchor"] = False
@@ -59,6 +86,7 @@ def of_part(target: str, folder: Path, hot: torch.Tensor, given: dict[str, Any])
     weights |= {"lm_head.weight": own / config["hidden_size"] ** 0.5}
     weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][hot]
     weights["d2t"] = hot - torch.arange(len(hot))
+    config, weights = with_layer(config, weights, "rnn")
     return write(folder, as_speculators(config, draft_vocab_size=len(hot)), weights)
 
 
@@ -73,10 +101,13 @@ class Draft:
 
     def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        whole = str(Path(folder).with_name("whole")) if kind == PART else folder
+        whole = str(Path(folder).with_name("whole")) if kind in DERIVED else folder
         self.head: Any = load_head(whole, target).double().eval()
         self.kind, self.num_steps = kind, num_steps
         self.own = read(Path(folder))[1] if kind == PART else {}
+        self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
+        self.correcting = Correcting(self.model, Path(folder)) if kind == DOMINO else None
+        self.selecting = Selecting(self.head, Path(folder)) if kind == DFLASH2 else None
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -87,19 +118,28 @@ class Draft:
         states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.layer_ids], -1)
         embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
-        if self.kind in (DFLASH, DSPARK, PART):
+        if self.kind in BLOCKS:
             mask = embed(torch.tensor(self.head.mask_token_id))
+            if self.selecting is not None:
+                mask = self.selecting.mask
             filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
             before = texts.gather(1, columns + torch.arange(self.num_steps))
+            given = {"prev_token_ids": before, "hidden_states": filled[:, 0]}
+            added = None if self.markov is None else self.markov.block_bias(**given)
             if self.kind == PART:
                 hot = self.own["d2t"] + torch.arange(len(self.own["d2t"]))
-                logits = filled[:, 0] @ self.own["lm_head.weight"].double().T
-                logits = logits + self.head.bias(before)[..., hot]
+                logits = filled[:, 0] @ self.own["lm_head.weight"].double().T + added
                 probs = logits.new_zeros(*logits.shape[:2], len(embed.weight))
                 return probs.index_copy(2, hot, logits.softmax(-1))
             logits = self.model.lm_head(filled)[:, 0]
+            if self.selecting is not None:
+                return self.selecting.laws(logits, filled[:, 0], before)
+            if self.correcting is not None:
+                return self.correcting.laws(logits, filled[:, 0], before)
             if self.kind == DSPARK:
                 logits = logits + self.head.bias(before)
+            elif added is not None:
+                logits = logits + added
             return logits.softmax(-1)
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
         if self.kind == APART:

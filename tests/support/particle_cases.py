@@ -77,7 +77,8 @@ class Case(NamedTuple):
         prefix = self.req_to_token[self.rows[g], :committed]
         place = torch.arange(committed, end) % self.tails.shape[1]
         tail = self.tails[self.particle_rows[g, n], place]
-        first = 0 if self.window is None else end - 1 - self.window
+        own = int(self.starts[g, n]) + c
+        first = 0 if self.window is None else own - self.window
         return torch.cat([prefix[:end], tail]).long()[max(first, self.first_key) :]
 
     def last_seen(self) -> torch.Tensor:

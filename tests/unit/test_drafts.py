@@ -18,7 +18,6 @@ from sglang_smc.drafts import checkpoint, formats, weights
 from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import draft_config, head_parts
 from sglang_smc.models import head_kinds as kinds
-from sglang_smc.proposers.dflash import drafts_from_anchor
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 EAGLE3, DFLASH, DSPARK = (PAIR / name for name in ("eagle3", "dflash", "dspark"))
@@ -95,7 +94,7 @@ def test_the_anchor_drafts_by_the_rules_of_a_files_age(
     told = as_speculators(config)
     del told["sample_from_anchor"]
     found: Any = SimpleNamespace(hf_config=LlamaConfig(**formats.normalized(told | given)))
-    assert drafts_from_anchor(found) == drafts
+    assert kinds.drafter_of(found).first_row(found) == 1 - drafts
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -208,7 +207,10 @@ def test_more_is_told_of_block_heads(tmp_path: Path) -> None:
     assert problems(tmp_path / "same") == []
     layers = {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True}
     write(tmp_path / "window", config | layers | {"is_causal": False}, tensors)
-    assert "windows that see the block" in problems(tmp_path / "window")[0]
+    assert problems(tmp_path / "window") == []
+    layers |= {"is_causal": False, "sliding_window": 7}
+    write(tmp_path / "narrow", config | layers, tensors)
+    assert "windows of 7 tokens" in problems(tmp_path / "narrow")[0]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_settings_without_a_meaning_here_are_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash2", "xpress", "mtp", "of tomorrow"])
+@pytest.mark.parametrize("kind", ["peagle", "xpress", "mtp", "of tomorrow"])
 def test_other_types_of_speculators_are_named(kind: str, tmp_path: Path) -> None:
     rewrite(EAGLE3, tmp_path, speculators_model_type=kind)
     assert f"speculators_model_type is '{kind}'" in problems(tmp_path)[0]

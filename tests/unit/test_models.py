@@ -23,13 +23,7 @@ from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.assembly import connect
 from sglang_smc.proposers.base import DraftSlots, LanguageModel, to_full_vocabulary
-from sglang_smc.proposers.dflash import (
-    BlockHead,
-    drafts_from_anchor,
-    is_dspark,
-    load_hot,
-    mask_token,
-)
+from sglang_smc.proposers.dflash import load_hot, mask_token
 from sglang_smc.proposers.hot_tokens import cut_head, read_map
 from sglang_smc.round.costs import rehearse
 from sglang_smc.smc.ledger import Ledger
@@ -91,6 +85,24 @@ def dflash(block_size: int = 9, hidden_size: int = 64, **own: Any) -> Any:
     return model_config(made)
 
 
+def dflash2(**own: Any) -> Any:
+    sizes = {"selector_rank": 4, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    more = {"output_multiplier": 2.0, "final_logit_softcapping": 30.0}
+    made = dflash(**{**sizes, **more, **own})
+    made.hf_config.architectures = [formats.DFLASH2]
+    return made
+
+
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4}
+DOMINO |= {"pure_draft_prefix_len": 1}
+
+
+def domino(block_size: int = 9, hf: int = 100) -> Any:
+    made = dflash(block_size, **DOMINO, shift_label=True)
+    made.vocab_size = made.hf_config.vocab_size = hf
+    return made
+
+
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
     named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
@@ -111,6 +123,8 @@ def test_what_fits_is_taken() -> None:
     ]
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
+    taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash"), (dflash2(), "dflash")]
+    taken += [(domino(), "dflash")]
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
@@ -150,13 +164,16 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (eagle3(eagle_config={"use_aux_hidden_state": False}), "reads the last layer alone"),
         (dflash(block_size=8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(projector_type="dspark"), "is a block head with a projector"),
-        (dspark("rnn"), "has a Markov head of type 'rnn', and 'vanilla' alone"),
+        (dflash(9, **DOMINO, shift_label=None), "cannot be read: .*shift_label to be a bool"),
+        (domino(8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
+        (domino(hf=96), "has vocab_size 96, and the target 100"),
+        (dspark("lstm"), "has a Markov head of type 'lstm'; allowed: vanilla, gated, rnn"),
         (dspark(vocab_size=96), "has vocab_size 96, and the target 100"),
         (dspark(block_size=7), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
         (dflash(hidden_size=32), "reads states of width 32"),
         (dflash(mask_token_id=None), "has no mask_token_id"),
         (dflash(mask_token_id=100), "has mask_token_id 100"),
-        (dflash(target_layer_ids=[0, 9]), "cannot read the target's states: .*out-of-range"),
+        (dflash(target_layer_ids=[0, 9]), "cannot be read: .*out-of-range"),
         (dflash(conv_kernel_size=3, conv_group_size=8), "is a block head with convolutions"),
         (eagle3(architectures=["MistralForCausalLMEagle"]), "is an EAGLE head of a class that"),
         (eagle3(architectures=["Eagle3LlamaForCausalLM"]), "is an EAGLE-3 head of a class that"),
@@ -167,7 +184,10 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (mtp(3), "has 3 MTP layers .*, and one alone drafts"),
         (mtp(None), "has no number of MTP layers"),
         (eagle(tie_word_embeddings=True), "ties its LM head .*, and the target has two"),
-        (eagle3(architectures=["DFlash2DraftModel"]), "is a DFlash2 head, which walks through"),
+        (eagle3(architectures=["DFlash2TreeModel"]), "is a DFlash2 head of a class that is not"),
+        (dflash2(projector_type="dspark"), "is a block head with a projector"),
+        (dflash2(attention_sink_bias=True), "is a block head with attention sinks"),
+        (dflash2(selector_rank=0, selector_top_k=0), "has no selector_rank in dflash_config"),
         (eagle3(architectures=["DSparkMiniMaxDraftModel"]), "is a DSpark head of a class that is"),
     ],
 )
@@ -314,29 +334,32 @@ def test_a_head_without_an_lm_head_is_not_run() -> None:
 )
 def test_a_block_drafts_from_its_masks_or_its_first_row_on(config: Any, rows: int) -> None:
     """With K = 2; what follows a token is added to the block's logits, which are its numbers."""
-    drafts_from = 1 - drafts_from_anchor(config)
+    drafter = kinds.drafter_of(config)
+    drafts_from = drafter.first_row(config)
     shown: list[Any] = []
 
-    def block_logits(blocks: Any, first: int) -> torch.Tensor:
-        shown.extend((blocks.tokens.tolist(), first))
-        return torch.arange(2.0).view(2, 1, 1, 1).expand(2, 1, 1, 4)
+    def block_logits(blocks: Any, rows: slice) -> Any:
+        shown.extend((blocks.tokens.tolist(), rows.start))
+        logits = torch.arange(2.0).view(2, 1, 1, 1).expand(2, 1, 1, 4)
+        return logits, logits
 
     forward: Any = SimpleNamespace(attn_backend=None, block_logits=block_logits)
     markov = SimpleNamespace(
         get_prev_embeddings=lambda tokens: torch.nn.functional.one_hot(tokens, 4).float(),
         project_bias=lambda embedded: 10 * embedded,
     )
-    own = markov if is_dspark(config) else None
-    head = BlockHead(forward, mask_token(config), first=drafts_from, markov=own)
+    is_dspark = formats.architecture(config.hf_config.to_dict()) == formats.DSPARK
+    given: dict[str, Any] = {"first": drafts_from} | ({"markov": markov} if is_dspark else {})
+    head = drafter(forward, mask_token(config), **given)
     zeros = torch.zeros(4, 1, 1, dtype=torch.int64)
     first = head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
     assert shown == [[[[2, 3, 3][:rows]]], drafts_from]
     second = head.next_logits(1, torch.tensor([[0]]), SLOTS)
-    bias = 10.0 * (own is not None)
+    bias = 10.0 * is_dspark
     assert first.tolist() == [[[0, 0, bias, 0]]]
     assert second.tolist() == [[[1 + bias, 1, 1, 1]]]
     few = {"hot": torch.tensor([1, 2, 4, 5]), "vocab_size": 6}
-    head = BlockHead(forward, mask_token(config), first=drafts_from, markov=own, **few)
+    head = drafter(forward, mask_token(config), **given, **few)
     head.first_logits(torch.tensor([[[1, 2]]]), DraftSlots(zeros, zeros, *SLOTS[2:]))
     none = -torch.inf
     second = head.next_logits(1, torch.tensor([[0]]), SLOTS)
@@ -380,7 +403,7 @@ CROSS = "cross or bidirectional attention"
         # Where blocks are run, with causal layers among them, which may have a window.
         ({"blocks": True, **ENCODER}, None),
         ({"blocks": True, **WINDOW}, None),
-        ({"blocks": True, **ENCODER, **WINDOW}, "a window where blocks see themselves"),
+        ({"blocks": True, **ENCODER, **WINDOW}, None),
         ({"blocks": True, "attn_type": AttentionType.DECODER_BIDIRECTIONAL}, CROSS),
         ({"blocks": True, **ENCODER, "is_cross_attention": True}, CROSS),
         ({"latent": True}, None),

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from published_drafts import as_speculators, read, rewrite
+from block_laws import SELECTOR, Selecting
+from published_drafts import as_speculators, read, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc_tools import convert
 from sglang_smc_tools.distill.checkpoints import load_head
 
 speculators = pytest.importorskip(
@@ -18,6 +20,8 @@ speculators = pytest.importorskip(
 
 from speculators.models.dflash.config import DFlashSpeculatorConfig  # noqa: E402
 from speculators.models.dflash.core import DFlashDraftModel  # noqa: E402
+from speculators.models.dflash2.config import DFlash2SpeculatorConfig  # noqa: E402
+from speculators.models.dflash2.core import DFlash2DraftModel  # noqa: E402
 from speculators.models.dspark.config import DSparkSpeculatorConfig  # noqa: E402
 from speculators.models.dspark.core import DSparkDraftModel  # noqa: E402
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig  # noqa: E402
@@ -67,6 +71,14 @@ def test_what_its_classes_save_is_whole(
     assert found["hidden_size"] == model.config.transformer_layer_config.hidden_size
 
 
+@pytest.mark.parametrize("markov", ["gated", "rnn"])
+def test_a_markov_heads_layer_is_known(markov: str, tmp_path: Path) -> None:
+    saved("dspark", tmp_path, "qwen3", markov_head_type=markov)
+    shapes = checkpoint.shapes_in(tmp_path)
+    found = formats.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
+    assert list(weights.problems(found, shapes, {}.get)) == []
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_tests_write_what_its_classes_do(kind: str, tmp_path: Path) -> None:
     """The same settings; `auto_map` and releases are of no account."""
@@ -78,18 +90,21 @@ def test_the_tests_write_what_its_classes_do(kind: str, tmp_path: Path) -> None:
     assert not missing, missing
 
 
+def exported(kind: str, folder: Path, **more: Any) -> str:
+    """Write a shipped head for `speculators` by `sglang-smc convert`; ``more`` is the head's."""
+    config, tensors = read(PAIR / kind)
+    source = write(folder / "source", config | {"dtype": "float32"} | more, tensors)
+    assert convert.main([source, str(folder / "theirs"), "--verifier", TARGET]) == 0
+    return str(folder / "theirs")
+
+
 def test_its_eagle3_class_has_our_logits(tmp_path: Path) -> None:
     """Three steps of the shipped head, over random texts, to 1e-4 in float32."""
-    verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
-    config, _ = read(PAIR / "eagle3")
-    told = as_speculators(config)
-    told["speculators_config"]["verifier"] = verifier
-    folder = rewrite(
-        PAIR / "eagle3", tmp_path, speculators_config=told["speculators_config"], dtype="float32"
-    )
+    folder = exported("eagle3", tmp_path)
     of_theirs = Eagle3SpeculatorConfig.from_pretrained(folder)
     of_theirs.transformer_layer_config._attn_implementation = "eager"
     theirs = Eagle3DraftModel.from_pretrained(folder, config=of_theirs).float().eval()
+    theirs.load_verifier_weights()
     ours = load_head(folder, TARGET)
     torch.manual_seed(0)
     ids = torch.randint(2, 512, (1, 12))
@@ -114,16 +129,7 @@ def test_its_block_classes_have_our_logits(
     kind: str, from_anchor: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All anchors of a random text, to 1e-4 in float32; of DSpark behind the text's own tokens."""
-    config, _ = read(PAIR / kind)
-    told = as_speculators(config)["speculators_config"]
-    told["verifier"] |= {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
-    folder = rewrite(
-        PAIR / kind,
-        tmp_path,
-        speculators_config=told,
-        dtype="float32",
-        sample_from_anchor=from_anchor,
-    )
+    folder = exported(kind, tmp_path, sample_from_anchor=from_anchor)
     of_theirs, model = MODELS[kind]
     settings = of_theirs.from_pretrained(folder)
     settings.transformer_layer_config._attn_implementation = "eager"
@@ -157,3 +163,63 @@ def test_its_block_classes_have_our_logits(
     found = shown[0].unflatten(1, (anchors.shape[1], -1))[:, :, ours.first :]
     assert found.shape == expected.shape and expected.abs().max() > 5
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+def saved_dflash2(folder: Path) -> Any:
+    """Save a random DFlash2 head in four layers' widths of the shipped target; return it."""
+    config, _ = read(PAIR / "dflash")
+    layer: Any = AutoConfig.for_model(**config | {"num_hidden_layers": 2, "layer_types": None})
+    layer._attn_implementation = "eager"
+    told = as_speculators(config)
+    told["speculators_config"]["verifier"] = {
+        "name_or_path": TARGET,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    names = ("speculators_config", "draft_vocab_size", "aux_hidden_state_layer_ids")
+    given = {name: told[name] for name in (*names, "mask_token_id")} | SELECTOR
+    settings = DFlash2SpeculatorConfig(transformer_layer_config=layer, block_size=4, **given)
+    model = DFlash2DraftModel(settings).float().eval()
+    draw = torch.Generator().manual_seed(5)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            scale = 0.3 if "_kernel" in name or "codebook" in name else weight.shape[-1] ** -0.5
+            weight.data.normal_(std=scale, generator=draw)
+    model.load_verifier_weights()
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def test_its_dflash2_class_has_our_scores(tmp_path: Path) -> None:
+    """Its file is whole, and what a selector makes of a text's anchors is the law of our tests."""
+    theirs = saved_dflash2(tmp_path)
+    shapes = checkpoint.shapes_in(tmp_path)
+    found = formats.normalized(json.loads((tmp_path / "config.json").read_text()), shapes)
+    assert formats.UNKNOWN not in found and formats.normalized(found, shapes) == found
+    assert list(weights.problems(found, shapes, {}.get)) == []
+    _, tensors = read(tmp_path)
+    flat = found | {"layer_types": ["full_attention"] * 2}
+    write(tmp_path / "flat", flat, tensors)
+    block = {name: found["dflash_config"][name] for name in ("target_layer_ids", "mask_token_id")}
+    plain = flat | {"architectures": [formats.DFLASH], "dflash_config": block}
+    ours: Any = load_head(write(tmp_path / "plain", plain, tensors), TARGET).double()
+    law = Selecting(ours, tmp_path / "flat")
+    target: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    ids = torch.randint(2, 512, (1, 24))
+    anchors = torch.arange(1, 20).unsqueeze(0)  # [1, A]
+    mask = torch.zeros_like(ids)
+    mask[0, anchors] = 1
+    states = target(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer + 1] for layer in ours.layer_ids], -1)
+    given = features, ids, mask, states[-1], torch.zeros_like(ids)
+    hidden, unary, *_ = theirs._backbone_forward(*given, max_anchors=anchors.shape[1])
+    behind = ids[0, anchors.unsqueeze(2) + torch.arange(3)]  # [1, A, 3]: before each mask
+    rows = (part.unflatten(1, (anchors.shape[1], -1))[:, :, 1:] for part in (unary, hidden))
+    candidates, scores = theirs.candidate_selector.select(*rows, behind)
+    embed, target = target.get_input_embeddings(), target.double()
+    masked = embed.weight[ours.mask_token_id].double()
+    filled = ours(embed(ids[0, anchors]).double(), masked, features.double(), anchors)
+    probs = law.laws(target.lm_head(filled)[0], filled[0], behind[0])  # [A, 3, V]
+    assert scores.std() > 0.5
+    assert torch.allclose(probs.gather(2, candidates[0]).float(), scores[0].softmax(-1), atol=1e-4)

@@ -1,4 +1,4 @@
-"""Write a published draft's checkpoint as stock SGLang reads it: `sglang-smc convert`."""
+"""Write a draft's checkpoint as stock SGLang or speculators reads it: `sglang-smc convert`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
 from sglang_smc.command.program import command
 from sglang_smc.drafts import checkpoint, formats, weights
+from sglang_smc_tools import speculators_format
 from sglang_smc_tools.plan.shapes import contents
 
 # What stock SGLang has no part for, by the setting that says so.
@@ -27,10 +31,16 @@ def parser() -> argparse.ArgumentParser:
         prog="sglang-smc convert",
         description="Write the configuration of a draft that speculators or EAGLE's authors saved "
         "with the keys of stock SGLang, beside links to its weights. SMC servers need no such "
-        "copy.",
+        "copy. With --verifier, write what speculators and vLLM load.",
     )
     made.add_argument("source", type=Path, help="folder of the draft's checkpoint")
     made.add_argument("target", type=Path, help="folder to write, new or empty")
+    made.add_argument(
+        "--verifier",
+        metavar="MODEL",
+        help="folder of the target that the draft was made for: write the format of speculators, "
+        "which reads the target's tables from there",
+    )
     made.add_argument("--copy", action="store_true", help="copy files instead of linking them")
     return made
 
@@ -38,7 +48,10 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
     """Write the checkpoint; raise ValueError for one that stock SGLang cannot compute."""
     source, target = options.source, options.target
-    told = converted(source)
+    if options.verifier is None:
+        told = converted(source)
+    else:
+        told = for_speculators(source, options.verifier)
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty. Give a new folder.")
     target.mkdir(parents=True, exist_ok=True)
@@ -46,15 +59,56 @@ def run(options: argparse.Namespace) -> None:
         if file.name == checkpoint.CONFIG or file.is_dir():
             continue
         place = target / file.name
+        if options.verifier is not None and _has_other_names(file):
+            tensors = {speculators_format.renamed(n): w for n, w in load_file(file).items()}
+            save_file(tensors, place, metadata={"format": "pt"})
+            continue
         shutil.copy2(file, place) if options.copy else place.symlink_to(file.resolve())
     text = json.dumps(told, indent=2, sort_keys=True)
     (target / checkpoint.CONFIG).write_text(f"{text}\n")
-    name, algorithm = formats.architecture(told), _algorithm(told)
-    print(f"{target}: {name}, for --speculative-algorithm {algorithm}")
+    name = formats.architecture(told)
+    reader = f"--speculative-algorithm {_algorithm(told)}"
+    print(f"{target}: {name}, for {reader if options.verifier is None else 'speculators'}")
+
+
+def for_speculators(source: Path, verifier: str) -> dict[str, Any]:
+    """Return a draft's configuration for speculators; raise ValueError if there is none."""
+    told, found = _checked(source)
+    if (source / checkpoint.MASK).exists():
+        found.append(f"has a {checkpoint.MASK}, which speculators does not read")
+    if list(source.glob("*.bin")) and not list(source.glob("*.safetensors")):
+        found.append("has pickled weights; save them as safetensors")
+    try:
+        wanted = speculators_format.to_speculators(told, contents(verifier), verifier)
+    except ValueError as error:
+        found.append(str(error))
+        wanted = {}
+    _refuse(source, found)
+    return wanted
+
+
+def _has_other_names(file: Path) -> bool:
+    """Return whether a file has weights that speculators calls otherwise."""
+    if file.suffix != ".safetensors":
+        return False
+    with safe_open(file, framework="pt") as tensors:
+        return any(speculators_format.renamed(name) != name for name in tensors.keys())  # noqa: SIM118
 
 
 def converted(source: Path) -> dict[str, Any]:
     """Return a draft's configuration for stock SGLang; raise ValueError if there is none."""
+    told, found = _checked(source)
+    found += [
+        f"has {what} ({name}), which stock SGLang has no part for: an SMC server loads it as it is"
+        for name, what in _OURS.items()
+        if told.get(name)
+    ]
+    _refuse(source, found)
+    return {name: value for name, value in told.items() if name not in _NOTES}
+
+
+def _checked(source: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return a draft's configuration with SGLang's keys, and what is wrong with the draft."""
     shapes = checkpoint.shapes_in(source) if source.is_dir() else {}
     told = formats.normalized(contents(source), shapes or None)
     if weights.expected(told) is None:
@@ -65,14 +119,12 @@ def converted(source: Path) -> dict[str, Any]:
         )
     found = [*weights.problems(told, shapes, partial(checkpoint.tensor_in, source))]
     found += [f"sets {name}, which nothing here reads" for name in told.get(formats.UNKNOWN, ())]
-    found += [
-        f"has {what} ({name}), which stock SGLang has no part for: an SMC server loads it as it is"
-        for name, what in _OURS.items()
-        if told.get(name)
-    ]
+    return told, found
+
+
+def _refuse(source: Path, found: list[str]) -> None:
     if found:
         raise ValueError("; ".join(f"{source} {what}" for what in found) + ".")
-    return {name: value for name, value in told.items() if name not in _NOTES}
 
 
 def _algorithm(config: formats.Config) -> str:

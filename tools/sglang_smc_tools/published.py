@@ -169,7 +169,8 @@ ROWS = (
         architectures=_QWEN3_5,
         draft="incoai/Qwen3.8-27B-DFlash2",
         format="DFlash2DraftModel",
-        refused="a DFlash2 head, which walks through candidates",
+        num_particles=DENSE,
+        num_steps=7,
     ),
     PublishedDraft(
         target="Qwen3.5, 3.6, 3.8, MoE",

@@ -148,6 +148,10 @@ srt.models.dspark.Qwen3DSparkModel: markov_head
 srt.models.dspark.VanillaMarkov
     .get_prev_embeddings(self token_ids)
     .project_bias(self latent_states)
+srt.models.dspark.GatedMarkovHead: gate_proj
+    .compute_gate(self token_ids hidden_states)
+srt.models.dspark.RNNHead: joint_proj
+    ._rnn_step(self state prev_embeddings hidden_states)
 srt.models.dflash.DFlashAttention: attn num_kv_heads head_dim
     .kv_proj_only(self hidden_states)
     .apply_k_norm(self k)
@@ -192,6 +196,11 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool |
 # Since 0.5.22: server arguments are a struct of what was given, resolved beside it; workers ask for
 # their place among ranks, and name the runners that new weights concern.
 NEWER = """
+srt.models.dflash.DFlashDraftModel.set_block_size(self block_size)
+srt.models.dflash.DFlashDraftModel: prefix_gru embed_proj
+srt.models.dflash.DFlash2DraftModel: candidate_selector
+    ._transform_unary_logits(self logits)
+srt.models.dflash.CandidateSelector: predecessor_codebook successor_codebook hidden_projection top_k
 srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus
     .batch_put(self batch_tokens)
     .synchronize(self)

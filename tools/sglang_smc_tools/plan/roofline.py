@@ -166,7 +166,7 @@ def smc_round(target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: 
     draft.require_fit(target, num_steps)
     if draft.kind == DFLASH:
         block, follow = _of_block(target, draft, rows, num_steps)
-        return RoundCost((block, *_markov(target, draft, rows, num_steps), verify, follow))
+        return RoundCost((block, *_steps(target, draft, rows, num_steps), verify, follow))
     if draft.is_head:
         drafted = _drafted(draft, rows, [1] * num_steps)
         return RoundCost((*drafted, verify, _follow(draft, rows, num_steps)))
@@ -193,13 +193,13 @@ def _follow(draft: ModelShape, rows: PassRows, num_steps: int) -> Pass:
     return follow.with_weights(draft.fc_parameters, draft.head_bytes, rows.count * (num_steps + 1))
 
 
-def _markov(target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: int) -> list[Pass]:
-    """Return what a DSpark block adds to the logits of each step by the token before."""
-    if not draft.markov_parameters:
+def _steps(target: ModelShape, draft: ModelShape, rows: PassRows, num_steps: int) -> list[Pass]:
+    """Return what a block adds to the logits of each step by the tokens before."""
+    if not draft.step_parameters:
         return []
     logits = LOGIT_BYTES * target.vocab_size * rows.count
     step = Pass("draft", weights=0.0, kv=0.0, logits=logits, flops=0.0, layers=1)
-    return [step.with_weights(draft.markov_parameters, draft.head_bytes, rows.count)] * num_steps
+    return [step.with_weights(draft.step_parameters, draft.head_bytes, rows.count)] * num_steps
 
 
 def _of_block(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smc.drafts.formats import normalized
-from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS
+from sglang_smc.drafts.kinds import BLOCK_SIZE, EAGLE3_STATES, HEADS, numbers_of, type_of
 from sglang_smc_tools.plan.experts import MIXTURES, Experts
 
 Config = Mapping[str, Any]
@@ -114,7 +114,9 @@ class ModelShape:
     mtp_layers: int = 0  # behind the layers of a target
     max_steps: int | None = None  # the largest K of a draft; None for any
     head_rows: int | None = None  # of a copy of the LM head's rows; None for all, with no copy
-    markov_parameters: int = 0  # of each of the two matrices of a DSpark block's Markov head
+    step_parameters: int = 0  # that each drafted token is multiplied by behind a block's pass
+    table_parameters: int = 0  # of a block's tables beside, of which a few rows are read
+    conv_parameters: int = 0  # of a block's convolutions, in all layers
 
     def _weights_of_layers(self, routed: float) -> float:
         """Return the weights of all layers with ``routed`` experts each."""
@@ -131,7 +133,7 @@ class ModelShape:
         if self.kind == EAGLE3:  # queries, keys and values of an embedding beside a hidden state
             heads = self.num_heads + 2 * self.num_kv_heads
             attention += self.hidden_size * self.head_dim * heads
-        return attention + dense + sparse
+        return attention + dense + sparse + self.conv_parameters
 
     @property
     def _attending_layers(self) -> int:
@@ -178,7 +180,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        tables = self._own_tables + 2 * self.markov_parameters
+        tables = self._own_tables + self.step_parameters + self.table_parameters
         return self.layer_parameters + tables + self.fc_parameters
 
     @property
@@ -360,21 +362,17 @@ def _head(
 DRAFTS = {name: one for name, one in BUILT_IN.items() if one.states is None} | {
     "eagle3-8b": _head(EAGLE3, 1, 14336, 32000, EAGLE3_STATES),
     "dflash-8b": _head(DFLASH, 5, 12288, 0, 5, BLOCK_SIZE - 1),
-    "dspark-8b": replace(_head(DFLASH, 5, 12288, 0, 5, 8), markov_parameters=151936 * 256),
+    "dspark-8b": replace(
+        _head(DFLASH, 5, 12288, 0, 5, 8),
+        step_parameters=151936 * 256,
+        table_parameters=151936 * 256,
+    ),
     NGRAM: ModelShape(0, 0, 0, 0, 0, 0, 0, tied_embeddings=True, kind=NGRAM),
 }
 
 # --- Configurations
 
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
-
-
-def numbers_of(config: Config, *keys: str, hint: str = "") -> list[int]:
-    """Return the whole numbers behind ``keys``; raise ValueError, with a hint, without some."""
-    missing = [key for key in keys if not isinstance(config.get(key), int)]
-    if missing:
-        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.{hint}")
-    return [config[key] for key in keys]
 
 
 #: Architectures with grouped heads, a gated MLP of three matrices and an LM head; those with
@@ -591,21 +589,23 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool, hint: str = "") 
 
 def _read_head(config: Config) -> ModelShape:
     """Return the shape of a head, by the sizes that its kind has beside its layers'."""
-    of_kind = HEADS[architecture(config)].sizes
-    assert of_kind is not None
-    sizes = of_kind(config)
+    of_kind = type_of(config)
+    assert of_kind is not None and of_kind.sizes is not None
+    sizes = of_kind.sizes(config)
     layers = dense(config, sizes.rows_key, tied=sizes.passes != MTP, hint=sizes.hint)
     windowed = (config.get("layer_types") or []).count("sliding_attention")
     if windowed:
         (window,) = numbers_of(config, "sliding_window")
         layers = replace(layers, windowed_layers=windowed, window=window)
-    found = replace(
-        layers, kind=sizes.passes, num_states=sizes.num_states, max_steps=sizes.max_steps
+    return replace(
+        layers,
+        kind=sizes.passes,
+        num_states=sizes.num_states,
+        max_steps=sizes.max_steps,
+        step_parameters=sizes.step_parameters,
+        table_parameters=sizes.table_parameters,
+        conv_parameters=sizes.conv_parameters,
     )
-    if not sizes.has_markov:
-        return found
-    vocab_size, rank = numbers_of(config, "vocab_size", "markov_rank")
-    return replace(found, markov_parameters=vocab_size * rank)
 
 
 #: Parsers of head configurations, by architecture.

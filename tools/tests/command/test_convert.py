@@ -8,8 +8,10 @@ import pytest
 import torch
 from published_drafts import read, rewrite, write
 
+from sglang_smc.drafts import formats
 from sglang_smc_tools import convert
 
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 4, "emb_dim": 4, "shift_label": True}
 PAIR = Path(__file__).parents[3] / "bench" / "pair"
 
 
@@ -32,6 +34,44 @@ def test_the_shipped_heads_come_back(
     assert not [name for name in told if "speculators" in name]
     assert weights.keys() == read(Path(source))[1].keys()
     assert (tmp_path / "stock" / "model.safetensors").is_symlink() != copied
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_there_and_back_is_what_there_was(kind: str, tmp_path: Path) -> None:
+    """From SGLang's keys to those of speculators and back; the target's name and K are new."""
+    place, target = str(tmp_path / "theirs"), str(PAIR / "target")
+    assert convert.main([str(PAIR / kind), place, "--verifier", target]) == 0
+    told, there = read(Path(place))
+    assert told["speculators_config"]["verifier"]["name_or_path"] == target
+    assert formats.num_tokens(told) == {"eagle3": 3, "dflash": 8, "dspark": 8}[kind]
+    assert convert.main([place, str(tmp_path / "back")]) == 0
+    found, back = read(tmp_path / "back")
+    shipped, given = read(PAIR / kind)
+    left_out = {"num_target_layers", "rope_theta", "bos_token_id", "use_sliding_window"}
+    kept = shipped.keys() - left_out
+    assert {name: found.get(name) for name in kept} == {name: shipped[name] for name in kept}
+    own = {name.replace("midlayer.", "layers.0."): weight for name, weight in given.items()}
+    for tensors in (there, back):
+        assert tensors.keys() == own.keys()
+        assert all(torch.equal(weight, own[name]) for name, weight in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["MiMoMTP"]}, "is a checkpoint of MiMoMTP"),
+        ({"dflash_config": DOMINO}, "sets projector_type, which speculators has no part for"),
+    ],
+)
+def test_what_speculators_has_no_part_for_is_refused(
+    change: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights = read(PAIR / "dflash")
+    config["dflash_config"] |= change.pop("dflash_config", {})
+    source = write(tmp_path / "source", config | change, weights)
+    words = [source, str(tmp_path / "theirs"), "--verifier", str(PAIR / "target")]
+    assert convert.main(words) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "theirs").exists()
 
 
 def norms(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

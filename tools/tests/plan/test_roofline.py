@@ -73,7 +73,7 @@ def test_eagle3_round_by_hand() -> None:
 
 def test_a_markov_head_adds_a_product_to_each_step() -> None:
     head = draft_of(DFLASH_CONFIG)
-    spark = dataclasses.replace(head, markov_parameters=18)
+    spark = dataclasses.replace(head, step_parameters=18)
     block, *steps, verify, follow = toy_round(spark).passes
     assert (block, verify, follow) == toy_round(head).passes
     for step in steps:

@@ -295,9 +295,32 @@ def test_dspark_is_dflash_with_a_markov_head_and_drafts_from_its_first_row() -> 
     sizes = {"markov_rank": 2, "vocab_size": 9, "projector_type": "dspark"}
     spark = DFLASH_CONFIG | sizes | {"architectures": ["Qwen3DSparkModel"]}
     head, block = draft_of(spark), draft_of(DFLASH_CONFIG)
-    assert head == replace(block, max_steps=8, markov_parameters=18)
+    assert head == replace(block, max_steps=8, step_parameters=18, table_parameters=18)
     assert head.resident_bytes == block.resident_bytes + 2 * 2 * 18
     assert draft_of(spark | {"sample_from_anchor": False}).max_steps == 7
+    for markov, more in (("gated", 2 * (4 + 2)), ("rnn", 3 * 2 * (4 + 2 * 2))):
+        other = draft_of(spark | {"markov_head_type": markov, "draft_vocab_size": 5})
+        assert (other.step_parameters, other.table_parameters) == (5 * 2 + more, 18)
+
+
+def test_dflash2_has_tables_and_convolutions_beside() -> None:
+    sizes = {"selector_rank": 2, "selector_top_k": 3, "conv_kernel_size": 2, "conv_group_size": 2}
+    block = DFLASH_CONFIG.get("dflash_config", {})
+    named = {"architectures": ["DFlash2DraftModel"], "vocab_size": 9}
+    head = draft_of(DFLASH_CONFIG | named | {"dflash_config": {**block, **sizes}})
+    # Of two layers, around attention and MLP: two kernels, and a projection to both.
+    convolutions = 2 * 2 * (2 * 2 * 4 + 4 * (2 * 2 * 2))
+    more = {"table_parameters": 2 * 9 * 2, "conv_parameters": convolutions}
+    assert head == replace(draft_of(DFLASH_CONFIG), step_parameters=2 * 4, **more)
+    assert head.num_parameters == 2 * 120 + 48 + 8 + 36 + convolutions
+
+
+def test_domino_has_a_gru_and_an_mlp_beside() -> None:
+    sizes = DOMINO | {"gru_hidden_dim": 3, "emb_dim": 2}
+    block = DFLASH_CONFIG.get("dflash_config", {})
+    named = {"vocab_size": 9, "dflash_config": {**block, **sizes}}
+    head = draft_of(DFLASH_CONFIG | named)
+    assert head == replace(draft_of(DFLASH_CONFIG), step_parameters=9 * (4 + 3) + 2 * (4 + 3) + 18)
 
 
 def test_built_in_heads_are_what_public_configurations_say() -> None:
@@ -332,10 +355,14 @@ DOMINO = {"projector_type": "domino"}
         ),
         (draft_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
         (draft_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
-        (draft_of, DFLASH_CONFIG | {"dflash_config": DOMINO}, "projector_type: more than one pass"),
+        (
+            draft_of,
+            DFLASH_CONFIG | {"dflash_config": DOMINO},
+            "no whole number for gru_hidden_dim",
+        ),
         (draft_of, DFLASH_CONFIG | {"projector_type": "dspark"}, "projector_type: more than one"),
         (draft_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
-        (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
+        (draft_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "selector_rank"),
         (draft_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
         (from_config, "{", r"config\.json is not JSON"),
     ],

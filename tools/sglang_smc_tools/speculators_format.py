@@ -1,0 +1,142 @@
+"""Write a head's configuration as `speculators` reads it: the way back from `drafts.formats`.
+
+In the layout of speculators 0.9.0. Its classes take the target's own tables, embedding and LM head,
+from the target's checkpoint, which the configuration names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_smc.drafts import formats
+from sglang_smc.drafts.kinds import EAGLE3_STATES, type_of
+
+KINDS = {
+    **dict.fromkeys((formats.EAGLE3,), "eagle3"),
+    **dict.fromkeys(formats.BLOCKS, "dflash"),
+    **dict.fromkeys(formats.DFLASH2S, "dflash2"),
+    **dict.fromkeys(formats.DSPARKS, "dspark"),
+}
+"""The `speculators_model_type` of SGLang's classes."""
+
+_CLASSES = {
+    "eagle3": "Eagle3DraftModel",
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
+_EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Of SGLang's configurations, what is no setting of the head's layers.
+_OUTER = {
+    *("architectures", "draft_vocab_size", "eagle_config", "dflash_config", "block_size", "dtype"),
+    *("torch_dtype", "markov_rank", "markov_head_type", "num_target_layers"),
+    *("sample_from_anchor", "target_hidden_size", "is_causal", "projector_type", formats.QK_NORM),
+    *("enable_confidence_head", "confidence_head_with_markov", "num_aux_hidden_states"),
+    *(formats.OWN_LM_HEAD, formats.SPECULATORS, "speculators_config", *_EAGLE3_SWITCHES),
+}
+# Of a block's settings, what speculators has no part for, by what a value means nothing.
+_NO_PART = {
+    "projector_type": (None, "dspark"),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+}
+
+
+def to_speculators(
+    config: Mapping[str, Any], target: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Return a head's configuration in the format of `speculators`.
+
+    Args:
+        config: with SGLang's keys; see `formats.normalized`.
+        target: the config.json of the target.
+        name: of the target: a folder, or a name of Hugging Face.
+
+    Raises ValueError for a head that `speculators` has no class or no part for.
+    """
+    kind = KINDS.get(formats.architecture(config))
+    if kind is None:
+        raise ValueError(
+            f"is of class {formats.architecture(config) or 'none'}, and speculators has none for "
+            f"it; allowed: {', '.join(KINDS)}"
+        )
+    lost = [key for key, none in _NO_PART.items() if _option(config, key) not in none]
+    if lost:
+        raise ValueError(f"sets {', '.join(lost)}, which speculators has no part for")
+    layer = {key: value for key, value in config.items() if key not in _OUTER}
+    if kind == "eagle3":
+        layer["model_type"] = "qwen3" if config.get(formats.QK_NORM) else "llama"
+        own = _of_eagle3(config, target)
+    else:
+        own = _of_block(kind, config)
+    return {
+        "architectures": [_CLASSES[kind]],
+        formats.SPECULATORS: kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [_proposal(config)],
+            "verifier": {
+                "name_or_path": name,
+                "architectures": list(target.get("architectures") or ()),
+            },
+        },
+        formats.LAYER_CONFIG: {**layer, "vocab_size": config["vocab_size"]},
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "target_hidden_size": config.get("target_hidden_size"),
+        "tie_word_embeddings": False,
+        "dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+        **own,
+    }
+
+
+def renamed(name: str) -> str:
+    """Return the name that `speculators` has for a tensor of SGLang's classes."""
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _option(config: Mapping[str, Any], key: str) -> Any:
+    return formats.block_options(config).get(key)
+
+
+def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+    given = config.get("eagle_config") or {}
+    layers = given.get(formats.EAGLE3_LAYERS)
+    if layers is None:  # SGLang's default
+        count = target["num_hidden_layers"]
+        layers = [1, count // 2 - 1, count - 4]
+        assert len(layers) == EAGLE3_STATES
+    switches = {key: given.get(key, config.get(key)) for key in _EAGLE3_SWITCHES}
+    found = {key: value for key, value in switches.items() if value is not None}
+    return found | {formats.EAGLE3_LAYERS: [layer + 1 for layer in layers]}
+
+
+def _of_block(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    from_anchor = config.get("sample_from_anchor", kind == "dspark")
+    found = {
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in _option(config, "target_layer_ids")],
+        "mask_token_id": _option(config, "mask_token_id"),
+        "block_size": _option(config, "block_size"),
+        "sample_from_anchor": bool(from_anchor),
+        "sliding_window_non_causal": config.get("is_causal") is False,
+    }
+    if kind == "dflash2":
+        found |= {key: _option(config, key) for key in formats.SELECTOR}
+    if kind == "dspark":
+        markov = config.get("markov_head_type") or "vanilla"
+        found |= {"markov_rank": config["markov_rank"], "markov_head_type": markov}
+        found["enable_confidence_head"] = False  # it predicts acceptance, and drafts nothing
+    return found
+
+
+def _proposal(config: Mapping[str, Any]) -> dict[str, Any]:
+    head = type_of(config)
+    assert head is not None and head.sizes is not None, "its class is one of `KINDS`"
+    known = formats.num_tokens(config)
+    steps = known or head.sizes(config).max_steps or 3
+    return {"proposal_type": "greedy", "speculative_tokens": steps, "verifier_accept_k": 1}
