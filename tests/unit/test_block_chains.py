@@ -14,6 +14,9 @@ from sglang_smc.proposers.domino import DominoHead
 from sglang_smc.proposers.dspark import DSparkHead
 from sglang_smc.upstream import IS_NEWER
 
+if IS_NEWER:
+    from sglang.srt.speculative.domino_utils import domino_greedy_rollout
+
 STEPS, REQUESTS, PARTICLES, WIDTH, VOCAB = 4, 2, 3, 12, 20
 NONE = torch.zeros(STEPS + 2, REQUESTS, PARTICLES, dtype=torch.int64)
 SLOTS = DraftSlots(NONE, NONE, *cast("Any", (None, None)))
@@ -96,8 +99,6 @@ def test_a_selector_scores_the_candidates_that_speculators_scores() -> None:
 @pytest.mark.parametrize("shifts", [True, False])
 def test_a_domino_chain_of_likeliest_tokens_is_sglangs(shifts: bool) -> None:
     """In two rounds, of blocks of K + 1 rows, whichever of them draft."""
-    from sglang.srt.speculative.domino_utils import domino_greedy_rollout
-
     torch.manual_seed(0)
     block: Any = Block()
     gru: Any = nn.GRU(WIDTH, 5, bias=False, batch_first=True)
