@@ -13,11 +13,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sglang_smc.options.policy import Curve, Policy, RoundCosts
+from sglang_smc.options.policy import Curve, Policy, RoundCosts, fewer_rejections
 from sglang_smc.options.request import Budget, budgets
 
-#: Rejections for twice the chains, as the package's policy has them.
-FEWER = 0.8
 TOP = Budget(4, 16)
 USERS = (1, 2, 4)
 #: Of what a request kept: a prior of so many tokens, at the probability of all requests.
@@ -56,7 +54,7 @@ class RunningRequest:
 
     def kept(self, num_chains: int) -> int:
         """Return the tokens that a round keeps if it drafts enough, here or up to the end."""
-        loss = (1.0 - self.answer.accepted[self.place :]) * loss_of(num_chains)
+        loss = (1.0 - self.answer.accepted[self.place :]) * fewer_rejections(num_chains)
         failed = self.uniforms[self.place :] < loss
         return int(failed.argmax()) if failed.any() else len(failed)
 
@@ -68,12 +66,7 @@ class RunningRequest:
         place = (self.place + kept) % answer.length
         nearest = min(answer.behind, key=lambda other: abs(other - place))
         each = np.concatenate([along, np.resize(answer.behind[nearest], most)])[:most]
-        return np.cumprod(1.0 - (1.0 - each) * loss_of(num_chains))
-
-
-def loss_of(num_chains: int) -> float:
-    """Return the rejections of N chains for one of a single chain."""
-    return FEWER ** np.log2(num_chains)
+        return np.cumprod(1.0 - (1.0 - each) * fewer_rejections(num_chains))
 
 
 class Chooser(Protocol):
@@ -145,7 +138,8 @@ class StepsByRequest(Chooser):
         """Return the K of most expected tokens a ms."""
         loss = self._lost / self._tried
         each = [
-            _loss(request.counts, loss) * loss_of(self.top.num_particles) for request in running
+            _loss(request.counts, loss) * fewer_rejections(self.top.num_particles)
+            for request in running
         ]
 
         def rate(budget: Budget) -> float:
@@ -162,7 +156,7 @@ class StepsByRequest(Chooser):
         self._late = [(request, of, one) for request, one in zip(running, kept, strict=True)]
 
     def _count(self, request: RunningRequest, of: Budget, num_kept: int) -> None:
-        lost = (num_kept < of.num_steps) / loss_of(of.num_particles)
+        lost = (num_kept < of.num_steps) / fewer_rejections(of.num_particles)
         tried = min(num_kept + 1, of.num_steps)
         before = request.counts
         request.counts = self.decay * before[0] + lost, self.decay * before[1] + tried
@@ -262,7 +256,7 @@ class KnownRequests(Chooser):
 
 def tokens_a_round(accepted: np.ndarray, budget: Budget) -> float:
     """Return the tokens a round along an answer, of fixed N and K: its length over its rounds."""
-    kept = 1.0 - (1.0 - accepted) * loss_of(budget.num_particles)
+    kept = 1.0 - (1.0 - accepted) * fewer_rejections(budget.num_particles)
     length = len(kept)
     rounds = np.zeros(length + budget.num_steps + 2)  # from each place to the end, expected
     for place in range(length - 1, -1, -1):

@@ -229,16 +229,17 @@ class Acceptance:
         own_kept = 0.0
         own_tried = 0.0
         for (n, _), (_, kept, of) in self._counts.items():
-            lost = lost + (of - kept) / _fewer(n)
+            lost = lost + (of - kept) / fewer_rejections(n)
             tried = tried + of
             if n == num_particles:
                 own_kept = own_kept + kept
                 own_tried = own_tried + of
-        prior = 1.0 - min(lost / tried * _fewer(num_particles), 1.0)
+        prior = 1.0 - min(lost / tried * fewer_rejections(num_particles), 1.0)
         return (own_kept + _PRIOR_WEIGHT * prior) / (own_tried + _PRIOR_WEIGHT)
 
 
-def _fewer(num_particles: int) -> float:
+def fewer_rejections(num_particles: int) -> float:
+    """Return the rejections of N particles' drafts for one of a single chain."""
     return _FEWER ** math.log2(num_particles)
 
 

@@ -14,12 +14,12 @@ from steps.rounds import (
     StepsByRequest,
     Stopping,
     expected_tokens,
-    loss_of,
     play,
     tokens_a_round,
 )
 from steps.run import POLICY, WAYS, guess_of, main, repeated
 
+from sglang_smc.options.policy import fewer_rejections
 from sglang_smc.options.request import Budget
 
 
@@ -36,7 +36,7 @@ def answer(accepted: list[float], sure: list[float] | None = None) -> RecordedAn
 @pytest.mark.parametrize("budget", [Budget(1, 4), Budget(4, 8)])
 def test_rounds_keep_what_their_chances_say(budget: Budget) -> None:
     """Of equal chances the sum of a geometric series; of any, the mean of what is played."""
-    kept = 1.0 - 0.3 * loss_of(budget.num_particles)
+    kept = 1.0 - 0.3 * fewer_rejections(budget.num_particles)
     even = tokens_a_round(np.full(4000, 0.7), budget)
     assert even == pytest.approx(expected_tokens(kept, budget.num_steps), rel=0.01)
     some = answer(np.random.default_rng(0).random(40).tolist())
