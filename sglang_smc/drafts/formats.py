@@ -50,9 +50,12 @@ UNKNOWN = "unknown_settings"
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Sizes of a DFlash2 block, in its `dflash_config`."""
 
+EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings of an EAGLE-3 head that add or move a norm."""
+
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
 _OWN = {
-    "eagle3": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    "eagle3": EAGLE3_SWITCHES,
     "dflash": ("block_size", "sample_from_anchor"),
     "dflash2": ("block_size", "sample_from_anchor"),
     "dspark": (

@@ -196,7 +196,7 @@ def type_of(config: Config) -> HeadType | None:
     name = formats.architecture(config)
     projector = formats.block_options(config).get("projector_type")
     fits = (one for one in TYPES if name in one.classes and one.projector == projector)
-    return HEADS.get(name) if projector is None else next(fits, HEADS.get(name))
+    return next(fits, HEADS.get(name))
 
 
 def kind_of(architecture: str) -> Kind:

@@ -161,8 +161,8 @@ def _of_eagle3(config: Config) -> Shapes:
 
 def _of_block(config: Config) -> Shapes:
     sizes = LayerSizes.of(config)
-    block = config.get("dflash_config") or {}
-    layers = block.get("target_layer_ids", config.get("target_layer_ids"))
+    block = block_options(config)
+    layers = block.get("target_layer_ids")
     aux = len(layers) if layers else config["num_hidden_layers"]
     found: Shapes = {"fc.weight": (sizes.hidden, aux * sizes.hidden)}
     found |= dict.fromkeys(("norm.weight", "hidden_norm.weight"), (sizes.hidden,))
@@ -173,10 +173,10 @@ def _of_block(config: Config) -> Shapes:
             projections = {"q_proj": sizes.q, "k_proj": sizes.kv, "v_proj": sizes.kv}
             biases = {**projections, "o_proj": sizes.hidden}
             found |= {f"{part}self_attn.{name}.bias": (size,) for name, size in biases.items()}
-    if block.get("projector_type", config.get("projector_type")) == DOMINO:
-        found |= _of_domino(config)
+    if block.get("projector_type") == DOMINO:
+        found |= _of_domino(block)
     if architecture(config) in DFLASH2S:
-        found |= _of_dflash2(config, block)
+        found |= _of_dflash2(block)
     if architecture(config) in DSPARKS:
         rank, rows = config["markov_rank"], config["vocab_size"]
         found["markov_head.markov_w1.weight"] = (rows, rank)
@@ -188,27 +188,29 @@ def _of_block(config: Config) -> Shapes:
     return found
 
 
-def _of_dflash2(config: Config, block: Config) -> Shapes:
+def _of_dflash2(block: Config) -> Shapes:
     """Return what a DFlash2 block has beside a DFlash block: a selector, and convolutions."""
-    hidden, rank = config["hidden_size"], block.get("selector_rank") or 0
-    part, table = "candidate_selector.", (config["vocab_size"], rank)
+    hidden = block["hidden_size"]
+    rank = block.get("selector_rank") or 0
+    part = "candidate_selector."
+    table = (block["vocab_size"], rank)
     found: Shapes = {f"{part}hidden_projection.weight": (rank, hidden)}
     found |= {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
     taps = block.get("conv_kernel_size") or 0
     groups = hidden // block["conv_group_size"] if taps else 0
     names = ("attention_conv", "mlp_conv") if taps else ()
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(block["num_hidden_layers"]):
         for name in names:
             found[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
             found[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return found
 
 
-def _of_domino(config: Config) -> Shapes:
+def _of_domino(block: Config) -> Shapes:
     """Return what a Domino head has beside a DFlash block: a GRU and an MLP, without biases."""
-    options = block_options(config)
-    hidden, rows = config["hidden_size"], config["vocab_size"]
-    state, middle = (options.get(name) or 0 for name in ("gru_hidden_dim", "emb_dim"))
+    hidden = block["hidden_size"]
+    rows = block["vocab_size"]
+    state, middle = (block.get(name) or 0 for name in ("gru_hidden_dim", "emb_dim"))
     return {
         "prefix_gru.weight_ih_l0": (3 * state, hidden),
         "prefix_gru.weight_hh_l0": (3 * state, state),

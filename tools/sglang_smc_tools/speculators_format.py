@@ -13,7 +13,7 @@ from sglang_smc.drafts import formats
 from sglang_smc.drafts.kinds import EAGLE3_STATES, type_of
 
 KINDS = {
-    **dict.fromkeys((formats.EAGLE3,), "eagle3"),
+    formats.EAGLE3: "eagle3",
     **dict.fromkeys(formats.BLOCKS, "dflash"),
     **dict.fromkeys(formats.DFLASH2S, "dflash2"),
     **dict.fromkeys(formats.DSPARKS, "dspark"),
@@ -26,14 +26,13 @@ _CLASSES = {
     "dflash2": "DFlash2DraftModel",
     "dspark": "DSparkDraftModel",
 }
-_EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Of SGLang's configurations, what is no setting of the head's layers.
 _OUTER = {
     *("architectures", "draft_vocab_size", "eagle_config", "dflash_config", "block_size", "dtype"),
     *("torch_dtype", "markov_rank", "markov_head_type", "num_target_layers"),
     *("sample_from_anchor", "target_hidden_size", "is_causal", "projector_type", formats.QK_NORM),
     *("enable_confidence_head", "confidence_head_with_markov", "num_aux_hidden_states"),
-    *(formats.OWN_LM_HEAD, formats.SPECULATORS, "speculators_config", *_EAGLE3_SWITCHES),
+    *(formats.OWN_LM_HEAD, formats.SPECULATORS, "speculators_config", *formats.EAGLE3_SWITCHES),
 }
 # Of a block's settings, what speculators has no part for, by what a value means nothing.
 _NO_PART = {
@@ -63,7 +62,8 @@ def to_speculators(
             f"is of class {formats.architecture(config) or 'none'}, and speculators has none for "
             f"it; allowed: {', '.join(KINDS)}"
         )
-    lost = [key for key, none in _NO_PART.items() if _option(config, key) not in none]
+    options = formats.block_options(config)
+    lost = [key for key, none in _NO_PART.items() if options.get(key) not in none]
     if lost:
         raise ValueError(f"sets {', '.join(lost)}, which speculators has no part for")
     layer = {key: value for key, value in config.items() if key not in _OUTER}
@@ -71,7 +71,7 @@ def to_speculators(
         layer["model_type"] = "qwen3" if config.get(formats.QK_NORM) else "llama"
         own = _of_eagle3(config, target)
     else:
-        own = _of_block(kind, config)
+        own = _of_block(kind, options)
     return {
         "architectures": [_CLASSES[kind]],
         formats.SPECULATORS: kind,
@@ -100,10 +100,6 @@ def renamed(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _option(config: Mapping[str, Any], key: str) -> Any:
-    return formats.block_options(config).get(key)
-
-
 def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("eagle_config") or {}
     layers = given.get(formats.EAGLE3_LAYERS)
@@ -111,25 +107,25 @@ def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str
         count = target["num_hidden_layers"]
         layers = [1, count // 2 - 1, count - 4]
         assert len(layers) == EAGLE3_STATES
-    switches = {key: given.get(key, config.get(key)) for key in _EAGLE3_SWITCHES}
+    switches = {key: given.get(key, config.get(key)) for key in formats.EAGLE3_SWITCHES}
     found = {key: value for key, value in switches.items() if value is not None}
     return found | {formats.EAGLE3_LAYERS: [layer + 1 for layer in layers]}
 
 
-def _of_block(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    from_anchor = config.get("sample_from_anchor", kind == "dspark")
+def _of_block(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    from_anchor = options.get("sample_from_anchor", kind == "dspark")
     found = {
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in _option(config, "target_layer_ids")],
-        "mask_token_id": _option(config, "mask_token_id"),
-        "block_size": _option(config, "block_size"),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in options["target_layer_ids"]],
+        "mask_token_id": options.get("mask_token_id"),
+        "block_size": options.get("block_size"),
         "sample_from_anchor": bool(from_anchor),
-        "sliding_window_non_causal": config.get("is_causal") is False,
+        "sliding_window_non_causal": options.get("is_causal") is False,
     }
     if kind == "dflash2":
-        found |= {key: _option(config, key) for key in formats.SELECTOR}
+        found |= {key: options.get(key) for key in formats.SELECTOR}
     if kind == "dspark":
-        markov = config.get("markov_head_type") or "vanilla"
-        found |= {"markov_rank": config["markov_rank"], "markov_head_type": markov}
+        markov = options.get("markov_head_type") or "vanilla"
+        found |= {"markov_rank": options["markov_rank"], "markov_head_type": markov}
         found["enable_confidence_head"] = False  # it predicts acceptance, and drafts nothing
     return found
 
