@@ -6,6 +6,7 @@ SGLang turns the ValueError into HTTP 400.
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from sglang.srt.environ import envs
@@ -93,8 +94,15 @@ def _limits_thoughts(server_args: Arguments) -> bool:
         return False
     if envs.SGLANG_MAX_THINK_TOKENS.get() >= 0:
         return True
+    return _bans_in_thoughts(name)
+
+
+@cache
+def _bans_in_thoughts(reasoning_parser: str) -> bool:
+    """Return whether a reasoning parser names tokens that no thought may have."""
     try:
-        return bool(ReasoningParser(name, stream_reasoning=False).detector.think_excluded_tokens)
+        parser = ReasoningParser(reasoning_parser, stream_reasoning=False)
+        return bool(parser.detector.think_excluded_tokens)
     except ValueError:  # response templates need a tokenizer, and ban nothing
         return False
 
