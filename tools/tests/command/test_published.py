@@ -58,7 +58,7 @@ def refusals_of_target(architecture: str, folder: Path) -> list[str]:
 
 
 def refusals_of_draft(name: str) -> list[str]:
-    """What a server says of a checkpoint of a class or a `speculators` type, before it is read."""
+    """Return what a server says of a class or a `speculators` type, before weights are read."""
     told = {"architectures": [name], "hidden_size": 64}
     if name.startswith(SPECULATORS):
         told = {formats.SPECULATORS: name.split()[1], **told}

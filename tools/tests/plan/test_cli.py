@@ -161,7 +161,7 @@ def test_each_draft_has_the_steps_that_it_can(capsys: Capture) -> None:
 
 
 def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
-    """What a round costs by who takes it; drafts of one name go by their paths."""
+    """Name what a round costs by who takes it; drafts of one name go by their paths."""
     folders = [tmp_path / name / "head" for name in "ab"]
     for folder in folders:
         folder.mkdir(parents=True)

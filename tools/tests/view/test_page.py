@@ -128,7 +128,7 @@ def test_a_page_that_exists_is_overwritten_only_if_asked(
 
 
 def shown(page: Path, *options: str) -> tuple[str, str]:
-    """What a browser makes of a page, and what its console says."""
+    """Return what a browser makes of a page, and what its console says."""
     assert CHROMIUM is not None
     fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
     profile = f"--user-data-dir={page.parent / 'profile'}"
