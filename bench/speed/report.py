@@ -140,6 +140,7 @@ def _per_round(row: CellRow) -> str:
     return number_cell(row.tokens_per_round, ".2f") + told
 
 
+TO_STANDALONE, TO_FIXED = "to STANDALONE", "to the best fixed"
 COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "": lambda row: row.system,
     "batch": lambda row: str(row.batch),
@@ -147,8 +148,8 @@ COLUMNS: dict[str, Callable[[CellRow], str]] = {
     "tokens / s": lambda row: _mean(row.tokens_per_second, ".1f"),
     "decoding": lambda row: _mean(row.decode_tokens_per_second, ".1f"),
     "to AR": lambda row: interval_cell(row.ratio_to_ar, ".2f"),
-    "to STANDALONE": lambda row: interval_cell(row.ratio_to_standalone, ".2f"),
-    "to the best fixed": lambda row: interval_cell(row.ratio_to_fixed, ".2f"),
+    TO_STANDALONE: lambda row: interval_cell(row.ratio_to_standalone, ".2f"),
+    TO_FIXED: lambda row: interval_cell(row.ratio_to_fixed, ".2f"),
     "first token, ms": lambda row: _mean(row.seconds_to_first, ".1f", 1000),
     "tokens / round": _per_round,
     "ms / round": lambda row: _mean(row.round_seconds, ".2f", 1000),
@@ -161,7 +162,9 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     ran = [row for row in rows if not row.refused]
     ran.sort(key=lambda row: (row.batch, row.prompt))
     refused = {row.slug: f"- {row.slug}: {short(row.refused)}" for row in rows if row.refused}
-    told = {title: cell for title, cell in COLUMNS.items() if any(map(cell, ran))}
+    is_grid = any(row.ratio_to_fixed for row in ran)  # has no rival but its own fixed sizes
+    unused = TO_STANDALONE if is_grid else TO_FIXED
+    told = {name: cell for name, cell in COLUMNS.items() if name != unused}
     return "\n\n".join([note, table(told, ran), "\n".join(refused.values())]).rstrip() + "\n"
 
 
