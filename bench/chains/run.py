@@ -1,0 +1,179 @@
+"""Measure chains from one pass: how much N chains of one block yield over a single chain.
+
+    .venv/bin/python bench/chains                     # everything, resumable at any point
+    .venv/bin/python bench/chains --only 'dspark-*'   # a part of it
+    .venv/bin/python bench/chains --problems 20       # a quick run, in another --output-dir
+
+SGLang's own DFLASH and DSPARK run on no CPU, so they are measured by their laws: DFLASH verifies
+the likeliest tokens of a block, DSPARK one sampled chain. With
+`--speculative-use-block-verification` the latter keeps as many tokens as `exact` with one chain; of
+likeliest tokens both rules keep the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from answers import COMMON, Cell, Record, Reply, Study, about, grade
+from drafts.run import NUM_STEPS, TARGET
+from fidelity.run import EXACT, SMC_ENGINE
+from intervals import Interval, paired_ratio_of_ratios, wilson
+from results import Report, by_temperature, interval_cell, table, tokens_a_pass
+
+# --- Cells
+
+TEMPERATURES = (0.7, 1.0)
+PARTICLES = (1, 2, 4, 8)
+DRAFTS = {"DFlash": "dflash", "DSpark": "dspark"}
+"""Names of drafts, and their folders beside the target."""
+
+LIKELIEST = 1e-6
+"""A temperature of the draft at which a chain has the likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class ChainCell(Cell):
+    """A draft with a number of chains; ``greedy`` ones have the likeliest tokens."""
+
+    num_particles: int = 1
+    greedy: bool = False
+
+
+def cells() -> list[ChainCell]:
+    """Return all cells, engine by engine."""
+    found = []
+    for draft in DRAFTS:
+        for temperature in TEMPERATURES:
+            if draft == "DFlash":
+                found.append(_cell(draft, temperature, 1, greedy=True))
+            found += [_cell(draft, temperature, n) for n in PARTICLES]
+    return found
+
+
+def _cell(draft: str, temperature: float, n: int, *, greedy: bool = False) -> ChainCell:
+    asked = {"mode": EXACT, "num_particles": n, "num_steps": NUM_STEPS}
+    asked |= {"draft_temperature": LIKELIEST} if greedy else {}
+    label = f"{draft} of likeliest tokens" if greedy else f"{draft} N={n}"
+    return ChainCell(label, draft, temperature, asked, num_particles=n, greedy=greedy)
+
+
+def rival(cell: ChainCell, there: Sequence[ChainCell]) -> ChainCell:
+    """Return the cell that keeps as much of this draft as SGLang's own algorithm."""
+    alike = [
+        one
+        for one in there
+        if (one.engine, one.temperature, one.num_particles) == (cell.engine, cell.temperature, 1)
+    ]
+    return next((one for one in alike if one.greedy), alike[-1])
+
+
+# --- Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainRow:
+    """A line of the table."""
+
+    label: str  # without the temperature
+    temperature: float
+    rows: int  # that the target reads in a pass
+    draft_passes: int
+    tokens_per_pass: Interval
+    to_one_chain: Interval  # ratio to N = 1, on the same problems
+    to_sglang: Interval  # ratio to what SGLang's own algorithm keeps
+    accuracy: Interval
+    plugin: str  # fingerprint of the code that answered
+
+
+def rows_of(
+    found: Mapping[ChainCell, Sequence[Record]], plugin: Callable[[ChainCell], str]
+) -> list[ChainRow]:
+    """Return a row for each cell; ``plugin`` names the code that measured it."""
+    return [
+        ChainRow(
+            label=cell.label,
+            temperature=cell.temperature,
+            rows=cell.num_particles * (NUM_STEPS + 1),
+            draft_passes=1,
+            tokens_per_pass=tokens_a_pass([one.info for one in some]),
+            to_one_chain=paired_ratio_of_ratios(
+                _sums(some), _sums(found[_cell(cell.engine, cell.temperature, 1)])
+            ),
+            to_sglang=paired_ratio_of_ratios(_sums(some), _sums(found[rival(cell, list(found))])),
+            accuracy=wilson(sum(one.right for one in some), len(some)),
+            plugin=plugin(cell),
+        )
+        for cell, some in found.items()
+    ]
+
+
+def _sums(found: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Return each answer's tokens after the first and its target passes, ``[n]``, by problem."""
+    infos = [one.info for one in found]
+    tokens = [info["completion_tokens"] - 1 for info in infos]
+    passes = [info["spec_verify_ct"] for info in infos]
+    return np.array(tokens, dtype=float), np.array(passes, dtype=float)
+
+
+COLUMNS: dict[str, Callable[[ChainRow], str]] = {
+    "": lambda row: row.label,
+    "rows": lambda row: f"{row.rows}",
+    "draft passes": lambda row: f"{row.draft_passes}",
+    "tokens / target pass": lambda row: interval_cell(row.tokens_per_pass, ".2f"),
+    "times one chain": lambda row: interval_cell(row.to_one_chain, ".2f"),
+    "times what SGLang's own keeps": lambda row: interval_cell(row.to_sglang, ".2f"),
+    "accuracy, %": lambda row: interval_cell(row.accuracy, ".1f", scale=100),
+}
+
+
+def markdown(rows: Sequence[ChainRow], note: str) -> str:
+    """Return a table for each temperature."""
+    parts = [note]
+    for title, some in by_temperature(rows).items():
+        parts.append(f"**{title}**\n\n{table(COLUMNS, some)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def note(origin: Mapping[str, Any]) -> str:
+    """Return the text above the tables."""
+    return (
+        f"The shipped pair and its block heads, `exact`, K = {NUM_STEPS}; {about(origin)}"
+        "Rows: what the target reads in a pass, equal ones counted. SGLang 0.5.23 starts neither "
+        "DFLASH nor DSPARK on a CPU, and block verification on CUDA alone, so what they keep is "
+        "that of their laws: DFLASH verifies the likeliest token of each row, of which both of its "
+        "rules keep the same; DSPARK verifies one sampled chain, as N = 1."
+    )
+
+
+# --- The study
+
+
+class ChainStudy(Study[ChainCell, Record]):
+    """The study, with an engine for each draft."""
+
+    name = "chains"
+    about = "Tokens per target pass of N chains that one pass of a block head drafts."
+    kind = Record
+    report = Report("chains", ChainRow, markdown)
+    note = staticmethod(note)
+
+    def grid(self) -> list[ChainCell]:
+        return cells()
+
+    def engine(self, name: str) -> dict[str, Any]:
+        return COMMON | SMC_ENGINE
+
+    def models(self, name: str) -> tuple[str, str | None]:
+        return TARGET, DRAFTS[name]
+
+    def stored(self, cell: ChainCell, reply: Reply, sample: int) -> Record:
+        return grade(reply)
+
+    def rows(self) -> list[ChainRow]:
+        return rows_of(self.complete(), self.plugin)
+
+
+main = ChainStudy.main
