@@ -1,5 +1,8 @@
 """Read the names, shapes and small tensors of a checkpoint, without its weights."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ MASK = "mask_embedding.pt"
 """Of block heads: a trained embedding of the mask, beside the weights."""
 
 _WEIGHTS = ("*.safetensors", "*.bin")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def folder_of(path: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
@@ -52,14 +56,18 @@ def downloaded(path: str, revision: str | None = None) -> Path:
 def shapes_in(folder: Path) -> Shapes:
     """Return name and shape of each tensor in a folder, from the files' headers.
 
-    Raises ValueError, naming the file, if one cannot be read.
+    Raises ValueError, naming the file, if one cannot be read, or is not there.
     """
     shapes: Shapes = {}
-    for file in _files(folder):
-        try:
+    files = _files(folder)
+    if absent := _absent(folder, files):
+        raise ValueError(
+            f"{folder} lacks {', '.join(absent)}, which the index of its weights names. Download "
+            "the checkpoint anew."
+        )
+    for file in files:
+        with _reading(file):
             shapes |= _shapes_of(file)
-        except Exception as error:  # of safetensors or pickle, whatever a broken file raises
-            raise ValueError(f"{file} cannot be read: {error}. Download it anew.") from error
     return shapes
 
 
@@ -69,13 +77,25 @@ def tensor_in(folder: Path, name: str) -> "torch.Tensor | None":
 
     for file in _files(folder):
         if file.suffix == ".bin":
-            if (found := pickled(file, "cpu").get(name)) is not None:
+            if (found := _pickled(file, "cpu").get(name)) is not None:
                 return found
             continue
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 -- it is no mapping
                 return tensors.get_tensor(name)
     return None
+
+
+def mask_in(folder: Path) -> Any:
+    """Return what a folder has in `MASK`; None without that file.
+
+    Raises ValueError, naming the file, if it cannot be read.
+    """
+    file = folder / MASK
+    if not file.exists():
+        return None
+    with _reading(file):
+        return _pickled(file, "cpu")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -86,17 +106,38 @@ def _files(folder: Path) -> list[Path]:
     return []
 
 
+def _absent(folder: Path, files: list[Path]) -> list[str]:
+    """Return the files that the index of a folder's weights names, and that are not there."""
+    named: set[str] = set()
+    for index in filter(Path.exists, map(folder.joinpath, _INDICES)):
+        with _reading(index):
+            named |= {*json.loads(index.read_text())["weight_map"].values()}
+    kinds = {file.suffix for file in files} or {Path(pattern).suffix for pattern in _WEIGHTS}
+    return sorted(
+        name for name in named if Path(name).suffix in kinds and not (folder / name).exists()
+    )
+
+
 def _shapes_of(file: Path) -> Shapes:
     from safetensors import safe_open
 
     if file.suffix == ".bin":
-        return {name: tuple(one.shape) for name, one in pickled(file, "meta").items()}
+        return {name: tuple(one.shape) for name, one in _pickled(file, "meta").items()}
     with safe_open(file, framework="pt") as tensors:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
-def pickled(file: Path, device: str) -> dict[str, Any]:
+def _pickled(file: Path, device: str) -> dict[str, Any]:
     """Return the tensors of a pickled file, read as weights alone."""
     import torch
 
     return torch.load(file, map_location=device, mmap=True, weights_only=True)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise ValueError for whatever safetensors or pickle raise of a broken file."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read: {error}. Download it anew.") from error

@@ -38,6 +38,9 @@ DOMINO = "domino"
 """The `projector_type` by which a DFlash head is a Domino head."""
 
 EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
+BLOCK_LAYERS = "target_layer_ids"
+"""The layers of the target that a head reads, in its `eagle_config` or `dflash_config`."""
+
 QK_NORM = "use_qk_norm"
 """Whether an EAGLE-3 head normalizes queries and keys, as a layer of Qwen3 does."""
 
@@ -53,6 +56,8 @@ SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings of an EAGLE-3 head that add or move a norm."""
 
+_SECTIONS = (LAYER_CONFIG, "speculators_config", "eagle_config", "dflash_config")
+_SPECULATORS_LAYERS = "aux_hidden_state_layer_ids"
 _COMMON = ("dtype", "torch_dtype", "quantization_config", "target_hidden_size", "draft_vocab_size")
 _OWN = {
     "eagle3": EAGLE3_SWITCHES,
@@ -68,7 +73,7 @@ _READ = {
     *("architectures", "auto_map", "tie_word_embeddings", "speculators_version", "_name_or_path"),
     *("transformers_version", "speculators_config", "embed_requires_grad", "id2label", "label2id"),
     *("return_dict", "model_type", "chunk_size_feed_forward", "mask_token_id", EAGLE3_LAYERS),
-    *("aux_hidden_state_layer_ids", "sliding_window_non_causal", SPECULATORS, LAYER_CONFIG),
+    *(_SPECULATORS_LAYERS, "sliding_window_non_causal", SPECULATORS, LAYER_CONFIG),
 }
 
 
@@ -96,8 +101,10 @@ def normalized(config: Config, tensors: Collection[str] | None = None) -> dict[s
     Args:
         tensors: names in the checkpoint; None if they are not known.
 
-    Raises ValueError for a `speculators` checkpoint without a layer's configuration.
+    Raises ValueError for a section that is no object, for layers that are no whole numbers, and for
+    a `speculators` layer that transformers cannot read.
     """
+    _check(config)
     told = _flattened(config) if SPECULATORS in config else _named(config)
     if tensors is None:
         return told
@@ -120,6 +127,22 @@ def target_name(config: Config) -> str | None:
     """Return the model that a `speculators` checkpoint says it was made for."""
     told = config.get("speculators_config") or {}
     return (told.get("verifier") or {}).get("name_or_path")
+
+
+def _check(config: Config) -> None:
+    """Raise ValueError for what is not of the kind that the code below reads."""
+    sections = {name: config.get(name) for name in _SECTIONS}
+    if wrong := [name for name, one in sections.items() if not isinstance(one, dict | None)]:
+        raise ValueError(f"{', '.join(wrong)} of the configuration is no JSON object.")
+    for place in (config, *filter(None, sections.values())):
+        for name in (EAGLE3_LAYERS, BLOCK_LAYERS, _SPECULATORS_LAYERS):
+            layers = place.get(name)
+            if layers is not None and not _are_numbers(layers):
+                raise ValueError(f"{name} of the configuration is {layers!r}, no list of layers.")
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
 
 
 def _named(config: Config) -> dict[str, Any]:
@@ -177,7 +200,10 @@ def _layer(told: Config) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
-    whole = AutoConfig.for_model(**{"model_type": "qwen3", **told}).to_dict()
+    try:
+        whole = AutoConfig.for_model(**{"model_type": "qwen3", **told}).to_dict()
+    except Exception as error:  # of transformers, whatever its checks of a model type raise
+        raise ValueError(f"{LAYER_CONFIG} of the configuration cannot be read: {error}") from error
     return {name: value for name, value in whole.items() if value is not None}
 
 
@@ -202,8 +228,8 @@ def _of_blocks(config: Config, told: Config) -> dict[str, Any]:
     # Files of before the key existed draft from the masks alone, DSpark's too (speculators#760).
     found: dict[str, Any] = {"sample_from_anchor": bool(config.get("sample_from_anchor"))}
     block = {name: config[name] for name in _nested(config) if name in config}
-    if (layers := config.get("aux_hidden_state_layer_ids")) is not None:
-        block["target_layer_ids"] = [layer - 1 for layer in layers]
+    if (layers := config.get(_SPECULATORS_LAYERS)) is not None:
+        block[BLOCK_LAYERS] = [layer - 1 for layer in layers]
     if config.get("mask_token_id") is not None:
         block["mask_token_id"] = config["mask_token_id"]
     found["dflash_config"] = block

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sglang_smc.drafts.checkpoint import Shapes
 from sglang_smc.drafts.formats import (
     ALL_BLOCKS,
+    BLOCK_LAYERS,
     DFLASH2S,
     DOMINO,
     DSPARKS,
@@ -21,6 +22,7 @@ from sglang_smc.drafts.formats import (
     architecture,
     block_options,
 )
+from sglang_smc.drafts.kinds import numbers_of
 
 Read = Callable[[str], Any]
 """Returns a tensor of the checkpoint by its name, or None."""
@@ -55,11 +57,13 @@ class LayerSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> "LayerSizes":
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        """Read them; raise ValueError without one."""
+        is_llama4 = config.get("model_type") == "llama4_text"
+        of_mlp = "intermediate_size_mlp" if is_llama4 else "intermediate_size"
+        names = ("hidden_size", "num_attention_heads", of_mlp)
+        hidden, heads, mlp = numbers_of(config, *names)
         head = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        is_llama4 = config.get("model_type") == "llama4_text"
-        mlp = config["intermediate_size_mlp" if is_llama4 else "intermediate_size"]
         return cls(hidden, mlp, heads * head, kv_heads * head, head)
 
 
@@ -73,7 +77,11 @@ def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
         shapes: of the tensors in the checkpoint.
         read: reads `d2t`.
     """
-    wanted = expected(config)
+    try:
+        wanted = expected(config)
+    except ValueError as error:
+        yield f"cannot be checked: {str(error).rstrip('.')}"
+        return
     if wanted is None:
         return
     given = _given(shapes)
@@ -100,13 +108,14 @@ def problems(config: Config, shapes: Shapes, read: Read) -> Iterator[str]:
 
 
 def expected(config: Config) -> Shapes | None:
-    """Return name and shape of each tensor that a head must have; None if they are not listed."""
-    name = architecture(config)
-    if name == EAGLE3:
-        return _of_eagle3(config)
-    if is_block(config):
-        return _of_block(config)
-    return None
+    """Return name and shape of each tensor that a head must have; None if they are not listed.
+
+    Raises ValueError for a configuration that lacks a size.
+    """
+    if architecture(config) != EAGLE3 and not is_block(config):
+        return None
+    numbers_of(config, "num_hidden_layers", "vocab_size")
+    return _of_block(config) if is_block(config) else _of_eagle3(config)
 
 
 def is_block(config: Config) -> bool:
@@ -162,7 +171,7 @@ def _of_eagle3(config: Config) -> Shapes:
 def _of_block(config: Config) -> Shapes:
     sizes = LayerSizes.of(config)
     block = block_options(config)
-    layers = block.get("target_layer_ids")
+    layers = block.get(BLOCK_LAYERS)
     aux = len(layers) if layers else config["num_hidden_layers"]
     found: Shapes = {"fc.weight": (sizes.hidden, aux * sizes.hidden)}
     found |= dict.fromkeys(("norm.weight", "hidden_norm.weight"), (sizes.hidden,))
@@ -178,7 +187,7 @@ def _of_block(config: Config) -> Shapes:
     if architecture(config) in DFLASH2S:
         found |= _of_dflash2(block)
     if architecture(config) in DSPARKS:
-        rank, rows = config["markov_rank"], config["vocab_size"]
+        rank, rows = numbers_of(config, "markov_rank", "vocab_size")
         found["markov_head.markov_w1.weight"] = (rows, rank)
         found["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or rows, rank)
         found |= _of_markov(config, rank)

@@ -144,6 +144,9 @@ class BlockHead(DraftProposer):
     projector: str | None = None
     """What `projector_type` may name."""
 
+    newer_name: str | None = None
+    """What it is called where SGLang has a class for it on newer releases alone; None: on all."""
+
     num_unread = 0
     """Masks of a block behind the last row that drafts."""
 
@@ -183,6 +186,9 @@ class BlockHead(DraftProposer):
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield what SGLang's class has no part for, and blocks that are too short."""
+        if cls.newer_name is not None and not upstream.IS_NEWER:
+            yield f"is a {cls.newer_name} head, which SGLang has a class for since 0.5.22"
+            return
         try:
             parsed = _parsed(config)
         except ValueError:  # told as `captured_layers` reads it
@@ -201,10 +207,7 @@ class BlockHead(DraftProposer):
         window = (whole.get("sliding_window") if windowed else None) or block
         if whole.get("is_causal") is False and window < block:
             yield f"has windows of {window} tokens (sliding_window), less than a block of {block}"
-        try:
-            trained_mask(config)
-        except ValueError as error:
-            yield str(error)
+        yield from _mask_problems(config)
         if parsed.mask_token_id is None:
             yield "has no mask_token_id in dflash_config"
         elif parsed.mask_token_id >= target.vocab_size:
@@ -232,7 +235,7 @@ class BlockHead(DraftProposer):
         config = runner.model_config
         head: Any = runner.model
         head.hot_token_id = _hot_tokens(config, runner.device)
-        head.trained_mask = trained_mask(config, runner.device, runner.dtype)
+        head.trained_mask = _trained_mask(config, runner.device, runner.dtype)
         load = head.load_weights
         hot = head.hot_token_id
         head.load_weights = lambda new: load_hot(load, hot, for_class(head, new))
@@ -334,34 +337,42 @@ def _folder_of(config: ModelConfig) -> Path | None:
     return None
 
 
-def trained_mask(
-    config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> torch.Tensor | None:
+def _saved_mask(config: ModelConfig) -> Any:
+    """Return what a checkpoint has of its mask beside the weights; None if it has nothing."""
+    folder = _folder_of(config)
+    return None if folder is None else checkpoint.mask_in(folder)
+
+
+def _mask_problems(config: ModelConfig) -> Iterator[str]:
+    """Yield what of a trained mask does not fit, as phrases that follow the checkpoint's path."""
+    name = checkpoint.MASK
+    try:
+        saved = _saved_mask(config)
+    except ValueError as error:
+        yield f"has a {name} that is broken: {error}"
+        return
+    if saved is None:
+        return
+    if not isinstance(saved, dict) or not {"embedding", "mask_token_id"} <= saved.keys():
+        yield f"has a {name} without embedding or mask_token_id"
+        return
+    if saved.get("per_position"):
+        yield f"has a {name} of one embedding for each position"
+        return
+    token, width = mask_token(config), saved["embedding"].numel()
+    if saved["mask_token_id"] != token:
+        yield f"has a {name} for token {saved['mask_token_id']}, and mask_token_id is {token}"
+    if width != config.hidden_size:
+        yield f"has a {name} of {width} numbers, and a width of {config.hidden_size}"
+
+
+def _trained_mask(config: ModelConfig, device: str, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the embedding ``[H]`` of masks that a checkpoint has beside its weights, if any.
 
     SGLang writes it into the target's table; here the target stays as it is.
-
-    Raises ValueError, as a phrase that follows the checkpoint's path, for one that does not fit.
     """
-    folder = _folder_of(config)
-    if folder is None or not (folder / checkpoint.MASK).exists():
-        return None
-    saved = checkpoint.pickled(folder / checkpoint.MASK, device)
-    if not isinstance(saved, dict) or not {"embedding", "mask_token_id"} <= saved.keys():
-        raise ValueError(f"has a {checkpoint.MASK} without embedding or mask_token_id")
-    if saved.get("per_position"):
-        raise ValueError(f"has a {checkpoint.MASK} of one embedding for each position")
-    if saved["mask_token_id"] != mask_token(config):
-        raise ValueError(
-            f"has a {checkpoint.MASK} for token {saved['mask_token_id']}, and mask_token_id is "
-            f"{mask_token(config)}"
-        )
-    found = saved["embedding"].flatten()
-    if len(found) != config.hidden_size:
-        raise ValueError(
-            f"has a {checkpoint.MASK} of {len(found)} numbers, and a width of {config.hidden_size}"
-        )
-    return found.to(dtype)
+    saved = _saved_mask(config)
+    return None if saved is None else saved["embedding"].flatten().to(device, dtype)
 
 
 def load_hot(

@@ -14,7 +14,6 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
-from sglang_smc.upstream import IS_NEWER
 
 
 class ConvolvedForward(BlockForward):
@@ -33,6 +32,7 @@ class DFlash2Head(BlockHead):
         transform: maps candidates' logits to those that the selector adds to.
     """
 
+    newer_name = "DFlash2"
     forward_class = ConvolvedForward
     has_parts = (
         *("selector_rank", "conv_kernel_size"),
@@ -52,9 +52,7 @@ class DFlash2Head(BlockHead):
 
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
-        """Yield the lack of a selector, here or in SGLang; see `BlockHead.problems`."""
-        if not IS_NEWER:
-            yield "is a DFlash2 head, which SGLang has a class for since 0.5.22"
+        """Yield the lack of a selector; see `BlockHead.problems`."""
         given = config.hf_config.to_dict().get("dflash_config") or {}
         if not given.get("selector_rank"):
             yield "has no selector_rank in dflash_config"

@@ -14,7 +14,6 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_smc.drafts import formats
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
-from sglang_smc.upstream import IS_NEWER
 
 
 class DominoHead(BlockHead):
@@ -26,6 +25,7 @@ class DominoHead(BlockHead):
     """
 
     projector = formats.DOMINO
+    newer_name = "Domino"
 
     def __init__(
         self, forward: BlockForward, mask: int, *, gru: Any, correct: Any, **more: Any
@@ -44,9 +44,6 @@ class DominoHead(BlockHead):
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield another vocabulary than the target's; see `BlockHead.problems`."""
-        if not IS_NEWER:
-            yield "is a Domino head, which SGLang has a class for since 0.5.22"
-            return
         if config.vocab_size != target.vocab_size:
             yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
         yield from super().problems(config, target, num_steps)

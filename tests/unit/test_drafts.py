@@ -14,10 +14,14 @@ from sglang.srt import models
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import LlamaConfig
 
+from sglang_smc import upstream
 from sglang_smc.drafts import checkpoint, formats, weights
 from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import draft_config, head_parts
 from sglang_smc.models import head_kinds as kinds
+from sglang_smc.proposers.dflash import BlockHead
+from sglang_smc.proposers.dflash2 import DFlash2Head
+from sglang_smc.proposers.domino import DominoHead
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 EAGLE3, DFLASH, DSPARK = (PAIR / name for name in ("eagle3", "dflash", "dspark"))
@@ -211,6 +215,38 @@ def test_more_is_told_of_block_heads(tmp_path: Path) -> None:
     layers |= {"is_causal": False, "sliding_window": 7}
     write(tmp_path / "narrow", config | layers, tensors)
     assert "windows of 7 tokens" in problems(tmp_path / "narrow")[0]
+
+
+MASK = {"embedding": torch.zeros(256), "mask_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (MASK, None),
+        ({"embedding": torch.zeros(256)}, "without embedding or mask_token_id"),
+        (MASK | {"per_position": True}, "of one embedding for each position"),
+        (MASK | {"mask_token_id": 5}, "for token 5, and mask_token_id is 0"),
+        (MASK | {"embedding": torch.zeros(8)}, "of 8 numbers, and a width of 256"),
+        (b"x", "that is broken: .*mask_embedding.pt cannot be read"),
+    ],
+)
+def test_a_trained_mask_fits_its_head(mask: Any, told: str | None, tmp_path: Path) -> None:
+    write(tmp_path, *read(DSPARK))
+    file = tmp_path / checkpoint.MASK
+    file.write_bytes(mask) if isinstance(mask, bytes) else torch.save(mask, file)
+    found = problems(tmp_path)
+    assert found == [] if told is None else re.search(told, found[0]) and len(found) == 1
+
+
+@pytest.mark.parametrize(("drafter", "name"), [(DFlash2Head, "DFlash2"), (DominoHead, "Domino")])
+def test_older_releases_have_no_class_of_newer_blocks(
+    drafter: type[BlockHead], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "IS_NEWER", False)
+    target: Any = TARGET
+    found = drafter.problems(opened(DFLASH), target, 4)
+    assert f"is a {name} head, which SGLang has a class for since 0.5.22" in found
 
 
 @pytest.mark.parametrize(

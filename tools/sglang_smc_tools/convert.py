@@ -73,16 +73,17 @@ def run(options: argparse.Namespace) -> None:
 
 def for_speculators(source: Path, verifier: str) -> dict[str, Any]:
     """Return a draft's configuration for speculators; raise ValueError if there is none."""
+    target = contents(verifier)
     told, found = _checked(source)
     if (source / checkpoint.MASK).exists():
         found.append(f"has a {checkpoint.MASK}, which speculators does not read")
     if list(source.glob("*.bin")) and not list(source.glob("*.safetensors")):
         found.append("has pickled weights; save them as safetensors")
+    wanted: dict[str, Any] = {}
     try:
-        wanted = speculators_format.to_speculators(told, contents(verifier), verifier)
+        wanted = speculators_format.to_speculators(told, target, verifier)
     except ValueError as error:
         found.append(str(error))
-        wanted = {}
     _refuse(source, found)
     return wanted
 
@@ -109,14 +110,22 @@ def converted(source: Path) -> dict[str, Any]:
 
 def _checked(source: Path) -> tuple[dict[str, Any], list[str]]:
     """Return a draft's configuration with SGLang's keys, and what is wrong with the draft."""
-    shapes = checkpoint.shapes_in(source) if source.is_dir() else {}
+    if not source.is_dir():
+        raise ValueError(f"{source} is no folder. Give that of a draft's checkpoint.")
+    shapes = checkpoint.shapes_in(source)
     told = formats.normalized(contents(source), shapes or None)
-    if weights.expected(told) is None:
+    try:
+        wanted = weights.expected(told)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    if wanted is None:
         name = told.get(formats.SPECULATORS) or formats.architecture(told) or "no architecture"
         raise ValueError(
             f"{source} is a checkpoint of {name}; allowed: heads of "
             f"{', '.join(formats.CLASSES)}. Others are not translated."
         )
+    if not shapes:
+        raise ValueError(f"{source} has no weights, *.safetensors or *.bin. Download them.")
     found = [*weights.problems(told, shapes, partial(checkpoint.tensor_in, source))]
     found += [f"sets {name}, which nothing here reads" for name in told.get(formats.UNKNOWN, ())]
     return told, found

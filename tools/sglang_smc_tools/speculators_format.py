@@ -104,7 +104,12 @@ def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str
     given = config.get("eagle_config") or {}
     layers = given.get(formats.EAGLE3_LAYERS)
     if layers is None:  # SGLang's default
-        count = target["num_hidden_layers"]
+        count = {**target, **(target.get("text_config") or {})}.get("num_hidden_layers")
+        if count is None:
+            raise ValueError(
+                "names no layers of the target that it reads, and the target's config.json no "
+                "num_hidden_layers, by which they are chosen then"
+            )
         layers = [1, count // 2 - 1, count - 4]
         assert len(layers) == EAGLE3_STATES
     switches = {key: given.get(key, config.get(key)) for key in formats.EAGLE3_SWITCHES}
@@ -113,9 +118,15 @@ def _of_eagle3(config: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str
 
 
 def _of_block(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    layers = options.get(formats.BLOCK_LAYERS)
+    if not layers:
+        raise ValueError(
+            "names no layers of the target that it reads: write target_layer_ids into its "
+            "dflash_config, as it was trained"
+        )
     from_anchor = options.get("sample_from_anchor", kind == "dspark")
     found = {
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in options["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "mask_token_id": options.get("mask_token_id"),
         "block_size": options.get("block_size"),
         "sample_from_anchor": bool(from_anchor),

@@ -529,9 +529,12 @@ def contents(source: Source, known: Collection[str] = ()) -> Config:
             + ". For a model of the Hub, download its files."
         )
     try:
-        return normalized(json.loads(path.read_text()))
-    except json.JSONDecodeError as error:
+        told = json.loads(path.read_text())
+    except ValueError as error:  # of JSON, or of its encoding
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} is not a JSON object. Download it anew.")
+    return normalized(told)
 
 
 def architecture(config: Config) -> str:

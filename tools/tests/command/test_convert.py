@@ -56,6 +56,64 @@ def test_there_and_back_is_what_there_was(kind: str, tmp_path: Path) -> None:
         assert all(torch.equal(weight, own[name]) for name, weight in tensors.items())
 
 
+def broken(folder: Path, settings: dict[str, Any], files: dict[str, bytes | None]) -> str:
+    """A shipped block head with other settings and files; None: without it."""
+    config, weights = read(PAIR / "dspark")
+    write(folder, config | settings, weights)
+    for name, content in files.items():
+        file = folder / name
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+    return str(folder)
+
+
+INDEX = b'{"weight_map": {"fc.weight": "model-00002-of-00002.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "told"),
+    [
+        ({}, {"config.json": None}, "nor a folder with one"),
+        ({}, {"config.json": b"[1]"}, "config.json is not a JSON object"),
+        ({}, {"config.json": b"\xff"}, "config.json is not JSON: 'utf-8' codec"),
+        ({}, {"model.safetensors": None}, "has no weights"),
+        ({}, {"model.safetensors": b""}, "model.safetensors cannot be read"),
+        ({}, {"model.safetensors.index.json": INDEX}, "lacks model-00002-of-00002.safetensors"),
+        ({}, {"model.safetensors.index.json": b"{"}, "index.json cannot be read"),
+        ({"hidden_size": None}, {}, "no whole number for hidden_size"),
+        ({"num_hidden_layers": None, "vocab_size": None}, {}, "for num_hidden_layers, vocab_size"),
+        ({"markov_rank": None}, {}, "no whole number for markov_rank"),
+        ({"dflash_config": [3]}, {}, "dflash_config of the configuration is no JSON object"),
+        ({"dflash_config": {"target_layer_ids": [None]}}, {}, "is [None], no list of layers"),
+        ({"dflash_config": None}, {}, "names no layers of the target that it reads"),
+    ],
+)
+def test_a_partial_folder_is_refused_by_what_it_lacks(
+    settings: dict[str, Any],
+    files: dict[str, bytes | None],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All of these ended with a traceback, or were written as if whole."""
+    source = broken(tmp_path / "source", settings, files)
+    words = [source, str(tmp_path / "theirs"), "--verifier", str(PAIR / "target")]
+    assert convert.main(words) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "theirs").exists()
+
+
+def test_a_layer_that_transformers_refuses_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = rewrite(PAIR / "dflash", tmp_path / "published")
+    config, weights = read(Path(source))
+    config["transformer_layer_config"]["hidden_size"] = None
+    write(Path(source), config, weights)
+    assert convert.main([source, str(tmp_path / "stock")]) == 2
+    assert "transformer_layer_config of the configuration cannot be" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
