@@ -24,13 +24,15 @@ EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSp
 BLOCKS = (DFLASH, "MuseGlimmerAssistantModel")
 DFLASH2 = "DFlash2DraftModel"
 DFLASH2S = (DFLASH2, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+LILICORR = "LiLiCorrDraftModel"
 DSPARKS = ("DSparkDraftModel", DSPARK, "LingDSparkModel", "Lfm2DSparkDraftModel")
-"""SGLang's classes of block heads: plain, with a selector of candidates, and with a Markov head.
+"""SGLang's classes of block heads: plain, with a selector of candidates, with a lattice of them,
+and with a Markov head.
 
 But for one of each they are aliases.
 """
 
-ALL_BLOCKS = (*BLOCKS, *DFLASH2S, *DSPARKS)
+ALL_BLOCKS = (*BLOCKS, *DFLASH2S, LILICORR, *DSPARKS)
 CLASSES = {"eagle3": EAGLE3, "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 """SGLang's class of each `speculators` type that it has one for."""
 
@@ -52,6 +54,9 @@ UNKNOWN = "unknown_settings"
 
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Sizes of a DFlash2 block, in its `dflash_config`."""
+
+LATTICE = "lilicorr_"
+"""What the settings of a LiLiCorr head's lattice begin with, in its `dflash_config`."""
 
 EAGLE3_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings of an EAGLE-3 head that add or move a norm."""

@@ -116,16 +116,41 @@ def _dflash2_sizes(config: Config) -> HeadSizes:
     """Read a block with convolutions around attention and MLP, and a selector of candidates."""
     options = formats.block_options(config)
     rank, vocab_size, width = numbers_of(options, "selector_rank", "vocab_size", "hidden_size")
-    convolutions = 0
-    if taps := options.get("conv_kernel_size"):
-        size, layers = numbers_of(options, "conv_group_size", "num_hidden_layers")
-        convolutions = 2 * layers * 2 * taps * width * (width // size + 1)
+    convolutions = _convolutions(options)
     for name in formats.SELECTOR:
         options.pop(name, None)
     return _sizes_of_block(options, from_anchor=False)._replace(
         step_parameters=rank * width,
         table_parameters=2 * vocab_size * rank,
         conv_parameters=convolutions,
+    )
+
+
+def _convolutions(options: Config) -> int:
+    """Return the parameters of a block's convolutions around attention and MLP, if it has any."""
+    taps = options.get("conv_kernel_size")
+    if not taps:
+        return 0
+    width, size, layers = numbers_of(options, "hidden_size", "conv_group_size", "num_hidden_layers")
+    return 2 * layers * 2 * taps * width * (width // size + 1)
+
+
+def _lilicorr_sizes(config: Config) -> HeadSizes:
+    """Read a block behind which a transformer reads the candidates of all rows, c of each."""
+    options = formats.block_options(config)
+    names = ("hidden_size", "num_layers", "candidate_topk", "factor_dim")
+    own, layers, count, factors = numbers_of(options, *(formats.LATTICE + name for name in names))
+    (width,) = numbers_of(options, "hidden_size")
+    own = own or width
+    middle = int(own * options[f"{formats.LATTICE}mlp_ratio"])
+    layer = 4 * own * own + 2 * own * middle
+    embedding = own * width if own != width else 0
+    candidate = embedding + layers * layer + own * own + 3 * own * own + 2 * own * factors
+    convolutions = _convolutions(options)
+    for name in formats.SELECTOR:
+        options.pop(name, None)
+    return _sizes_of_block(options, from_anchor=False)._replace(
+        step_parameters=count * candidate + own * width, conv_parameters=convolutions
     )
 
 
@@ -180,6 +205,13 @@ TYPES = (
         formats.DFLASH2S,
         "sglang_smc.proposers.dflash2:DFlash2Head",
         _dflash2_sizes,
+        is_narrow=True,
+    ),
+    HeadType(
+        "dflash",
+        (formats.LILICORR,),
+        "sglang_smc.proposers.lilicorr:LiLiCorrHead",
+        _lilicorr_sizes,
         is_narrow=True,
     ),
     HeadType("dflash", formats.DSPARKS, "sglang_smc.proposers.dspark:DSparkHead", _dspark_sizes),

@@ -16,13 +16,15 @@ from sglang_smc.drafts.formats import (
     DSPARKS,
     EAGLE3,
     EAGLE3_LAYERS,
+    LATTICE,
+    LILICORR,
     OWN_LM_HEAD,
     QK_NORM,
     Config,
     architecture,
     block_options,
 )
-from sglang_smc.drafts.kinds import numbers_of
+from sglang_smc.drafts.kinds import BLOCK_SIZE, numbers_of
 
 Read = Callable[[str], Any]
 """Returns a tensor of the checkpoint by its name, or None."""
@@ -185,7 +187,9 @@ def _of_block(config: Config) -> Shapes:
     if block.get("projector_type") == DOMINO:
         found |= _of_domino(block)
     if architecture(config) in DFLASH2S:
-        found |= _of_dflash2(block)
+        found |= _of_selector(block) | _of_convolutions(block)
+    if architecture(config) == LILICORR:
+        found |= _of_lattice(block) | _of_convolutions(block)
     if architecture(config) in DSPARKS:
         rank, rows = numbers_of(config, "markov_rank", "vocab_size")
         found["markov_head.markov_w1.weight"] = (rows, rank)
@@ -197,14 +201,20 @@ def _of_block(config: Config) -> Shapes:
     return found
 
 
-def _of_dflash2(block: Config) -> Shapes:
-    """Return what a DFlash2 block has beside a DFlash block: a selector, and convolutions."""
+def _of_selector(block: Config) -> Shapes:
+    """Return what a DFlash2 block selects candidates by."""
     hidden = block["hidden_size"]
     rank = block.get("selector_rank") or 0
     part = "candidate_selector."
     table = (block["vocab_size"], rank)
     found: Shapes = {f"{part}hidden_projection.weight": (rank, hidden)}
-    found |= {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
+    return found | {f"{part}{side}_codebook": table for side in ("predecessor", "successor")}
+
+
+def _of_convolutions(block: Config) -> Shapes:
+    """Return a block's convolutions around attention and MLP, if it has any."""
+    hidden = block["hidden_size"]
+    found: Shapes = {}
     taps = block.get("conv_kernel_size") or 0
     groups = hidden // block["conv_group_size"] if taps else 0
     names = ("attention_conv", "mlp_conv") if taps else ()
@@ -213,6 +223,51 @@ def _of_dflash2(block: Config) -> Shapes:
             found[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
             found[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return found
+
+
+def _of_lattice(block: Config) -> Shapes:
+    """Return what a LiLiCorr head reads its lattice of candidates by."""
+    names = ("hidden_size", "num_layers", "num_heads", "candidate_topk", "factor_dim")
+    own, layers, heads, count, factors = numbers_of(block, *(LATTICE + name for name in names))
+    hidden, rows = block["hidden_size"], block.get("block_size") or BLOCK_SIZE
+    width = own or hidden
+    middle = int(width * (block.get(f"{LATTICE}mlp_ratio") or 0))
+    linear = {
+        "pass_hidden_proj": (width, hidden),
+        "context_proj": (width, hidden),
+        "feature_mlp.up_proj": (width, 5),
+        "feature_mlp.down_proj": (width, width),
+        "factor_input_proj": (width, 3 * width),
+        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factors, width)),
+    }
+    if width != hidden:
+        linear["token_proj"] = (width, hidden)
+    found: Shapes = {
+        "slot_embedding": (1, 1, rows - 1, 1, width),
+        "rank_embedding": (1, 1, 1, count, width),
+        "relative_slot_bias": (heads, 2 * rows - 1),
+        "same_slot_bias": (heads,),
+        "feature_norm.weight": (5,),
+        "feature_norm.bias": (5,),
+        "output_norm.weight": (width,),
+        "anchor_norm.weight": (width,),
+    }
+    for layer in range(layers):
+        part = f"layers.{layer}."
+        linear |= {
+            f"{part}attn.out_proj": (width, width),
+            f"{part}mlp.up_proj": (middle, width),
+            f"{part}mlp.down_proj": (width, middle),
+        }
+        found |= {
+            f"{part}attn.in_proj_weight": (3 * width, width),
+            f"{part}attn.in_proj_bias": (3 * width,),
+            f"{part}attn_norm.weight": (width,),
+            f"{part}mlp_norm.weight": (width,),
+        }
+    for name, shape in linear.items():
+        found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {f"lilicorr.{name}": shape for name, shape in found.items()}
 
 
 def _of_domino(block: Config) -> Shapes:

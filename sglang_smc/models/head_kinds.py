@@ -21,7 +21,7 @@ from sglang_smc.options.server import flag_of
 _OTHER_HEADS = {
     "Gemma4Assistant": "a Gemma 4 assistant, which attends to the target's own KV",
     "Gemma4UnifiedAssistant": "a Gemma 4 assistant, which attends to the target's own KV",
-    "LiLiCorr": "a LiLiCorr head, which walks through a lattice of candidates",
+    "LiLiCorr": "a LiLiCorr head of a class that is not supported",
     "PEagle": "a P-EAGLE head, which drafts several tokens a pass from masks",
     "XPress": "an XPress head, of a kind that is not supported",
     "Eagle3": "an EAGLE-3 head of a class that is not supported",

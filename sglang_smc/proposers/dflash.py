@@ -106,12 +106,17 @@ class BlockForward(ParticleForward):
         logits = target.logits_processor(ids, states, lm_head, batch).next_token_logits
         return logits if own is None else logits[:, : own.org_vocab_size]  # rows are padded
 
-    def write(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
         """Write the keys and values computed from the target's hidden states.
 
         Args:
             states: ``[R, F]`` hidden states of the target.
             positions, slots: ``[R]`` positions of their tokens, and destination KV slots.
+
+        Returns:
+            The states as all layers read them, ``[R, H]``.
         """
         model = self._model
         pool = self.attn_backend.token_to_kv_pool
@@ -124,6 +129,7 @@ class BlockForward(ParticleForward):
             keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
             heads = -1, attention.num_kv_heads, attention.head_dim
             store(pool, attention.attn, slots, keys.view(heads), values.view(heads))
+        return context
 
 
 class BlockHead(DraftProposer):
@@ -144,8 +150,11 @@ class BlockHead(DraftProposer):
     projector: str | None = None
     """What `projector_type` may name."""
 
-    newer_name: str | None = None
-    """What it is called where SGLang has a class for it on newer releases alone; None: on all."""
+    shown = "DFlash"
+    """What heads of its kind are called."""
+
+    releases = upstream.EVERY
+    """The releases of SGLang that have a class for it."""
 
     num_unread = 0
     """Masks of a block behind the last row that drafts."""
@@ -186,8 +195,8 @@ class BlockHead(DraftProposer):
     @classmethod
     def problems(cls, config: ModelConfig, target: ModelConfig, num_steps: int) -> Iterator[str]:
         """Yield what SGLang's class has no part for, and blocks that are too short."""
-        if cls.newer_name is not None and not upstream.IS_NEWER:
-            yield f"is a {cls.newer_name} head, which SGLang has a class for since 0.5.22"
+        if not cls.releases.is_installed:
+            yield f"is a {cls.shown} head, for which SGLang has a class in {cls.releases.name}"
             return
         try:
             parsed = _parsed(config)
@@ -261,14 +270,14 @@ class BlockHead(DraftProposer):
             forward,
             mask_token(config),
             first=cls.first_row(config),
-            **cls._parts(model),
+            **cls._parts(context),
             hot=model.hot_token_id,
             vocab_size=context.vocab_size,
         )
 
     @classmethod
-    def _parts(cls, model: Any) -> dict[str, Any]:
-        """Return what else of SGLang's model `__init__` takes."""
+    def _parts(cls, context: DraftContext) -> dict[str, Any]:
+        """Return what else `__init__` takes."""
         return {}
 
     def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
@@ -303,14 +312,39 @@ class BlockHead(DraftProposer):
         """Write keys and values of the target's states; see `StatesReader.read_chains`."""
         column = torch.arange(chains.tokens.shape[2], device=chains.tokens.device)
         positions = chains.starts.unsqueeze(2) + column
-        self._forward.write(states.flatten(0, 2), positions.flatten(), chains.slots.flatten())
+        read = self._forward.write(
+            states.flatten(0, 2), positions.flatten(), chains.slots.flatten()
+        )
+        self._keep_chains(chains, read)
 
     def read_prompts(
         self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
         """Write keys and values, without a pass; see `DraftProposer.read_prompts`."""
         assert states is not None
-        self._forward.write(states, target.positions, target.out_cache_loc)
+        read = self._forward.write(states, target.positions, target.out_cache_loc)
+        self._keep_prompts(batch, target, read)
+
+    def _keep_chains(self, chains: Chains, states: torch.Tensor) -> None:
+        """Keep what the next round needs of the states ``[G * N * C, H]`` of chains."""
+        return None
+
+    def _keep_prompts(
+        self, batch: ScheduleBatch, target: ForwardBatch, states: torch.Tensor
+    ) -> None:
+        """Keep what the first round needs of the states ``[T, H]`` of prompts."""
+        return None
+
+
+def among(candidates: torch.Tensor, scores: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return logits ``[G, N, V]``, as ``like``, of candidates alone; others get -inf.
+
+    Args:
+        candidates: ``[G, N, c]`` int64 ids.
+        scores: ``[G, N, c]`` their logits.
+    """
+    nowhere = torch.full_like(like, -torch.inf)
+    return nowhere.scatter_(2, candidates, scores.to(like.dtype))
 
 
 def _hot_tokens(config: ModelConfig, device: str) -> torch.Tensor | None:

@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_smc import upstream
 from sglang_smc.models.chains import Chains
-from sglang_smc.proposers.dflash import BlockForward, BlockHead
+from sglang_smc.proposers.base import DraftContext
+from sglang_smc.proposers.dflash import BlockForward, BlockHead, among
 
 
 class ConvolvedForward(BlockForward):
-    """A block head whose layers convolve each block's rows with those before them."""
+    """A block head whose layers may convolve each block's rows with those before them."""
 
     def block_logits(self, blocks: Chains, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        self._model.set_block_size(blocks.tokens.shape[2])  # where the next block's rows begin
+        for layer in self._model.layers:
+            for convolution in filter(None, (layer.attention_conv, layer.mlp_conv)):
+                convolution.block_size = blocks.tokens.shape[2]  # where the next block begins
         return super().block_logits(blocks, rows)
 
 
@@ -32,7 +36,8 @@ class DFlash2Head(BlockHead):
         transform: maps candidates' logits to those that the selector adds to.
     """
 
-    newer_name = "DFlash2"
+    shown = "DFlash2"
+    releases = upstream.NEWER
     forward_class = ConvolvedForward
     has_parts = (
         *("selector_rank", "conv_kernel_size"),
@@ -59,7 +64,8 @@ class DFlash2Head(BlockHead):
         yield from super().problems(config, target, num_steps)
 
     @classmethod
-    def _parts(cls, model: Any) -> dict[str, Any]:
+    def _parts(cls, context: DraftContext) -> dict[str, Any]:
+        model: Any = context.runner.model
         return {"selector": model.candidate_selector, "transform": model._transform_unary_logits}
 
     def _begin(self) -> None:
@@ -73,5 +79,4 @@ class DFlash2Head(BlockHead):
         before = self._selector.predecessor_codebook[tokens] * self._projected[step]  # [G, N, r]
         after = self._selector.successor_codebook[candidates]  # [G, N, c, r]
         scores = self._unary[step] + torch.einsum("gnr,gncr->gnc", before, after)
-        nowhere = torch.full_like(self._steps[step], -torch.inf)  # [G, N, V]
-        return nowhere.scatter_(2, candidates, scores.to(nowhere.dtype))
+        return among(candidates, scores, self._steps[step])

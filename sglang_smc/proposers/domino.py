@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_smc import upstream
 from sglang_smc.drafts import formats
+from sglang_smc.proposers.base import DraftContext
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 
 
@@ -25,7 +27,8 @@ class DominoHead(BlockHead):
     """
 
     projector = formats.DOMINO
-    newer_name = "Domino"
+    shown = "Domino"
+    releases = upstream.NEWER
 
     def __init__(
         self, forward: BlockForward, mask: int, *, gru: Any, correct: Any, **more: Any
@@ -53,7 +56,8 @@ class DominoHead(BlockHead):
         return block - 1
 
     @classmethod
-    def _parts(cls, model: Any) -> dict[str, Any]:
+    def _parts(cls, context: DraftContext) -> dict[str, Any]:
+        model: Any = context.runner.model
         return {"gru": model.prefix_gru, "correct": model.embed_proj}
 
     def _logits_after(self, step: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_smc.proposers.base import DraftContext
 from sglang_smc.proposers.dflash import BlockForward, BlockHead
 
 _HEADS = ("vanilla", "gated", "rnn")
@@ -40,7 +41,8 @@ class DSparkHead(BlockHead):
         yield from super().problems(config, target, num_steps)
 
     @classmethod
-    def _parts(cls, model: Any) -> dict[str, Any]:
+    def _parts(cls, context: DraftContext) -> dict[str, Any]:
+        model: Any = context.runner.model
         return {"markov": model.markov_head}
 
     def _logits_after(self, step: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """SGLang's classes of drafts are run, or refused by their names: none is taken for a model."""
 
+import ast
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -61,6 +62,28 @@ def test_no_draft_class_is_taken_for_a_language_model() -> None:
     assert len(found) > 250 and set(HEADS) <= drafts and len(drafts) > 40
     silent = [name for name in sorted(drafts - set(HEADS)) if f"({name})" not in refusal(name)]
     assert silent == []
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="older releases have fewer classes")
+def test_aliases_of_classes_that_run_are_run() -> None:
+    """A class without a body of its own is another name of its base."""
+    classes = [one for path in MODELS.rglob("*.py") for one in classes_in(path.read_text())]
+    aliases = {one.name for one in classes if base_of(one) in HEADS and not has_body(one)}
+    assert {"LingDSparkModel", "Lfm2DSparkDraftModel", "MuseGlimmerAssistantModel"} <= aliases
+    assert aliases <= set(HEADS)
+
+
+def classes_in(source: str) -> Iterator[ast.ClassDef]:
+    found = ast.parse(source).body if PARTS.search(source) else []
+    return (one for one in found if isinstance(one, ast.ClassDef))
+
+
+def base_of(one: ast.ClassDef) -> str:
+    return ast.unparse(one.bases[0]) if one.bases else ""
+
+
+def has_body(one: ast.ClassDef) -> bool:
+    return any(not isinstance(line, ast.Pass | ast.Expr) for line in one.body)
 
 
 def test_a_draft_of_the_future_is_one() -> None:

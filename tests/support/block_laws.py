@@ -10,6 +10,8 @@ import torch
 from published_drafts import read
 from torch import nn
 
+from sglang_smc.drafts.weights import expected
+
 Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
@@ -199,3 +201,115 @@ class Correcting:
             added = nn.functional.silu(both @ self.into.T) @ self.out_of.T
             found.append(logits[:, step] + added)
         return torch.stack(found, 1).softmax(-1)
+
+
+LATTICE = {"candidate_topk": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+LATTICE |= {"mlp_ratio": 1.5, "factor_dim": 6, "vector_eps": 1e-6, "logit_scale": 4.0}
+
+
+def with_lattice(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
+    """A DFlash head gets what LiLiCorr has beside: a transformer over candidates."""
+    own = {f"lilicorr_{name}": value for name, value in LATTICE.items()}
+    told = config | {"architectures": ["LiLiCorrDraftModel"]}
+    told["dflash_config"] = config["dflash_config"] | own
+    draw = torch.Generator().manual_seed(11)
+    for name, shape in (expected(told) or {}).items():
+        if name.startswith("lilicorr."):
+            weights[name] = torch.randn(shape, generator=draw) / 2
+    return told, weights
+
+
+class Walking:
+    """What a LiLiCorr checkpoint makes of its block's logits, by torch's own layers."""
+
+    def __init__(self, model: Any, head: Any, folder: Path) -> None:
+        config, weights = read(folder)
+        self.embed, self.head = model.get_input_embeddings(), head
+        self.eps, self.rows = config["rms_norm_eps"], config["block_size"] - 1
+        part = "lilicorr."
+        self.own = {n.removeprefix(part): w.double() for n, w in weights.items() if part in n}
+        self.layers = []
+        for number in range(LATTICE["num_layers"]):
+            part = f"layers.{number}.attn."
+            attend = nn.MultiheadAttention(LATTICE["hidden_size"], 2, batch_first=True).double()
+            own = {n.removeprefix(part): w for n, w in self.own.items() if part in n}
+            attend.load_state_dict(own)
+            self.layers.append(attend)
+
+    def linear(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(values, self.own[f"{name}.weight"], self.own[f"{name}.bias"])
+
+    def mlp(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        up = nn.functional.silu(self.linear(f"{name}.up_proj", values))
+        return self.linear(f"{name}.down_proj", up)
+
+    def norm(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        weight = self.own[f"{name}.weight"]
+        return nn.functional.rms_norm(values, weight.shape, weight, self.eps)
+
+    def unit(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        found = self.linear(name, values)
+        return found / found.norm(dim=-1, keepdim=True)
+
+    def lattice(
+        self, log_probs: torch.Tensor, ids: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """The last layer's outputs ``[R, K, c, h]`` for candidates."""
+        size, count = ids.shape[0], ids.shape[2]
+        rank = torch.arange(count, dtype=torch.float64).expand_as(log_probs)
+        gap = log_probs - log_probs.amax(2, keepdim=True)
+        shown = torch.stack([log_probs, log_probs.exp(), gap, rank / (count - 1), rank == 0], 3)
+        normed = nn.functional.layer_norm(
+            shown, (5,), self.own["feature_norm.weight"], self.own["feature_norm.bias"]
+        )
+        hidden = self.linear("token_proj", self.embed(ids)) + self.mlp("feature_mlp", normed)
+        hidden = hidden + self.linear("pass_hidden_proj", states).unsqueeze(2)
+        hidden = hidden + self.own["slot_embedding"][0] + self.own["rank_embedding"][0]
+        hidden = hidden.flatten(1, 2)
+        heads = []
+        for head in range(LATTICE["num_heads"]):
+            lines = [
+                [
+                    self.own["relative_slot_bias"][head, i - j + self.rows]
+                    + (i == j) * self.own["same_slot_bias"][head]
+                    for j in range(self.rows)
+                ]
+                for i in range(self.rows)
+            ]
+            rows = torch.tensor(lines, dtype=torch.float64)
+            heads.append(rows.repeat_interleave(count, 0).repeat_interleave(count, 1))
+        bias = torch.stack(heads).repeat(size, 1, 1)  # [R * heads, K * c, K * c]
+        for number, attend in enumerate(self.layers):
+            read = self.norm(f"layers.{number}.attn_norm", hidden)
+            hidden = hidden + attend(read, read, read, attn_mask=bias, need_weights=False)[0]
+            read = self.norm(f"layers.{number}.mlp_norm", hidden)
+            hidden = hidden + self.mlp(f"layers.{number}.mlp", read)
+        return self.norm("output_norm", hidden).unflatten(1, ids.shape[1:])
+
+    def laws(
+        self,
+        logits: torch.Tensor,
+        states: torch.Tensor,
+        before: torch.Tensor,
+        features: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[R, K, V]`` of tokens behind those ``before`` them ``[R, K]``.
+
+        ``features`` ``[R, F]`` are the target's before the block.
+        """
+        whole = logits.log_softmax(2)
+        log_probs, ids = whole.topk(LATTICE["candidate_topk"])
+        hidden = self.lattice(log_probs, ids, states)
+        text = self.head.hidden_norm(self.head.fc(features))
+        text = self.norm("anchor_norm", self.linear("context_proj", text))
+        shown = text[:, None, None].expand_as(hidden)
+        both = torch.cat([hidden, shown, hidden * shown], 3)
+        factors = nn.functional.silu(self.linear("factor_input_proj", both))
+        into, out_of = self.unit("in_head", factors), self.unit("out_head", factors)
+        earlier = [self.unit("anchor_out_head", text)]
+        for step in range(1, ids.shape[1]):
+            place = (ids[:, step - 1] == before[:, step, None]).long().argmax(1)
+            earlier.append(out_of[torch.arange(len(ids)), step - 1, place])
+        scores = torch.einsum("rkcd,rkd->rkc", into, torch.stack(earlier, 1))
+        probs = (LATTICE["logit_scale"] * scores).softmax(2)
+        return torch.zeros_like(logits).scatter(2, ids, probs)

@@ -12,9 +12,11 @@ from block_laws import (
     SIZES2,
     Correcting,
     Selecting,
+    Walking,
     markov_head,
     trained_mask,
     with_gru,
+    with_lattice,
     with_layer,
     with_selector,
 )
@@ -26,11 +28,17 @@ from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 EAGLE3, HOT, APART, DFLASH = "eagle3", "eagle3 of hot tokens", "an MTP layer apart", "dflash"
 DSPARK, GATED, PART = "dspark", "dspark, gated", "dspark of hot tokens, with states"
-DFLASH2, DOMINO = "dflash2", "domino"
-BLOCKS = (DFLASH, DFLASH2, DOMINO, DSPARK, GATED, PART)
+DFLASH2, DOMINO, LILICORR = "dflash2", "domino", "lilicorr"
+BLOCKS = (DFLASH, DFLASH2, DOMINO, LILICORR, DSPARK, GATED, PART)
 KINDS = (EAGLE3, HOT, APART, *BLOCKS)
-DERIVED = (DFLASH2, DOMINO, GATED, PART)  # from a head that training knows, in `whole` beside
-NARROW = (HOT, DFLASH2, PART)  # which give some tokens no mass
+DERIVED = (
+    DFLASH2,
+    DOMINO,
+    LILICORR,
+    GATED,
+    PART,
+)  # from a head that training knows, in `whole` beside
+NARROW = (HOT, DFLASH2, LILICORR, PART)  # which give some tokens no mass
 RANK = 8  # of Markov heads
 
 
@@ -48,6 +56,9 @@ def make_head(kind: str, target: str, folder: Path) -> str:
         whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
         made = write(folder, *with_selector(*read(whole)))
         torch.save(trained_mask(folder), folder / "mask_embedding.pt")
+    elif kind == LILICORR:
+        whole = new_head("dflash", target, folder.with_name("whole"), **SIZES2, **given)
+        made = write(folder, *with_lattice(*read(whole)))
     elif kind in (DSPARK, GATED):
         sizes = {"num_layers": 2, "block_size": 3, "markov_rank": RANK}
         place = folder if kind == DSPARK else folder.with_name("whole")
@@ -108,6 +119,8 @@ class Draft:
         self.markov = markov_head(Path(folder)) if kind in (GATED, PART) else None
         self.correcting = Correcting(self.model, Path(folder)) if kind == DOMINO else None
         self.selecting = Selecting(self.head, Path(folder)) if kind == DFLASH2 else None
+        walks = kind == LILICORR
+        self.walking = Walking(self.model, self.head, Path(folder)) if walks else None
 
     @torch.no_grad()
     def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -134,6 +147,9 @@ class Draft:
             logits = self.model.lm_head(filled)[:, 0]
             if self.selecting is not None:
                 return self.selecting.laws(logits, filled[:, 0], before)
+            if self.walking is not None:
+                known = features[torch.arange(len(texts)), anchors - 1]
+                return self.walking.laws(logits, filled[:, 0], before, known)
             if self.correcting is not None:
                 return self.correcting.laws(logits, filled[:, 0], before)
             if self.kind == DSPARK:

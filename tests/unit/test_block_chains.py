@@ -8,14 +8,19 @@ import torch
 from sglang.srt.models.dspark import build_markov_head
 from torch import nn
 
+from sglang_smc.drafts import formats, weights
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.dflash2 import DFlash2Head
 from sglang_smc.proposers.domino import DominoHead
 from sglang_smc.proposers.dspark import DSparkHead
-from sglang_smc.upstream import IS_NEWER
+from sglang_smc.proposers.lilicorr import lattice_scores
+from sglang_smc.upstream import IS_NEWER, IS_NEWEST
 
 if IS_NEWER:
     from sglang.srt.speculative.domino_utils import domino_greedy_rollout
+if IS_NEWEST:
+    from sglang.srt.models.lilicorr import LiLiCorrHead as Lattice
+    from sglang.srt.speculative.lilicorr_utils import LiLiCorrConfig
 
 STEPS, REQUESTS, PARTICLES, WIDTH, VOCAB = 4, 2, 3, 12, 20
 NONE = torch.zeros(STEPS + 2, REQUESTS, PARTICLES, dtype=torch.int64)
@@ -126,3 +131,38 @@ def test_a_domino_chain_of_likeliest_tokens_is_sglangs(shifts: bool) -> None:
         assert torch.equal(by_block(torch.stack(chain)), expected)
         plain.append(torch.equal(by_block(block.logits.argmax(3)), expected))
     assert not any(plain), "no correction changed a token"
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not IS_NEWEST, reason="older releases have no LiLiCorr heads")
+@pytest.mark.parametrize("width", [0, 8], ids=["as wide as the block", "narrower"])
+@pytest.mark.parametrize("steps", [STEPS, 2], ids=["the whole block", "two rows of it"])
+def test_a_lattice_scores_candidates_as_sglang_does(width: int, steps: int) -> None:
+    """By the weights themselves, which new ones replace in place; its tensors are on the list."""
+    torch.manual_seed(0)
+    told = {"candidate_topk": 4, "hidden_size": width, "num_layers": 2, "num_heads": 2}
+    told |= {"mlp_ratio": 1.5, "factor_dim": 5, "vector_eps": 1e-6, "logit_scale": 7.0}
+    sizes = {"model_hidden_size": WIDTH, "block_size": STEPS + 1, "rms_norm_eps": 1e-6}
+    lattice: Any = Lattice(**sizes, config=LiLiCorrConfig(**told))
+    for weight in lattice.parameters():
+        nn.init.normal_(weight, std=0.5)
+    lattice.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+    lattice.set_active_block_size(steps + 1)
+    blocks = 6
+    embedded = torch.randn(blocks, steps, 4, WIDTH)
+    log_probs = torch.randn(blocks, steps, 4).log_softmax(2).sort(2, descending=True).values
+    outputs, before = torch.randn(blocks, steps, WIDTH), torch.randn(blocks, WIDTH)
+    found = lattice_scores(lattice, embedded, log_probs, outputs, before)
+    scored = lattice.score(
+        token_embeddings=embedded.unsqueeze(1),
+        candidate_log_probs=log_probs.unsqueeze(1),
+        pass_hidden=outputs.unsqueeze(1),
+        anchor_hidden=before.unsqueeze(1),
+        anchor_valid=torch.ones(blocks, 1, dtype=torch.bool),
+    )
+    for ours, theirs in zip(found, lattice.log_factors(*scored), strict=True):
+        assert torch.allclose(ours, theirs[:, 0], atol=1e-4) and theirs.std() > 0.5
+    block = {f"{formats.LATTICE}{name}": value for name, value in told.items()}
+    whole = {"hidden_size": WIDTH, "block_size": STEPS + 1, **block}
+    own = {f"lilicorr.{name}": tuple(one.shape) for name, one in lattice.named_parameters()}
+    assert weights._of_lattice(whole) == own

@@ -14,7 +14,6 @@ from sglang.srt import models
 from sglang.srt.utils.hf_transformers_utils import get_config
 from transformers import LlamaConfig
 
-from sglang_smc import upstream
 from sglang_smc.drafts import checkpoint, formats, weights
 from sglang_smc.drafts.kinds import HEADS
 from sglang_smc.models import draft_config, head_parts
@@ -22,6 +21,7 @@ from sglang_smc.models import head_kinds as kinds
 from sglang_smc.proposers.dflash import BlockHead
 from sglang_smc.proposers.dflash2 import DFlash2Head
 from sglang_smc.proposers.domino import DominoHead
+from sglang_smc.proposers.lilicorr import LiLiCorrHead
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 EAGLE3, DFLASH, DSPARK = (PAIR / name for name in ("eagle3", "dflash", "dspark"))
@@ -239,14 +239,15 @@ def test_a_trained_mask_fits_its_head(mask: Any, told: str | None, tmp_path: Pat
     assert found == [] if told is None else re.search(told, found[0]) and len(found) == 1
 
 
-@pytest.mark.parametrize(("drafter", "name"), [(DFlash2Head, "DFlash2"), (DominoHead, "Domino")])
+@pytest.mark.parametrize("drafter", [DFlash2Head, DominoHead, LiLiCorrHead])
 def test_older_releases_have_no_class_of_newer_blocks(
-    drafter: type[BlockHead], name: str, monkeypatch: pytest.MonkeyPatch
+    drafter: type[BlockHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "IS_NEWER", False)
+    monkeypatch.setattr(drafter, "releases", drafter.releases._replace(is_installed=False))
     target: Any = TARGET
     found = drafter.problems(opened(DFLASH), target, 4)
-    assert f"is a {name} head, which SGLang has a class for since 0.5.22" in found
+    name = drafter.shown
+    assert f"is a {name} head, for which SGLang has a class in {drafter.releases.name}" in found
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,17 @@ def domino(block_size: int = 9, hf: int = 100) -> Any:
     return made
 
 
+LATTICE = {"candidate_topk": 4, "hidden_size": 0, "num_layers": 1, "num_heads": 2}
+LATTICE |= {"mlp_ratio": 2.0, "factor_dim": 4, "vector_eps": 1e-6, "logit_scale": 9.0}
+
+
+def lilicorr(block_size: int = 9, **own: Any) -> Any:
+    settings = {f"{formats.LATTICE}{name}": value for name, value in LATTICE.items()}
+    made = dflash(block_size, **{**settings, **own})
+    made.hf_config.architectures = [formats.LILICORR]
+    return made
+
+
 def dspark(markov: str = "vanilla", **own: Any) -> Any:
     made = dflash(8, projector_type="dspark", markov_rank=4)
     named = {"architectures": [formats.DSPARK], "markov_head_type": markov}
@@ -124,7 +135,7 @@ def test_what_fits_is_taken() -> None:
     taken += [(latent(), "eagle3"), (eagle3(**with_ids(0, 2, 4, norm_before_fc=True)), "eagle3")]
     taken += [(eagle3(draft_vocab_size=None), "eagle3"), (dflash(), "dflash"), (dspark(), "dflash")]
     taken += [(dspark("gated"), "dflash"), (dspark("rnn"), "dflash"), (dflash2(), "dflash")]
-    taken += [(domino(), "dflash")]
+    taken += [(domino(), "dflash"), (lilicorr(), "dflash")]
     taken += [(mtp(), "mtp"), (TARGET, "model")]
     for config, kind in taken:
         assert kinds.kind_of(config) == kind
@@ -188,6 +199,9 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (dflash2(projector_type="dspark"), "is a block head with a projector"),
         (dflash2(attention_sink_bias=True), "is a block head with attention sinks"),
         (dflash2(selector_rank=0, selector_top_k=0), "has no selector_rank in dflash_config"),
+        (lilicorr(lilicorr_logit_scale=None), "has no lilicorr_logit_scale in dflash_config"),
+        (lilicorr(8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
+        (lilicorr(selector_rank=4), "is a block head with a selector of candidates"),
         (eagle3(architectures=["DSparkMiniMaxDraftModel"]), "is a DSpark head of a class that is"),
     ],
 )

@@ -253,7 +253,7 @@ def _vocabularies(*folders: str) -> Finding:
             config = AutoConfig.from_pretrained(folder, **how).get_text_config()
             tokenizer = AutoTokenizer.from_pretrained(folder, **how)
             found.append(vocabulary.Vocabulary.of(tokenizer, config.vocab_size))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of transformers, whatever a broken file raises
         told = f"a tokenizer cannot be read: {error}"
         return fail("vocabulary", told, "Give two model folders.")
     if problem := vocabulary.problem(*found):
@@ -279,6 +279,8 @@ def _accepted(options: argparse.Namespace) -> Finding:
         upstream.resolve_now(prepare_server_args(given))
     except (OSError, ValueError) as error:
         return fail("server arguments", "refused", str(error))
+    except Exception as error:  # of SGLang, whatever a broken configuration raises
+        return fail("server arguments", "not read", f"{type(error).__name__}: {error}")
     told = "".join(f", with {flag}" for flag in more)
     return ok("server arguments", f"accepted{told}, and both models' families (by configuration)")
 

@@ -196,7 +196,8 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool |
 # Since 0.5.22: server arguments are a struct of what was given, resolved beside it; workers ask for
 # their place among ranks, and name the runners that new weights concern.
 NEWER = """
-srt.models.dflash.DFlashDraftModel.set_block_size(self block_size)
+srt.models.dflash.DFlashDecoderLayer: attention_conv mlp_conv
+srt.models.dflash.DFlashGroupedConv: block_size
 srt.models.dflash.DFlashDraftModel: prefix_gru embed_proj
 srt.models.dflash.DFlash2DraftModel: candidate_selector
     ._transform_unary_logits(self logits)

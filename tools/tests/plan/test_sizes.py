@@ -315,6 +315,18 @@ def test_dflash2_has_tables_and_convolutions_beside() -> None:
     assert head.num_parameters == 2 * 120 + 48 + 8 + 36 + convolutions
 
 
+def test_lilicorr_has_a_transformer_over_candidates_beside() -> None:
+    sizes = {"candidate_topk": 4, "hidden_size": 2, "num_layers": 2, "num_heads": 1}
+    sizes |= {"mlp_ratio": 1.5, "factor_dim": 3}
+    block = DFLASH_CONFIG.get("dflash_config", {})
+    own = {f"lilicorr_{name}": size for name, size in sizes.items()}
+    named = {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {**block, **own}}
+    head = draft_of(DFLASH_CONFIG | named)
+    # A candidate's embedding, layers, features, factors and vectors; a row's output.
+    candidate = 4 * 2 + 2 * (4 * 4 + 2 * 2 * 3) + 4 + 12 + 12
+    assert head == replace(draft_of(DFLASH_CONFIG), step_parameters=4 * candidate + 8)
+
+
 def test_domino_has_a_gru_and_an_mlp_beside() -> None:
     sizes = DOMINO | {"gru_hidden_dim": 3, "emb_dim": 2}
     block = DFLASH_CONFIG.get("dflash_config", {})
