@@ -2,7 +2,7 @@
 
 Texts and evidence are those of rounds over transformers, in which heads draft by the classes that
 define them: a state of another particle, or a candidate of another row, changes both. Seeds are
-fixed, so that nothing is left to chance; `tests/engine/test_golden.py` asks more of engines, nightly.
+fixed, so that nothing is left to chance; `test_golden.py` asks more of engines, nightly.
 """
 
 from collections.abc import Callable

@@ -201,7 +201,10 @@ def test_what_goes_into_the_last_norm_can_be_had_of_gpt_oss() -> None:
         (dflash2(selector_rank=0, selector_top_k=0), "has no selector_rank in dflash_config"),
         (lilicorr(lilicorr_logit_scale=None), "has no lilicorr_logit_scale in dflash_config"),
         (lilicorr(8), "drafts blocks of 7 tokens, and --speculative-num-steps is 8"),
-        (lilicorr(selector_rank=4), "is a block head with a selector of candidates"),
+        (
+            lilicorr(selector_rank=4, selector_top_k=8),
+            "is a block head with a selector of candidates",
+        ),
         (eagle3(architectures=["DSparkMiniMaxDraftModel"]), "is a DSpark head of a class that is"),
     ],
 )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_smc.drafts import checkpoint, formats, weights
 from sglang_smc_tools import convert
-from sglang_smc_tools.distill.checkpoints import load_head
+from sglang_smc_tools.distill.checkpoints import load_head, new_head
 
 speculators = pytest.importorskip(
     "speculators", reason="speculators is not installed: pip install '.[test]' has it"
@@ -163,6 +163,39 @@ def test_its_block_classes_have_our_logits(
     found = shown[0].unflatten(1, (anchors.shape[1], -1))[:, :, ours.first :]
     assert found.shape == expected.shape and expected.abs().max() > 5
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+HOT = list(range(0, 512, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"hot_tokens": HOT}),
+        ("dflash", {"num_layers": 2, "block_size": 5}),
+        ("dspark", {"num_layers": 1, "block_size": 4, "markov_rank": 8}),
+    ],
+    ids=["eagle3", "eagle3 of hot tokens", "dflash", "dspark"],
+)
+def test_what_distill_writes_loads_there_and_here(
+    kind: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the class of `speculators`, which has all of its tensors, and back here and in SGLang."""
+    given: dict[str, Any] = {"dtype": torch.float32, "scale": 1.0, "seed": 3}
+    head = str(new_head(kind, TARGET, tmp_path / "head", **given, **sizes))
+    theirs, stock = str(tmp_path / "theirs"), tmp_path / "stock"
+    assert convert.main([head, theirs, "--verifier", TARGET]) == 0
+    loaded = MODELS[kind][1].from_pretrained(theirs).state_dict()
+    _, written = read(Path(theirs))
+    assert all(torch.equal(loaded[name].float(), one) for name, one in written.items())
+    assert convert.main([theirs, str(stock)]) == 0
+    told, tensors = read(stock)
+    shapes = checkpoint.shapes_in(stock)
+    assert list(weights.problems(formats.normalized(told, shapes), shapes, tensors.get)) == []
+    before, back = (load_head(one, TARGET).state_dict() for one in (head, str(stock)))
+    assert before.keys() == back.keys()
+    assert all(torch.equal(weight, back[name]) for name, weight in before.items())
 
 
 def saved_dflash2(folder: Path) -> Any:
