@@ -27,7 +27,8 @@ from results import Report, by_temperature, interval_cell, table, tokens_a_pass
 
 TEMPERATURES = (0.7, 1.0)
 PARTICLES = (1, 2, 4, 8)
-DRAFTS = {"DFlash": "dflash", "DSpark": "dspark"}
+DFLASH = "DFlash"
+DRAFTS = {DFLASH: "dflash", "DSpark": "dspark"}
 """Names of drafts, and their folders beside the target."""
 
 LIKELIEST = 1e-6
@@ -36,10 +37,9 @@ LIKELIEST = 1e-6
 
 @dataclass(frozen=True)
 class ChainCell(Cell):
-    """A draft with a number of chains; ``greedy`` ones have the likeliest tokens."""
+    """A number of chains of a draft."""
 
     num_particles: int = 1
-    greedy: bool = False
 
 
 def cells() -> list[ChainCell]:
@@ -47,27 +47,28 @@ def cells() -> list[ChainCell]:
     found = []
     for draft in DRAFTS:
         for temperature in TEMPERATURES:
-            if draft == "DFlash":
-                found.append(_cell(draft, temperature, 1, greedy=True))
-            found += [_cell(draft, temperature, n) for n in PARTICLES]
+            found += [likeliest(draft, temperature)] if draft == DFLASH else []
+            found += [sampled(draft, temperature, n) for n in PARTICLES]
     return found
 
 
-def _cell(draft: str, temperature: float, n: int, *, greedy: bool = False) -> ChainCell:
+def sampled(draft: str, temperature: float, n: int) -> ChainCell:
+    """Return the cell of n chains that are sampled from the draft."""
     asked = {"mode": EXACT, "num_particles": n, "num_steps": NUM_STEPS}
-    asked |= {"draft_temperature": LIKELIEST} if greedy else {}
-    label = f"{draft} of likeliest tokens" if greedy else f"{draft} N={n}"
-    return ChainCell(label, draft, temperature, asked, num_particles=n, greedy=greedy)
+    return ChainCell(f"{draft} N={n}", draft, temperature, asked, num_particles=n)
 
 
-def rival(cell: ChainCell, there: Sequence[ChainCell]) -> ChainCell:
-    """Return the cell that keeps as much of this draft as SGLang's own algorithm."""
-    alike = [
-        one
-        for one in there
-        if (one.engine, one.temperature, one.num_particles) == (cell.engine, cell.temperature, 1)
-    ]
-    return next((one for one in alike if one.greedy), alike[-1])
+def likeliest(draft: str, temperature: float) -> ChainCell:
+    """Return the cell of the one chain that has the likeliest token of each row."""
+    asked = {"mode": EXACT, "num_particles": 1, "num_steps": NUM_STEPS}
+    asked |= {"draft_temperature": LIKELIEST}
+    return ChainCell(f"{draft} of likeliest tokens", draft, temperature, asked)
+
+
+def as_sglang(draft: str, temperature: float) -> ChainCell:
+    """Return the cell that keeps as much as SGLang's own algorithm for this draft."""
+    greedy = draft == DFLASH
+    return likeliest(draft, temperature) if greedy else sampled(draft, temperature, 1)
 
 
 # --- Rows
@@ -82,8 +83,8 @@ class ChainRow:
     rows: int  # that the target reads in a pass
     draft_passes: int
     tokens_per_pass: Interval
-    to_one_chain: Interval  # ratio to N = 1, on the same problems
-    to_sglang: Interval  # ratio to what SGLang's own algorithm keeps
+    to_one_chain: Interval | None  # ratio to N = 1, on the same problems
+    to_sglang: Interval | None  # ratio to what SGLang's own algorithm keeps
     accuracy: Interval
     plugin: str  # fingerprint of the code that answered
 
@@ -92,6 +93,11 @@ def rows_of(
     found: Mapping[ChainCell, Sequence[Record]], plugin: Callable[[ChainCell], str]
 ) -> list[ChainRow]:
     """Return a row for each cell; ``plugin`` names the code that measured it."""
+
+    def times(some: Sequence[Record], other: ChainCell) -> Interval | None:
+        there = found.get(other)
+        return there and paired_ratio_of_ratios(_sums(some), _sums(there))
+
     return [
         ChainRow(
             label=cell.label,
@@ -99,10 +105,8 @@ def rows_of(
             rows=cell.num_particles * (NUM_STEPS + 1),
             draft_passes=1,
             tokens_per_pass=tokens_a_pass([one.info for one in some]),
-            to_one_chain=paired_ratio_of_ratios(
-                _sums(some), _sums(found[_cell(cell.engine, cell.temperature, 1)])
-            ),
-            to_sglang=paired_ratio_of_ratios(_sums(some), _sums(found[rival(cell, list(found))])),
+            to_one_chain=times(some, sampled(cell.engine, cell.temperature, 1)),
+            to_sglang=times(some, as_sglang(cell.engine, cell.temperature)),
             accuracy=wilson(sum(one.right for one in some), len(some)),
             plugin=plugin(cell),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chains.run import ChainStudy
 from drafts.run import DraftStudy
 from fidelity.run import Fidelity
 from figures import figures_of
@@ -44,7 +45,7 @@ def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass(
 
 
 @pytest.mark.parametrize(
-    "study", [DraftStudy, Fidelity, Real, Steering], ids=lambda study: study.name
+    "study", [ChainStudy, DraftStudy, Fidelity, Real, Steering], ids=lambda study: study.name
 )
 def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
     """Behind a note, which says how they were measured then."""
