@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fake_cuda import Account
 from sglang.srt.models.dspark import build_markov_head
 from torch import nn
 
@@ -13,7 +14,7 @@ from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.dflash2 import DFlash2Head
 from sglang_smc.proposers.domino import DominoHead
 from sglang_smc.proposers.dspark import DSparkHead
-from sglang_smc.proposers.lilicorr import lattice_scores
+from sglang_smc.proposers.lilicorr import LiLiCorrHead, lattice_scores
 from sglang_smc.upstream import IS_NEWER, IS_NEWEST
 
 if IS_NEWER:
@@ -133,6 +134,58 @@ def test_a_domino_chain_of_likeliest_tokens_is_sglangs(shifts: bool) -> None:
     assert not any(plain), "no correction changed a token"
 
 
+LATTICE: dict[str, Any] = {"candidate_topk": 4, "num_layers": 2, "num_heads": 2}
+LATTICE |= {"mlp_ratio": 1.5, "factor_dim": 5, "vector_eps": 1e-6, "logit_scale": 7.0}
+
+
+def make_lattice(width: int) -> Any:
+    """SGLang's, with random weights; ``width`` 0 is that of the block."""
+    sizes = {"model_hidden_size": WIDTH, "block_size": STEPS + 1, "rms_norm_eps": 1e-6}
+    lattice: Any = Lattice(**sizes, config=LiLiCorrConfig(**LATTICE, hidden_size=width))
+    for weight in lattice.parameters():
+        nn.init.normal_(weight, std=0.5)
+    lattice.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+    return lattice
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not IS_NEWEST, reason="older releases have no LiLiCorr heads")
+def test_a_lattice_is_walked_as_sglang_walks_it() -> None:
+    """By the likeliest candidates. Launches, of calls that are more than views, are counted."""
+    torch.manual_seed(0)
+    lattice, block = make_lattice(8), cast("Any", Block())
+    before = torch.randn(REQUESTS, PARTICLES, WIDTH)
+    table: Any = SimpleNamespace(before=lambda *_: before)
+    given = {"lattice": lattice, "table": table, "ledger": cast("Any", None)}
+    head = LiLiCorrHead(block, 3, **given, num_particles=PARTICLES)
+    at = SLOTS._replace(locations=cast("Any", SimpleNamespace(particle_rows=None)))
+    last = torch.randint(VOCAB, (REQUESTS, PARTICLES))
+    chain, launches = [last], []
+    for step in range(STEPS):
+        pairs = torch.stack([last, last], 2)
+        with Account() as account:
+            logits = head.next_logits(step, chain[-1], at) if step else head.first_logits(pairs, at)
+        launches.append(len(account.calls))
+        assert torch.equal(logits.isfinite().sum(2), torch.full_like(last, 4))
+        chain.append(logits.argmax(2))
+    likeliest = by_block(block.logits).log_softmax(2).topk(4)
+    size = REQUESTS * PARTICLES
+    tokens, _ = lattice.select_with_proposal(
+        token_embeddings=block.embed(likeliest.indices),
+        candidate_tokens=likeliest.indices,
+        candidate_log_probs=likeliest.values,
+        pass_hidden=by_block(block.states),
+        anchor_hidden=before.flatten(0, 1),
+        anchor_valid=torch.ones(size, dtype=torch.bool),
+        uniforms=torch.zeros(size, STEPS),
+        temperatures=torch.ones(size),
+        greedy_mask=torch.ones(size, dtype=torch.bool),
+    )
+    found = by_block(torch.stack(chain[1:]))
+    assert torch.equal(found, tokens) and not torch.equal(found, likeliest.indices[:, :, 0])
+    assert launches[0] <= 120 and max(launches[1:]) <= 10
+
+
 @torch.no_grad()
 @pytest.mark.skipif(not IS_NEWEST, reason="older releases have no LiLiCorr heads")
 @pytest.mark.parametrize("width", [0, 8], ids=["as wide as the block", "narrower"])
@@ -140,13 +193,7 @@ def test_a_domino_chain_of_likeliest_tokens_is_sglangs(shifts: bool) -> None:
 def test_a_lattice_scores_candidates_as_sglang_does(width: int, steps: int) -> None:
     """By the weights themselves, which new ones replace in place; its tensors are on the list."""
     torch.manual_seed(0)
-    told = {"candidate_topk": 4, "hidden_size": width, "num_layers": 2, "num_heads": 2}
-    told |= {"mlp_ratio": 1.5, "factor_dim": 5, "vector_eps": 1e-6, "logit_scale": 7.0}
-    sizes = {"model_hidden_size": WIDTH, "block_size": STEPS + 1, "rms_norm_eps": 1e-6}
-    lattice: Any = Lattice(**sizes, config=LiLiCorrConfig(**told))
-    for weight in lattice.parameters():
-        nn.init.normal_(weight, std=0.5)
-    lattice.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+    lattice = make_lattice(width)
     lattice.set_active_block_size(steps + 1)
     blocks = 6
     embedded = torch.randn(blocks, steps, 4, WIDTH)
@@ -162,7 +209,10 @@ def test_a_lattice_scores_candidates_as_sglang_does(width: int, steps: int) -> N
     )
     for ours, theirs in zip(found, lattice.log_factors(*scored), strict=True):
         assert torch.allclose(ours, theirs[:, 0], atol=1e-4) and theirs.std() > 0.5
-    block = {f"{formats.LATTICE}{name}": value for name, value in told.items()}
+    block = {
+        f"{formats.LATTICE}{name}": value
+        for name, value in (LATTICE | {"hidden_size": width}).items()
+    }
     whole = {"hidden_size": WIDTH, "block_size": STEPS + 1, **block}
     own = {f"lilicorr.{name}": tuple(one.shape) for name, one in lattice.named_parameters()}
     assert weights._of_lattice(whole) == own
