@@ -22,7 +22,7 @@ NUM_STEPS = 3
 SETTINGS: dict[str, Any] = {"num_particles": 3, "num_steps": NUM_STEPS, "max_lag": 16}
 #: What requests ask for in turn: of chains that are verified together, one by one, and weighed.
 ASKED: list[dict[str, Any]] = [{"mode": "exact"}, {"mode": "exact", "num_particles": 1}, {}]
-PROMPTS = [[5 + seed, *range(2, 2 + 3 * seed)] for seed in range(2 * len(ASKED))]
+PROMPTS = [[5 + seed, *range(2, 2 + 3 * seed)] for seed in range(4 * len(ASKED))]
 RELEASES = {DFLASH2: upstream.NEWER, DOMINO: upstream.NEWER, LILICORR: upstream.NEWEST}
 
 

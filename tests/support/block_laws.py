@@ -204,7 +204,7 @@ class Correcting:
 
 
 LATTICE = {"candidate_topk": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
-LATTICE |= {"mlp_ratio": 1.5, "factor_dim": 6, "vector_eps": 1e-6, "logit_scale": 4.0}
+LATTICE |= {"mlp_ratio": 1.5, "factor_dim": 6, "vector_eps": 1e-6, "logit_scale": 15.0}
 
 
 def with_lattice(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Checkpoint:
