@@ -1,4 +1,4 @@
-"""Targets and drafts in 8 bits, dequantized as they are loaded: the shipped models, in each format."""
+"""Targets and drafts in 8 bits are dequantized as they are loaded: the shipped pair, by format."""
 
 import logging
 from collections.abc import Callable
